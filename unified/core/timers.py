@@ -1,0 +1,51 @@
+"""A keyed table of deadlines. A core arms and cancels by key; its shell sleeps until the earliest."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=object)
+
+
+class TimerTable(Generic[K]):
+    """Deadlines by key, on the caller's clock. Arming a key again moves it; order among equals is that of arming."""
+
+    def __init__(self) -> None:
+        self._deadline: dict[K, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._count = 0
+
+    def arm(self, key: K, deadline: float) -> None:
+        self._count += 1
+        self._deadline[key] = (deadline, self._count)
+        heapq.heappush(self._heap, (deadline, self._count, key))
+
+    def cancel(self, key: K) -> None:
+        """Forget a key; one that was never armed is no error."""
+        self._deadline.pop(key, None)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._deadline
+
+    def __len__(self) -> int:
+        return len(self._deadline)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The earliest deadline, or None when nothing is armed."""
+        self._drop_stale()
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float) -> list[K]:
+        """Take out and return the keys whose deadline has come, earliest first."""
+        keys: list[K] = []
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            _, _, key = heapq.heappop(self._heap)
+            del self._deadline[key]
+            keys.append(key)
+        return keys
+
+    def _drop_stale(self) -> None:
+        while self._heap and self._deadline.get(self._heap[0][2]) != self._heap[0][:2]:
+            heapq.heappop(self._heap)

@@ -1,0 +1,50 @@
+"""Names of jobs and workers: how they are built, checked and read back."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from unified.errors import JobNameError, UsageError
+
+MAX_NAME = 63
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+_WORKER = re.compile(r"(?P<role>.+)_(?P<world>\d+)-(?P<rank>\d+)_(?P<local_world>\d+)-(?P<local_rank>\d+)\Z")
+_SHORT = re.compile(r"(?P<role>.+)-(?P<rank>\d+)\Z")
+
+
+class WorkerRef(NamedTuple):
+    """What a written worker name says: its role and its rank in the role."""
+
+    role: str
+    rank: int
+
+
+def check_job_name(name: str) -> str:
+    """Return `name`, or raise `JobNameError` saying what is wrong with it."""
+    if len(name) > MAX_NAME:
+        raise JobNameError(f"job name {name[:20]!r}… has {len(name)} characters; at most {MAX_NAME} are allowed.")
+    if not _JOB.match(name):
+        raise JobNameError(
+            f"job name {name!r} is not allowed: letters, digits and ._- only, beginning with a letter or digit."
+        )
+    return name
+
+
+def worker_name(role: str, world_size: int, rank: int, local_world_size: int, local_rank: int) -> str:
+    """``{role}_{world_size}-{rank}_{local_world_size}-{local_rank}``, as in ``trainer_4-2_2-0``."""
+    return f"{role}_{world_size}-{rank}_{local_world_size}-{local_rank}"
+
+
+def parse_worker(name: str) -> WorkerRef:
+    """Read a worker's full name, or the short form ``{role}-{rank}``.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    found = _WORKER.match(name) or _SHORT.match(name)
+    if found is None:
+        raise UsageError(
+            f"{name!r} is not a worker's name: write 'role-rank' (trainer-0) or the full name from `unified status`."
+        )
+    return WorkerRef(found["role"], int(found["rank"]))

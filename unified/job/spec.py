@@ -1,0 +1,141 @@
+"""A job as the daemons see it: plain frozen values, checked when decoded.
+
+Users write pydantic models (`unified.job.config`, `unified.job.workloads`); `submit` turns them into
+these records, which travel to the master, are kept in its store and are sent to agents. What only the
+job's own workers may decode is a `Blob`: the daemons carry it and never look inside.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from unified.job.names import worker_name
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the records below: keyword-only, immutable, compared by content."""
+
+
+class Blob(Value, frozen=True, kw_only=True):
+    """Bytes that only the job's own workers decode."""
+
+    codec: Literal["none", "msgpack", "omegaconf", "pickle"] = "none"
+    """`msgpack`: plain data. `omegaconf`: plain data that becomes a DictConfig. `pickle`: anything else."""
+    data: bytes = b""
+
+
+class Resources(Value, frozen=True, kw_only=True):
+    """What one worker needs, or what a node has. Zero means "does not matter"."""
+
+    cpu: float = 0.0
+    memory_mb: float = 0.0
+    disk_mb: float = 0.0
+    accelerator: float = 0.0
+    """Below 1: a share of one device, so that collocated workers can use it together."""
+    user_defined: dict[str, float] = {}
+
+
+class EntryPoint(Value, frozen=True, kw_only=True):
+    """What a worker runs."""
+
+    kind: Literal["attribute", "script", "module"]
+    """`attribute`: a function or class. `script`: a .py file as `__main__`. `module`: as `python -m`."""
+    target: str
+    """Module path for `attribute` and `module`, file path for `script`."""
+    attribute: str = ""
+    argv: list[str] = []
+
+
+class Communication(Value, frozen=True, kw_only=True):
+    """torch.distributed set-up of an elastic role."""
+
+    pre_check: bool = True
+    auto_setup: bool = True
+    backend: str = "auto"
+    timeout_s: float | None = None
+
+
+class RoleSpec(Value, frozen=True, kw_only=True):
+    """A role: equal workers with one entry point."""
+
+    name: str
+    kind: Literal["simple", "elastic", "custom"]
+    entry_point: EntryPoint
+    total: int = 1
+    per_group: int = 1
+    collocation: str | None = None
+    """Roles with the same word here share groups: group i holds the i-th run of each."""
+    resources: Resources = Resources()
+    envs: dict[str, str] = {}
+    """Already merged: the job's global environment below the role's own."""
+    config: Blob = Blob()
+    is_driver: bool = True
+    max_restart: int = 10
+    per_node_max_failure: int = 3
+    rank_based_gpu_selection: bool = False
+    auto_visible_devices: bool = True
+    communication: Communication = Communication()
+    min_nodes: int | None = None
+    max_nodes: int | None = None
+    failover_label: str | None = None
+    failover_timeout_s: float = 300.0
+    sub_stage: list[str] = []
+
+    @property
+    def num_groups(self) -> int:
+        return self.total // self.per_group
+
+    def worker(self, rank: int) -> str:
+        """Full name of the worker with this rank."""
+        return worker_name(self.name, self.total, rank, self.per_group, rank % self.per_group)
+
+    @property
+    def workers(self) -> list[str]:
+        """Full names of all workers, by rank."""
+        return [self.worker(rank) for rank in range(self.total)]
+
+
+class JobSpec(Value, frozen=True, kw_only=True):
+    """A whole job, as submitted."""
+
+    name: str
+    roles: list[RoleSpec]
+    node_num: int = 1
+    device_per_node: int = 8
+    """At most this many devices of one node are used by the job."""
+    accelerator_type: Literal["GPU", "CPU", "TPU"] = "GPU"
+    dl_type: str = "SFT"
+    stream_type: str = "TASK_STREAM"
+    user_config: Blob = Blob()
+    node_max_restart: int = 10
+    job_max_restart: int = 10
+    master_max_restart: int = 10
+    master_cpu: float = 2
+    master_memory_mb: float = 4096
+    master_isolation_resource: str = ""
+    worker_isolation_resource: str = ""
+    failover_trigger: Literal[0, 1, 2] = 2
+    """0 never, 1 when the other workers of the role are done, 2 now."""
+    failover_exec: Literal[0, 1, 2] = 1
+    """0 stop the job, 1 restart the job, 2 restart the role."""
+    stop_grace_s: float = 10.0
+    """Seconds between SIGTERM and SIGKILL."""
+    call_timeout_s: float | None = None
+    """Deadline of an rpc that names none; None means no deadline but the callee's death."""
+    python: str | None = None
+    """Interpreter of the workers; None means the agent's own."""
+    start_method: Literal["fork", "spawn"] = "fork"
+    working_dir: str | None = None
+    sys_path: list[str] = []
+    """Put in front of the workers' `sys.path`, where they exist on the node."""
+    submitted_by: str = ""
+    """user@host:pid of the driver, for people."""
+
+    def role(self, name: str) -> RoleSpec:
+        """The role of this name; KeyError if there is none."""
+        for role in self.roles:
+            if role.name == name:
+                return role
+        raise KeyError(name)

@@ -1,0 +1,193 @@
+"""What an agent and the master say to each other, both directions.
+
+The agent opens with `RegisterAgent`. Then the master sends the *desired* set of workers, and the agent reports the
+*observed* set, each whole and each with a number, so that a message lost, doubled or late changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from unified.job.spec import JobSpec, Value
+from unified.protocol.framing import Codec
+from unified.protocol.records import DirectoryEntry, Failure, Inbox, NodeResources, Progress, WorkerState
+
+
+class AgentMessage(Value, tag_field="type", frozen=True, kw_only=True):
+    """From an agent. `node` and `incarnation` name one life of one agent."""
+
+    node: str
+    incarnation: str
+
+
+class RegisterAgent(AgentMessage, tag="register-agent", frozen=True, kw_only=True):
+    """First word of an agent, and again when the master does not know it."""
+
+    hostname: str
+    host_id: str
+    """The same for all processes of one boot of one host."""
+    address: str
+    """At which other hosts reach this one."""
+    pid: int
+    resources: NodeResources
+    labels: dict[str, str] = {}
+    log_dir: str = ""
+    release: str = ""
+
+
+class Heartbeat(AgentMessage, tag="heartbeat", frozen=True, kw_only=True):
+    """Renews the lease."""
+
+    generation: int
+    """Of the last desired set that it took."""
+
+
+class ObservedWorker(Value, frozen=True, kw_only=True):
+    """One life on the agent's node."""
+
+    job_id: str
+    name: str
+    worker_incarnation: int
+    kind: Literal["worker", "store"]
+    state: WorkerState
+    pid: int = 0
+    round: int = 0
+    """The round it was last told to run; 0 before any."""
+    inbox: Inbox | None = None
+    store_port: int | None = None
+    """Of a store host that is READY."""
+    progress: Progress | None = None
+    failure: Failure | None = None
+    """Of a life that ended badly; a life that EXITED without one ended well."""
+    log_file: str = ""
+    """Its stderr, on the node."""
+
+
+class ObservedWorkers(AgentMessage, tag="observed-workers", frozen=True, kw_only=True):
+    """All lives that the agent knows. One that EXITED stays until a desired set leaves it out."""
+
+    generation: int
+    workers: list[ObservedWorker]
+
+
+class LogRead(AgentMessage, tag="log-read", frozen=True, kw_only=True):
+    """Answer to `ReadAgentLog`."""
+
+    data: bytes
+    offset: int
+    """Of the first byte of `data`; larger than asked where older bytes were rotated away."""
+    next_offset: int
+    size: int
+    """Bytes ever written."""
+    path: str = ""
+    error: str = ""
+
+
+class AgentLeaving(AgentMessage, tag="agent-leaving", frozen=True, kw_only=True):
+    """Last word of an agent that stops in order: its workers are gone."""
+
+    reason: str
+
+
+class MasterOrder(Value, tag_field="type", frozen=True, kw_only=True):
+    """From the master to an agent."""
+
+
+class AgentRegistered(MasterOrder, tag="agent-registered", frozen=True, kw_only=True):
+    """Welcome, and the terms."""
+
+    lease_s: float
+    heartbeat_s: float
+    relay: str = ""
+    """``tcp://host:port`` of the bus relay."""
+
+
+class AgentRefused(MasterOrder, tag="agent-refused", frozen=True, kw_only=True):
+    """Not welcome. With `retry_after_s` None the agent ends with exit code 1 and this reason."""
+
+    reason: str
+    retry_after_s: float | None = None
+
+
+class HeartbeatSeen(MasterOrder, tag="heartbeat-seen", frozen=True, kw_only=True):
+    """Answer to a heartbeat; it tells the agent that its master lives."""
+
+
+class RegisterAgain(MasterOrder, tag="register-again", frozen=True, kw_only=True):
+    """The master does not know this agent (it restarted, or took it for lost)."""
+
+
+class RunOrder(Value, frozen=True, kw_only=True):
+    """Leave for a READY worker to run its entry point."""
+
+    round: int
+    rank: int
+    world_size: int
+    store_host: str = ""
+    """Address of the torch TCPStore; empty for a role that is not elastic."""
+    store_port: int = 0
+    store_prefix: str = ""
+    """No two rounds share one."""
+
+
+class DesiredWorker(Value, frozen=True, kw_only=True):
+    """One life that shall be. The agent stops what is not desired."""
+
+    job_id: str
+    name: str
+    """A worker's full name, or ``store`` for the job's store host."""
+    worker_incarnation: int
+    kind: Literal["worker", "store"]
+    role: str = ""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    devices: list[int] = []
+    """Indices among the node's devices."""
+    run: RunOrder | None = None
+
+
+class DesiredJob(Value, frozen=True, kw_only=True):
+    """What the workers of one job have in common."""
+
+    job_id: str
+    spec: JobSpec
+    directory: list[DirectoryEntry] = []
+    """Whole, as of now."""
+
+
+class DesiredWorkers(MasterOrder, tag="desired-workers", frozen=True, kw_only=True):
+    """All that shall run on this node. A lower generation than one already taken is ignored."""
+
+    generation: int
+    workers: list[DesiredWorker]
+    jobs: list[DesiredJob]
+
+
+class DirectoryChanged(MasterOrder, tag="directory-changed", frozen=True, kw_only=True):
+    """Entries of a job's directory that are new or changed."""
+
+    job_id: str
+    entries: list[DirectoryEntry]
+
+
+class ReadAgentLog(MasterOrder, tag="read-agent-log", frozen=True, kw_only=True):
+    """Ask for part of a worker's output; answered by `LogRead` with the same request id."""
+
+    job_id: str
+    worker: str
+    worker_incarnation: int
+    stream: Literal["out", "err", "both"]
+    offset: int
+    """Negative: that many bytes before the end."""
+    max_bytes: int
+
+
+AgentToMaster = RegisterAgent | Heartbeat | ObservedWorkers | LogRead | AgentLeaving
+MasterToAgent = (
+    AgentRegistered | AgentRefused | HeartbeatSeen | RegisterAgain | DesiredWorkers | DirectoryChanged | ReadAgentLog
+)
+agent_to_master: Codec[AgentToMaster] = Codec(AgentToMaster)
+master_to_agent: Codec[MasterToAgent] = Codec(MasterToAgent)

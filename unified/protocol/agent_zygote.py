@@ -1,0 +1,52 @@
+"""What an agent and its zygote say to each other, over a Unix socket pair that also passes descriptors."""
+
+from __future__ import annotations
+
+from msgspec.msgpack import Decoder
+
+from unified.job.spec import Value
+
+
+class ZygoteOrder(Value, tag_field="type", frozen=True, kw_only=True):
+    """From the agent."""
+
+
+class Fork(ZygoteOrder, tag="fork", frozen=True, kw_only=True):
+    """Fork a child. Three descriptors travel with it: its control socket, its stdout, its stderr."""
+
+    child: int
+    """A number that the agent never uses twice."""
+
+
+class ZygoteWord(Value, tag_field="type", frozen=True, kw_only=True):
+    """From the zygote."""
+
+
+class ZygoteUp(ZygoteWord, tag="zygote-up", frozen=True, kw_only=True):
+    """Imports are done; it can fork."""
+
+    pid: int
+    has_torch: bool
+
+
+class Forked(ZygoteWord, tag="forked", frozen=True, kw_only=True):
+    child: int
+    pid: int
+
+
+class ForkFailed(ZygoteWord, tag="fork-failed", frozen=True, kw_only=True):
+    child: int
+    error: str
+
+
+class ChildExited(ZygoteWord, tag="child-exited", frozen=True, kw_only=True):
+    """A child was reaped. `code` is its exit code, or minus the signal that ended it."""
+
+    child: int
+    pid: int
+    code: int
+
+
+ZygoteToAgent = ZygoteUp | Forked | ForkFailed | ChildExited
+zygote_to_agent: Decoder[ZygoteToAgent] = Decoder(ZygoteToAgent)
+agent_to_zygote: Decoder[Fork] = Decoder(Fork)

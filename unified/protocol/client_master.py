@@ -1,0 +1,203 @@
+"""What a client (driver, CLI, or a worker for its user) and the master say to each other. A request has one answer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from unified.job.spec import JobSpec, Value
+from unified.protocol.framing import Codec
+from unified.protocol.records import EventRecord, Failure, NodeResources, NodeState, Progress, Stage, WorkerState
+
+
+class ClientRequest(Value, tag_field="type", frozen=True, kw_only=True):
+    """From a client. `job` is a job's id, or its name for the newest job of that name."""
+
+
+class SubmitJob(ClientRequest, tag="submit-job", frozen=True, kw_only=True):
+    spec: JobSpec
+    wait: bool = True
+    """False: refuse a job that does not fit now, instead of letting it wait."""
+
+
+class ListJobs(ClientRequest, tag="list-jobs", frozen=True, kw_only=True):
+    pass
+
+
+class GetJob(ClientRequest, tag="get-job", frozen=True, kw_only=True):
+    """Answered by `JobStatus`: at once, or when its version is above `after_version`, or when `wait_s` is over."""
+
+    job: str
+    after_version: int = -1
+    wait_s: float = 0.0
+
+
+class ListNodes(ClientRequest, tag="list-nodes", frozen=True, kw_only=True):
+    pass
+
+
+class ReadLog(ClientRequest, tag="read-log", frozen=True, kw_only=True):
+    """Answered by `LogChunk`, at once."""
+
+    job: str
+    worker: str
+    incarnation: int | None = None
+    """None: the newest."""
+    stream: Literal["out", "err", "both"] = "both"
+    offset: int = 0
+    """Negative: that many bytes before the end."""
+    max_bytes: int = 65536
+
+
+class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
+    job: str
+    force: bool = False
+    """True: SIGKILL at once."""
+    reason: str = "asked by the user"
+
+
+class RestartWorkers(ClientRequest, tag="restart-workers", frozen=True, kw_only=True):
+    job: str
+    workers: list[str]
+    """Empty: the whole job."""
+
+
+class Explain(ClientRequest, tag="explain", frozen=True, kw_only=True):
+    """Answered by `Story`: events of a job, or of one worker of it, oldest first."""
+
+    job: str
+    worker: str = ""
+    limit: int = 500
+
+
+class MasterAnswer(Value, tag_field="type", frozen=True, kw_only=True):
+    """From the master."""
+
+
+class Accepted(MasterAnswer, tag="accepted", frozen=True, kw_only=True):
+    job_id: str
+
+
+class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
+    """It was done, or will be."""
+
+    note: str = ""
+
+
+class Refused(MasterAnswer, tag="refused", frozen=True, kw_only=True):
+    """It was not done. `code`: bad-request, version, not-found, name-taken, does-not-fit, ended."""
+
+    code: str
+    reason: str
+
+
+class WorkerStatus(Value, frozen=True, kw_only=True):
+    name: str
+    role: str
+    rank: int
+    local_rank: int
+    node_rank: int
+    incarnation: int
+    state: WorkerState
+    node: str = ""
+    address: str = ""
+    pid: int = 0
+    devices: list[int] = []
+    num_failures: int = 0
+    progress: Progress | None = None
+    log_file: str = ""
+    reason: str = ""
+    """Of the last decision about it."""
+
+
+class RoleStatus(Value, frozen=True, kw_only=True):
+    name: str
+    kind: str
+    total: int
+    is_driver: bool
+    round: int = 0
+    num_restarts: int = 0
+
+
+class EndReport(Value, frozen=True, kw_only=True):
+    """Why a job ended badly."""
+
+    worker: str
+    incarnation: int
+    node: str
+    failure: Failure
+    limit: str = ""
+    """The restart limit that was reached (``max_restart``, …), or what forbade a restart."""
+    log_file: str = ""
+
+
+class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
+    job_id: str
+    name: str
+    stage: Stage
+    version: int
+    exit_code: int | None = None
+    reason: str = ""
+    """Of the last decision: why it waits, restarts, stops or ended."""
+    submitted_at: float = 0.0
+    started_at: float | None = None
+    ended_at: float | None = None
+    submitted_by: str = ""
+    num_restarts: int = 0
+    roles: list[RoleStatus] = []
+    workers: list[WorkerStatus] = []
+    end: EndReport | None = None
+
+
+class JobLine(Value, frozen=True, kw_only=True):
+    job_id: str
+    name: str
+    stage: Stage
+    exit_code: int | None
+    reason: str
+    submitted_at: float
+    ended_at: float | None
+    num_workers: int
+
+
+class JobList(MasterAnswer, tag="job-list", frozen=True, kw_only=True):
+    jobs: list[JobLine]
+
+
+class NodeStatus(Value, frozen=True, kw_only=True):
+    node: str
+    state: NodeState
+    hostname: str
+    address: str
+    resources: NodeResources
+    free: NodeResources
+    """What no job holds; of `devices`, those that are wholly free."""
+    labels: dict[str, str] = {}
+    num_workers: int = 0
+    seen_s_ago: float = 0.0
+    reason: str = ""
+
+
+class NodeList(MasterAnswer, tag="node-list", frozen=True, kw_only=True):
+    nodes: list[NodeStatus]
+
+
+class LogChunk(MasterAnswer, tag="log-chunk", frozen=True, kw_only=True):
+    worker: str
+    incarnation: int
+    data: bytes
+    offset: int
+    next_offset: int
+    size: int
+    is_final: bool
+    """The life has ended and nothing follows `next_offset`."""
+    path: str = ""
+
+
+class Story(MasterAnswer, tag="story", frozen=True, kw_only=True):
+    events: list[EventRecord]
+
+
+ClientToMaster = SubmitJob | ListJobs | GetJob | ListNodes | ReadLog | StopJob | RestartWorkers | Explain
+MasterToClient = Accepted | Done | Refused | JobStatus | JobList | NodeList | LogChunk | Story
+client_to_master: Codec[ClientToMaster] = Codec(ClientToMaster)
+master_to_client: Codec[MasterToClient] = Codec(MasterToClient)

@@ -1,0 +1,108 @@
+"""How control messages become bytes, for ZeroMQ sockets and for byte streams.
+
+Over ZeroMQ a message is two frames: ``[header, body]``. The header is a short MessagePack array
+``[protocol version, request id]``; an answer carries the request's id, a message that nobody asked for carries 0.
+Over a stream (a socket pair between parent and child) it is a 4-byte little-endian length and the body.
+
+Nothing here touches a socket, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from unified.errors import ProtocolError, VersionMismatchError
+
+PROTOCOL_VERSION = 1
+MAX_STREAM_MESSAGE = 256 * 1024 * 1024
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_header = msgspec.msgpack.Decoder(tuple[int, int])
+
+M = TypeVar("M")
+
+
+class Control(NamedTuple, Generic[M]):
+    """One decoded control message."""
+
+    request_id: int
+    message: M
+
+
+class Codec(Generic[M]):
+    """Encodes any message, decodes those of one direction of one conversation."""
+
+    def __init__(self, union: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
+
+    def encode(self, message: object, request_id: int = 0, *, version: int = PROTOCOL_VERSION) -> list[bytes]:
+        """The two frames of a message."""
+        return [_encoder.encode((version, request_id)), _encoder.encode(message)]
+
+    def decode(self, frames: Sequence[bytes]) -> Control[M]:
+        """The message in two frames.
+
+        Raises:
+            VersionMismatchError: the peer speaks another version; the error says both.
+            ProtocolError: these are not two frames of a message of this conversation.
+        """
+        if len(frames) != 2:
+            raise ProtocolError(f"a control message has 2 frames, this one has {len(frames)}.")
+        return Control(self.read_header(frames[0]), self.decode_body(frames[1]))
+
+    def read_header(self, frame: bytes) -> int:
+        """The request id, after a check of the version."""
+        try:
+            version, request_id = _header.decode(frame)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the header is not [version, request id]: {error}") from None
+        if version != PROTOCOL_VERSION:
+            raise VersionMismatchError(
+                f"the peer speaks protocol version {version}, this side speaks {PROTOCOL_VERSION}: "
+                "install the same release of unified-runtime on both."
+            )
+        return request_id
+
+    def decode_body(self, frame: bytes) -> M:
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"not a message of this conversation: {error}") from None
+
+
+def encode_stream(message: object) -> bytes:
+    """A message with its length in front, for a byte stream."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class StreamBuffer:
+    """Collects bytes of a stream and cuts them into message bodies."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Bodies that are complete now.
+
+        Raises:
+            ProtocolError: a length that no message of ours has.
+        """
+        self._bytes += data
+        bodies: list[bytes] = []
+        start = 0
+        while len(self._bytes) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes, start)
+            if length > MAX_STREAM_MESSAGE:
+                raise ProtocolError(f"a stream message of {length} bytes is refused; at most {MAX_STREAM_MESSAGE}.")
+            if len(self._bytes) - start - _LENGTH.size < length:
+                break
+            start += _LENGTH.size
+            bodies.append(bytes(self._bytes[start : start + length]))
+            start += length
+        del self._bytes[:start]
+        return bodies

@@ -1,0 +1,171 @@
+"""Values that several conversations carry: states, exits, progress, routes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from unified.core.transitions import TransitionTable
+from unified.job.spec import Value
+
+
+class Stage(StrEnum):
+    """The life of a job."""
+
+    INIT = "INIT"
+    """Submitted: waiting for a place, or its workers are starting."""
+    READY = "READY"
+    """Placed, and every worker has answered."""
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    """Its outcome is decided; workers are being stopped."""
+    STOPPED = "STOPPED"
+
+
+JOB_MOVES = TransitionTable(
+    "job",
+    {
+        Stage.INIT: (Stage.READY, Stage.STOPPING),
+        Stage.READY: (Stage.RUNNING, Stage.INIT, Stage.STOPPING),
+        Stage.RUNNING: (Stage.INIT, Stage.STOPPING),
+        Stage.STOPPING: (Stage.STOPPED,),
+        Stage.STOPPED: (),
+    },
+)
+
+
+class WorkerState(StrEnum):
+    """One life (incarnation) of a worker, as its agent sees it."""
+
+    STARTING = "STARTING"
+    """The process is being made, or has not said hello yet."""
+    READY = "READY"
+    """It said hello: it has an inbox and waits for its order to run."""
+    RUNNING = "RUNNING"
+    FINISHED = "FINISHED"
+    """Its entry point returned; the process stays to answer calls until it is stopped."""
+    STOPPING = "STOPPING"
+    EXITED = "EXITED"
+
+
+WORKER_MOVES = TransitionTable(
+    "worker",
+    {
+        WorkerState.STARTING: (WorkerState.READY, WorkerState.STOPPING, WorkerState.EXITED),
+        WorkerState.READY: (WorkerState.RUNNING, WorkerState.STOPPING, WorkerState.EXITED),
+        WorkerState.RUNNING: (WorkerState.FINISHED, WorkerState.STOPPING, WorkerState.EXITED),
+        WorkerState.FINISHED: (WorkerState.STOPPING, WorkerState.EXITED),
+        WorkerState.STOPPING: (WorkerState.EXITED,),
+        WorkerState.EXITED: (),
+    },
+)
+
+
+class NodeState(StrEnum):
+    """What the master believes of a node."""
+
+    ALIVE = "ALIVE"
+    LOST = "LOST"
+    """Its lease ran out, or its agent said goodbye."""
+
+
+NODE_MOVES = TransitionTable("node", {NodeState.ALIVE: (NodeState.LOST,), NodeState.LOST: (NodeState.ALIVE,)})
+
+
+class Failure(Value, frozen=True, kw_only=True):
+    """Why a life ended badly: an exception, an exit code, a signal, or a node that was lost."""
+
+    summary: str
+    """One line: ``ValueError: no such file``, ``killed by SIGKILL``, ``exited with code 3``, ``node n2 was lost``."""
+    category: str = "user"
+    """`user`: the entry point raised or exited. `crash`: a signal or an exit without a word. `node`: the node was lost.
+    `setup`: the entry point cannot be imported or called; the same would happen again, so it is never retried."""
+    exception_type: str = ""
+    traceback: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    is_collateral: bool = False
+    """The worker believes that it failed because a peer did (a broken collective), so it is not the root cause."""
+
+
+class Progress(Value, frozen=True, kw_only=True):
+    """What a worker said last through `current_worker().report(…)`."""
+
+    step: int | None = None
+    total: int | None = None
+    metrics: dict[str, float | int | str] = {}
+
+
+class Inbox(Value, frozen=True, kw_only=True):
+    """Where one life of a process receives bus messages. The id is never used twice."""
+
+    inbox_id: str
+    routes: list[str] = []
+    """Best first: ``ipc:///run/…`` (only on the host `host_id`), ``tcp://10.0.0.2:4123``."""
+    host_id: str = ""
+
+
+class Reachability(StrEnum):
+    """What the directory says of a worker."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    """This life ended; another may follow, so new calls wait for it."""
+    ENDED = "ended"
+    """This life ended and no other will follow: new calls fail at once."""
+
+
+class DirectoryEntry(Value, frozen=True, kw_only=True):
+    """One life of one worker, for whoever wants to call it.
+
+    Entries merge in any order: the higher incarnation wins; of one incarnation, ENDED beats DEAD beats ALIVE.
+    """
+
+    worker: str
+    incarnation: int
+    state: Reachability
+    inbox: Inbox | None = None
+    node: str = ""
+    reason: str = ""
+
+
+class Device(Value, frozen=True, kw_only=True):
+    """One accelerator of a node."""
+
+    index: int
+    kind: str
+    """``cuda``, ``rocm``, ``npu`` (Ascend), or ``virtual`` for one that stands in on a CPU host."""
+    name: str = ""
+    uuid: str = ""
+    memory_mb: float = 0.0
+
+
+class NodeResources(Value, frozen=True, kw_only=True):
+    """What a node offers."""
+
+    cpu: float
+    memory_mb: float
+    disk_mb: float
+    devices: list[Device] = []
+    user_defined: dict[str, float] = {}
+
+
+class EventRecord(Value, frozen=True, kw_only=True):
+    """One line of the event log: a fact or a decision, with its reason as a sentence."""
+
+    at: float
+    """Wall clock, seconds since 1970, for people."""
+    event: str
+    """A short word: ``job-submitted``, ``worker-failed``, ``role-restarted`` …"""
+    reason: str
+    job: str = ""
+    role: str = ""
+    worker: str = ""
+    node: str = ""
+    sequence: int = 0
+
+
+def raw(value: msgspec.Struct) -> bytes:
+    """A record as MessagePack, for stores and transcripts."""
+    return msgspec.msgpack.encode(value)

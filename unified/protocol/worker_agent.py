@@ -1,0 +1,105 @@
+"""What a worker process and its agent say to each other, over the socket pair the worker was born with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec.msgpack import Decoder
+
+from unified.job.spec import JobSpec, Value
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.records import Device, DirectoryEntry, Failure, Inbox, Progress
+
+
+class AgentOrder(Value, tag_field="type", frozen=True, kw_only=True):
+    """From the agent to one worker."""
+
+
+class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
+    """First word: who the worker is. Everything it needs to be born is here."""
+
+    job_id: str
+    spec: JobSpec
+    kind: Literal["worker", "store"]
+    name: str
+    incarnation: int
+    role: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    node: str
+    host_id: str
+    address: str
+    """Of this node, for other hosts (and for GLOO_SOCKET_IFNAME)."""
+    master: str
+    """Control address of the master, for `PrimeMasterApi`."""
+    relay: str
+    """Address of the bus relay; empty if there is none."""
+    run_dir: str
+    """0700; ipc sockets go here."""
+    log_file: str
+    devices: list[Device] = []
+    env: dict[str, str] = {}
+    """To be put into `os.environ` before anything of the user's is imported."""
+    directory: list[DirectoryEntry] = []
+
+
+class Run(AgentOrder, tag="run", frozen=True, kw_only=True):
+    """Run the entry point, in this round. A round already begun is not begun again."""
+
+    order: RunOrder
+
+
+class DirectoryNews(AgentOrder, tag="directory-news", frozen=True, kw_only=True):
+    """Changed entries of the job's directory."""
+
+    entries: list[DirectoryEntry]
+
+
+class Stop(AgentOrder, tag="stop", frozen=True, kw_only=True):
+    """End, within `grace_s`; then SIGKILL comes."""
+
+    grace_s: float
+    reason: str
+
+
+class WorkerWord(Value, tag_field="type", frozen=True, kw_only=True):
+    """From a worker to its agent."""
+
+
+class Hello(WorkerWord, tag="hello", frozen=True, kw_only=True):
+    """The process is up, its inbox is bound: READY."""
+
+    pid: int
+    inbox: Inbox | None = None
+    store_port: int | None = None
+
+
+class Running(WorkerWord, tag="running", frozen=True, kw_only=True):
+    """The order to run was taken."""
+
+    round: int
+
+
+class Reported(WorkerWord, tag="reported", frozen=True, kw_only=True):
+    """Progress."""
+
+    progress: Progress
+
+
+class Finished(WorkerWord, tag="finished", frozen=True, kw_only=True):
+    """The entry point returned; the process stays for calls."""
+
+
+class Failed(WorkerWord, tag="failed", frozen=True, kw_only=True):
+    """The entry point raised, or could not be found; the process ends after this."""
+
+    failure: Failure
+
+
+AgentToWorker = Launch | Run | DirectoryNews | Stop
+WorkerToAgent = Hello | Running | Reported | Finished | Failed
+agent_to_worker: Decoder[AgentToWorker] = Decoder(AgentToWorker)
+worker_to_agent: Decoder[WorkerToAgent] = Decoder(WorkerToAgent)

@@ -1,0 +1,98 @@
+"""Settings of this installation: places and intervals, each from one environment variable.
+
+Options of a job are elsewhere (`unified.job.config.JobConfig`); options of a daemon are its flags.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+DEFAULT_PORT = 7077
+
+
+class Intervals(msgspec.Struct, frozen=True, kw_only=True):
+    """How often and how long, in seconds. The master tells agents; tests use shorter ones."""
+
+    heartbeat_s: float = 1.0
+    lease_s: float = 5.0
+    """An agent that was silent for this long is lost."""
+    settle_s: float = 0.5
+    """How long a failure that looks like collateral waits for its root cause."""
+    connect_s: float = 10.0
+    """How long a client or an agent tries to reach its master before it says so."""
+    start_s: float = 120.0
+    """From a place to a hello: how long a worker's process may take to start."""
+
+
+def intervals(env: Mapping[str, str] | None = None) -> Intervals:
+    """Intervals, each overridden by ``UNIFIED_HEARTBEAT_S``, ``UNIFIED_LEASE_S`` and so on.
+
+    Raises:
+        ValueError: a variable that is not a positive number.
+    """
+    env = os.environ if env is None else env
+    given: dict[str, float] = {}
+    for field in Intervals.__struct_fields__:
+        name = f"UNIFIED_{field.upper()}"
+        if name in env:
+            try:
+                given[field] = float(env[name])
+            except ValueError:
+                raise ValueError(f"{name}={env[name]!r} is not a number of seconds.") from None
+            if given[field] <= 0:
+                raise ValueError(f"{name}={env[name]!r} must be above 0 seconds.")
+    return Intervals(**given)
+
+
+def home(env: Mapping[str, str] | None = None) -> Path:
+    """Where state and logs live: ``$UNIFIED_HOME``, ``$XDG_STATE_HOME/unified`` or ``~/.local/state/unified``."""
+    env = os.environ if env is None else env
+    if env.get("UNIFIED_HOME"):
+        return Path(env["UNIFIED_HOME"])
+    return Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "unified"
+
+
+def run_root(env: Mapping[str, str] | None = None) -> Path:
+    """Where sockets live, 0700 and short (a Unix socket path has at most 107 characters): ``$UNIFIED_RUN_DIR``,
+    else ``$XDG_RUNTIME_DIR/unified``, else ``/tmp/unified-UID``. Made by `make_private`.
+    """
+    env = os.environ if env is None else env
+    if env.get("UNIFIED_RUN_DIR"):
+        return Path(env["UNIFIED_RUN_DIR"])
+    if env.get("XDG_RUNTIME_DIR"):
+        return Path(env["XDG_RUNTIME_DIR"]) / "unified"
+    return Path(tempfile.gettempdir()) / f"unified-{os.getuid()}"
+
+
+def make_private(directory: Path) -> Path:
+    """Make a directory that only this user may enter, or raise PermissionError if somebody else owns it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.stat()
+    if found.st_uid != os.getuid():
+        raise PermissionError(
+            f"{directory} belongs to uid {found.st_uid}, not to uid {os.getuid()}: set UNIFIED_RUN_DIR."
+        )
+    if found.st_mode & 0o077:
+        directory.chmod(0o700)
+    return directory
+
+
+def host_id() -> str:
+    """The same for all processes of one boot and one network namespace: those that ``ipc`` sockets join."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/net")
+    except OSError:  # not Linux: one host is one node name
+        return os.uname().nodename
+    return f"{boot}-{namespace}"
+
+
+def python() -> str:
+    """The interpreter for our own child processes."""
+    return sys.executable
