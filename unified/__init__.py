@@ -1,0 +1,74 @@
+"""Unified runs distributed training and reinforcement learning jobs, without Ray.
+
+The names below are imported at first use: `import unified` loads nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+from unified import lazy
+
+if TYPE_CHECKING:
+    from unified.api.builder import DLJob, DLJobBuilder, RLJob, RLJobBuilder
+    from unified.api.runtime import (
+        ActorInfo,
+        FutureSequence,
+        JobInfo,
+        PrimeMasterApi,
+        RoleActor,
+        RoleGroup,
+        UserRpcProxy,
+        Worker,
+        create_rpc_proxy,
+        current_worker,
+        export_rpc_instance,
+        export_rpc_method,
+        rpc,
+    )
+    from unified.client.handle import JobHandle
+    from unified.errors import UnifiedError
+
+__all__ = [
+    "ActorInfo",
+    "DLJob",
+    "DLJobBuilder",
+    "FutureSequence",
+    "JobHandle",
+    "JobInfo",
+    "PrimeMasterApi",
+    "RLJob",
+    "RLJobBuilder",
+    "RoleActor",
+    "RoleGroup",
+    "UnifiedError",
+    "UserRpcProxy",
+    "Worker",
+    "create_rpc_proxy",
+    "current_worker",
+    "export_rpc_instance",
+    "export_rpc_method",
+    "rpc",
+]
+
+__getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "unified.api.builder": ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder"],
+        "unified.api.runtime": [
+            "ActorInfo",
+            "FutureSequence",
+            "JobInfo",
+            "PrimeMasterApi",
+            "RoleActor",
+            "RoleGroup",
+            "UserRpcProxy",
+            "Worker",
+            "create_rpc_proxy",
+            "current_worker",
+            "export_rpc_instance",
+            "export_rpc_method",
+            "rpc",
+        ],
+        "unified.client.handle": ["JobHandle"],
+        "unified.errors": ["UnifiedError"],
+    },
+)

@@ -134,6 +134,7 @@ class InvariantError(UnifiedError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint such as ``" Did you mean 'rollout'?"``, or an empty string when nothing is close."""
-    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    """A hint such as ``" Did you mean 'rollout'?"``, or an empty string when nothing is close. Case does not matter."""
+    by_lower = {name.lower(): name for name in sorted(known, reverse=True)}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -1,0 +1,361 @@
+"""The builder's calls: what each sets, in any order, with and without `end()`."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+from pydantic import ValidationError
+
+from unified.api.builder import DLJob, DLJobBuilder
+from unified.errors import UsageError
+from unified.job import DLConfig, ElasticWorkloadDesc, SimpleWorkloadDesc
+from unified.job.workloads import WorkloadDesc
+
+
+def role(builder: Any, name: str = "ELASTIC") -> WorkloadDesc:
+    job = builder.build()
+    assert isinstance(job, DLJob)
+    return job.get_workload(name)
+
+
+def elastic(builder: Any, name: str = "ELASTIC") -> ElasticWorkloadDesc:
+    workload = role(builder, name)
+    assert isinstance(workload, ElasticWorkloadDesc)
+    return workload
+
+
+def refusal(builder: Any) -> str:
+    with pytest.raises(ValidationError) as error:
+        builder.build()
+    return str(error.value)
+
+
+def test_defaults() -> None:
+    job = DLJobBuilder().train("m.f").end().build()
+    assert isinstance(job, DLConfig)
+    assert (job.node_num, job.device_per_node, job.device_type) == (1, 8, "GPU")
+    assert (job.config, job.env, job.dl_type, job.stream_type) == ({}, {}, "SFT", "TASK_STREAM")
+    assert list(job.workloads) == ["ELASTIC"]
+    workload = job.get_workload("ELASTIC")
+    assert workload.total == 1
+    assert workload.per_group == 1
+    assert workload.resource.accelerator == 1
+    assert workload.is_driver
+
+
+def test_settings_of_the_job() -> None:
+    job = (
+        DLJobBuilder()
+        .dl_type("PRE")
+        .node_num(2)
+        .device_per_node(4)
+        .device_type("CPU")
+        .config({"k1": "v1"})
+        .global_env({"A": "1"})
+        .global_env({"B": 2})
+        .as_data_stream()
+        .train("m.f")
+        .end()
+        .build()
+    )
+    assert (job.node_num, job.node_number, job.device_per_node, job.device_type) == (2, 2, 4, "CPU")
+    assert isinstance(job.config, DictConfig)
+    assert job.config == {"k1": "v1"}
+    assert job.env == {"A": "1", "B": "2"}
+    assert (job.dl_type, job.stream_type) == ("PRE", "DATA_STREAM")
+    assert DLJobBuilder().as_data_stream().as_task_stream().train("m.f").build().stream_type == "TASK_STREAM"
+
+
+def test_config_without_an_argument_is_empty() -> None:
+    assert DLJobBuilder().config().train("m.f").build().config == {}
+    assert DLJobBuilder().config("text").train("m.f").build().config == "text"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda b: b.device_type("mem"), "accelerator_type"),
+        (lambda b: b.node_num(0), "node_number"),
+        (lambda b: b.device_per_node(0), "device_per_node"),
+        (lambda b: b.dl_type("sft2"), "dl_type"),
+        (lambda b: b.global_env("A=1"), "global_envs"),
+        (lambda b: b.config({"a": "${b}"}), "user_config"),
+    ],
+)
+def test_wrong_settings_are_refused_when_built(make: Any, said: str) -> None:
+    assert said in refusal(make(DLJobBuilder().train("m.f").end()))
+
+
+def test_roles_of_each_kind() -> None:
+    job = (
+        DLJobBuilder()
+        .role("s")
+        .run("m.s")
+        .workload("w", "m.w")
+        .role("t")
+        .train("m::t")
+        .train("m.e")
+        .trainer("pkg.mod", "Trainer")
+        .build()
+    )
+    assert {name: (w.backend, w.entry_point) for name, w in job.workloads.items()} == {
+        "s": ("simple", "m.s"),
+        "w": ("simple", "m.w"),
+        "t": ("elastic", "m.t"),
+        "ELASTIC": ("elastic", "m.e"),
+        "TRAINER": ("simple", "pkg.mod.Trainer"),
+    }
+
+
+def test_a_role_needs_a_name_and_only_one_description() -> None:
+    with pytest.raises(ValueError, match=r"call role\(name\) before"):
+        DLJobBuilder().run("m.f")
+    with pytest.raises(ValueError, match="role 'a' is already defined"):
+        DLJobBuilder().workload("a", "m.f").workload("a", "m.g")
+
+
+def test_no_workload_is_refused() -> None:
+    assert "at least one workload must be defined" in refusal(DLJobBuilder().node_num(1))
+
+
+def test_settings_of_a_role() -> None:
+    builder = (
+        DLJobBuilder()
+        .role("r")
+        .run("m.f")
+        .total(4)
+        .per_group(2)
+        .env({"A": "1"})
+        .envs({"B": "2"})
+        .env(None)
+        .resource(cpu=1.5, memory=2, disk=3, accelerator=0.5, user_defined={"u": 1})
+        .not_driver()
+        .max_restart(0)
+        .per_node_max_failure(7)
+        .rank_based_gpu_selection()
+        .enable_node_group_failover("rack", timeout=timedelta(minutes=2))
+        .sub_stage(["x"])
+        .disable_auto_visible_device()
+    )
+    workload = role(builder, "r")
+    assert isinstance(workload, SimpleWorkloadDesc)
+    assert (workload.total, workload.per_group, workload.envs) == (4, 2, {"A": "1", "B": "2"})
+    resource = workload.resource
+    assert (resource.cpu, resource.memory, resource.disk, resource.accelerator) == (1.5, 2, 3, 0.5)
+    assert resource.user_defined == {"u": 1}
+    assert not workload.is_driver
+    assert (workload.max_restart, workload.per_node_max_failure) == (0, 7)
+    assert workload.rank_based_gpu_selection
+    assert workload.node_group_failover is not None
+    assert workload.node_group_failover.enabled
+    assert (workload.node_group_failover.group_label_key, workload.node_group_failover.timeout) == ("rack", 120)
+    assert workload.sub_stage == ["x"]
+    assert not workload.auto_visible_devices
+
+
+def test_the_upstream_name_for_visible_devices() -> None:
+    assert not role(DLJobBuilder().train("m.f").disable_ray_auto_visible_device()).auto_visible_devices
+
+
+def test_environment_of_the_job_and_of_roles_are_kept_apart() -> None:
+    job = DLJobBuilder().global_env({"A": "job"}).train("m.f").env({"A": "role"}).build()
+    assert job.env == {"A": "job"}
+    assert job.get_workload("ELASTIC").envs == {"A": "role"}
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda r: r, (0, 0, 0, 1)),
+        (lambda r: r.resource(), (0, 0, 0, 1)),
+        (lambda r: r.resource(cpu=4, mem=8192), (4, 8192, 0, 0)),
+        (lambda r: r.resource(gpu=2), (0, 0, 0, 2)),
+        (lambda r: r.resource(acc=0.5), (0, 0, 0, 0.5)),
+        (lambda r: r.resource({"cpu": 1, "gpu": 1}), (1, 0, 0, 1)),
+        (lambda r: r.resource({"cpu": 1}, disk=5), (1, 0, 5, 0)),
+        (lambda r: r.resource(cpu=4, mem=10).resource(gpu=1), (0, 0, 0, 1)),
+    ],
+)
+def test_resources_in_all_their_forms(make: Any, expected: tuple[float, ...]) -> None:
+    found = role(make(DLJobBuilder().role("r").run("m.f")), "r").resource
+    assert (found.cpu, found.memory, found.disk, found.accelerator) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda r: r.resource(gpuu=1), ["workloads.r.simple.resource", "'gpuu'", "Did you mean 'gpu'?"]),
+        (lambda r: r.resource(memory=1, mem=1), ["workloads.r.simple.resource", "two names of one field"]),
+        (lambda r: r.resource({"cpux": 1}), ["workloads.r.simple.resource", "Did you mean 'cpu'?"]),
+        (lambda r: r.resource(cpu=-1), ["workloads.r.simple.resource.cpu"]),
+        (lambda r: r.total(-1), ["workloads.r.simple.total"]),
+        (lambda r: r.total(3).per_group(2), ["workloads.r.simple", "total=3 is not divisible by per_group=2"]),
+        (lambda r: r.env("A=1"), ["workloads.r.simple.envs"]),
+        (lambda r: r.env({"A": object()}), ["workloads.r.simple.envs.A"]),
+        (lambda r: r.enable_node_group_failover("rack", 30), ["workloads.r.simple.node_group_failover.timeout", "60"]),
+        (lambda r: r.enable_node_group_failover(""), ["workloads.r.simple.node_group_failover.group_label_key"]),
+        (lambda r: r.rank_based_gpu_selection(), ["workloads.r.simple", "rank_based_gpu_selection needs per_group"]),
+    ],
+)
+def test_refusals_name_the_role_and_the_field(make: Any, said: list[str]) -> None:
+    text = refusal(make(DLJobBuilder().role("r").run("m.f")).end())
+    for part in said:
+        assert part in text
+
+
+def test_entry_points_are_checked_when_built() -> None:
+    assert "workloads.r.simple.entry_point" in refusal(DLJobBuilder().role("r").run("nothing").end())
+    assert "entry_point" in refusal(DLJobBuilder().train("").end())
+    assert role(DLJobBuilder().train("train.py --x 'a b'")).entry_point == "train.py --x 'a b'"
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    text = refusal(DLJobBuilder().role("a").run("nothing").role("b").run("m.f").total(-1).end())
+    assert "workloads.a.simple.entry_point" in text
+    assert "workloads.b.simple.total" in text
+
+
+def test_total_may_be_zero() -> None:
+    assert role(DLJobBuilder().role("r").run("m.f").total(0), "r").total == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "total", "per_group"),
+    [
+        (lambda r: r.nnodes(2).nproc_per_node(4), 8, 4),
+        (lambda r: r.nproc_per_node(4).nnodes(2), 8, 4),
+        (lambda r: r.nnodes(3), 3, 1),
+        (lambda r: r.nproc_per_node(3), 3, 3),
+        (lambda r: r.total(4).nproc_per_node(2), 4, 2),
+        (lambda r: r.total(4).per_group(2), 4, 2),
+        (lambda r: r.nnodes(3).nproc_per_node(1).total(4), 4, 1),
+        (lambda r: r.nproc_per_node(1).per_group(2).nnodes(2), 4, 2),
+        (lambda r: r.nnodes("2:4").nproc_per_node(2), 8, 2),
+        (lambda r: r.nproc_per_node(2).nnodes("2:4"), 8, 2),
+    ],
+)
+def test_nodes_and_workers_a_node_in_either_order(make: Any, total: int, per_group: int) -> None:
+    workload = elastic(make(DLJobBuilder().node_num(4).train("m.f")))
+    assert (workload.total, workload.per_group) == (total, per_group)
+
+
+def test_a_range_of_nodes_is_kept() -> None:
+    workload = elastic(DLJobBuilder().node_num(8).train("m.f").nnodes("2:8"))
+    assert (workload.min_nodes, workload.max_nodes) == (2, 8)
+    assert "workloads.ELASTIC.elastic" in refusal(DLJobBuilder().train("m.f").nnodes("8:2").end())
+    assert "nnodes=0" in refusal(DLJobBuilder().train("m.f").nnodes(0).end())
+
+
+def test_process_groups_and_node_checks() -> None:
+    assert elastic(DLJobBuilder().train("m.f")).comm_auto_setup_process_group
+    assert elastic(DLJobBuilder().train("m.f")).comm_pre_check
+    both = DLJobBuilder().no_setup_process_group().skip_node_check().train("m.f").role("s").run("m.g")
+    workload = elastic(both)
+    assert not workload.comm_auto_setup_process_group
+    assert not workload.comm_pre_check
+    later = DLJobBuilder().train("m.f").no_setup_process_group()
+    assert not elastic(later).comm_auto_setup_process_group
+    assert elastic(later).comm_pre_check
+
+
+def test_communication_of_an_elastic_role() -> None:
+    workload = elastic(DLJobBuilder().train("m.f").communication("gloo", timedelta(seconds=30)))
+    assert (workload.comm_backend, workload.comm_timeout_s) == ("gloo", 30)
+
+
+def test_chains_go_on_without_end() -> None:
+    job = DLJobBuilder().role("a").run("m.a").total(2).role("b").run("m.b").node_num(2).config({"x": 1}).build()
+    assert {name: workload.total for name, workload in job.workloads.items()} == {"a": 2, "b": 1}
+    assert job.node_num == 2
+    assert job.config == {"x": 1}
+
+
+def test_end_gives_the_job_builder() -> None:
+    builder = DLJobBuilder()
+    assert builder.role("a").run("m.a").end() is builder
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DLJobBuilder().train("m.f").nproc_per_nod(2), "Did you mean 'nproc_per_node'?"),
+        (lambda: DLJobBuilder().train("m.f").divice_type("CPU"), "Did you mean 'device_type'?"),
+        (lambda: DLJobBuilder().role("r").run("m.f").nnodes(2), "'nnodes'"),
+        (lambda: DLJobBuilder().node_nums(2), "Did you mean 'node_num'?"),
+        (lambda: DLJobBuilder().total(2), "it is said of a role"),
+    ],
+)
+def test_unknown_methods_name_the_nearest(make: Any, said: str) -> None:
+    with pytest.raises(AttributeError) as error:
+        make()
+    assert said in str(error.value)
+
+
+def test_builders_can_be_copied_and_asked() -> None:
+    builder = DLJobBuilder().role("a").run("m.a").total(2)
+    twin = copy.deepcopy(builder).total(4)
+    assert role(builder, "a").total == 2
+    assert role(twin, "a").total == 4
+    assert not hasattr(builder, "_repr_html_")
+
+
+def test_building_twice_gives_equal_jobs() -> None:
+    builder = DLJobBuilder().role("a").run("m.a").role("b").run("m.b").with_collocation("a", "b")
+    assert builder.build() == builder.build()
+
+
+def test_collocation_by_name() -> None:
+    job = (
+        DLJobBuilder()
+        .node_num(2)
+        .device_per_node(4)
+        .role("actor")
+        .run("m.a")
+        .total(4)
+        .per_group(4)
+        .role("rollout")
+        .run("m.r")
+        .total(4)
+        .per_group(4)
+        .role("ref")
+        .run("m.f")
+        .total(4)
+        .per_group(4)
+        .with_collocation("actor", "rollout", "ref")
+        .build()
+    )
+    assert job.collocations == [{"actor", "rollout", "ref"}]
+    assert {w.resource.accelerator for w in job.workloads.values()} == {0.33}
+    assert len({w.group for w in job.workloads.values()}) == 1
+
+
+def test_collocation_of_all() -> None:
+    job = (
+        DLJobBuilder().with_collocation_all("c").workload("a", "m.a").workload("b", "m.b").workload("c", "m.c").build()
+    )
+    assert job.collocations == [{"a", "b"}]
+    assert job.get_workload("c").group is None
+    assert "'cc'" in refusal(DLJobBuilder().workload("a", "m.a").with_collocation_all("cc"))
+
+
+def test_collocations_that_cannot_be() -> None:
+    three = DLJobBuilder().workload("a", "m.a").workload("b", "m.b").workload("c", "m.c")
+    text = refusal(three.with_collocation("a", "b").with_collocation("b", "c"))
+    assert "already been assigned" in text
+    two = DLJobBuilder().workload("rollout", "m.a").with_collocation("rollout", "rolout2")
+    assert "'rolout2' is named in a collocation, and is not defined. Did you mean 'rollout'?" in refusal(two)
+
+
+def test_a_job_answers_for_its_roles() -> None:
+    job = DLJobBuilder().workload("rollout", "m.a").build()
+    with pytest.raises(KeyError, match="Did you mean 'rollout'"):
+        job.get_workload("rolout")
+
+
+def test_usage_errors_are_value_errors() -> None:
+    assert issubclass(UsageError, ValueError)
+    assert issubclass(ValidationError, ValueError)

@@ -1,0 +1,323 @@
+"""Launcher command lines as jobs, with torch's own parser and with our table of its options."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import shlex
+import sys
+from argparse import REMAINDER, ArgumentParser
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from unified.api.builder import DLJob, DLJobBuilder, launcher
+from unified.api.builder.launcher import num_workers, parse_run
+from unified.api.builder.torchrun_options import table_parser
+from unified.errors import OptionError
+from unified.job import ElasticWorkloadDesc
+from unified.job.entrypoint import parse
+from unified.job.spec import EntryPoint
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+Reader = Callable[[str], DLJob]
+
+
+def by_torch(cmd: str) -> DLJob:
+    return DLJobBuilder().by_dlrover_run_cmd(cmd).build()
+
+
+def by_table(cmd: str) -> DLJob:
+    name, _, rest = cmd.partition(" ")
+    return parse_run(shlex.split(rest), launcher=name).build()
+
+
+READERS = [
+    pytest.param(by_torch, marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch"), id="torch"),
+    pytest.param(by_table, id="table"),
+]
+both_readers = pytest.mark.parametrize("read", READERS)
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun_defaults_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+
+
+def only_role(job: DLJob, name: str = "ELASTIC") -> ElasticWorkloadDesc:
+    assert list(job.workloads) == [name]
+    workload = job.get_workload(name)
+    assert isinstance(workload, ElasticWorkloadDesc)
+    return workload
+
+
+def test_our_table_is_torchs_parser() -> None:
+    pytest.importorskip("torch")
+    from torch.distributed.run import get_args_parser
+
+    ours, theirs = table_parser("torchrun", {}), get_args_parser()
+    mine = {tuple(action.option_strings): action for action in ours._actions}
+    for action in theirs._actions:
+        twin = mine.pop(tuple(action.option_strings), None) if action.option_strings else None
+        if not action.option_strings:
+            twin = next(a for a in ours._actions if a.dest == action.dest)
+        assert twin is not None, f"torchrun has {action.option_strings}, and our table has not"
+        for field in ("dest", "nargs", "default", "required"):
+            assert getattr(twin, field) == getattr(action, field), (action.dest, field)
+        assert list(twin.choices or ()) == list(action.choices or ()), action.dest
+        if isinstance(action.type, type):
+            assert twin.type is action.type, action.dest
+    assert [key for key in mine if key] == [], "our table has what torchrun has not"
+
+
+def test_defaults_come_from_the_environment_as_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.setenv("PET_MODULE", "1")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
+    for read in (by_torch, by_table) if HAS_TORCH else (by_table,):
+        workload = only_role(read("torchrun pkg.train"))
+        assert workload.total == 3
+        assert workload.max_restart == 2
+        assert workload.entry_point == "-m pkg.train"
+
+
+@both_readers
+def test_a_command_of_the_guide(read: Reader) -> None:
+    job = read("dlrover-run --nnodes=1 --nproc_per_node=1 /root/dummy_run.py --test 0")
+    workload = only_role(job)
+    assert (job.node_num, job.device_per_node) == (1, 1)
+    assert (workload.total, workload.per_group) == (1, 1)
+    assert workload.entry_point == "/root/dummy_run.py --test 0"
+
+
+@both_readers
+def test_nothing_is_added_that_was_not_said(read: Reader) -> None:
+    job = read("torchrun --nnodes=2 --nproc-per-node=4 train.py")
+    assert job.device_type == "GPU"
+    assert job.config == {}
+    assert job.env == {}
+    assert only_role(job).envs == {}
+    assert (job.node_num, job.device_per_node, only_role(job).total) == (2, 4, 8)
+
+
+@both_readers
+def test_a_range_of_nodes(read: Reader) -> None:
+    job = read("dlrover-run --nnodes=1:4 --nproc_per_node=2 train.py")
+    workload = only_role(job)
+    assert (workload.min_nodes, workload.max_nodes) == (1, 4)
+    assert (job.node_num, workload.total, workload.per_group) == (4, 8, 2)
+
+
+@both_readers
+@pytest.mark.parametrize("launcher_name", ["torchrun", "dlrover-run"])
+def test_standalone_restarts_module_and_role(read: Reader, launcher_name: str) -> None:
+    workload = only_role(
+        read(f"{launcher_name} --standalone --nproc-per-node 2 --max-restarts=3 --role worker -m pkg.train --lr 1"),
+        "worker",
+    )
+    assert workload.max_restart == 3
+    assert workload.total == 2
+    assert parse(workload.entry_point) == EntryPoint(kind="module", target="pkg.train", argv=["--lr", "1"])
+
+
+@both_readers
+def test_without_max_restarts_nothing_is_restarted_as_with_torchrun(read: Reader) -> None:
+    assert only_role(read("torchrun train.py")).max_restart == 0
+
+
+@both_readers
+def test_quotes_in_the_scripts_arguments_are_kept(read: Reader) -> None:
+    cmd = """torchrun 'my dir/train.py' --prompt "two  words" """
+    cmd += """--json '{"a": "b c"}' --nproc-per-node 7 '' -m --x='$HOME'"""
+    workload = only_role(read(cmd))
+    assert workload.total == 1
+    assert parse(workload.entry_point) == EntryPoint(
+        kind="script",
+        target="my dir/train.py",
+        argv=["--prompt", "two  words", "--json", '{"a": "b c"}', "--nproc-per-node", "7", "", "-m", "--x=$HOME"],
+    )
+
+
+@both_readers
+@pytest.mark.parametrize(
+    ("flags", "checked"),
+    [
+        ("", False),
+        ("--node-check", True),
+        ("--node_check", True),
+        ("--network-check", True),
+        ("--network_check", True),
+        ("--precheck=1", True),
+        ("--comm-perf-test", True),
+        ("--exclude-straggler", True),
+    ],
+)
+def test_dlrover_run_checks_nodes_when_asked(read: Reader, flags: str, checked: bool) -> None:
+    assert only_role(read(f"dlrover-run {flags} train.py")).comm_pre_check is checked
+    assert only_role(read("torchrun train.py")).comm_pre_check
+
+
+@both_readers
+def test_options_of_dlrover_run_are_accepted(read: Reader) -> None:
+    cmd = (
+        "dlrover-run --network-check --exclude-straggler --training_port 61000 --accelerator=ascend-npu --node_unit=2 "
+        "--auto-config --auto_tunning --save_at_breakpoint --numa-affinity --membind-policy bind --ucp_device_type cpu "
+        "--nproc-per-node=2 train.py"
+    )
+    assert only_role(read(cmd)).total == 2
+
+
+@both_readers
+def test_what_the_master_does_is_ignored_and_told(read: Reader, caplog: pytest.LogCaptureFixture) -> None:
+    cmd = "torchrun --rdzv-backend=c10d --rdzv_endpoint=h:1 --rdzv-id 7 --rdzv-conf a=1 --master-port 29500 -t 3 t.py"
+    with caplog.at_level(logging.WARNING):
+        assert only_role(read(cmd)).total == 1
+    (record,) = caplog.records
+    for name in ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-port", "-t"):
+        assert name in record.getMessage()
+
+
+@both_readers
+def test_nothing_is_told_where_nothing_is_ignored(read: Reader, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read("torchrun --standalone --nnodes=1 --nproc-per-node=2 --max-restarts=1 --role r -m pkg.train")
+    assert caplog.records == []
+
+
+@both_readers
+@pytest.mark.parametrize(
+    ("cmd", "said"),
+    [
+        ("torchrun --no-python ./run.sh", "--no-python is not supported"),
+        ("torchrun --nproc-per-nod 2 --standalonee train.py", "--standalone"),
+        ("dlrover-run --nnode=2 train.py", "--nnodes"),
+        ("torchrun --nproc-per-node=2", "training_script"),
+        ("torchrun --max-restarts=x train.py", "--max-restarts"),
+        ("torchrun --nnodes=4:1 train.py", "nnodes='4:1'"),
+        ("torchrun --nproc-per-node=many train.py", "must be a number above 0, or cpu, gpu or auto"),
+        ("torchrun --nproc-per-node=0 train.py", "must be a number above 0"),
+        ("torchrun --max-restarts=-1 train.py", "max_restart"),
+        ("torchrun ./train", "ends in .py"),
+    ],
+)
+def test_wrong_commands_are_value_errors(read: Reader, cmd: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read(cmd)
+
+
+@pytest.mark.parametrize("cmd", ["mpirun -n 2 train.py", "python train.py", "", "accelerate launch train.py"])
+def test_another_launcher_is_a_value_error(cmd: str) -> None:
+    with pytest.raises(ValueError, match="Only 'dlrover-run' and 'torchrun' commands are supported"):
+        DLJobBuilder().by_dlrover_run_cmd(cmd)
+
+
+def test_a_launcher_misspelt_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'torchrun'"):
+        DLJobBuilder().by_dlrover_run_cmd("torch-run train.py")
+
+
+def test_an_open_quote_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="Each quote needs its partner"):
+        DLJobBuilder().by_dlrover_run_cmd("torchrun 'train.py")
+
+
+def test_a_path_and_line_continuations() -> None:
+    job = DLJobBuilder().by_dlrover_run_cmd("/usr/local/bin/torchrun \\\n  --nproc-per-node=2 \\\n  train.py").build()
+    assert only_role(job).total == 2
+
+
+def test_without_torch_the_table_reads_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "find_spec", lambda name: None)
+    monkeypatch.setattr(launcher, "_torch_parser", pytest.fail)
+    job = DLJobBuilder().by_dlrover_run_cmd("dlrover-run --nnodes=1:2 --node-check train.py").build()
+    assert only_role(job).max_nodes == 2
+
+
+def test_the_builder_goes_on_after_a_command() -> None:
+    job = (
+        DLJobBuilder()
+        .role("learner")
+        .by_dlrover_run_cmd("torchrun --nproc-per-node=2 train.py")
+        .config({"a": 1})
+        .workload("judge", "m.f")
+        .resource(cpu=1)
+        .build()
+    )
+    assert set(job.workloads) == {"learner", "judge"}
+
+
+def test_counting_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = len(os.sched_getaffinity(0))
+    gpus = 0
+    monkeypatch.setattr(launcher, "_num_gpus", lambda env: gpus)
+    assert num_workers("3") == 3
+    assert num_workers("cpu") == cpus
+    assert num_workers("auto") == cpus
+    with pytest.raises(ValueError, match="no NVIDIA GPU to count"):
+        num_workers("gpu")
+    gpus = 2
+    assert num_workers("gpu") == 2
+    assert num_workers("auto") == 2
+
+
+def test_cpu_workers_make_a_cpu_job() -> None:
+    job = parse_run(["--nproc-per-node=cpu", "train.py"]).build()
+    assert job.device_type == "CPU"
+    assert only_role(job).total == len(os.sched_getaffinity(0))
+
+
+class FakeNvml:
+    """As pynvml: three GPUs, or no driver."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, has_driver: bool) -> None:
+        self.has_driver = has_driver
+        self.is_shut = False
+
+    def nvmlInit(self) -> None:
+        if not self.has_driver:
+            raise self.NVMLError
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlShutdown(self) -> None:
+        self.is_shut = True
+
+
+@pytest.mark.parametrize(
+    ("env", "count"), [({}, 3), ({"CUDA_VISIBLE_DEVICES": "1,2"}, 2), ({"CUDA_VISIBLE_DEVICES": ""}, 0)]
+)
+def test_gpus_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], count: int) -> None:
+    fake = FakeNvml(has_driver=True)
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert launcher._num_gpus(env) == count
+    assert fake.is_shut
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(has_driver=False))
+    assert launcher._num_gpus(env) == 0
+
+
+def test_help_names_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        parse_run(["--help"], prog="unified run")
+    assert done.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: unified run")
+    assert "--nproc-per-node" in out
+
+
+def test_errors_are_option_errors_with_the_programs_name() -> None:
+    with pytest.raises(OptionError, match=r"^unified run: unrecognized arguments: --standalon=1.* '--standalone'\?$"):
+        parse_run(["--standalon=1", "t.py"], launcher="dlrover-run", prog="unified run")
+
+
+def test_parsers_are_argparse() -> None:
+    parser: Any = table_parser("torchrun", {})
+    assert isinstance(parser, ArgumentParser)
+    assert parser._actions[-1].nargs == REMAINDER

@@ -1,0 +1,76 @@
+"""`DLJob.submit`: what reaches the client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import unified.client.submission
+from unified.api.builder import DLJobBuilder
+from unified.errors import JobNameError, OptionError
+from unified.job.spec import JobSpec
+
+
+class Submission:
+    """Stands for `submit_job` and keeps what it was given."""
+
+    spec: JobSpec
+    options: dict[str, Any]
+
+    def __call__(self, spec: JobSpec, **options: Any) -> int:
+        self.spec, self.options = spec, options
+        return 7
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Submission:
+    import os
+
+    for name in [name for name in os.environ if "UNIFIED_" in name]:
+        monkeypatch.delenv(name)
+    submission = Submission()
+    monkeypatch.setattr(unified.client.submission, "submit_job", submission)
+    return submission
+
+
+JOB = DLJobBuilder().node_num(2).device_per_node(4).config({"a": 1}).train("m.f").build()
+
+
+def test_a_name_and_nothing_else(sent: Submission) -> None:
+    assert JOB.submit("x") == 7
+    assert sent.spec.name == "x"
+    assert (sent.spec.node_num, sent.spec.device_per_node) == (2, 4)
+    assert sent.options == {"master": None, "blocking": True, "wait": True}
+
+
+def test_the_name_as_a_keyword_and_other_options(sent: Submission) -> None:
+    JOB.submit(job_name="y", blocking=False, master="tcp://h:1", wait=False, master_memory=128, stop_grace_s=1)
+    assert sent.spec.name == "y"
+    assert sent.spec.master_memory_mb == 128
+    assert sent.spec.stop_grace_s == 1
+    assert sent.options == {"master": "tcp://h:1", "blocking": False, "wait": False}
+
+
+def test_the_environment_counts(sent: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLROVER_UNIFIED_JOB_NAME", "from-env")
+    monkeypatch.setenv("UNIFIED_MASTER", "tcp://env:1")
+    JOB.submit()
+    assert sent.spec.name == "from-env"
+    assert sent.options["master"] == "tcp://env:1"
+    JOB.submit("x", False)
+    assert sent.spec.name == "x"
+    assert sent.options["blocking"] is False
+
+
+def test_two_names_are_one_too_many(sent: Submission) -> None:
+    with pytest.raises(OptionError, match="two names"):
+        JOB.submit("x", job_name="y")
+
+
+def test_wrong_options_and_names_never_reach_the_client(sent: Submission) -> None:
+    with pytest.raises(OptionError, match="Did you mean 'job_max_restart'"):
+        JOB.submit("x", job_max_restarts=1)
+    with pytest.raises(JobNameError):
+        JOB.submit("a/b")
+    assert not hasattr(sent, "spec")

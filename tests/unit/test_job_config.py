@@ -1,0 +1,209 @@
+"""`DLConfig` and `JobConfig`: what they take, and the checks of a whole job."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from pydantic import ValidationError
+
+from unified.job import AcceleratorType, DLConfig, ElasticWorkloadDesc, JobConfig, ResourceDesc, SimpleWorkloadDesc
+from unified.job.config import device_share
+
+
+def job(roles: dict[str, dict[str, Any]] | None = None, **fields: Any) -> DLConfig:
+    roles = {"a": {}} if roles is None else roles
+    workloads = {name: {"entry_point": "m.f", **role} for name, role in roles.items()}
+    return DLConfig.model_validate({"workloads": workloads, **fields})
+
+
+def refusal(roles: dict[str, dict[str, Any]] | None = None, **fields: Any) -> str:
+    with pytest.raises(ValidationError) as error:
+        job(roles, **fields)
+    return str(error.value)
+
+
+def test_defaults_of_a_job() -> None:
+    made = job()
+    assert made.node_number == 1
+    assert made.device_per_node == 8
+    assert made.accelerator_type is AcceleratorType.GPU
+    assert made.accelerator_type == "GPU"
+    assert made.user_config == {}
+    assert made.global_envs == {}
+    assert made.dl_type == "SFT"
+    assert made.stream_type == "TASK_STREAM"
+
+
+def test_workloads_are_told_apart_by_backend() -> None:
+    made = job({"a": {"backend": "elastic"}, "b": {"backend": "simple"}, "c": {}})
+    assert [type(made.workloads[role]) for role in "abc"] == [
+        ElasticWorkloadDesc,
+        SimpleWorkloadDesc,
+        SimpleWorkloadDesc,
+    ]
+    assert "elastc" in refusal({"a": {"backend": "elastc"}})
+
+
+def test_models_are_taken_as_well_as_mappings() -> None:
+    workload = ElasticWorkloadDesc.model_validate(
+        {"total": 2, "entry_point": "m.f", "resource": ResourceDesc(accelerator=1)}
+    )
+    made = DLConfig(workloads={"training": workload}, accelerator_type=AcceleratorType.CPU)
+    assert made.workloads["training"] == workload
+
+
+def test_a_dump_can_be_read_back() -> None:
+    made = job({"a": {"total": 2}, "b": {"total": 2}}, user_config={"x": 1}, collocations=[{"a", "b"}])
+    assert DLConfig.model_validate(made.model_dump()) == made
+
+
+@pytest.mark.parametrize(
+    "given", [{"a": 1, "b": "${a}"}, OmegaConf.create({"a": 1, "b": "${a}"}), argparse.Namespace(a=1, b="${a}")]
+)
+def test_mappings_become_a_resolved_config(given: object) -> None:
+    made = job(user_config=given).user_config
+    assert isinstance(made, DictConfig)
+    assert made == {"a": 1, "b": 1}
+    assert OmegaConf.to_container(made, resolve=False) == {"a": 1, "b": 1}
+
+
+def test_the_users_own_config_is_not_touched() -> None:
+    given = OmegaConf.create({"a": 1, "b": "${a}"})
+    job(user_config=given)
+    assert OmegaConf.to_container(given, resolve=False) == {"a": 1, "b": "${a}"}
+
+
+def test_none_becomes_an_empty_config_and_the_rest_stays() -> None:
+    assert isinstance(job(user_config=None).user_config, DictConfig)
+    marker = object()
+    assert job(user_config=marker).user_config is marker
+    assert job(user_config=[1]).user_config == [1]
+
+
+def test_a_namespace_may_hold_any_object() -> None:
+    made = job(user_config=argparse.Namespace(kind=complex, n=1)).user_config
+    assert made.kind is complex
+    assert made.n == 1
+
+
+def test_a_config_that_cannot_be_resolved_is_refused() -> None:
+    assert "nowhere" in refusal(user_config={"a": "${nowhere}"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"roles": {}}, "at least one workload must be defined"),
+        ({"roles": {"a/b": {}}}, "role name 'a/b' is not allowed"),
+        ({"roles": {"x" * 64: {}}}, "is not allowed"),
+        ({"roles": {"a": {"total": "many"}}}, "workloads.a.simple.total"),
+        ({"roles": {"a": {"totl": 1}}}, "workloads.a.simple\n  Value error, a workload has no 'totl'. Did you mean"),
+        ({"roles": {"a": {"entry_point": "main"}}}, "workloads.a.simple.entry_point"),
+        ({"accelerator_type": "mem"}, "accelerator_type"),
+        ({"node_number": 0}, "node_number"),
+        ({"device_per_node": 0}, "device_per_node"),
+        ({"node_numbr": 1}, "Did you mean 'node_number'?"),
+        ({"dl_type": "X"}, "dl_type"),
+        ({"collocations": [["a", "b"]]}, "role 'b' is named in a collocation, and is not defined"),
+        ({"collocations": [[]]}, "names no role"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], said: str) -> None:
+    assert said in refusal(fields.pop("roles", None), **fields)
+
+
+def test_a_group_must_fit_one_node() -> None:
+    roles = {"a": {"total": 4, "per_group": 4}}
+    assert job(roles, device_per_node=4)
+    said = refusal(roles, device_per_node=3, node_number=2)
+    assert "role a needs 4 accelerators on one node" in said
+    assert "device_per_node is 3" in said
+
+
+def test_the_sum_counts_every_worker_and_not_once_a_role() -> None:
+    roles = {"a": {"total": 4}, "b": {"total": 5}}
+    assert job(roles, node_number=3, device_per_node=3)
+    said = refusal(roles, node_number=2, device_per_node=4)
+    assert "all roles together (a, b) need 9 accelerators" in said
+    assert "2 x 4 = 8" in said
+
+
+def test_workers_without_accelerators_need_no_device() -> None:
+    assert job({"a": {"total": 100, "resource": {"cpu": 1}}}, device_per_node=1)
+
+
+def test_collocated_roles_share_devices_and_a_group() -> None:
+    made = job({"a": {"total": 4, "per_group": 2}, "b": {"total": 2}}, collocations=[{"a", "b"}], node_number=2)
+    assert {made.workloads[role].group for role in "ab"} == {"collocation_0"}
+    assert {made.workloads[role].resource.accelerator for role in "ab"} == {0.5}
+    (group,) = made.workload_group
+    assert (group.name, group.num, sorted(group.workloads)) == ("collocation_0", 2, ["a", "b"])
+    assert group.resource.accelerator == 1.5
+
+
+def test_collocation_keeps_the_other_resources() -> None:
+    made = job({"a": {"resource": {"cpu": 3}}, "b": {}}, collocations=[{"a", "b"}])
+    assert made.workloads["a"].resource == ResourceDesc(cpu=3, accelerator=0.5)
+
+
+def test_collocated_roles_must_make_the_same_number_of_groups() -> None:
+    said = refusal({"a": {"total": 4, "per_group": 2}, "b": {"total": 3}}, collocations=[{"a", "b"}])
+    assert "a makes 2, b makes 3" in said
+
+
+def test_a_role_is_in_one_collocation_only() -> None:
+    said = refusal({"a": {}, "b": {}, "c": {}}, collocations=[{"a", "b"}, {"b", "c"}])
+    assert "role 'b' has already been assigned" in said
+    assert "already been assigned" in refusal({"a": {"group": "g"}, "b": {}}, collocations=[{"a", "b"}])
+
+
+def test_a_collocation_takes_another_case_only_where_no_role_has_the_name() -> None:
+    made = job({"actor": {}, "ACTOR": {}, "Judge": {}}, collocations=[{"actor", "JUDGE"}])
+    assert made.collocations == [{"actor", "Judge"}]
+    assert made.workloads["ACTOR"].group is None
+    assert "not defined" in refusal({"actor": {}, "ACTOR": {}, "b": {}}, collocations=[{"Actor", "b"}])
+
+
+@pytest.mark.parametrize("num_roles", range(1, 17))
+def test_equal_shares_of_all_roles_are_one_device(num_roles: int) -> None:
+    share = device_share(round(1 / num_roles, 2), num_roles)
+    assert num_roles * share <= 1 + 1e-9
+    roles = {f"r{number}": {"total": 8, "per_group": 8} for number in range(num_roles)}
+    made = job(roles, collocations=[set(roles)], device_per_node=8)
+    assert made.workloads["r0"].resource.accelerator == round(1 / num_roles, 2)
+
+
+def test_defaults_of_a_submission() -> None:
+    config = JobConfig(job_name="x", dl_config=job())
+    rest = config.model_dump(exclude={"dl_config"})
+    assert rest == {
+        "job_name": "x",
+        "master": None,
+        "wait": True,
+        "master_cpu": 2,
+        "master_mem": 4096,
+        "master_create_timeout": 600,
+        "node_max_restart": 10,
+        "job_max_restart": 10,
+        "master_max_restart": 10,
+        "master_isolation_schedule_resource": "",
+        "worker_isolation_schedule_resource": "",
+        "failover_trigger_strategy": 2,
+        "failover_exec_strategy": 1,
+        "master_state_backend_type": "SQLITE",
+        "master_state_backend_config": {},
+        "stop_grace_s": 10,
+        "call_timeout_s": None,
+        "python": None,
+        "start_method": "fork",
+        "working_dir": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["a/b", "x" * 300, "", "-a"])
+def test_job_names_are_checked(name: str) -> None:
+    with pytest.raises(ValidationError, match="job name"):
+        JobConfig(job_name=name, dl_config=job())

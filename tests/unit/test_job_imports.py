@@ -1,0 +1,75 @@
+"""What `import unified` and building a job load, and the names that are there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import unified
+import unified.api.builder
+import unified.job
+
+BUILD = """
+import sys
+from unified.api.builder import DLJobBuilder, RLJobBuilder
+from unified.job.options import submit_options
+from unified.job.to_spec import to_spec
+job = DLJobBuilder().config({"a": 1}).train("m.f").role("r").run("m.g").with_collocation_all().build()
+to_spec(submit_options(job, {}, {}))
+RLJobBuilder().trainer("m.t").actor("m.a").build()
+"""
+RUN = """
+import sys
+from unified.api.builder.launcher import parse_run
+parse_run(["--nproc-per-node=2", "train.py"]).build()
+"""
+HEAVY = ("torch", "numpy", "rich", "typer", "zmq")
+
+
+def loaded(code: str, modules: tuple[str, ...]) -> list[str]:
+    code += f"\nimport sys\nprint([m for m in {modules!r} if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    found: list[str] = eval(ran.stdout)
+    return found
+
+
+def test_import_unified_loads_next_to_nothing() -> None:
+    assert loaded("import unified, unified.job, unified.api.builder", (*HEAVY, "pydantic", "omegaconf")) == []
+
+
+def test_building_a_job_loads_neither_torch_nor_numpy() -> None:
+    assert loaded(BUILD, HEAVY) == []
+
+
+def test_the_fast_path_of_run_loads_no_config_library_either() -> None:
+    assert loaded(RUN, (*HEAVY, "omegaconf")) == []
+
+
+def test_time_of_import_is_told() -> None:
+    code = "import time; t = time.perf_counter(); import unified; print(f'{1e3 * (time.perf_counter() - t):.1f}')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    print(f"import unified: {ran.stdout.strip()} ms")
+
+
+@pytest.mark.parametrize("package", [unified.job, unified.api.builder])
+def test_every_public_name_can_be_had(package: object) -> None:
+    names: list[str] = getattr(package, "__all__")  # noqa: B009 - a module typed as object
+    assert names == sorted(names)
+    assert set(names) <= set(dir(package))
+    for name in names:
+        assert getattr(package, name) is not None
+
+
+def test_short_names_are_the_same_objects() -> None:
+    from unified.api.builder import rl
+
+    assert unified.DLJobBuilder is unified.api.builder.DLJobBuilder
+    assert unified.RLJob is rl.RLJob
+    assert unified.api.builder.RLJobBuilder is rl.RLJobBuilder
+
+
+def test_an_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(AttributeError, match="Did you mean 'DLJobBuilder'"):
+        unified.DLJobBulder  # noqa: B018 - the mistake is the point

@@ -1,0 +1,193 @@
+"""`DLJobBuilder`: describe a job in a chain of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from unified.api.builder.roles import ElasticRoleBuilder, RoleBuilder, SimpleRoleBuilder, merged, public_names
+from unified.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from unified.api.builder.dljob import DLJob
+
+RoleT = TypeVar("RoleT", bound=RoleBuilder[Any])
+
+ELASTIC_ROLE = "ELASTIC"
+TRAINER_ROLE = "TRAINER"
+
+
+class DLJobBuilder:
+    """Describes a job: the settings of the job itself, and its roles.
+
+    Nothing is checked before `build()`, and the order of calls does not matter, save that `role(name)` goes before
+    the `run` or `train` it names.
+
+        job = (
+            DLJobBuilder()
+            .node_num(2)
+            .device_per_node(4)
+            .config({"lr": 3e-4})
+            .train("my_project.train.run").nnodes(2).nproc_per_node(4)
+            .role("judge").run("my_project.judge.Judge").not_driver().resource(cpu=2)
+            .build()
+        )
+        job.submit("my-job")
+    """
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Any] = {}
+        self._roles: dict[str, RoleBuilder[Any]] = {}
+        self._role: str | None = None
+        self._collocations: list[set[str]] = []
+        self._collocate_all_but: list[tuple[str, ...]] = []
+        self._elastic_fields: dict[str, Any] = {}
+
+    def node_num(self, num: int = 1) -> Self:
+        """How many nodes the job may use."""
+        self._fields["node_number"] = num
+        return self
+
+    def device_per_node(self, num: int = 8) -> Self:
+        """How many devices of each node the job may use."""
+        self._fields["device_per_node"] = num
+        return self
+
+    def device_type(self, device_type: str = "GPU") -> Self:
+        """``"GPU"``, ``"CPU"`` or ``"TPU"``."""
+        self._fields["accelerator_type"] = device_type
+        return self
+
+    def config(self, config: Any = None) -> Self:
+        """What workers read as `current_worker().job_info.user_config`.
+
+        A dict, a DictConfig, an argparse.Namespace or None becomes a resolved DictConfig; anything else stays as it is.
+        """
+        self._fields["user_config"] = config
+        return self
+
+    def global_env(self, env: Mapping[str, Any] | None = None) -> Self:
+        """Add environment variables of all workers; a role's own win."""
+        self._fields["global_envs"] = merged(self._fields.get("global_envs"), env)
+        return self
+
+    def dl_type(self, dl_type: str = "SFT") -> Self:
+        """Kind of the job, ``"PRE"``, ``"SFT"``, ``"RL"`` or ``"MULTIMODAL"``: for people, it changes nothing."""
+        self._fields["dl_type"] = dl_type
+        return self
+
+    def as_task_stream(self) -> Self:
+        """The roles' own code drives the job; so it is by default."""
+        self._fields["stream_type"] = "TASK_STREAM"
+        return self
+
+    def as_data_stream(self) -> Self:
+        """The data that flows between roles drives the job."""
+        self._fields["stream_type"] = "DATA_STREAM"
+        return self
+
+    def role(self, role: str) -> Self:
+        """Name the role that the next `run` or `train` describes."""
+        self._role = role
+        return self
+
+    def run(self, entrypoint: str) -> SimpleRoleBuilder[Self]:
+        """A simple workload under the name given to `role`: workers that run side by side.
+
+        Args:
+            entrypoint: `module.attr`, `module::attr`, `file.py arguments` or `-m module arguments`.
+        """
+        if self._role is None:
+            raise UsageError("run() does not know which role it describes: call role(name) before it.")
+        return self._add(SimpleRoleBuilder(self, self._role, entrypoint))
+
+    def workload(self, role: str, entrypoint: str) -> SimpleRoleBuilder[Self]:
+        """`role(role).run(entrypoint)` in one call."""
+        return self.role(role).run(entrypoint)
+
+    def train(self, entrypoint: str) -> ElasticRoleBuilder[Self]:
+        """An elastic workload, under the name given to `role` or as ``ELASTIC``: workers that train together."""
+        return self._add(ElasticRoleBuilder(self, self._role or ELASTIC_ROLE, entrypoint))
+
+    def trainer(self, module: str, cls: str | None = None) -> SimpleRoleBuilder[Self]:
+        """A simple workload ``TRAINER``, whose entry point is ``module.cls``."""
+        return self.role(TRAINER_ROLE).run(f"{module}.{cls}" if cls else module)
+
+    def with_collocation(self, *roles: str) -> Self:
+        """Put these roles' groups on one node, sharing devices by equal parts.
+
+        Names are taken as they are written; where no role is called exactly so, case does not matter.
+        """
+        self._collocations.append(set(roles))
+        return self
+
+    def with_collocation_all(self, *exclude_roles: str) -> Self:
+        """Collocate all roles of the job but these, wherever in the chain they are described."""
+        self._collocate_all_but.append(exclude_roles)
+        return self
+
+    def no_setup_process_group(self) -> Self:
+        """Leave `init_process_group` to the entry points of elastic roles."""
+        self._elastic_fields["comm_auto_setup_process_group"] = False
+        return self
+
+    def skip_node_check(self) -> Self:
+        """Begin to train without a test of nodes and links."""
+        self._elastic_fields["comm_pre_check"] = False
+        return self
+
+    def by_dlrover_run_cmd(self, cmd: str) -> Self:
+        """Describe an elastic role by a command line of `torchrun` or `dlrover-run`.
+
+        Sets nodes, workers a node, the entry point with its arguments, and `--max-restarts`; options that are the
+        master's business here (rendezvous, addresses) are ignored and reported in the log.
+
+        Raises:
+            ValueError: another launcher, an option that does not exist, or `--no-python`.
+        """
+        from unified.api.builder import launcher
+
+        launcher.apply_command(self, cmd)
+        return self
+
+    def description(self) -> dict[str, Any]:
+        """All that was said so far, as input of `DLJob`."""
+        workloads = {}
+        for name, role in self._roles.items():
+            extra = self._elastic_fields if isinstance(role, ElasticRoleBuilder) else {}
+            workloads[name] = {**role.description(), **extra}
+        collocations = [*self._collocations, *map(self._all_but, self._collocate_all_but)]
+        return {**self._fields, "workloads": workloads, "collocations": collocations}
+
+    def build(self) -> DLJob:
+        """Check everything and give the job.
+
+        Raises:
+            pydantic.ValidationError: something is wrong; it names the role and the field.
+        """
+        from unified.api.builder.dljob import DLJob
+
+        return DLJob.model_validate(self.description())
+
+    def _all_but(self, exclude: tuple[str, ...]) -> set[str]:
+        """A name to leave out that no role has stays in, so that `build()` refuses it."""
+        left_out = {name.lower() for name in exclude}
+        unknown = left_out - {role.lower() for role in self._roles}
+        roles = {role for role in self._roles if role.lower() not in left_out}
+        return roles | {name for name in exclude if name.lower() in unknown}
+
+    def _add(self, role: RoleT) -> RoleT:
+        if role.role_name in self._roles:
+            raise UsageError(f"role {role.role_name!r} is already defined: each role is described once.")
+        self._roles[role.role_name] = role
+        self._role = None
+        return role
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}.")
+        if hasattr(ElasticRoleBuilder, name):
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}: it is said of a role, after run(), train() or workload()."
+            )
+        raise AttributeError(f"{type(self).__name__} has no {name!r}.{nearest(name, public_names(type(self)))}")

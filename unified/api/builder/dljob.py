@@ -1,0 +1,80 @@
+"""A job that is fully described and checked, ready to be submitted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+
+from unified.errors import OptionError, nearest
+from unified.job.config import DLConfig
+from unified.job.enums import AcceleratorType
+from unified.job.options import submit_options
+from unified.job.to_spec import to_spec
+from unified.job.workloads import WorkloadDesc
+
+if TYPE_CHECKING:
+    from unified.client.handle import JobHandle
+
+
+class DLJob(DLConfig):
+    """What `DLJobBuilder.build` gives: a checked description, and the door to the cluster."""
+
+    thing: ClassVar[str] = "job"
+
+    @property
+    def node_num(self) -> int:
+        return self.node_number
+
+    @property
+    def device_type(self) -> AcceleratorType:
+        return self.accelerator_type
+
+    @property
+    def config(self) -> Any:
+        return self.user_config
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        return self.global_envs
+
+    def get_workload(self, role: str) -> WorkloadDesc:
+        """The workload of a role; KeyError, naming the nearest role, if there is none."""
+        if role not in self.workloads:
+            raise KeyError(f"this job has no role {role!r}.{nearest(role, self.workloads)}")
+        return self.workloads[role]
+
+    @overload
+    def submit(self, job_name: str | None = None, /, blocking: Literal[True] = True, **options: Any) -> int: ...
+    @overload
+    def submit(self, job_name: str | None = None, /, *, blocking: Literal[False], **options: Any) -> JobHandle: ...
+    @overload
+    def submit(self, job_name: str | None, /, blocking: Literal[False], **options: Any) -> JobHandle: ...
+    @overload
+    def submit(self, job_name: str | None = None, /, blocking: bool = True, **options: Any) -> int | JobHandle: ...
+    def submit(self, job_name: str | None = None, /, blocking: bool = True, **options: Any) -> int | JobHandle:
+        """Run the job on the cluster of `master`, or, without one, on a cluster of its own on this host.
+
+        Args:
+            job_name: letters, digits and ``._-``; by default `UNIFIED_JOB_NAME`, or ``unified-`` and four digits.
+            blocking: True: show progress and logs until the job ends. False: return at once.
+            options: the fields of `unified.job.JobConfig`, such as ``master="tcp://HOST:PORT"`` or
+                ``job_max_restart=0``. Each may come from the environment instead, as `UNIFIED_JOB_MAX_RESTART`
+                or `DLROVER_UNIFIED_JOB_MAX_RESTART`; keywords win.
+
+        Returns:
+            The exit code, 0 for success; with ``blocking=False`` a `JobHandle`.
+
+        Raises:
+            OptionError: an option does not exist, or its value is of the wrong kind.
+            JobNameError: the name is not allowed.
+            ClusterError: the master cannot be reached, or refuses the job.
+        """
+        from unified.client.submission import submit_job
+
+        if job_name is not None:
+            if "job_name" in options:
+                raise OptionError(f"the job has two names, {job_name!r} and {options['job_name']!r}: give one of them.")
+            options = {**options, "job_name": job_name}
+        config = submit_options(self, options, os.environ)
+        return submit_job(to_spec(config), master=config.master, blocking=blocking, wait=config.wait)

@@ -1,0 +1,147 @@
+"""Command lines of `torchrun` and `dlrover-run` as descriptions of a job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import PurePath
+
+from unified.api.builder.builder import DLJobBuilder
+from unified.api.builder.torchrun_options import LAUNCHERS, add_own_options, refuse, table_parser
+from unified.errors import UsageError, nearest
+from unified.job.workloads import parse_nnodes
+
+_log = logging.getLogger(__name__)
+
+_USED = {"nnodes", "nproc_per_node", "max_restarts", "role", "module", "no_python", "run_path", "standalone"}
+_CHECKS = {"node_check", "precheck", "comm_perf_test", "exclude_straggler"}
+_SCRIPT = {"training_script", "training_script_args"}
+
+
+def apply_command(builder: DLJobBuilder, cmd: str) -> None:
+    """Describe a role of `builder` by a launcher's command line, read with torch's own parser where torch is installed.
+
+    Raises:
+        ValueError: see `DLJobBuilder.by_dlrover_run_cmd`.
+    """
+    try:
+        words = shlex.split(cmd.replace("\\\n", " "))
+    except ValueError as error:
+        raise UsageError(f"command {cmd!r}: {error}. Each quote needs its partner.") from None
+    launcher = PurePath(words[0]).name if words else ""
+    if launcher not in LAUNCHERS:
+        raise UsageError(
+            f"Only 'dlrover-run' and 'torchrun' commands are supported, got {launcher!r}.{nearest(launcher, LAUNCHERS)}"
+        )
+    parser = _torch_parser(launcher) if find_spec("torch") else table_parser(launcher, os.environ)
+    describe(builder, parser.parse_args(words[1:]), parser, launcher)
+
+
+def parse_run(argv: Sequence[str], launcher: str = "torchrun", prog: str | None = None) -> DLJobBuilder:
+    """A builder for the job of a launcher's arguments, without loading torch.
+
+    Args:
+        argv: arguments, without the program's name.
+        launcher: whose options are known, ``torchrun`` or ``dlrover-run``.
+        prog: what messages and ``--help`` call the program; by default the launcher.
+
+    Raises:
+        OptionError: an option does not exist; the message names the nearest.
+        UsageError: an option's value cannot be used, or `--no-python` is given.
+        SystemExit: ``--help``.
+    """
+    parser = table_parser(launcher, os.environ, prog)
+    builder = DLJobBuilder()
+    describe(builder, parser.parse_args(list(argv)), parser, launcher)
+    return builder
+
+
+def describe(builder: DLJobBuilder, args: Namespace, parser: ArgumentParser, launcher: str) -> None:
+    """Add the role that parsed arguments describe, and the nodes and devices it needs."""
+    if args.no_python:
+        raise UsageError(
+            f"{parser.prog}: --no-python is not supported: workers run Python. Give a .py script, or -m with a module."
+        )
+    _report_ignored(args, parser)
+    nproc = num_workers(args.nproc_per_node)
+    _, max_nodes = parse_nnodes(args.nnodes)
+    builder.node_num(max_nodes).device_per_node(nproc)
+    if args.nproc_per_node == "cpu":
+        builder.device_type("CPU")
+    if args.role != "default":
+        builder.role(args.role)
+    role = builder.train(_entry_point(args))
+    role.nnodes(args.nnodes).nproc_per_node(nproc).max_restart(args.max_restarts)
+    if launcher == "dlrover-run" and not any(getattr(args, name) for name in _CHECKS):
+        builder.skip_node_check()
+
+
+def num_workers(nproc_per_node: str) -> int:
+    """Workers on each node. ``cpu``, ``gpu`` and ``auto`` count what the submitting machine has, as torchrun does.
+
+    Raises:
+        UsageError: it is none of these nor a number, or ``gpu`` and there is no GPU here.
+    """
+    if nproc_per_node.isdecimal() and int(nproc_per_node) > 0:
+        return int(nproc_per_node)
+    cpus = len(os.sched_getaffinity(0))
+    match nproc_per_node:
+        case "cpu":
+            return cpus
+        case "auto":
+            return _num_gpus(os.environ) or cpus
+        case "gpu":
+            if gpus := _num_gpus(os.environ):
+                return gpus
+            raise UsageError(
+                "--nproc-per-node=gpu: this machine has no NVIDIA GPU to count. Give the number that each node has."
+            )
+    raise UsageError(f"--nproc-per-node={nproc_per_node} must be a number above 0, or cpu, gpu or auto.")
+
+
+def _entry_point(args: Namespace) -> str:
+    words = [args.training_script, *args.training_script_args]
+    return shlex.join(["-m", *words] if args.module else words)
+
+
+def _report_ignored(args: Namespace, parser: ArgumentParser) -> None:
+    names = {action.dest: action.option_strings for action in parser._actions}
+    ignored = [
+        names[dest][0]
+        for dest, value in vars(args).items()
+        if dest not in _USED | _CHECKS | _SCRIPT and value != parser.get_default(dest)
+    ]
+    if ignored:
+        _log.warning("%s: ignored, since the master and the agents see to it: %s", parser.prog, ", ".join(ignored))
+
+
+def _torch_parser(launcher: str) -> ArgumentParser:
+    from torch.distributed.run import get_args_parser
+
+    parser: ArgumentParser = get_args_parser()
+    parser.prog = launcher
+    parser.allow_abbrev = launcher == "torchrun"
+    parser.error = partial(refuse, parser)  # type: ignore[method-assign]  # a library call must not end the process
+    add_own_options(parser, launcher, os.environ)
+    return parser
+
+
+def _num_gpus(env: Mapping[str, str]) -> int:
+    """NVIDIA GPUs that a process here may use; 0 without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        found = int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len([word for word in visible.split(",") if word.strip()]))

@@ -1,0 +1,96 @@
+"""Reinforcement learning: a job with the roles that such jobs have."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import model_validator
+
+from unified.api.builder.builder import DLJobBuilder
+from unified.api.builder.dljob import DLJob
+from unified.api.builder.roles import ElasticRoleBuilder, RoleBuilder, SimpleRoleBuilder
+from unified.errors import nearest
+from unified.job.enums import DLStreamType, DLType, RLRoleType
+
+RoleT = TypeVar("RoleT", bound=RoleBuilder[Any])
+
+_ROLES = [role.value for role in RLRoleType]
+
+
+class RLJob(DLJob):
+    """A job of the roles TRAINER, ACTOR, ROLLOUT, REFERENCE, REWARD and CRITIC, of which ACTOR is required."""
+
+    thing: ClassVar[str] = "RL job"
+
+    dl_type: DLType = DLType.RL
+
+    @model_validator(mode="after")
+    def _roles_are_those_of_rl(self) -> Self:
+        if self.stream_type is not DLStreamType.TASK_STREAM:
+            raise ValueError("stream_type: an RL job is a task stream; leave as_data_stream() out.")
+        for role in self.workloads:
+            if role not in _ROLES:
+                raise ValueError(
+                    f"role {role!r} is unknown to an RL job.{nearest(role, _ROLES)} Roles: {', '.join(_ROLES)}."
+                )
+        if RLRoleType.ACTOR not in self.workloads:
+            raise ValueError("role 'ACTOR' is missing: 'actor' must be configured, with actor(entrypoint).")
+        return self
+
+
+class RLJobBuilder(DLJobBuilder):
+    """Builds an `RLJob`: one method a role, with the defaults that suit it."""
+
+    TRAINER_ROLE = RLRoleType.TRAINER.value
+    ACTOR_ROLE = RLRoleType.ACTOR.value
+    ROLLOUT_ROLE = RLRoleType.ROLLOUT.value
+    REF_ROLE = RLRoleType.REFERENCE.value
+    REW_ROLE = RLRoleType.REWARD.value
+    CRITIC_ROLE = RLRoleType.CRITIC.value
+    ROLES = _ROLES
+
+    def trainer(self, module: str, cls: str | None = None) -> SimpleRoleBuilder[Self]:
+        """The program that drives the others: one worker with 4 cores and 8192 MB; the job waits for it.
+
+        Args:
+            module: an entry point, or the module of one.
+            cls: then, the attribute in it.
+        """
+        return super().trainer(module, cls).resource(cpu=4, mem=8192)
+
+    def actor(self, entrypoint: str) -> ElasticRoleBuilder[Self]:
+        """The policy that is trained: elastic, required."""
+        return _serving(self.role(self.ACTOR_ROLE).train(entrypoint))
+
+    def critic(self, entrypoint: str) -> ElasticRoleBuilder[Self]:
+        """The value model that is trained: elastic."""
+        return _serving(self.role(self.CRITIC_ROLE).train(entrypoint))
+
+    def rollout(self, entrypoint: str) -> SimpleRoleBuilder[Self]:
+        """Workers that generate."""
+        return _serving(self.role(self.ROLLOUT_ROLE).run(entrypoint))
+
+    def reference(self, entrypoint: str) -> SimpleRoleBuilder[Self]:
+        """Workers that hold the reference model."""
+        return _serving(self.role(self.REF_ROLE).run(entrypoint))
+
+    def reward(self, entrypoint: str) -> SimpleRoleBuilder[Self]:
+        """Workers that score."""
+        return _serving(self.role(self.REW_ROLE).run(entrypoint))
+
+    def with_collocation_all(self, *exclude_roles: str) -> Self:
+        """Collocate all roles but the trainer, and but these."""
+        self._collocate_all_but.append(exclude_roles)
+        return self
+
+    def _all_but(self, exclude: tuple[str, ...]) -> set[str]:
+        return super()._all_but(exclude) - {self.TRAINER_ROLE}
+
+    def build(self) -> RLJob:
+        """As `DLJobBuilder.build`; the roles must be those of an RL job, with an actor."""
+        return RLJob.model_validate(self.description())
+
+
+def _serving(role: RoleT) -> RoleT:
+    """The trainer calls it and decides when the job is done."""
+    return role.not_driver()

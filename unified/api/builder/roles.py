@@ -1,0 +1,181 @@
+"""Builders of one role each. What one does not know goes on to its parent, so that chains need no `end()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from unified.errors import nearest
+
+if TYPE_CHECKING:
+    from unified.api.builder.builder import DLJobBuilder
+
+ParentT = TypeVar("ParentT", bound="DLJobBuilder")
+
+
+class RoleBuilder(Generic[ParentT]):
+    """Gathers what is said of one role. Nothing is checked here: `build()` checks it all, and names role and field."""
+
+    backend = "simple"
+
+    def __init__(self, parent: ParentT, role: str, entry_point: str) -> None:
+        self.role_name = role
+        self._parent = parent
+        self._fields: dict[str, Any] = {"backend": self.backend, "entry_point": entry_point}
+
+    def total(self, num: int = 1) -> Self:
+        """How many workers the role has; 0 is allowed."""
+        self._fields["total"] = num
+        return self
+
+    def per_group(self, num: int = 1) -> Self:
+        """How many of them share a group, and so a node."""
+        self._fields["per_group"] = num
+        return self
+
+    def env(self, env: Mapping[str, Any] | None = None) -> Self:
+        """Add environment variables of this role's workers; they win over `global_env`."""
+        self._fields["envs"] = merged(self._fields.get("envs"), env)
+        return self
+
+    def envs(self, env: Mapping[str, Any] | None = None) -> Self:
+        """The same as `env`."""
+        return self.env(env)
+
+    def resource(
+        self,
+        cpu: float | Mapping[str, Any] = 0,
+        memory: int = 0,
+        disk: int = 0,
+        accelerator: float = 0,
+        **others: Any,
+    ) -> Self:
+        """What each worker needs. A later call replaces an earlier one; asking for nothing means one accelerator.
+
+        Args:
+            cpu: cores; or all of it as one mapping.
+            memory: MB (also ``mem``).
+            disk: MB.
+            accelerator: devices, or a share of one (also ``gpu``, ``acc``).
+            others: the other names, and ``user_defined={name: amount}``.
+        """
+        named: dict[str, Any] = {"memory": memory, "disk": disk, "accelerator": accelerator}
+        given = dict(cpu) if isinstance(cpu, Mapping) else {"cpu": cpu}
+        given.update({name: amount for name, amount in named.items() if amount != 0})
+        self._fields["resource"] = {**given, **others}
+        return self
+
+    def not_driver(self) -> Self:
+        """The job does not wait for this role: it is stopped when the drivers are done."""
+        self._fields["is_driver"] = False
+        return self
+
+    def max_restart(self, num: int) -> Self:
+        """Restarts of one worker, past which the job fails."""
+        self._fields["max_restart"] = num
+        return self
+
+    def per_node_max_failure(self, num: int) -> Self:
+        """Failures of this role on one node, past which that node is excluded from the job."""
+        self._fields["per_node_max_failure"] = num
+        return self
+
+    def rank_based_gpu_selection(self) -> Self:
+        """Every worker sees all devices of its group, and takes the one of its local rank."""
+        self._fields["rank_based_gpu_selection"] = True
+        return self
+
+    def enable_node_group_failover(self, label_key: str, timeout: float | timedelta = 300) -> Self:
+        """Give up a whole group of nodes when one of them stays lost.
+
+        Args:
+            label_key: nodes with the same value of this label are a group.
+            timeout: seconds that a node may stay lost; at least 60.
+        """
+        self._fields["node_group_failover"] = {"enabled": True, "group_label_key": label_key, "timeout": timeout}
+        return self
+
+    def disable_auto_visible_device(self) -> Self:
+        """Let workers see every device of their node, not only their own."""
+        self._fields["auto_visible_devices"] = False
+        return self
+
+    def disable_ray_auto_visible_device(self) -> Self:
+        """The same as `disable_auto_visible_device`, under the name of the reference API."""
+        return self.disable_auto_visible_device()
+
+    def sub_stage(self, sub_stage: Iterable[str] | None = None) -> Self:
+        """Names of the stages within this role's work."""
+        self._fields["sub_stage"] = list(sub_stage or ())
+        return self
+
+    def end(self) -> ParentT:
+        """Back to the job's builder. Only type checkers need it."""
+        return self._parent
+
+    def description(self) -> dict[str, Any]:
+        """All that was said, as input of the workload models."""
+        return dict(self._fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            if hasattr(type(self._parent), name):
+                return getattr(self._parent, name)
+            known = public_names(type(self)) | public_names(type(self._parent))
+            raise AttributeError(
+                f"neither {type(self).__name__} nor {type(self._parent).__name__} has {name!r}.{nearest(name, known)}"
+            )
+        raise AttributeError(f"{type(self).__name__} has no {name!r}.")
+
+
+class SimpleRoleBuilder(RoleBuilder[ParentT]):
+    """Of a role whose workers run side by side."""
+
+
+class ElasticRoleBuilder(RoleBuilder[ParentT]):
+    """Of a role whose workers train together under torch.distributed."""
+
+    backend = "elastic"
+
+    def total(self, num: int = 1) -> Self:
+        """How many workers the role has. Takes the place of `nnodes`."""
+        self._fields.pop("nnodes", None)
+        return super().total(num)
+
+    def per_group(self, num: int = 1) -> Self:
+        """How many of them share a node. Takes the place of `nproc_per_node`."""
+        self._fields.pop("nproc_per_node", None)
+        return super().per_group(num)
+
+    def nnodes(self, num: int | str) -> Self:
+        """On how many nodes: ``total = nnodes * nproc_per_node``, whichever of the two is said first.
+
+        A range, ``"2:8"``, is kept for elastic membership; so far the job is started with its larger end.
+        """
+        self._fields.pop("total", None)
+        self._fields["nnodes"] = num
+        return self
+
+    def nproc_per_node(self, num: int) -> Self:
+        """How many workers on each node."""
+        self._fields.pop("per_group", None)
+        self._fields["nproc_per_node"] = num
+        return self
+
+    def communication(self, backend: str = "auto", timeout: float | timedelta | None = None) -> Self:
+        """Of the process group: `auto` is nccl with CUDA and else gloo; the timeout is in seconds, None is torch's."""
+        self._fields.update(comm_backend=backend, comm_timeout_s=timeout)
+        return self
+
+
+def merged(old: Any, new: Any) -> Any:
+    """Two layers of environment; what is no mapping is left for `build()` to refuse."""
+    if new is None:
+        return old or {}
+    return {**(old or {}), **new} if isinstance(new, Mapping) and isinstance(old, Mapping | None) else new
+
+
+def public_names(cls: type) -> set[str]:
+    """Names that users may write after a dot."""
+    return {name for name in dir(cls) if not name.startswith("_")}

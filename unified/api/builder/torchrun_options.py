@@ -1,0 +1,152 @@
+"""The options of `torchrun`, and what `dlrover-run` adds to them.
+
+Importing torch, which holds the real parser, takes longer than all the rest of starting a job; so `unified run` parses
+with this table. A test compares it with the parser of the torch at hand, option by option.
+"""
+
+from __future__ import annotations
+
+from argparse import REMAINDER, ArgumentParser
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from unified.errors import OptionError, nearest
+
+
+class Option(NamedTuple):
+    """One option. Its default may come from ``PET_{dest}`` in the environment, as with torchrun."""
+
+    names: tuple[str, ...]
+    default: Any
+    help: str
+    type: type = str
+    choices: tuple[str, ...] | None = None
+    env: bool = True
+
+    @property
+    def is_flag(self) -> bool:
+        return self.default is False
+
+    @property
+    def dest(self) -> str:
+        longest = next(name for name in self.names if name.startswith("--"))
+        return longest.strip("-").replace("-", "_")
+
+
+def _both(name: str) -> tuple[str, str]:
+    return f"--{name}", f"--{name.replace('-', '_')}"
+
+
+_HERE = "Accepted; the master does this here."
+_LOGS = "Accepted; see `unified logs`."
+
+TORCHRUN = (
+    Option(("--nnodes",), "1:1", "Nodes, or a range of them, MIN:MAX."),
+    Option(_both("nproc-per-node"), "1", "Workers on each node: a number, cpu, gpu, or auto."),
+    Option(_both("rdzv-backend"), "static", _HERE),
+    Option(_both("rdzv-endpoint"), "", _HERE),
+    Option(_both("rdzv-id"), "none", _HERE),
+    Option(_both("rdzv-conf"), "", _HERE),
+    Option(("--standalone",), False, "Accepted; no rendezvous server is needed."),
+    Option(_both("max-restarts"), 0, "Restarts of a worker before the job fails.", type=int),
+    Option(_both("monitor-interval"), 0.1, "Accepted; workers are watched, not polled.", type=float),
+    Option(
+        _both("start-method"),
+        "spawn",
+        "Accepted; it never applied to scripts.",
+        choices=("spawn", "fork", "forkserver"),
+    ),
+    Option(_both("event-log-handler"), "null", "Accepted; see `unified explain`."),
+    Option(("--role",), "default", "Name of the role."),
+    Option(("-m", "--module"), False, "TRAINING_SCRIPT is a module, as with `python -m`."),
+    Option(_both("no-python"), False, "Refused: workers run Python."),
+    Option(_both("run-path"), False, "Accepted; scripts always run in a process that has Python loaded."),
+    Option(_both("log-dir"), None, _LOGS),
+    Option(("-r", "--redirects"), "0", _LOGS),
+    Option(("-t", "--tee"), "0", _LOGS),
+    Option(_both("local-ranks-filter"), "", _LOGS),
+    Option(_both("duplicate-stdout-filters"), [], _LOGS, type=list),
+    Option(_both("duplicate-stderr-filters"), [], _LOGS, type=list),
+    Option(_both("node-rank"), 0, _HERE, type=int),
+    Option(_both("master-addr"), "127.0.0.1", _HERE),
+    Option(_both("master-port"), None, _HERE, type=int),
+    Option(_both("local-addr"), None, "Accepted; the agent knows its address."),
+    Option(_both("logs-specs"), None, _LOGS, env=False),
+    Option(
+        _both("numa-binding"),
+        None,
+        "Accepted, without effect.",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        env=False,
+    ),
+    Option(_both("signals-to-handle"), "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "Accepted, without effect."),
+    Option(_both("shutdown-timeout"), None, "Accepted; `stop_grace_s` is the option of a job.", type=int),
+    Option(_both("virtual-local-rank"), False, "Accepted, without effect."),
+)
+
+NODE_CHECK = Option(
+    ("--node-check", "--node_check", "--network-check", "--network_check"), False, "Test nodes and links first."
+)
+
+DLROVER_RUN = (
+    NODE_CHECK,
+    Option(("--precheck",), 0, "Test nodes and links first, if above 0.", type=int),
+    Option(_both("comm-perf-test"), False, "As --node-check."),
+    Option(_both("exclude-straggler"), False, "As --node-check."),
+    Option(_both("node-unit"), 1, "Accepted, without effect.", type=int),
+    Option(_both("auto-config"), False, "Accepted, without effect: say --nnodes and --nproc-per-node."),
+    Option(_both("auto-tunning"), False, "Accepted, without effect."),
+    Option(_both("save-at-breakpoint"), False, "Accepted, without effect."),
+    Option(("--accelerator",), "nvidia.com/gpu", "Accepted; agents find their accelerators."),
+    Option(_both("training-port"), 60000, "Accepted; ports are chosen by the system.", type=int),
+    Option(_both("numa-affinity"), False, "Accepted, without effect."),
+    Option(_both("membind-policy"), "preferred", "Accepted, without effect."),
+    Option(("--ucp_device_type", "--ucp-device-type"), "cpu", "Accepted, without effect."),
+)
+
+LAUNCHERS = {"torchrun": (), "dlrover-run": DLROVER_RUN}
+"""Launcher → the options it has beyond torchrun's."""
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        refuse(self, message)
+
+
+def table_parser(launcher: str, env: Mapping[str, str], prog: str | None = None) -> ArgumentParser:
+    """A parser of the launcher's options. It raises `OptionError` where argparse would end the process."""
+    parser = _Parser(prog=prog or launcher, allow_abbrev=launcher == "torchrun")
+    for option in TORCHRUN:
+        add_option(parser, option, env)
+    add_own_options(parser, launcher, env)
+    parser.add_argument("training_script", type=str, help="Script, or module with -m, that each worker runs.")
+    parser.add_argument("training_script_args", nargs=REMAINDER, help="Its arguments.")
+    return parser
+
+
+def add_own_options(parser: ArgumentParser, launcher: str, env: Mapping[str, str]) -> None:
+    """Add what the launcher has beyond torchrun's options."""
+    for option in LAUNCHERS[launcher]:
+        add_option(parser, option, env)
+
+
+def add_option(parser: ArgumentParser, option: Option, env: Mapping[str, str]) -> None:
+    """Add one option, with its default from the environment."""
+    default, given = option.default, env.get(f"PET_{option.dest.upper()}") if option.env else None
+    if option.is_flag:
+        default = given is not None and given != "0"
+        parser.add_argument(*option.names, dest=option.dest, action="store_true", default=default, help=option.help)
+    else:
+        default = default if given is None else given
+        kind: Any = (lambda text: text.split(",")) if option.type is list else option.type
+        parser.add_argument(
+            *option.names, dest=option.dest, type=kind, default=default, choices=option.choices, help=option.help
+        )
+
+
+def refuse(parser: ArgumentParser, message: str) -> NoReturn:
+    """What a parser calls instead of ending the process."""
+    unknown = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+    known = [name for action in parser._actions for name in action.option_strings]
+    hint = nearest(unknown[0].split("=")[0], known) if unknown else ""
+    raise OptionError(f"{parser.prog}: {message}.{hint}")

@@ -1,0 +1,248 @@
+"""A job as users describe it: `DLConfig` says what runs, `JobConfig` how it is submitted."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import AliasChoices, Field, field_serializer, field_validator, model_validator
+
+from unified.errors import nearest
+from unified.job.description import Description, Envs, Seconds
+from unified.job.enums import AcceleratorType, DLStreamType, DLType, MasterStateBackendType
+from unified.job.names import MAX_NAME, check_job_name
+from unified.job.workloads import ResourceDesc, WorkloadDesc
+
+_ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+_SLACK = 1e-6  # sums of shares
+
+
+@dataclass
+class WorkloadGroup:
+    """Roles whose workers land on one node together."""
+
+    name: str
+    num: int
+    """How many such groups there are."""
+    workloads: list[str]
+    """Roles."""
+    resource: ResourceDesc
+    """Of one group: the sum over its workers."""
+
+
+class DLConfig(Description):
+    """What a job runs. Every check of the description is made when this is built."""
+
+    thing: ClassVar[str] = "job"
+
+    user_config: Any = Field(default_factory=dict, validate_default=False)
+    """Read by workers as `current_worker().job_info.user_config`."""
+    workloads: dict[str, WorkloadDesc]
+    """By role."""
+    global_envs: Envs = Field(default_factory=dict)
+    node_number: int = Field(default=1, ge=1)
+    accelerator_type: AcceleratorType = AcceleratorType.GPU
+    device_per_node: int = Field(default=8, ge=1)
+    """At most this many devices of one node are used."""
+    dl_type: DLType = DLType.SFT
+    stream_type: DLStreamType = DLStreamType.TASK_STREAM
+    collocations: list[set[str]] = Field(default_factory=list)
+    """Each a set of roles that share groups and, by equal parts, devices."""
+
+    @field_validator("user_config", mode="plain")
+    @classmethod
+    def _mappings_become_a_config(cls, value: Any) -> Any:
+        omegaconf = sys.modules.get("omegaconf")  # loading it takes longer than all else here, so only if needed
+        if value is None or isinstance(value, dict | argparse.Namespace):
+            return _resolved({} if value is None else vars(value) if isinstance(value, argparse.Namespace) else value)
+        if omegaconf is not None and isinstance(value, omegaconf.DictConfig):
+            return _resolved(value)
+        return value
+
+    @field_serializer("user_config")
+    def _config_as_plain_data(self, value: Any) -> Any:
+        omegaconf = sys.modules.get("omegaconf")
+        if omegaconf is not None and isinstance(value, omegaconf.DictConfig):
+            return omegaconf.OmegaConf.to_object(value)
+        return value
+
+    @field_validator("workloads")
+    @classmethod
+    def _there_are_roles_with_good_names(cls, value: dict[str, WorkloadDesc]) -> dict[str, WorkloadDesc]:
+        if not value:
+            raise ValueError("at least one workload must be defined: role(name).run(entry) or train(entry).")
+        for role in value:
+            if len(role) > MAX_NAME or not _ROLE.match(role):
+                raise ValueError(
+                    f"role name {role[:MAX_NAME]!r} is not allowed: at most {MAX_NAME} letters, digits and ._- only, "
+                    f"beginning with a letter or digit."
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._apply_collocations()
+        if problems := list(self._problems()):
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def workload_group(self) -> list[WorkloadGroup]:
+        """The groups; a role that is not collocated is a group of its own."""
+        members: dict[str, list[str]] = {}
+        for role, workload in self.workloads.items():
+            members.setdefault(workload.group or f"_group_{role}", []).append(role)
+        return [self._group(name, roles) for name, roles in members.items()]
+
+    def _group(self, name: str, roles: list[str]) -> WorkloadGroup:
+        resource = ResourceDesc()
+        for role in roles:
+            workload = self.workloads[role]
+            share = device_share(workload.resource.accelerator, len(roles))
+            resource += workload.resource.model_copy(update={"accelerator": share}) * workload.per_group
+        first = self.workloads[roles[0]]
+        return WorkloadGroup(name=name, num=first.total // first.per_group, workloads=roles, resource=resource)
+
+    def _apply_collocations(self) -> None:
+        """Put the roles of each collocation into one group, with equal shares of devices. Twice is as once."""
+        self.collocations = [{self._defined(role) for role in collocation} for collocation in self.collocations]
+        workloads = dict(self.workloads)
+        for number, collocation in enumerate(self.collocations):
+            if not collocation:
+                raise ValueError("a collocation names no role.")
+            name = f"collocation_{number}"
+            for role in sorted(collocation):
+                workload = workloads[role]
+                if workload.group not in (None, name):
+                    raise ValueError(
+                        f"role {role!r} has already been assigned to {workload.group!r}, so it cannot be in the "
+                        f"collocation {sorted(collocation)} too: a role is in one collocation only."
+                    )
+                share = workload.resource.model_copy(update={"accelerator": round(1 / len(collocation), 2)})
+                workloads[role] = workload.model_copy(update={"group": name, "resource": share})
+        self.workloads = workloads
+
+    def _defined(self, role: str) -> str:
+        """The role of this name; in another case where no role has exactly this name, and one has it so."""
+        if role in self.workloads:
+            return role
+        alike = [name for name in self.workloads if name.lower() == role.lower()]
+        if len(alike) != 1:
+            raise ValueError(
+                f"role {role!r} is named in a collocation, and is not defined.{nearest(role, self.workloads)} "
+                f"Roles: {', '.join(self.workloads)}."
+            )
+        return alike[0]
+
+    def _problems(self) -> Iterator[str]:
+        needed = 0.0
+        for group in self.workload_group:
+            counts = {role: self.workloads[role].total // self.workloads[role].per_group for role in group.workloads}
+            if len(set(counts.values())) > 1:
+                told = ", ".join(f"{role} makes {count}" for role, count in counts.items())
+                yield (
+                    f"roles {', '.join(counts)} are collocated, so each must make the same number of groups, "
+                    f"total // per_group; {told}."
+                )
+            if group.resource.accelerator > self.device_per_node + _SLACK:
+                yield (
+                    f"{_roles(group)} needs {group.resource.accelerator:g} accelerators on one node (per_group workers "
+                    f"of each), but device_per_node is {self.device_per_node}."
+                )
+            needed += group.resource.accelerator * group.num
+        if needed > self.node_number * self.device_per_node + _SLACK:
+            yield (
+                f"all roles together ({', '.join(self.workloads)}) need {needed:g} accelerators (total times "
+                f"accelerator of each), but there are node_num x device_per_node = {self.node_number} x "
+                f"{self.device_per_node} = {self.node_number * self.device_per_node}."
+            )
+
+
+class JobConfig(Description):
+    """How a job is submitted: all options of `DLJob.submit`."""
+
+    thing: ClassVar[str] = "job configuration"
+
+    job_name: str
+    dl_config: DLConfig
+    master: str | None = None
+    """Address of the master, ``tcp://HOST:PORT``; None: a cluster of its own on this host, for the job's life."""
+    wait: bool = True
+    """False: an error at once, rather than a place in the queue, if the job does not fit now."""
+    master_cpu: float = Field(default=2, ge=0)
+    """Cores to set aside for the master."""
+    master_mem: int = Field(default=4096, ge=0, validation_alias=AliasChoices("master_mem", "master_memory"))
+    """MB to set aside for the master."""
+    master_create_timeout: Seconds = Field(
+        default=600.0, gt=0, validation_alias=AliasChoices("master_create_timeout", "timeout")
+    )
+    """Accepted for scripts of the reference API, without effect: here the master is there before the job."""
+    node_max_restart: int = Field(default=10, ge=0)
+    """Lost nodes, past which the job fails."""
+    job_max_restart: int = Field(default=10, ge=0)
+    """Restarts of the whole job, past which it fails."""
+    master_max_restart: int = Field(default=10, ge=0)
+    """Carried for display; a master that died is started again by whoever runs it, and goes on."""
+    master_isolation_schedule_resource: str = ""
+    """A resource or label that the master's node must have; empty: any."""
+    worker_isolation_schedule_resource: str = ""
+    """A resource or label that every worker's node must have; empty: any."""
+    failover_trigger_strategy: Literal[0, 1, 2] = 2
+    """A failure is acted on: 0 never, 1 when the other workers of the role are done, 2 now."""
+    failover_exec_strategy: Literal[0, 1, 2] = 1
+    """What is done: 0 stop the job, 1 restart the job, 2 restart the role."""
+    master_state_backend_type: MasterStateBackendType = MasterStateBackendType.SQLITE
+    """Accepted for scripts of the reference API, without effect: the master always keeps a SQLite file."""
+    master_state_backend_config: dict[str, Any] = Field(default_factory=dict)
+    """As `master_state_backend_type`."""
+    stop_grace_s: Seconds = Field(default=10.0, ge=0)
+    """Seconds from SIGTERM to SIGKILL when a worker is stopped."""
+    call_timeout_s: Seconds | None = Field(default=None, gt=0)
+    """Deadline, in seconds, of an rpc that names none; None: only the callee's death ends it."""
+    python: str | None = None
+    """Interpreter of the workers; None: the agent's own."""
+    start_method: Literal["fork", "spawn"] = "fork"
+    """`fork` starts a worker in milliseconds from a process that has torch loaded; `spawn` from nothing."""
+    working_dir: str | None = None
+    """Of the workers; None: `DLROVER_WORKING_DIR`, or else the driver's own."""
+
+    @field_validator("job_name")
+    @classmethod
+    def _name_is_allowed(cls, value: str) -> str:
+        return check_job_name(value)
+
+    @field_validator("failover_trigger_strategy", "failover_exec_strategy", mode="before")
+    @classmethod
+    def _digits_are_numbers(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, str) and value.isdecimal() else value  # from the environment
+
+
+def device_share(accelerator: float, num_roles: int) -> float:
+    """The exact share behind a collocated role's rounded one: six roles have 0.17 each, and all of them 1, not 1.02."""
+    return min(accelerator, 1 / num_roles) if accelerator == round(1 / num_roles, 2) else accelerator
+
+
+def _resolved(value: Any) -> Any:
+    """A DictConfig of its own, with no interpolation left."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException, UnsupportedValueType
+
+    try:
+        config = copy.deepcopy(value) if isinstance(value, DictConfig) else DictConfig(value)
+    except UnsupportedValueType:  # a Namespace may hold anything
+        config = DictConfig(value, flags={"allow_objects": True})
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"the config cannot be resolved: {error}") from None
+    return config
+
+
+def _roles(group: WorkloadGroup) -> str:
+    names = ", ".join(group.workloads)
+    return f"role {names}" if len(group.workloads) == 1 else f"a group of roles {names}"

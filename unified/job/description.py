@@ -1,0 +1,63 @@
+"""What all models of a job's description share: an unknown name is an error that says the nearest known one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from unified.errors import nearest
+
+EnvValue = Annotated[str, Field(coerce_numbers_to_str=True)]
+"""Numbers are taken as well: ``{"OMP_NUM_THREADS": 4}``."""
+
+Envs = Annotated[dict[str, EnvValue], BeforeValidator(lambda value: {} if value is None else value)]
+"""Environment variables."""
+
+Seconds = Annotated[
+    float, BeforeValidator(lambda value: value.total_seconds() if isinstance(value, timedelta) else value)
+]
+"""A duration: a number of seconds, or a `timedelta`."""
+
+
+class Description(BaseModel):
+    """Base of the models. A field may have several names (aliases); one of them may be given."""
+
+    model_config = ConfigDict(populate_by_name=True, extra="forbid", defer_build=True)
+
+    thing: ClassVar[str] = "description"
+    """What error messages call this."""
+    input_names: ClassVar[frozenset[str]] = frozenset()
+    """Names that are taken as input, though no field is called so."""
+    hint: ClassVar[str] = ""
+    """Added when an unknown name is met."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_must_exist(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        names = field_of(cls)
+        given: dict[str, str] = {}
+        for key in data:
+            if key not in names:
+                known = sorted({*names, *cls.input_names})
+                raise ValueError(
+                    f"a {cls.thing} has no {key!r}.{nearest(str(key), known)} There are: {', '.join(known)}.{cls.hint}"
+                )
+            if names[key] in given:
+                raise ValueError(f"{given[names[key]]!r} and {key!r} are two names of one field: give one of them.")
+            given[names[key]] = key
+        return data
+
+
+def field_of(model: type[BaseModel]) -> dict[str, str]:
+    """Every name that may be given for a field → the field's own name."""
+    found: dict[str, str] = {}
+    for field, info in model.model_fields.items():
+        found[field] = field
+        if isinstance(info.validation_alias, AliasChoices):
+            found.update({str(alias): field for alias in info.validation_alias.choices})
+    return found

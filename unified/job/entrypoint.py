@@ -1,0 +1,83 @@
+"""Entry points as users write them, and as workers get them."""
+
+from __future__ import annotations
+
+import keyword
+import shlex
+
+from unified.errors import EntryPointError
+from unified.job.enums import WorkloadEntrypointType
+from unified.job.spec import EntryPoint
+
+_FORMS = (
+    "Write 'module.function', 'module::Class', 'path/to/script.py --its arguments', or '-m module --its arguments'."
+)
+
+
+def get_entrypoint_type(entry_point: str) -> WorkloadEntrypointType | None:
+    """The form of an entry point, or None if it has none of them. Nothing is imported or opened."""
+    try:
+        parsed = parse(entry_point)
+    except EntryPointError:
+        return None
+    return {
+        "attribute": WorkloadEntrypointType.MODULE_FUNC,
+        "script": WorkloadEntrypointType.PY_CMD,
+        "module": WorkloadEntrypointType.MODULE_CMD,
+    }[parsed.kind]
+
+
+def parse(entry_point: str) -> EntryPoint:
+    """Read an entry point. Quotes in arguments work as in a shell; nothing is imported or opened.
+
+    Raises:
+        EntryPointError: it has no known form; the message shows those there are.
+    """
+    text = entry_point.strip()
+    if _is_dotted(dotted := text.replace("::", ".")):
+        module, _, attribute = dotted.rpartition(".")
+        return EntryPoint(kind="attribute", target=module, attribute=attribute)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise EntryPointError(f"entry point {text!r}: {error}. Each quote needs its partner.") from None
+    if words and words[0].endswith(".py"):
+        return EntryPoint(kind="script", target=words[0], argv=words[1:])
+    if len(words) > 1 and words[0] == "-m" and all(map(_is_name, words[1].split("."))):
+        return EntryPoint(kind="module", target=words[1], argv=words[2:])
+    raise EntryPointError(f"entry point {text!r} is not valid{_why(words)}. {_FORMS}")
+
+
+def normalized(entry_point: str) -> str:
+    """The entry point as descriptions keep it: no outer blanks, and ``module.attr`` for ``module::attr``.
+
+    Raises:
+        EntryPointError: as `parse`.
+    """
+    parsed = parse(entry_point)
+    return f"{parsed.target}.{parsed.attribute}" if parsed.kind == "attribute" else entry_point.strip()
+
+
+def _is_name(word: str) -> bool:
+    return word.isidentifier() and not keyword.iskeyword(word)
+
+
+def _is_dotted(text: str) -> bool:
+    """`module.attr`; but `train.py` is a file, not the attribute `py` of a module `train`."""
+    names = text.split(".")
+    return len(names) > 1 and names[-1] != "py" and all(map(_is_name, names))
+
+
+def _why(words: list[str]) -> str:
+    if not words:
+        return ": it is empty"
+    first = words[0].rsplit("/", 1)[-1]
+    if first.startswith("python"):
+        return ": leave the interpreter out (`python=` of submit chooses it)"
+    if first in ("torchrun", "dlrover-run"):
+        return ": a launcher's command line goes to by_dlrover_run_cmd()"
+    if len(words) == 1 and _is_name(words[0]):
+        return ": it names no module"
+    if "/" in words[0]:
+        return ": a script's name ends in .py"
+    return ""

@@ -1,0 +1,94 @@
+"""The fixed sets of words in a job's description and in what the runtime says about it."""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+
+
+class AcceleratorType(StrEnum):
+    """What `device_type` may be. GPU stands for any accelerator that torch drives."""
+
+    CPU = "CPU"
+    GPU = "GPU"
+    TPU = "TPU"
+
+
+ACCELERATOR_TYPE = AcceleratorType
+"""The name of the reference API."""
+
+
+class DLType(StrEnum):
+    """Kind of a job; for people and for display."""
+
+    PRE = "PRE"
+    SFT = "SFT"
+    RL = "RL"
+    MULTIMODAL = "MULTIMODAL"
+
+
+class DLStreamType(StrEnum):
+    """Who drives a job: its own code, role by role (task), or the flow of data between roles."""
+
+    TASK_STREAM = "TASK_STREAM"
+    DATA_STREAM = "DATA_STREAM"
+
+
+class RLRoleType(StrEnum):
+    """The roles an `RLJob` may have."""
+
+    TRAINER = "TRAINER"
+    ACTOR = "ACTOR"
+    ROLLOUT = "ROLLOUT"
+    REFERENCE = "REFERENCE"
+    REWARD = "REWARD"
+    CRITIC = "CRITIC"
+
+
+class FailoverTrigger(IntEnum):
+    """When a failure is acted on."""
+
+    NEVER = 0
+    WHEN_ROLE_IS_DONE = 1
+    NOW = 2
+
+
+class FailoverExec(IntEnum):
+    """What is done about a failure."""
+
+    STOP_JOB = 0
+    RESTART_JOB = 1
+    RESTART_ROLE = 2
+
+
+class WorkloadEntrypointType(StrEnum):
+    """Forms of an entry point: `module.attr`, `file.py args`, `-m module args`."""
+
+    MODULE_FUNC = "MODULE_FUNC"
+    PY_CMD = "PY_CMD"
+    MODULE_CMD = "MODULE_CMD"
+
+
+class MasterStateBackendType(StrEnum):
+    """Where the master keeps its state: always its SQLite file. The others are names of the reference API."""
+
+    SQLITE = "SQLITE"
+    RAY_INTERNAL = "RAY_INTERNAL"
+    HDFS = "HDFS"
+    IN_MEMORY = "IN_MEMORY"
+
+
+class MasterStage(StrEnum):
+    """Stages in the life of a job."""
+
+    INIT = "INIT"
+    READY = "READY"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    STOPPED = "STOPPED"
+
+
+class ExecutionResultType(StrEnum):
+    """How one run of an entry point ended."""
+
+    SUCCESS = "SUCCESS"
+    FAIL = "FAIL"

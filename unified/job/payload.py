@@ -1,0 +1,115 @@
+"""Values of users that travel in a job's description. The driver encodes, the job's own workers decode; nobody else.
+
+Plain data travels as MessagePack, a DictConfig as the plain data in it, and any other object as a pickle. So the
+value comes back equal and of the same type, or `encode` says why it cannot.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from types import FunctionType
+from typing import Any
+
+import msgspec
+
+from unified.errors import UsageError
+from unified.job.spec import Blob
+
+_SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+def encode(value: object, what: str = "config") -> Blob:
+    """Bytes of any value.
+
+    Args:
+        value: plain data, a DictConfig, or an object that pickle can handle.
+        what: what error messages call it.
+
+    Raises:
+        UsageError: it cannot be pickled, or is of a class defined in the script that is being run.
+    """
+    if value is None:
+        return Blob()
+    if (packed := _pack(value)) is not None:
+        return Blob(codec="msgpack", data=packed)
+    if _is_plain_config(value):
+        from omegaconf import OmegaConf
+
+        if (packed := _pack(OmegaConf.to_container(value, resolve=True))) is not None:
+            return Blob(codec="omegaconf", data=packed)
+    return Blob(codec="pickle", data=_pickle(value, what))
+
+
+def decode(blob: Blob, what: str = "config") -> Any:
+    """The value that was encoded. For workers only: a pickle runs code of whoever wrote it.
+
+    Raises:
+        UsageError: the value's class cannot be imported here, or refuses its bytes.
+    """
+    try:
+        match blob.codec:
+            case "none":
+                return None
+            case "msgpack":
+                return msgspec.msgpack.decode(blob.data)
+            case "omegaconf":
+                from omegaconf import DictConfig
+
+                return DictConfig(msgspec.msgpack.decode(blob.data))
+            case "pickle":
+                return pickle.loads(blob.data)
+    except Exception as error:
+        raise UsageError(
+            f"the {what} of this job cannot be read in a worker: {type(error).__name__}: {error}. "
+            f"The modules its classes come from must be importable on every node."
+        ) from error
+
+
+def _pack(value: object) -> bytes | None:
+    try:
+        return msgspec.msgpack.encode(value) if _is_plain(value) else None
+    except (OverflowError, RecursionError, UnicodeEncodeError):  # beyond 64 bits, refers to itself, lone surrogates
+        return None
+
+
+def _is_plain(value: object) -> bool:
+    """Whether MessagePack gives it back as it was: a tuple would come back as a list, an enum as its value."""
+    kind = type(value)
+    if kind is list:
+        return all(map(_is_plain, value))  # type: ignore[call-overload]  # `kind` says that it is a list
+    if kind is dict:
+        return all(type(k) in _SCALARS and _is_plain(v) for k, v in value.items())  # type: ignore[attr-defined]
+    return kind in _SCALARS
+
+
+def _is_plain_config(value: object) -> bool:
+    """A DictConfig without flags, which plain data would lose."""
+    omegaconf = sys.modules.get("omegaconf")  # if nobody imported it, this is none of its objects
+    if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
+        return False
+    return not (omegaconf.OmegaConf.is_struct(value) or omegaconf.OmegaConf.is_readonly(value))
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses what a worker could not import: it has another `__main__`."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(
+                f"{obj.__qualname__} is defined in the script you are running, which workers do not import. "
+                f"Move it to a module of its own"
+            )
+        return NotImplemented
+
+
+def _pickle(value: object, what: str) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=5).dump(value)
+    except Exception as error:
+        raise UsageError(
+            f"the {what}, of type {type(value).__qualname__}, cannot be sent to workers: {error}."
+        ) from error
+    return buffer.getvalue()

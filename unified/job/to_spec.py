@@ -1,0 +1,101 @@
+"""From the description a user wrote to the record that daemons and workers read."""
+
+from __future__ import annotations
+
+from unified.job import entrypoint, payload
+from unified.job.config import DLConfig, JobConfig, device_share
+from unified.job.driver import WORKING_DIR, Driver
+from unified.job.spec import Communication, JobSpec, Resources, RoleSpec
+from unified.job.workloads import BaseWorkloadDesc, ElasticWorkloadDesc, ResourceDesc, WorkloadDesc
+
+__all__ = ["Driver", "to_spec"]
+
+
+def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
+    """The job as it is sent to the master.
+
+    The workers' directory is, in this order: `DLROVER_WORKING_DIR` in the role's own environment (left there for the
+    worker), `working_dir=`, the variable in the job's environment, in the driver's, the driver's directory.
+
+    Raises:
+        UsageError: a config cannot be sent to workers.
+    """
+    driver = driver or Driver.here()
+    job = config.dl_config
+    return JobSpec(
+        name=config.job_name,
+        roles=[_role(name, job, config.working_dir) for name in job.workloads],
+        node_num=job.node_number,
+        device_per_node=job.device_per_node,
+        accelerator_type=job.accelerator_type.value,
+        dl_type=job.dl_type.value,
+        stream_type=job.stream_type.value,
+        user_config=payload.encode(job.user_config, "user config"),
+        node_max_restart=config.node_max_restart,
+        job_max_restart=config.job_max_restart,
+        master_max_restart=config.master_max_restart,
+        master_cpu=config.master_cpu,
+        master_memory_mb=config.master_mem,
+        master_isolation_resource=config.master_isolation_schedule_resource,
+        worker_isolation_resource=config.worker_isolation_schedule_resource,
+        failover_trigger=config.failover_trigger_strategy,
+        failover_exec=config.failover_exec_strategy,
+        stop_grace_s=config.stop_grace_s,
+        call_timeout_s=config.call_timeout_s,
+        python=config.python,
+        start_method=config.start_method,
+        working_dir=config.working_dir or job.global_envs.get(WORKING_DIR) or driver.working_dir,
+        sys_path=driver.sys_path,
+        submitted_by=driver.submitted_by,
+    )
+
+
+def _role(name: str, job: DLConfig, working_dir: str | None) -> RoleSpec:
+    workload = job.workloads[name]
+    shared = {key: value for key, value in job.global_envs.items() if not (working_dir and key == WORKING_DIR)}
+    failover = workload.node_group_failover
+    grouped = sum(other.group == workload.group for other in job.workloads.values()) if workload.group else 1
+    elastic = workload if isinstance(workload, ElasticWorkloadDesc) else None
+    return RoleSpec(
+        name=name,
+        kind=workload.backend,
+        entry_point=entrypoint.parse(workload.entry_point),
+        total=workload.total,
+        per_group=workload.per_group,
+        collocation=workload.group,
+        resources=_resources(workload.resource, grouped),
+        envs={**shared, **workload.envs},
+        config=payload.encode(workload.config, f"config of role {name}"),
+        is_driver=workload.is_driver,
+        max_restart=workload.max_restart,
+        per_node_max_failure=workload.per_node_max_failure,
+        rank_based_gpu_selection=workload.rank_based_gpu_selection,
+        auto_visible_devices=workload.auto_visible_devices,
+        communication=_communication(workload),
+        min_nodes=elastic.min_nodes if elastic else None,
+        max_nodes=elastic.max_nodes if elastic else None,
+        failover_label=failover.group_label_key if failover and failover.enabled else None,
+        failover_timeout_s=failover.timeout if failover else 300.0,
+        sub_stage=workload.sub_stage,
+    )
+
+
+def _resources(resource: ResourceDesc, num_roles: int) -> Resources:
+    return Resources(
+        cpu=resource.cpu,
+        memory_mb=resource.memory,
+        disk_mb=resource.disk,
+        accelerator=device_share(resource.accelerator, num_roles),
+        user_defined=dict(resource.user_defined),
+    )
+
+
+def _communication(workload: WorkloadDesc | BaseWorkloadDesc) -> Communication:
+    if not isinstance(workload, ElasticWorkloadDesc):
+        return Communication()
+    return Communication(
+        pre_check=workload.comm_pre_check,
+        auto_setup=workload.comm_auto_setup_process_group,
+        backend=workload.comm_backend,
+        timeout_s=workload.comm_timeout_s,
+    )

@@ -1,0 +1,243 @@
+"""What one role runs and needs: the workloads of a job, and their resources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
+
+from unified.job import entrypoint
+from unified.job.description import Description, Envs, Seconds
+from unified.job.enums import WorkloadEntrypointType
+
+
+class ResourceDesc(Description):
+    """What one worker needs. Zero means "does not matter"."""
+
+    thing: ClassVar[str] = "resource"
+    hint: ClassVar[str] = " A resource of your own goes into user_defined={name: amount}."
+
+    cpu: float = Field(default=0.0, ge=0)
+    """Cores."""
+    memory: int = Field(default=0, ge=0, validation_alias=AliasChoices("memory", "mem"))
+    """MB."""
+    disk: int = Field(default=0, ge=0)
+    """MB."""
+    accelerator: float = Field(default=0.0, ge=0, validation_alias=AliasChoices("accelerator", "acc", "gpu"))
+    """Devices; below 1 a share of one device, which roles in one collocation use together."""
+    user_defined: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict, validation_alias=AliasChoices("user_defined", "ud_resource")
+    )
+    """Amounts of what nodes offer under a name of your own (``unified-agent --resources``)."""
+
+    @classmethod
+    def get_or_default(cls, resource: Mapping[str, Any]) -> ResourceDesc:
+        """The resource described, or one accelerator if it asks for nothing."""
+        desc = cls.model_validate(dict(resource))
+        return cls(accelerator=1) if desc.is_empty() else desc
+
+    def is_empty(self) -> bool:
+        """Whether nothing is asked for."""
+        return not (self.cpu or self.memory or self.disk or self.accelerator or any(self.user_defined.values()))
+
+    def __add__(self, other: ResourceDesc) -> ResourceDesc:
+        names = {**self.user_defined, **other.user_defined}
+        return ResourceDesc(
+            cpu=self.cpu + other.cpu,
+            memory=self.memory + other.memory,
+            disk=self.disk + other.disk,
+            accelerator=self.accelerator + other.accelerator,
+            user_defined={name: self.user_defined.get(name, 0) + other.user_defined.get(name, 0) for name in names},
+        )
+
+    def __mul__(self, factor: float) -> ResourceDesc:
+        return ResourceDesc(
+            cpu=self.cpu * factor,
+            memory=int(self.memory * factor),
+            disk=int(self.disk * factor),
+            accelerator=self.accelerator * factor,
+            user_defined={name: amount * factor for name, amount in self.user_defined.items()},
+        )
+
+
+class NodeGroupFailoverDesc(Description):
+    """Lose all nodes with the same label value together, when one of them stays lost."""
+
+    thing: ClassVar[str] = "node group failover"
+
+    enabled: bool = False
+    group_label_key: str = Field(min_length=1)
+    """Label of nodes whose value names their group, such as a rack."""
+    timeout: Seconds = Field(default=300, ge=60)
+    """Seconds a node may stay lost before its group is given up."""
+
+
+class BaseWorkloadDesc(Description):
+    """What the workloads of all kinds have in common."""
+
+    thing: ClassVar[str] = "workload"
+
+    total: int = Field(default=1, ge=0, validation_alias=AliasChoices("total", "num", "number"))
+    """Workers of the role. 0 is allowed: the role is there, and empty."""
+    resource: ResourceDesc = Field(
+        default_factory=ResourceDesc, validate_default=True, validation_alias=AliasChoices("resource", "res")
+    )
+    """Of each worker; asking for nothing means one accelerator."""
+    envs: Envs = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
+    """Environment of the role's workers, above the job's own."""
+    per_node_max_failure: int = Field(default=3, ge=0)
+    """Failures of the role's workers on one node, past which the node is excluded from the job."""
+    max_restart: int = Field(default=10, ge=0)
+    """Restarts of one worker, past which the job fails."""
+    group: str | None = None
+    """Roles with the same word share groups, so their workers land on one node together. Set by collocations."""
+    per_group: int = Field(default=1, ge=1)
+    """Workers of the role in one group, that is on one node."""
+    entry_point: str = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
+    """`module.attr`, `module::attr`, `file.py arguments`, or `-m module arguments`."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Of the role alone, for its workers to read."""
+    rank_based_gpu_selection: bool = False
+    """Every worker sees all devices of its group and takes the one of its local rank."""
+    is_driver: bool = True
+    """The job waits for this role. False suits roles that serve rpc until the drivers are done."""
+    node_group_failover: NodeGroupFailoverDesc | None = None
+    sub_stage: list[str] = Field(default_factory=list)
+    auto_visible_devices: bool = True
+    """False: the worker sees every device of its node, not only its own."""
+
+    @field_validator("entry_point")
+    @classmethod
+    def _entry_point_has_a_form(cls, value: str) -> str:
+        return entrypoint.normalized(value)
+
+    @field_validator("resource")
+    @classmethod
+    def _empty_means_one_accelerator(cls, value: ResourceDesc) -> ResourceDesc:
+        return ResourceDesc(accelerator=1) if value.is_empty() else value
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> Self:
+        if self.total % self.per_group:
+            raise ValueError(
+                f"total={self.total} is not divisible by per_group={self.per_group}: every group must be full."
+            )
+        if self.rank_based_gpu_selection and (self.per_group < 2 or self.resource.accelerator > 1):
+            raise ValueError(
+                f"rank_based_gpu_selection needs per_group above 1 (it is {self.per_group}) and at most one accelerator"
+                f" a worker (it is {self.resource.accelerator:g})."
+            )
+        return self
+
+    @property
+    def entry_point_type(self) -> WorkloadEntrypointType | None:
+        """The form of the entry point."""
+        return entrypoint.get_entrypoint_type(self.entry_point)
+
+
+class ElasticWorkloadDesc(BaseWorkloadDesc):
+    """Workers that train together under torch.distributed, and start a new round together after a loss.
+
+    `nnodes` and `nproc_per_node` may be given instead of `total` and `per_group`: ``total = nnodes * nproc_per_node``.
+    `nnodes` may be a range, ``"2:8"``: `total` is then that of the *largest* number of nodes, and so many are started;
+    `min_nodes` and `max_nodes` carry the range for the master, which does not yet run a job with less than the largest.
+    """
+
+    input_names: ClassVar[frozenset[str]] = frozenset({"nnodes", "nproc_per_node"})
+
+    backend: Literal["elastic"] = "elastic"
+    comm_pre_check: bool = True
+    """Test the nodes' devices and links before the first round."""
+    comm_auto_setup_process_group: bool = True
+    """Call `init_process_group` before the entry point and `destroy_process_group` after it."""
+    comm_backend: str = "auto"
+    """`auto`: nccl with CUDA, else gloo; or any name that torch takes."""
+    comm_timeout_s: Seconds | None = Field(default=None, gt=0)
+    """Of the process group, in seconds; None: torch's own default."""
+    min_nodes: int | None = Field(default=None, ge=1)
+    max_nodes: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nodes_become_workers(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or not cls.input_names & data.keys():
+            return data
+        fields = dict(data)
+        nnodes, nproc = fields.pop("nnodes", None), fields.pop("nproc_per_node", None)
+        if nproc is not None:
+            fields["per_group"] = _at_least_one("nproc_per_node", nproc)
+        if nnodes is not None:
+            low, high = parse_nnodes(nnodes)
+            fields["total"] = high * _at_least_one("per_group", fields.get("per_group", 1))
+            if low < high:
+                fields.update(min_nodes=low, max_nodes=high)
+        elif not {"total", "num", "number"} & fields.keys():
+            fields["total"] = fields["per_group"]  # one node
+        return fields
+
+
+class SimpleWorkloadDesc(BaseWorkloadDesc):
+    """Workers that run side by side; none waits for another unless their code does."""
+
+    backend: Literal["simple"] = "simple"
+
+
+class CustomWorkloadDesc(BaseWorkloadDesc):
+    """As a simple workload; its entry point is given as `module_name` and `class_name`."""
+
+    input_names: ClassVar[frozenset[str]] = frozenset()
+
+    backend: Literal["custom"] = "custom"
+    module_name: str
+    class_name: str
+    entry_point: str = Field(default="", validation_alias=AliasChoices("entry_point", "entrypoint"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _class_is_the_entry_point(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and {"module_name", "class_name"} <= data.keys():
+            rest = {key: value for key, value in data.items() if key not in ("entry_point", "entrypoint")}
+            return {**rest, "entry_point": f"{data['module_name']}.{data['class_name']}"}
+        return data
+
+
+def parse_nnodes(nnodes: int | str) -> tuple[int, int]:
+    """Read a number of nodes, ``4`` or ``"4"``, or a range of them, ``"2:8"``; lowest and highest.
+
+    Raises:
+        ValueError: it is neither, or is not at least 1, or the range is upside down.
+    """
+    parts = str(nnodes).split(":")
+    if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"nnodes={nnodes!r} is neither a number of nodes nor a range such as '2:8'.")
+    low, high = int(parts[0]), int(parts[-1])
+    if not 1 <= low <= high:
+        raise ValueError(f"nnodes={nnodes!r}: at least one node is needed, and a range begins with its lower end.")
+    return low, high
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number, at least 1.")
+    return number
+
+
+def _kind(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        found = value.get("backend") or ("custom" if "class_name" in value else "simple")
+        return str(found)
+    return getattr(value, "backend", None)
+
+
+WorkloadDesc: TypeAlias = Annotated[
+    Annotated[ElasticWorkloadDesc, Tag("elastic")]
+    | Annotated[SimpleWorkloadDesc, Tag("simple")]
+    | Annotated[CustomWorkloadDesc, Tag("custom")],
+    Discriminator(_kind),
+]
+"""Any workload; `backend` says which, and simple is what it is without."""
