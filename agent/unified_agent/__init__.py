@@ -1,0 +1,1 @@
+"""The node daemon: starts, watches and stops one node's workers."""

@@ -321,3 +321,9 @@ def test_parsers_are_argparse() -> None:
     parser: Any = table_parser("torchrun", {})
     assert isinstance(parser, ArgumentParser)
     assert parser._actions[-1].nargs == REMAINDER
+
+
+def test_a_launchers_script_sets_up_its_own_process_group() -> None:
+    workload = parse_run(["--nproc-per-node=2", "train.py"]).build().workloads["ELASTIC"]
+    assert isinstance(workload, ElasticWorkloadDesc)
+    assert workload.comm_auto_setup_process_group is False

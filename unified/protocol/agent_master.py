@@ -156,6 +156,9 @@ class DesiredJob(Value, frozen=True, kw_only=True):
     spec: JobSpec
     directory: list[DirectoryEntry] = []
     """Whole, as of now."""
+    stop_grace_s: float | None = None
+    """Seconds from SIGTERM to SIGKILL for workers that are no longer desired; None: the spec's. 0 kills at once, also
+    those whose stop has begun, so a job that is stopped by force stays listed without workers."""
 
 
 class DesiredWorkers(MasterOrder, tag="desired-workers", frozen=True, kw_only=True):

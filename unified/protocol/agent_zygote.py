@@ -16,6 +16,10 @@ class Fork(ZygoteOrder, tag="fork", frozen=True, kw_only=True):
 
     child: int
     """A number that the agent never uses twice."""
+    fresh: bool = False
+    """Replace the child by a new interpreter at once (``start_method="spawn"``)."""
+    marker: str = ""
+    """``NAME=value`` that the worker puts into its environment: by it the zygote knows what the worker left behind."""
 
 
 class ZygoteWord(Value, tag_field="type", frozen=True, kw_only=True):
@@ -27,6 +31,8 @@ class ZygoteUp(ZygoteWord, tag="zygote-up", frozen=True, kw_only=True):
 
     pid: int
     has_torch: bool
+    protocol_version: int = 0
+    """Of the `unified` that its interpreter has; another than the agent's is of no use."""
 
 
 class Forked(ZygoteWord, tag="forked", frozen=True, kw_only=True):

@@ -84,7 +84,8 @@ class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
 
 
 class Refused(MasterAnswer, tag="refused", frozen=True, kw_only=True):
-    """It was not done. `code`: bad-request, version, not-found, name-taken, does-not-fit, ended."""
+    """It was not done. `code`: bad-request, version, not-found, name-taken, does-not-fit, ended,
+    unavailable (who would know cannot be reached), defect (ours)."""
 
     code: str
     reason: str

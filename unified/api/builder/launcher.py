@@ -77,6 +77,7 @@ def describe(builder: DLJobBuilder, args: Namespace, parser: ArgumentParser, lau
         builder.role(args.role)
     role = builder.train(_entry_point(args))
     role.nnodes(args.nnodes).nproc_per_node(nproc).max_restart(args.max_restarts)
+    builder.no_setup_process_group()  # a launcher's script calls init_process_group itself
     if launcher == "dlrover-run" and not any(getattr(args, name) for name in _CHECKS):
         builder.skip_node_check()
 

@@ -6,6 +6,7 @@ with this table. A test compares it with the parser of the torch at hand, option
 
 from __future__ import annotations
 
+import sys
 from argparse import REMAINDER, ArgumentParser
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -109,6 +110,26 @@ LAUNCHERS = {"torchrun": (), "dlrover-run": DLROVER_RUN}
 
 
 class _Parser(ArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does it; but what follows the script is the script's, however much it looks like ours."""
+        words = list(sys.argv[1:] if args is None else args)
+        end = self._script_at(words) + 1
+        found, unknown = super().parse_known_args(words[:end], namespace)
+        found.training_script_args = words[end:]
+        return found, unknown
+
+    def _script_at(self, words: list[str]) -> int:
+        at = 0
+        while at < len(words) and words[at].startswith("-"):
+            at += 2 if self._takes_next(words[at]) else 1
+        return at
+
+    def _takes_next(self, word: str) -> bool:
+        """Whether an option's value is the next word."""
+        actions = self._option_string_actions
+        alike = {actions[word]} if word in actions else {actions[name] for name in actions if name.startswith(word)}
+        return bool(alike) and all(action.nargs != 0 for action in alike)
+
     def error(self, message: str) -> NoReturn:
         refuse(self, message)
 

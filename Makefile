@@ -1,0 +1,75 @@
+# `make` prints the targets. Each one installs what it needs; a second run installs nothing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(PIP) install --constraint constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+N ?= actors
+PYTEST ?= $(BIN)/python -m pytest --quiet
+NOT_HERE := not gpu and not netns and not slurm and not browser
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo example test check lint types layers unit fix sim bench docs clean
+
+help: ## print this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed-test ## install everything that developing needs into .venv
+
+demo: $(VENV)/.installed-examples ## train a small GPT on 2 ranks over 2 local agents (about a minute)
+	@$(BIN)/python examples/nanogpt/submit.py
+
+example: $(VENV)/.installed-examples ## run another example: make example N=actors
+	@$(BIN)/python examples/$(N)/submit.py
+
+test: setup lint types layers ## everything that needs no special machine: linters, types, layers and all tests
+	$(PYTEST) -m "$(NOT_HERE)" $(if $(REPORT),--junit-xml=$(REPORT))
+
+check: setup lint types layers unit ## what to run before a commit: everything but the slow tests
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: setup
+	$(BIN)/mypy
+	$(BIN)/mypy tests benchmarks
+	@for folder in docs examples/*; do test ! -d $$folder || MYPYPATH=$$folder $(BIN)/mypy $$folder/*.py || exit 1; done
+
+layers: setup
+	$(BIN)/lint-imports --verbose
+
+unit: setup ## the tests without I/O
+	$(PYTEST) tests/unit tests/sim
+
+fix: setup ## format, and mend what the linter can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts anew
+	REWRITE=$(REWRITE) $(PYTEST) tests/sim
+
+bench: setup ## start-up and recovery against torchrun (about ten minutes)
+	$(BIN)/python benchmarks/launch.py
+
+docs: setup ## write the generated pages anew and check that the snippets work
+	$(BIN)/python docs/generate.py
+	$(PYTEST) tests/house/test_docs_snippets.py
+
+clean: ## remove the virtual environment and everything built
+	rm -rf $(VENV) out dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# torch goes first and alone, at the pinned version: resolved together with the rest, other releases are considered.
+$(VENV)/.installed-torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.12 …")'
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing $(TORCH)"
+	@$(INSTALL) $(TORCH)
+	@$(INSTALL) hatchling editables
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml
+	@echo "installing unified-runtime[$*]"
+	@$(INSTALL) --no-build-isolation --editable '.[$*]'
+	@touch $@

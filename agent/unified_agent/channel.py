@@ -1,0 +1,100 @@
+"""The agent's socket to its master: a DEALER that connects again by itself and never keeps a message for later.
+
+What is sent while no connection stands is dropped. The core says everything that matters again, and a queue of old
+heartbeats is of no use to a master that comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from unified.errors import ProtocolError
+from unified.protocol.agent_master import AgentToMaster, agent_to_master, master_to_agent
+from unified.protocol.client_master import Refused
+from unified_agent.core.events import AgentEvent, MasterReached, MasterSaid, MasterUnreadable
+from unified_agent.sources import Sources
+
+RECONNECT_FIRST_MS = 50
+RECONNECT_MOST_MS = 2000
+LINGER_MS = 500
+"""At the end, for the agent's last word."""
+_A_TURN = 64
+"""Messages that are taken before other sources have their turn."""
+
+
+class MasterChannel:
+    """Sends to the master; what comes from it goes to `on_event`."""
+
+    def __init__(self, sources: Sources, address: str, on_event: Callable[[AgentEvent], None]) -> None:
+        self._sources = sources
+        self._address = address
+        self._on_event = on_event
+        self._context = zmq.Context()
+        self._socket, self._monitor = self._connect()
+
+    def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._sources.watch(monitor, self._on_monitor)
+        self._sources.watch(socket, self._on_message)
+        socket.connect(self._address)
+        return socket, monitor
+
+    def reconnect(self) -> None:
+        """Start over with a new connection."""
+        self._disconnect()
+        self._socket, self._monitor = self._connect()
+
+    def send(self, message: AgentToMaster, request_id: int = 0) -> None:
+        try:
+            self._socket.send_multipart(agent_to_master.encode(message, request_id), zmq.DONTWAIT)
+        except zmq.Again:
+            return  # no connection
+
+    def close(self) -> None:
+        """Give the last message its time, then go."""
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._disconnect()
+        self._context.term()
+
+    def _disconnect(self) -> None:
+        self._sources.unwatch(self._monitor)
+        self._sources.unwatch(self._socket)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+
+    def _on_monitor(self) -> None:
+        self._monitor.recv_multipart(zmq.DONTWAIT)  # only one kind of event was asked for
+        self._on_event(MasterReached())
+
+    def _on_message(self) -> None:
+        for _ in range(_A_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._on_event(self._read(frames))
+
+    def _read(self, frames: list[bytes]) -> AgentEvent:
+        try:
+            request_id, message = master_to_agent.decode(frames)
+        except ProtocolError as error:
+            return MasterUnreadable(reason=self._why_unreadable(frames, error))
+        return MasterSaid(message=message, request_id=request_id)
+
+    def _why_unreadable(self, frames: list[bytes], error: ProtocolError) -> str:
+        """A master that cannot read us answers as it answers clients."""
+        try:
+            refused = msgspec.msgpack.decode(frames[-1], type=Refused)
+        except msgspec.DecodeError:
+            return f"the master at {self._address} cannot be understood: {error}"
+        return f"the master at {self._address} refuses this agent: {refused.reason}"

@@ -1,0 +1,172 @@
+"""`unified-agent`: flags and environment to facts and options, then the daemon."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from unified import process, settings
+from unified.errors import UnifiedError, UsageError
+from unified.protocol.records import NodeResources
+from unified_agent import inventory
+from unified_agent.daemon import AgentDaemon, AgentOptions
+from unified_agent.devices import find_devices
+from unified_agent.environment import NodeFacts
+from unified_agent.leftovers import NodeClaim, claim
+
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
+_MASTER = re.compile(r"(?:tcp://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?\Z")
+_MB = 1024 * 1024
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags of `unified-agent`."""
+    parser = argparse.ArgumentParser(prog="unified-agent", description="Starts, watches and stops one node's workers.")
+    add = parser.add_argument
+    add("--master", default=os.environ.get("UNIFIED_MASTER"), metavar="tcp://HOST:PORT",
+        help="the master's address (default: UNIFIED_MASTER)")  # fmt: skip
+    add("--node-id", default=socket.gethostname(), metavar="NAME", help="this node's name (default: the host's)")
+    add("--labels", action="append", default=[], metavar="K=V[,K=V]", help="may be given several times")
+    add("--resources", default="{}", metavar="JSON", help="""user-defined resources, such as '{"MR": 1}'""")
+    add("--devices", type=int, metavar="N", help="offer N virtual devices instead of the real ones")
+    add("--cpus", type=float, metavar="N", help="offer N CPUs (default: those this process may use)")
+    add("--memory-mb", type=float, metavar="MB", help="offer this much memory (default: the host's or container's)")
+    add("--address", metavar="ADDRESS", help="at which other nodes reach this one (default: that towards the master)")
+    add("--state-dir", type=Path, metavar="DIR", help=f"default: {settings.home()}/agent-NAME")
+    add("--log-dir", type=Path, metavar="DIR", help="workers' output (default: STATE_DIR/logs)")
+    add("--log-max-mb", type=float, default=64.0, metavar="MB", help="rotate a worker's output at this size (64)")
+    add("--log-files", type=int, default=4, metavar="N", help="files kept of each stream, the newest included (4)")
+    add("--connect-timeout", type=float, metavar="S", help="give up after so long without a master (default: never)")
+    add("--die-with-parent", action="store_true", help="end at once when the process that started this one ends")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--worker-entry", default="unified.worker.start:main", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the agent; its exit code."""
+    arguments = build_parser().parse_args(argv)
+    parent = os.getppid() if arguments.die_with_parent else None
+    if parent is not None:
+        process.die_with_parent(signal.SIGTERM)
+    try:
+        return _run(arguments, parent)
+    except (UnifiedError, OSError, ValueError) as error:
+        print(f"unified-agent: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: argparse.Namespace, parent: int | None) -> int:
+    node = _node_id(arguments.node_id)
+    master, host, port = _master(arguments.master)
+    logging.basicConfig(
+        level=arguments.log_level.upper(),
+        stream=sys.stderr,
+        format=f"%(asctime)s agent {node} %(levelname)s %(message)s",
+    )
+    process.set_title("unified-agent")
+    options = _options(arguments, parent)
+    with claim(settings.make_private(settings.run_root()), node) as own:
+        address = arguments.address or _address(host, port, master)
+        facts = _facts(arguments, node, own, master, address)
+        end = AgentDaemon(facts, settings.intervals(), options, os.environ).run()
+    if end.code != 0:
+        print(f"unified-agent: {end.reason}", file=sys.stderr)
+    return end.code
+
+
+def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str, address: str) -> NodeFacts:
+    state_dir = arguments.state_dir or settings.home() / f"agent-{node}"
+    log_dir = (arguments.log_dir or state_dir / "logs").absolute()
+    log_dir.mkdir(parents=True, exist_ok=True)
+    devices, device_ids = find_devices(os.environ, arguments.devices)
+    return NodeFacts(
+        node=node,
+        incarnation=own.life,
+        hostname=socket.gethostname(),
+        host_id=settings.host_id(),
+        address=address,
+        master=master,
+        pid=os.getpid(),
+        run_dir=str(own.run_dir),
+        log_dir=str(log_dir),
+        resources=NodeResources(
+            cpu=inventory.cpus() if arguments.cpus is None else arguments.cpus,
+            memory_mb=inventory.memory_mb() if arguments.memory_mb is None else arguments.memory_mb,
+            disk_mb=inventory.disk_mb(log_dir),
+            devices=devices,
+            user_defined=_resources(arguments.resources),
+        ),
+        labels=_labels(arguments.labels),
+        interface=inventory.interface_of(address),
+        device_ids=device_ids,
+        inherited=dict(os.environ),
+        python=settings.python(),
+    )
+
+
+def _options(arguments: argparse.Namespace, parent: int | None) -> AgentOptions:
+    if arguments.log_max_mb <= 0 or arguments.log_files < 1:
+        raise UsageError("--log-max-mb must be above 0 and --log-files at least 1.")
+    return AgentOptions(
+        entry=arguments.worker_entry,
+        log_max_bytes=max(1, int(arguments.log_max_mb * _MB)),
+        log_files=arguments.log_files,
+        connect_timeout_s=arguments.connect_timeout,
+        parent=parent,
+    )
+
+
+def _node_id(text: str) -> str:
+    if not _NODE.match(text):
+        raise UsageError(f"node id {text!r} is not allowed: at most 63 of letters, digits and ._-")
+    return text
+
+
+def _master(text: str | None) -> tuple[str, str, int]:
+    """The address for ZeroMQ, and its host and port."""
+    if not text:
+        raise UsageError("no master: give --master tcp://HOST:PORT or set UNIFIED_MASTER.")
+    match = _MASTER.match(text)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise UsageError(f"--master {text!r} is not an address: write tcp://HOST:PORT.")
+    return f"tcp://{match['host']}:{match['port']}", match["host"].strip("[]"), int(match["port"])
+
+
+def _address(host: str, port: int, master: str) -> str:
+    try:
+        return inventory.address_towards(host, port)
+    except OSError as error:
+        raise UsageError(
+            f"no local address leads to the master at {master} ({error.strerror}): check the name, or give --address."
+        ) from None
+
+
+def _labels(given: Sequence[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for pair in (part for text in given for part in text.split(",") if part):
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--labels {pair!r} is not KEY=VALUE.")
+        labels[key] = value
+    return labels
+
+
+def _resources(text: str) -> dict[str, float]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--resources is not JSON: {error}; write '{{\"MR\": 1}}'.") from None
+    if not isinstance(found, dict) or not all(
+        isinstance(amount, int | float) and not isinstance(amount, bool) and amount >= 0 for amount in found.values()
+    ):
+        raise UsageError(f"--resources {text!r} must map names to amounts, such as '{{\"MR\": 1}}'.")
+    return {name: float(amount) for name, amount in found.items()}

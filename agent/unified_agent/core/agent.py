@@ -1,0 +1,416 @@
+"""The agent's decisions: events in, actions out, no I/O.
+
+Level-triggered: the master says which lives shall be (`DesiredWorkers`), the core compares with those that are, and
+starts or stops what differs. Anything may be lost, doubled or late; the next comparison sees it.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from unified.protocol.agent_master import (
+    AgentLeaving,
+    AgentRefused,
+    AgentRegistered,
+    DesiredJob,
+    DesiredWorker,
+    DesiredWorkers,
+    DirectoryChanged,
+    HeartbeatSeen,
+    MasterToAgent,
+    ObservedWorkers,
+    ReadAgentLog,
+    RegisterAgain,
+)
+from unified.protocol.records import DirectoryEntry, Failure, WorkerState
+from unified.protocol.worker_agent import DirectoryNews, Failed, Hello, Reported, Run, Stop, WorkerToAgent
+from unified.settings import Intervals
+from unified_agent.core.actions import (
+    AgentAction,
+    Exit,
+    KeepInterpreters,
+    SendLog,
+    SignalWorker,
+    StartWorker,
+    TellWorker,
+)
+from unified_agent.core.directory import JobDirectory
+from unified_agent.core.events import (
+    AgentEvent,
+    DeadlineReached,
+    Life,
+    MasterReached,
+    MasterSaid,
+    MasterUnreadable,
+    StopAsked,
+    WorkerExited,
+    WorkerNotStarted,
+    WorkerSaid,
+    WorkerStarted,
+)
+from unified_agent.core.launching import launch_of
+from unified_agent.core.membership import Membership, Standing
+from unified_agent.core.shutdown import Shutdown
+from unified_agent.core.turn import AgentTurn, Timer
+from unified_agent.core.worker import LocalWorker
+from unified_agent.environment import NodeFacts
+
+OBSERVE_DELAY_S = 0.002
+"""Changes this close together are told in one message."""
+PROGRESS_EVERY_S = 0.2
+RESYNC_S = 10.0
+"""The observed set is told this often even when nothing changed."""
+
+
+class AgentCore:
+    """Routes events and owns the state."""
+
+    def __init__(self, facts: NodeFacts, intervals: Intervals, *, give_up_s: float | None = None) -> None:
+        self.facts = facts
+        self.intervals = intervals
+        self._turn = AgentTurn()
+        self.timers = self._turn.timers
+        self.membership = Membership(self._turn, facts, intervals, give_up_s)
+        self.shutdown = Shutdown()
+        self.workers: dict[Life, LocalWorker] = {}
+        self.desired: dict[Life, DesiredWorker] = {}
+        self.jobs: dict[str, DesiredJob] = {}
+        self.directories: dict[str, JobDirectory] = {}
+        self.generation = 0
+        self._floor = 0
+        self._pythons: list[str] = []
+        self._observe_at: float | None = None
+        self._observed_at = float("-inf")
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `DeadlineReached` is due, on the caller's clock."""
+        return self.timers.next_deadline
+
+    def step(self, now: float, event: AgentEvent) -> list[AgentAction]:
+        """Take in one event; return what is to be done about it, in order."""
+        self._turn.begin(now)
+        match event:
+            case MasterReached():
+                self.membership.reached(self.generation)
+                self._observe_soon()
+            case MasterSaid():
+                self._on_master(event.message, event.request_id)
+            case MasterUnreadable():
+                self.membership.end(event.reason)
+            case WorkerStarted():
+                self._on_started(event.life, event.pid)
+            case WorkerNotStarted():
+                self._on_not_started(event.life, event.failure)
+            case WorkerSaid():
+                self._on_word(event.life, event.word)
+            case WorkerExited():
+                self._on_exited(event)
+            case StopAsked():
+                self._on_stop_asked(event)
+            case DeadlineReached():
+                for timer in self.timers.due(now):
+                    self._on_timer(timer)
+            case _:
+                assert_never(event)
+        return self._turn.actions
+
+    def _on_master(self, message: MasterToAgent, request_id: int) -> None:
+        if self.membership.standing is Standing.REFUSED:
+            return
+        if self.membership.heard():
+            self._observe_soon()
+        match message:
+            case AgentRegistered():
+                if self.membership.accept(message):
+                    # Nothing older can arrive on this connection, and a master that lost its memory counts anew.
+                    self._floor = 0
+                    self._observe_soon(0.0)
+            case AgentRefused():
+                self.membership.refuse(message)
+            case HeartbeatSeen():
+                pass
+            case RegisterAgain():
+                self.membership.register()
+            case DesiredWorkers():
+                self._on_desired(message)
+            case DirectoryChanged():
+                self._on_directory(message.job_id, message.entries)
+            case ReadAgentLog():
+                self._turn.act(SendLog(order=message, request_id=request_id))
+            case _:
+                assert_never(message)
+
+    # Desired and observed
+
+    def _on_desired(self, message: DesiredWorkers) -> None:
+        if message.generation < self._floor:
+            text = f"generation {message.generation} is older than {self._floor}, which is in force"
+            self._turn.report("desired-ignored", text, level="debug")
+            return
+        self.generation = self._floor = message.generation
+        self.desired = {Life(w.job_id, w.name, w.worker_incarnation): w for w in message.workers}
+        self.jobs = {job.job_id: job for job in message.jobs}
+        for job in message.jobs:
+            self._on_directory(job.job_id, job.directory)
+        for life in [life for life, worker in self.workers.items() if worker.is_ended and life not in self.desired]:
+            del self.workers[life]
+        self._reconcile()
+        self._drop_directories()
+        self._observe_soon()
+
+    def _reconcile(self) -> None:
+        """Stop what shall not be, start what shall, and pass on leave to run."""
+        for worker in list(self.workers.values()):
+            if not worker.is_ended and (worker.life not in self.desired or self.shutdown.has_begun):
+                self._stop(worker)
+        if self.shutdown.has_begun:
+            self._finish_if_empty()
+            return
+        for life, wanted in self.desired.items():
+            known = self.workers.get(life)
+            if known is None:
+                self._start_if_free(life, wanted)
+            else:
+                self._run_if_told(known, wanted)
+        self._keep_interpreters()
+
+    def _start_if_free(self, life: Life, wanted: DesiredWorker) -> None:
+        """Start a life, unless an earlier one of the same worker still is: its exit brings us here again."""
+        job = self.jobs.get(life.job_id)
+        if job is None or (wanted.kind == "worker" and all(role.name != wanted.role for role in job.spec.roles)):
+            self._turn.report("worker-unknown-job", "the desired set lacks its job or role", life, level="error")
+            return
+        if any(w.job_id == life.job_id and w.name == life.name and not w.is_ended for w in self.workers.values()):
+            return
+        launch = launch_of(
+            wanted,
+            job.spec,
+            self.facts,
+            neighbours=list(self.desired.values()),
+            relay=self.membership.relay,
+            directory=self._directory(life.job_id).entries,
+        )
+        python = None if job.spec.python == self.facts.python else job.spec.python
+        self.workers[life] = LocalWorker(life, wanted, job.spec.stop_grace_s, launch.log_file, python)
+        is_fresh = job.spec.start_method == "spawn"
+        self._turn.act(StartWorker(life=life, launch=launch, python=python, is_fresh=is_fresh))
+        self._turn.arm(Timer("start", life), self.intervals.start_s)
+        self._turn.report("worker-starting", f"desired by generation {self.generation}", life)
+        self._observe_soon()
+
+    def _run_if_told(self, worker: LocalWorker, wanted: DesiredWorker) -> None:
+        if wanted.run is not None and worker.wants(wanted.run):
+            worker.told_round = wanted.run.round
+            self._turn.act(TellWorker(life=worker.life, message=Run(order=wanted.run)))
+
+    def _keep_interpreters(self) -> None:
+        wanted = {job.spec.python for job in self.jobs.values()}
+        wanted |= {worker.python for worker in self.workers.values() if not worker.is_ended}
+        pythons = sorted(python for python in wanted if python is not None and python != self.facts.python)
+        if pythons != self._pythons:
+            self._pythons = pythons
+            self._turn.act(KeepInterpreters(pythons=pythons))
+
+    def _observe_soon(self, delay_s: float = OBSERVE_DELAY_S) -> None:
+        due = self._turn.now + delay_s
+        if self._observe_at is None or due < self._observe_at:
+            self._observe_at = due
+            self.timers.arm(Timer("observe"), due)
+
+    def _on_observe_due(self) -> None:
+        self._observe_at = None
+        if not self.membership.is_registered:
+            return  # told upon registration
+        self._observed_at = self._turn.now
+        self._turn.send(
+            ObservedWorkers(
+                node=self.facts.node,
+                incarnation=self.facts.incarnation,
+                generation=self.generation,
+                workers=[worker.observed() for worker in self.workers.values()],
+            )
+        )
+
+    # Directory
+
+    def _directory(self, job_id: str) -> JobDirectory:
+        return self.directories.setdefault(job_id, JobDirectory())
+
+    def _on_directory(self, job_id: str, entries: list[DirectoryEntry]) -> None:
+        news = self._directory(job_id).merge(entries)
+        if not news:
+            return
+        for worker in self.workers.values():
+            if worker.job_id == job_id and worker.kind == "worker" and not worker.is_ended:
+                self._turn.act(TellWorker(life=worker.life, message=DirectoryNews(entries=news)))
+
+    def _drop_directories(self) -> None:
+        used = set(self.jobs) | {worker.job_id for worker in self.workers.values()}
+        for job_id in [job_id for job_id in self.directories if job_id not in used]:
+            del self.directories[job_id]
+
+    # Workers
+
+    def _on_started(self, life: Life, pid: int) -> None:
+        worker = self.workers.get(life)
+        if worker is None or worker.is_ended:
+            return
+        worker.pid = pid
+        if worker.state is WorkerState.STOPPING:
+            self._kill(worker)
+        self._observe_soon()
+
+    def _on_not_started(self, life: Life, failure: Failure) -> None:
+        worker = self.workers.get(life)
+        if worker is None or worker.is_ended:
+            return
+        if not worker.is_stop_asked:
+            worker.failure = worker.failure or failure
+        worker.move(WorkerState.EXITED)
+        self._after_end(worker)
+
+    def _on_word(self, life: Life, word: WorkerToAgent) -> None:
+        worker = self.workers.get(life)
+        if worker is None or worker.is_ended:
+            return
+        worker.hear(word)
+        match word:
+            case Hello():
+                self.timers.cancel(Timer("start", life))
+                if life in self.desired:
+                    self._run_if_told(worker, self.desired[life])
+            case Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
+                if worker.state is not WorkerState.STOPPING:
+                    self._turn.arm(Timer("kill", life), worker.grace_s)
+        if isinstance(word, Reported):
+            self._observe_soon(max(OBSERVE_DELAY_S, self._observed_at + PROGRESS_EVERY_S - self._turn.now))
+        else:
+            self._observe_soon()
+
+    def _on_exited(self, event: WorkerExited) -> None:
+        worker = self.workers.get(event.life)
+        if worker is None or worker.is_ended:
+            return
+        worker.exit(event.code, event.last_lines)
+        self._after_end(worker)
+
+    def _after_end(self, worker: LocalWorker) -> None:
+        self.timers.cancel(Timer("start", worker.life))
+        self.timers.cancel(Timer("kill", worker.life))
+        if worker.failure is None:
+            how = "it was stopped" if worker.is_stop_asked else "it had finished"
+            self._turn.report("worker-exited", how, worker.life)
+        else:
+            self._turn.report("worker-failed", worker.failure.summary, worker.life, level="warning")
+        self._observe_soon()
+        self._reconcile()
+
+    # Stopping
+
+    def _grace_s(self, worker: LocalWorker) -> float:
+        if self.shutdown.is_at_once:
+            return 0.0
+        job = self.jobs.get(worker.job_id)
+        if job is not None and job.stop_grace_s is not None:
+            return job.stop_grace_s
+        return worker.grace_s
+
+    def _stop(self, worker: LocalWorker) -> None:
+        """Ask a worker to end, or hasten one whose grace has become shorter."""
+        grace_s = self._grace_s(worker)
+        if worker.state is WorkerState.STOPPING:
+            self._hasten(worker, grace_s)
+            return
+        if worker.kind == "store" and grace_s > 0 and self._has_stopping_workers(worker.job_id):
+            return  # a worker on its way out may still need it; that one's end brings us here again
+        is_graceful = worker.has_user_code and grace_s > 0
+        worker.is_stop_asked = True
+        worker.stop_began_at = self._turn.now
+        worker.grace_s = grace_s
+        worker.move(WorkerState.STOPPING)
+        self.timers.cancel(Timer("start", worker.life))
+        reason = f"the agent stops: {self.shutdown.reason}" if self.shutdown.has_begun else "it is no longer desired"
+        self._turn.report("worker-stopping", f"{reason}; grace {grace_s:g} s", worker.life)
+        self._observe_soon()
+        if not is_graceful:
+            self._kill(worker)
+            return
+        if worker.failure is None:  # else it is on its way out, and writes its traceback
+            self._turn.act(TellWorker(life=worker.life, message=Stop(grace_s=grace_s, reason=reason)))
+            self._turn.act(SignalWorker(life=worker.life, how="terminate"))
+        self._turn.arm(Timer("kill", worker.life), grace_s)
+
+    def _hasten(self, worker: LocalWorker, grace_s: float) -> None:
+        if worker.is_killed or grace_s >= worker.grace_s:
+            return
+        worker.grace_s = grace_s
+        deadline = worker.stop_began_at + grace_s
+        if deadline <= self._turn.now:
+            self._kill(worker)
+        else:
+            self.timers.arm(Timer("kill", worker.life), deadline)
+
+    def _has_stopping_workers(self, job_id: str) -> bool:
+        return any(
+            worker.job_id == job_id
+            and worker.kind == "worker"
+            and not worker.is_ended
+            and (worker.life not in self.desired or self.shutdown.has_begun)
+            for worker in self.workers.values()
+        )
+
+    def _kill(self, worker: LocalWorker) -> None:
+        worker.is_killed = True
+        self.timers.cancel(Timer("kill", worker.life))
+        self._turn.act(SignalWorker(life=worker.life, how="kill"))
+
+    def _on_stop_asked(self, event: StopAsked) -> None:
+        live = [worker for worker in self.workers.values() if not worker.is_ended]
+        longest = max((self._grace_s(worker) for worker in live), default=0.0)
+        self.shutdown.begin(self._turn.now, event.reason, longest, at_once=event.at_once)
+        self._turn.report("agent-stopping", f"{event.reason}; {len(live)} workers to stop")
+        if self.shutdown.deadline is not None:
+            self.timers.arm(Timer("drain"), self.shutdown.deadline)
+        self._reconcile()
+
+    def _finish_if_empty(self) -> None:
+        if all(worker.is_ended for worker in self.workers.values()):
+            self._leave(0, self.shutdown.reason)
+
+    def _leave(self, code: int, reason: str) -> None:
+        if self.membership.is_registered:
+            self._on_observe_due()
+            leaving = AgentLeaving(node=self.facts.node, incarnation=self.facts.incarnation, reason=reason)
+            self._turn.send(leaving)
+        self._turn.act(Exit(code=code, reason=reason))
+
+    # Timers
+
+    def _on_timer(self, timer: Timer) -> None:
+        match timer.kind:
+            case "register":
+                if not self.shutdown.has_begun:
+                    self.membership.register_due()
+            case "heartbeat":
+                self.membership.heartbeat_due(self.generation)
+                if self._turn.now - self._observed_at >= RESYNC_S:
+                    self._observe_soon()
+            case "observe":
+                self._on_observe_due()
+            case "complain":
+                self.membership.complain_due()
+            case "drain":
+                self._leave(1, f"{self.shutdown.reason}; not all workers ended in time")
+            case "start" | "kill":
+                self._on_worker_timer(timer)
+
+    def _on_worker_timer(self, timer: Timer) -> None:
+        worker = self.workers.get(timer.life) if timer.life is not None else None
+        if worker is None or worker.is_ended:
+            return
+        if timer.kind == "start":
+            waited = self.intervals.start_s
+            worker.failure = Failure(category="crash", summary=f"did not answer within {waited:g} s of its start")
+        self._turn.report("worker-killed", f"{timer.kind} deadline passed", worker.life, level="warning")
+        self._kill(worker)

@@ -1,0 +1,32 @@
+"""What must always be true of an agent's state. Tests check it after every step; production does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from unified.protocol.records import WorkerState
+from unified_agent.core.agent import AgentCore
+from unified_agent.core.turn import Timer
+
+
+def check(core: AgentCore) -> list[str]:
+    """Broken invariants, as sentences; empty when all is well."""
+    broken: list[str] = []
+    live = [worker for worker in core.workers.values() if not worker.is_ended]
+    for (job_id, name), count in Counter((worker.job_id, worker.name) for worker in live).items():
+        if count > 1:
+            broken.append(f"{job_id}/{name} lives {count} times.")
+    for life, worker in core.workers.items():
+        if worker.life != life:
+            broken.append(f"{worker.life} is kept under {life}.")
+        if worker.state is WorkerState.STARTING and Timer("start", life) not in core.timers and not worker.is_killed:
+            broken.append(f"{life} is STARTING without a deadline.")
+        if worker.state is WorkerState.STOPPING and Timer("kill", life) not in core.timers and not worker.is_killed:
+            broken.append(f"{life} is STOPPING without a deadline.")
+        if worker.is_ended and (Timer("start", life) in core.timers or Timer("kill", life) in core.timers):
+            broken.append(f"{life} has EXITED and a deadline is armed for it.")
+    if core.shutdown.has_begun and any(worker.state is WorkerState.STARTING for worker in live):
+        broken.append("a worker is STARTING while the agent stops.")
+    if core.membership.is_registered and Timer("heartbeat") not in core.timers:
+        broken.append("registered, but no heartbeat is armed.")
+    return broken

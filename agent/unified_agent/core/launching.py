@@ -1,0 +1,63 @@
+"""The first word to a worker: who it is, where, with what, among whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unified.job.spec import JobSpec
+from unified.protocol.agent_master import DesiredWorker
+from unified.protocol.records import DirectoryEntry
+from unified.protocol.worker_agent import Launch
+from unified_agent.environment import NodeFacts, devices_of, log_path, worker_environment
+
+
+def launch_of(
+    wanted: DesiredWorker,
+    spec: JobSpec,
+    node: NodeFacts,
+    *,
+    neighbours: Sequence[DesiredWorker],
+    relay: str,
+    directory: list[DirectoryEntry],
+) -> Launch:
+    """Everything a worker needs to be born.
+
+    Args:
+        neighbours: all that is desired on this node, itself included.
+    """
+    group = [
+        device
+        for other in neighbours
+        if (other.job_id, other.kind, other.role, other.node_rank)
+        == (wanted.job_id, wanted.kind, wanted.role, wanted.node_rank)
+        for device in devices_of(spec, other, node)
+    ]
+    return Launch(
+        job_id=wanted.job_id,
+        spec=spec,
+        kind=wanted.kind,
+        name=wanted.name,
+        incarnation=wanted.worker_incarnation,
+        role=wanted.role,
+        rank=wanted.rank,
+        world_size=wanted.world_size,
+        local_rank=wanted.local_rank,
+        local_world_size=wanted.local_world_size,
+        node_rank=wanted.node_rank,
+        node=node.node,
+        host_id=node.host_id,
+        address=node.address,
+        master=node.master,
+        relay=relay,
+        run_dir=node.run_dir,
+        log_file=log_path(node.log_dir, wanted.job_id, wanted.name, wanted.worker_incarnation, "err"),
+        devices=devices_of(spec, wanted, node),
+        env=worker_environment(
+            spec,
+            wanted,
+            node,
+            group=group,
+            num_local_workers=sum(other.kind == "worker" for other in neighbours),
+        ),
+        directory=directory,
+    )

@@ -1,0 +1,174 @@
+"""How the agent stands with its master: unknown to it, registered, heard of lately or not."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from unified.core.transitions import TransitionTable
+from unified.protocol.agent_master import AgentRefused, AgentRegistered, Heartbeat, RegisterAgent
+from unified.settings import Intervals
+from unified_agent.core.actions import Exit, Reconnect
+from unified_agent.core.turn import AgentTurn, Timer
+from unified_agent.environment import NodeFacts
+
+COMPLAIN_EVERY_S = 30.0
+"""How often an agent that cannot reach its master says so."""
+
+
+class Standing(StrEnum):
+    """What the agent believes of its place in the cluster."""
+
+    UNKNOWN = "UNKNOWN"
+    """Not registered, or not any more; it asks, again and again."""
+    REGISTERED = "REGISTERED"
+    SILENT = "SILENT"
+    """Registered, but the master has said nothing for a lease. The workers stay."""
+    REFUSED = "REFUSED"
+
+
+STANDING_MOVES = TransitionTable(
+    "agent",
+    {
+        Standing.UNKNOWN: (Standing.REGISTERED, Standing.REFUSED),
+        Standing.REGISTERED: (Standing.SILENT, Standing.UNKNOWN, Standing.REFUSED),
+        Standing.SILENT: (Standing.REGISTERED, Standing.UNKNOWN, Standing.REFUSED),
+        Standing.REFUSED: (),
+    },
+)
+
+
+class Membership:
+    """Registers, renews the lease, notices silence."""
+
+    def __init__(self, turn: AgentTurn, facts: NodeFacts, intervals: Intervals, give_up_s: float | None) -> None:
+        self.standing = Standing.UNKNOWN
+        self.relay = ""
+        self._turn = turn
+        self._facts = facts
+        self._heartbeat_s = intervals.heartbeat_s
+        self._lease_s = intervals.lease_s
+        self._connect_s = intervals.connect_s
+        self._give_up_s = give_up_s
+        self._heard_at = 0.0
+        self._unanswered_since: float | None = None
+        self._was_ever_registered = False
+        self._reconnect_at = 0.0
+        turn.timers.arm(Timer("register"), 0.0)
+
+    @property
+    def is_registered(self) -> bool:
+        return self.standing in (Standing.REGISTERED, Standing.SILENT)
+
+    def reached(self, generation: int) -> None:
+        """A connection stands: use it at once, since what was sent without one is lost."""
+        if self.is_registered:
+            self.beat(generation)
+        elif self.standing is Standing.UNKNOWN:
+            self.register()
+
+    def heard(self) -> bool:
+        """The master said something. True if it had been silent."""
+        was_silent = self.standing is Standing.SILENT
+        self._heard_at = self._turn.now
+        self._unanswered_since = None
+        self._turn.timers.cancel(Timer("complain"))
+        if was_silent:
+            self._move(Standing.REGISTERED)
+            self._turn.report("master-back", f"the master at {self._facts.master} answers again")
+        return was_silent
+
+    def register(self) -> None:
+        """Ask to be registered, and again until there is an answer."""
+        self._move(Standing.UNKNOWN)
+        facts = self._facts
+        self._turn.send(
+            RegisterAgent(
+                node=facts.node,
+                incarnation=facts.incarnation,
+                hostname=facts.hostname,
+                host_id=facts.host_id,
+                address=facts.address,
+                pid=facts.pid,
+                resources=facts.resources,
+                labels=facts.labels,
+                log_dir=facts.log_dir,
+            )
+        )
+        self._await_answer()
+        self._turn.arm(Timer("register"), self._heartbeat_s)
+
+    def accept(self, terms: AgentRegistered) -> bool:
+        """Registered, on these terms. True if it was not before."""
+        is_new = not self.is_registered
+        self._was_ever_registered = True
+        self._heartbeat_s, self._lease_s, self.relay = terms.heartbeat_s, terms.lease_s, terms.relay
+        if is_new:
+            self._move(Standing.REGISTERED)
+            self._turn.timers.cancel(Timer("register"))
+            self._turn.arm(Timer("heartbeat"), self._heartbeat_s)
+            self._turn.report("registered", f"registered with the master at {self._facts.master}")
+        return is_new
+
+    def refuse(self, message: AgentRefused) -> None:
+        if message.retry_after_s is None:
+            self.end(message.reason)
+            return
+        self._move(Standing.UNKNOWN)
+        text = f"{message.reason}; asks again in {message.retry_after_s:g} s"
+        self._turn.report("refused", text, level="warning")
+        self._turn.arm(Timer("register"), message.retry_after_s)
+
+    def end(self, reason: str) -> None:
+        """There is no place for this agent here."""
+        self._move(Standing.REFUSED)
+        self._turn.act(Exit(code=1, reason=reason))
+
+    def register_due(self) -> None:
+        if self.standing is not Standing.UNKNOWN:
+            return
+        if not self._was_ever_registered and self._give_up_s is not None and self._waited_s >= self._give_up_s:
+            self.end(f"cannot reach the master at {self._facts.master}: no answer for {self._waited_s:.0f} s.")
+        else:
+            self.register()
+
+    def complain_due(self) -> None:
+        if self._unanswered_since is not None:
+            text = (
+                f"cannot reach the master at {self._facts.master}: no answer for {self._waited_s:.0f} s; keeps trying"
+            )
+            self._turn.report("master-unreachable", text, level="warning")
+            self._turn.arm(Timer("complain"), COMPLAIN_EVERY_S)
+
+    def heartbeat_due(self, generation: int) -> None:
+        if not self.is_registered:
+            return
+        self._turn.arm(Timer("heartbeat"), self._heartbeat_s)
+        self.beat(generation)
+        silent_s = self._turn.now - self._heard_at
+        if self.standing is Standing.REGISTERED and silent_s > self._lease_s:
+            self._move(Standing.SILENT)
+            text = f"the master at {self._facts.master} has said nothing for {silent_s:.1f} s; the workers stay"
+            self._turn.report("master-silent", text, level="warning")
+            self._await_answer()
+            self._reconnect_at = self._turn.now
+        if self.standing is Standing.SILENT and self._turn.now >= self._reconnect_at:
+            self._reconnect_at = self._turn.now + self._lease_s
+            self._turn.act(Reconnect())
+
+    def beat(self, generation: int) -> None:
+        """Renew the lease."""
+        facts = self._facts
+        self._turn.send(Heartbeat(node=facts.node, incarnation=facts.incarnation, generation=generation))
+
+    @property
+    def _waited_s(self) -> float:
+        return 0.0 if self._unanswered_since is None else self._turn.now - self._unanswered_since
+
+    def _await_answer(self) -> None:
+        if self._unanswered_since is None:
+            self._unanswered_since = self._turn.now
+            self._turn.arm(Timer("complain"), self._connect_s)
+
+    def _move(self, standing: Standing) -> None:
+        if standing is not self.standing:
+            self.standing = STANDING_MOVES.check(self._facts.node, self.standing, standing)

@@ -1,0 +1,49 @@
+"""What the parts of one core share while they answer one event: the time, the timers, the actions so far."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from unified.core.timers import TimerTable
+from unified.protocol.agent_master import AgentToMaster
+from unified_agent.core.actions import AgentAction, Note, SendMaster
+from unified_agent.core.events import Life
+
+
+class Timer(NamedTuple):
+    """Key of a deadline."""
+
+    kind: Literal["register", "heartbeat", "observe", "complain", "drain", "start", "kill"]
+    life: Life | None = None
+
+
+class AgentTurn:
+    """The answer to one event, while it grows."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: TimerTable[Timer] = TimerTable()
+        self.actions: list[AgentAction] = []
+
+    def begin(self, now: float) -> None:
+        self.now = now
+        self.actions = []
+
+    def act(self, action: AgentAction) -> None:
+        self.actions.append(action)
+
+    def send(self, message: AgentToMaster) -> None:
+        self.actions.append(SendMaster(message=message))
+
+    def report(
+        self,
+        event: str,
+        reason: str,
+        life: Life | None = None,
+        *,
+        level: Literal["debug", "info", "warning", "error"] = "info",
+    ) -> None:
+        self.actions.append(Note(event=event, reason=reason, life=life, level=level))
+
+    def arm(self, timer: Timer, in_s: float) -> None:
+        self.timers.arm(timer, self.now + in_s)

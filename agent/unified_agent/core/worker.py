@@ -1,0 +1,113 @@
+"""One life of one worker on this node: what it said, what was asked of it, and how it ended."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from unified.process import describe_end
+from unified.protocol.agent_master import DesiredWorker, ObservedWorker, RunOrder
+from unified.protocol.records import WORKER_MOVES, Failure, Inbox, Progress, WorkerState
+from unified.protocol.worker_agent import Failed, Finished, Hello, Reported, Running, WorkerToAgent
+from unified_agent.core.events import Life
+
+
+class LocalWorker:
+    """State of one life. Only `AgentCore` changes it, through these methods."""
+
+    def __init__(self, life: Life, desired: DesiredWorker, grace_s: float, log_file: str, python: str | None) -> None:
+        self.life = life
+        self.job_id = life.job_id
+        self.name = life.name
+        self.kind: Literal["worker", "store"] = desired.kind
+        self.grace_s = grace_s
+        self.log_file = log_file
+        self.python = python
+        self.state = WorkerState.STARTING
+        self.pid = 0
+        self.round = 0
+        self.told_round = 0
+        self.inbox: Inbox | None = None
+        self.store_port: int | None = None
+        self.progress: Progress | None = None
+        self.failure: Failure | None = None
+        self.is_finished = False
+        self.is_stop_asked = False
+        """We asked it to end, so that however it ends, it ended well."""
+        self.is_killed = False
+        self.stop_began_at = 0.0
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state is WorkerState.EXITED
+
+    @property
+    def has_user_code(self) -> bool:
+        """It said hello, so that user code may be at work and a graceful stop means something."""
+        return self.state in (WorkerState.READY, WorkerState.RUNNING, WorkerState.FINISHED)
+
+    def move(self, state: WorkerState) -> None:
+        self.state = WORKER_MOVES.check(str(self.life), self.state, state)
+
+    def hear(self, word: WorkerToAgent) -> None:
+        """Take in what the worker said. What comes late, out of order, or while it stops moves no state."""
+        match word:
+            case Hello():
+                self.pid = self.pid or word.pid
+                self.inbox, self.store_port = word.inbox, word.store_port
+                self._advance(WorkerState.STARTING, WorkerState.READY)
+            case Running():
+                self.round = max(self.round, word.round)
+                self._advance(WorkerState.READY, WorkerState.RUNNING)
+            case Reported():
+                self.progress = word.progress
+            case Finished():
+                self.is_finished = True
+                self._advance(WorkerState.RUNNING, WorkerState.FINISHED)
+            case Failed():
+                if not self.is_stop_asked:  # what breaks in a worker that is told to end is no failure
+                    self.failure = self.failure or word.failure
+
+    def _advance(self, old: WorkerState, new: WorkerState) -> None:
+        if self.state is old:
+            self.move(new)
+
+    def exit(self, code: int, last_lines: str) -> None:
+        """Its process is gone: settle how the life ended."""
+        if self.failure is None and not self._ended_well(code):
+            self.failure = Failure(
+                category="crash",
+                summary=self._summary(code),
+                traceback=last_lines,
+                exit_code=code if code >= 0 else None,
+                signal=-code if code < 0 else None,
+            )
+        self.move(WorkerState.EXITED)
+
+    def _ended_well(self, code: int) -> bool:
+        return self.is_stop_asked or (self.is_finished and code == 0)
+
+    def _summary(self, code: int) -> str:
+        if code == 0:
+            return "exited with code 0 before its entry point returned" if self.kind == "worker" else "exited unasked"
+        return describe_end(code)
+
+    def wants(self, order: RunOrder | None) -> bool:
+        """Whether the worker is to be told this order now; a round is told once."""
+        return order is not None and order.round > self.told_round and self.has_user_code and not self.is_finished
+
+    def observed(self) -> ObservedWorker:
+        """As the master is told."""
+        return ObservedWorker(
+            job_id=self.job_id,
+            name=self.name,
+            worker_incarnation=self.life.incarnation,
+            kind=self.kind,
+            state=self.state,
+            pid=self.pid,
+            round=self.round,
+            inbox=self.inbox,
+            store_port=self.store_port,
+            progress=self.progress,
+            failure=self.failure,
+            log_file=self.log_file,
+        )

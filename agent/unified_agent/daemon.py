@@ -1,0 +1,195 @@
+"""The agent's shell: one loop that waits, steps the core, and performs what it answers. No decision is made here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import assert_never
+
+from unified.job.spec import Value
+from unified.protocol.agent_master import LogRead
+from unified.settings import Intervals
+from unified_agent.channel import MasterChannel
+from unified_agent.core.actions import (
+    AgentAction,
+    Exit,
+    KeepInterpreters,
+    Note,
+    Reconnect,
+    SendLog,
+    SendMaster,
+    SignalWorker,
+    StartWorker,
+    TellWorker,
+)
+from unified_agent.core.agent import AgentCore
+from unified_agent.core.events import (
+    AgentEvent,
+    DeadlineReached,
+    Life,
+    StopAsked,
+    WorkerExited,
+    WorkerNotStarted,
+)
+from unified_agent.environment import NodeFacts
+from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead
+from unified_agent.processes import Processes
+from unified_agent.sources import Sources
+from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
+
+log = logging.getLogger("unified_agent")
+
+
+class AgentOptions(Value, frozen=True):
+    """What the command line decided, beyond the facts of the node."""
+
+    entry: str
+    """``module:function`` of a worker."""
+    log_max_bytes: int
+    log_files: int
+    connect_timeout_s: float | None = None
+    parent: int | None = None
+    """Pid of the process whose death ends the agent at once."""
+
+
+class AgentDaemon:
+    """Runs one agent in the main thread, until it is stopped or refused."""
+
+    def __init__(self, facts: NodeFacts, intervals: Intervals, options: AgentOptions, env: Mapping[str, str]) -> None:
+        self._facts = facts
+        self._options = options
+        self._events: deque[AgentEvent] = deque()
+        self._exit: Exit | None = None
+        self._core = AgentCore(facts, intervals, give_up_s=options.connect_timeout_s)
+        self._sources = Sources()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._output = OutputReader(Path(facts.log_dir), max_bytes=options.log_max_bytes, max_files=options.log_files)
+        self._processes = Processes(
+            self._sources,
+            python=facts.python,
+            entry=options.entry,
+            run_dir=Path(facts.run_dir),
+            env={**env, MARKER_NODE: facts.node, MARKER_LIFE: facts.incarnation},
+            on_event=self._events.append,
+            on_end=self._output.finish,
+        )
+        self._channel = MasterChannel(self._sources, facts.master, self._events.append)
+
+    def run(self) -> Exit:
+        """Serve until the end; every worker and every helper process is gone when this returns."""
+        self._take_signals()
+        self._sources.watch(self._output.ready, self._on_output)
+        try:
+            with contextlib.suppress(OSError):
+                self._processes.warm()
+            while self._exit is None:
+                self._sources.wait(self._patience_s())
+                if self._patience_s() == 0.0:
+                    self._events.append(DeadlineReached())
+                self._drain()
+        finally:
+            self._processes.close()
+            self._output.close()
+            self._channel.close()
+            self._release_signals()
+        return self._exit
+
+    def _patience_s(self) -> float | None:
+        deadline = self._core.next_deadline
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    def _drain(self) -> None:
+        while self._events and self._exit is None:
+            event = self._events.popleft()
+            if isinstance(event, WorkerNotStarted):
+                self._output.finish(event.life, 0)  # nobody will ever write into its pipes
+            for action in self._core.step(time.monotonic(), event):
+                self._perform(action)
+
+    def _perform(self, action: AgentAction) -> None:
+        match action:
+            case SendMaster():
+                self._channel.send(action.message)
+            case Reconnect():
+                self._channel.reconnect()
+            case StartWorker():
+                streams = self._output.open(action.life)
+                self._processes.start(action.life, action.launch, action.python, action.is_fresh, streams)
+            case TellWorker():
+                self._processes.tell(action.life, action.message)
+            case SignalWorker():
+                self._processes.signal(action.life, action.how)
+            case KeepInterpreters():
+                self._processes.keep(action.pythons)
+            case SendLog():
+                self._output.read(action.order, action.request_id)
+            case Note():
+                self._write(action)
+            case Exit():
+                self._exit = action
+            case _:
+                assert_never(action)
+
+    def _on_output(self) -> None:
+        for result in self._output.take():
+            match result:
+                case OutputClosed():
+                    self._events.append(WorkerExited(life=result.life, code=result.code, last_lines=result.last_lines))
+                case SliceRead():
+                    self._answer_log(result)
+                case OutputFailed():
+                    self._events.append(StopAsked(reason="a defect: nobody reads the workers' output", at_once=True))
+
+    def _answer_log(self, result: SliceRead) -> None:
+        read = result.slice
+        answer = LogRead(
+            node=self._facts.node,
+            incarnation=self._facts.incarnation,
+            data=read.data,
+            offset=read.offset,
+            next_offset=read.offset + len(read.data),
+            size=read.size,
+            path=read.path,
+            error=read.error,
+        )
+        self._channel.send(answer, result.request_id)
+
+    def _write(self, note: Note) -> None:
+        who = _who(note.life)
+        level = logging.getLevelNamesMapping()[note.level.upper()]
+        log.log(level, "event=%s %sreason=%r", note.event, who, note.reason)
+
+    # Signals
+
+    def _take_signals(self) -> None:
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, lambda number, frame: None)  # the byte in the socket says which it was
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        self._sources.watch(self._wake_read.fileno(), self._on_signals)
+
+    def _release_signals(self) -> None:
+        signal.set_wakeup_fd(-1)
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _on_signals(self) -> None:
+        for number in self._wake_read.recv(4096):
+            if number == signal.SIGCHLD:
+                self._processes.reap()
+            elif number in (signal.SIGTERM, signal.SIGINT):
+                is_orphan = self._options.parent is not None and os.getppid() != self._options.parent
+                reason = "the process that started it is gone" if is_orphan else signal.Signals(number).name
+                self._events.append(StopAsked(reason=reason, at_once=is_orphan))
+
+
+def _who(life: Life | None) -> str:
+    return "" if life is None else f"job={life.job_id} worker={life.name} incarnation={life.incarnation} "

@@ -1,0 +1,173 @@
+"""The accelerators of this node. One `Devices` a vendor; the first that finds any wins.
+
+Nothing here loads torch or touches a device: NVIDIA is asked through NVML, AMD and Ascend through the kernel's files.
+What the agent itself was given (a SLURM step's ``CUDA_VISIBLE_DEVICES``) limits what it offers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from unified.protocol.records import Device
+
+log = logging.getLogger("unified_agent")
+_MB = 1024 * 1024
+_VRAM_HEAPS = ("1", "2")
+
+
+class Found(NamedTuple):
+    """One device, with the id by which its vendor's visibility variable calls it."""
+
+    id: str
+    name: str
+    uuid: str = ""
+    memory_mb: float = 0.0
+
+
+class Devices(Protocol):
+    """Accelerators of one vendor."""
+
+    @property
+    def kind(self) -> str:
+        """``cuda``, ``rocm`` or ``npu``: see `unified.protocol.records.Device`."""
+
+    def find(self, env: Mapping[str, str]) -> list[Found]:
+        """Those that this process may use, in the order of its visibility variable; empty where there are none."""
+
+
+class Nvidia:
+    """NVIDIA, through ``libnvidia-ml.so.1``."""
+
+    kind = "cuda"
+
+    def find(self, env: Mapping[str, str]) -> list[Found]:
+        try:
+            ctypes.CDLL("libnvidia-ml.so.1")  # most hosts have none, and need not pay for the import below
+        except OSError:
+            return []
+        import pynvml  # large, and of no use once the devices are known
+
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            log.warning("event=devices-unknown NVML is there and does not work: %s", error)
+            return []
+        try:
+            found = [device for index in range(pynvml.nvmlDeviceGetCount()) if (device := _ask_nvml(index))]
+        finally:
+            pynvml.nvmlShutdown()
+        return restrict(found, env.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _ask_nvml(index: int) -> Found | None:
+    """One device; None, and a warning, where it has fallen off the bus."""
+    import pynvml
+
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+    except pynvml.NVMLError as error:
+        log.warning("event=device-left-out device %d does not answer: %s", index, error)
+        return None
+    return Found(str(index), name, uuid, memory.total / _MB)
+
+
+class Amd:
+    """AMD, through the kernel's KFD topology."""
+
+    kind = "rocm"
+
+    def __init__(self, topology: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> None:
+        self._topology = topology
+
+    def find(self, env: Mapping[str, str]) -> list[Found]:
+        found: list[Found] = []
+        for node in sorted(self._topology.glob("[0-9]*"), key=lambda path: int(path.name)):
+            properties = _properties(node / "properties")
+            if int(properties.get("simd_count", "0")) == 0:
+                continue  # a CPU
+            unique = int(properties.get("unique_id", "0"))
+            name = properties.get("gfx_target_version", "AMD GPU")
+            uuid = f"GPU-{unique:016x}" if unique else ""
+            found.append(Found(str(len(found)), f"gfx {name}", uuid, _vram_mb(node)))
+        hip, rocr = env.get("HIP_VISIBLE_DEVICES"), env.get("ROCR_VISIBLE_DEVICES")
+        kept = restrict(found, rocr)
+        if rocr is not None:  # HIP counts what ROCR leaves, from 0
+            kept = [device._replace(id=str(index)) for index, device in enumerate(kept)]
+        return restrict(kept, hip)
+
+
+class Ascend:
+    """Huawei Ascend, by its device files."""
+
+    kind = "npu"
+
+    def __init__(self, folder: Path = Path("/dev")) -> None:
+        self._folder = folder
+
+    def find(self, env: Mapping[str, str]) -> list[Found]:
+        numbers = sorted(
+            int(match[1])
+            for path in self._folder.glob("davinci*")
+            if (match := re.fullmatch(r"davinci(\d+)", path.name))
+        )
+        found = [Found(str(number), "Ascend NPU") for number in numbers]
+        return restrict(found, env.get("ASCEND_RT_VISIBLE_DEVICES"))
+
+
+def restrict(found: list[Found], visible: str | None) -> list[Found]:
+    """What a visibility variable leaves, in its order and by its names; all of it where the variable is not set.
+
+    As the vendors do it: an entry is an id or the beginning of a UUID, and the list ends at the first that is neither.
+    """
+    if visible is None:
+        return found
+    kept: list[Found] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        match = next((d for d in found if entry and (d.id == entry or (d.uuid and d.uuid.startswith(entry)))), None)
+        if match is None or any(known.uuid == match.uuid and match.uuid for known in kept):
+            break
+        kept.append(match._replace(id=entry))
+    return kept
+
+
+def find_devices(
+    env: Mapping[str, str],
+    num_virtual: int | None = None,
+    vendors: tuple[Devices, ...] = (Nvidia(), Amd(), Ascend()),
+) -> tuple[list[Device], list[str]]:
+    """The node's devices, and what a visibility variable calls each.
+
+    Args:
+        num_virtual: offer this many that stand in for accelerators, and no real ones.
+    """
+    if num_virtual is not None:
+        return [Device(index=index, kind="virtual", name="virtual") for index in range(num_virtual)], []
+    for vendor in vendors:
+        found = vendor.find(env)
+        if found:
+            devices = [
+                Device(index=index, kind=vendor.kind, name=one.name, uuid=one.uuid, memory_mb=one.memory_mb)
+                for index, one in enumerate(found)
+            ]
+            return devices, [one.id for one in found]
+    return [], []
+
+
+def _properties(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    return dict(line.split(None, 1) for line in lines if len(line.split(None, 1)) == 2)
+
+
+def _vram_mb(node: Path) -> float:
+    banks = (_properties(bank / "properties") for bank in node.glob("mem_banks/[0-9]*"))
+    return sum(int(bank.get("size_in_bytes", "0")) for bank in banks if bank.get("heap_type") in _VRAM_HEAPS) / _MB

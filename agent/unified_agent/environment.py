@@ -1,0 +1,153 @@
+"""The environment of a worker, from what is desired and what the node is. No I/O: the same in, the same out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unified.job.spec import JobSpec, RoleSpec, Value
+from unified.protocol.agent_master import DesiredWorker
+from unified.protocol.records import Device, NodeResources
+
+VISIBILITY = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""By kind of device. On ROCm only the HIP variable is set: ROCR_VISIBLE_DEVICES filters *before* it and renumbers, so
+setting both to the same ids hides devices; an agent's own ROCR_VISIBLE_DEVICES is inherited and already counted."""
+
+RESOLVER = "timeout:1 attempts:2"
+"""glibc's RES_OPTIONS. torch's TCPStore looks up the names of its peers' addresses again and again, and glibc waits 5 s
+for each packet that a name server loses: long enough to be taken for a hang. Two tries of a second each remain."""
+
+_TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
+
+
+class NodeFacts(Value, frozen=True):
+    """What an agent knows of its node and of itself; fixed for its life."""
+
+    node: str
+    incarnation: str
+    hostname: str
+    host_id: str
+    address: str
+    master: str
+    pid: int
+    run_dir: str
+    log_dir: str
+    resources: NodeResources
+    labels: dict[str, str] = {}
+    interface: str = ""
+    """Network interface that has `address`; empty if none has."""
+    device_ids: list[str] = []
+    """What a visibility variable calls each device: by device index. Empty: its index."""
+    inherited: dict[str, str] = {}
+    """The agent's own environment, which workers inherit."""
+    python: str = ""
+
+
+def log_path(log_dir: str, job_id: str, worker: str, incarnation: int, stream: str) -> str:
+    """Where one stream (``out`` or ``err``) of one life is kept."""
+    return f"{log_dir}/{job_id}/{worker}/{incarnation}.{stream}"
+
+
+def devices_of(spec: JobSpec, worker: DesiredWorker, node: NodeFacts) -> list[Device]:
+    """The node's devices with the worker's indices.
+
+    A job for CPUs on a node with real accelerators counts slots, not devices, so it has none of them.
+    """
+    known = {device.index: device for device in node.resources.devices}
+    found = [known[index] for index in worker.devices if index in known]
+    if spec.accelerator_type == "CPU":
+        return [device for device in found if device.kind == "virtual"]
+    return found
+
+
+def seen_devices(role: RoleSpec, own: Sequence[Device], group: Sequence[Device], node: NodeFacts) -> list[Device]:
+    """What the worker may see: its own devices; its group's; or the node's, without automatic visibility."""
+    if not role.auto_visible_devices:
+        return list(node.resources.devices)
+    if role.rank_based_gpu_selection:
+        return sorted({device.index: device for device in group or own}.values(), key=lambda device: device.index)
+    return list(own)
+
+
+def worker_environment(
+    spec: JobSpec,
+    worker: DesiredWorker,
+    node: NodeFacts,
+    *,
+    group: Sequence[Device] = (),
+    num_local_workers: int = 1,
+) -> dict[str, str]:
+    """All that is to be set in a worker's `os.environ` before anything of the user's is imported.
+
+    Args:
+        group: devices of all workers of its group on this node, for `rank_based_gpu_selection`.
+        num_local_workers: workers that share this node's CPUs.
+
+    The user's own settings for the role win over ours.
+    """
+    env = {
+        "JOB": spec.name,
+        "UNIFIED_JOB_ID": worker.job_id,
+        "NAME": worker.name,
+        "UNIFIED_WORKER": marker_of(worker),
+        "UNIFIED_MASTER": node.master,
+    }
+    if "RES_OPTIONS" not in node.inherited:
+        env["RES_OPTIONS"] = RESOLVER
+    if worker.kind == "store":
+        return env
+    role = spec.role(worker.role)
+    env |= {
+        "ROLE": worker.role,
+        "RANK": str(worker.rank),
+        "WORLD_SIZE": str(worker.world_size),
+        "LOCAL_RANK": str(worker.local_rank),
+        "LOCAL_WORLD_SIZE": str(worker.local_world_size),
+        "NODE_RANK": str(worker.node_rank),
+    }
+    env |= _network_environment(node)
+    own = devices_of(spec, worker, node)
+    env |= _device_environment(own, seen_devices(role, own, group, node), node)
+    if "OMP_NUM_THREADS" not in node.inherited:  # as torchrun does, but with a share of the node instead of 1
+        env["OMP_NUM_THREADS"] = str(max(1, int(node.resources.cpu) // max(1, num_local_workers)))
+    return env | role.envs
+
+
+def marker_of(worker: DesiredWorker) -> str:
+    """Value of ``UNIFIED_WORKER``: names one life, so that what it leaves behind can be recognised."""
+    return f"{worker.job_id}/{worker.name}/{worker.worker_incarnation}"
+
+
+def _network_environment(node: NodeFacts) -> dict[str, str]:
+    """Without it Gloo takes the interface to which the host's own name resolves, often loopback."""
+    if not node.interface:
+        return {}
+    env = {"GLOO_SOCKET_IFNAME": node.interface}
+    if not node.interface.startswith("lo"):  # NCCL refuses loopback
+        env["NCCL_SOCKET_IFNAME"] = node.interface
+    return {name: value for name, value in env.items() if name not in node.inherited}
+
+
+def _device_environment(own: Sequence[Device], seen: Sequence[Device], node: NodeFacts) -> dict[str, str]:
+    real = [device for device in seen if device.kind in VISIBILITY]
+    # With none, or with stand-ins only, the real devices that the host may have are not this worker's.
+    env = {} if real else dict.fromkeys(VISIBILITY.values(), "")
+    for kind, variable in VISIBILITY.items():
+        ids = [_visible_id(device, node) for device in real if device.kind == kind]
+        if ids:
+            env[variable] = ",".join(ids)
+    if "CUDA_VISIBLE_DEVICES" not in node.inherited and any(device.kind == "cuda" for device in real):
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which our indices count; CUDA's own is by speed
+    env["ACCELERATE_TORCH_DEVICE"] = _torch_device(own, real)
+    return env
+
+
+def _visible_id(device: Device, node: NodeFacts) -> str:
+    return node.device_ids[device.index] if device.index < len(node.device_ids) else str(device.index)
+
+
+def _torch_device(own: Sequence[Device], seen: Sequence[Device]) -> str:
+    """``cuda:1``: torch counts among what the process sees."""
+    if not own or own[0].kind not in _TORCH_NAME:
+        return "cpu"
+    same_kind = [device.index for device in seen if device.kind == own[0].kind]
+    return f"{_TORCH_NAME[own[0].kind]}:{same_kind.index(own[0].index)}"

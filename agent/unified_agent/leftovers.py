@@ -1,0 +1,176 @@
+"""One agent a node id on a host, and nothing left of one that was killed.
+
+`<run root>/agents/<node>.lock` is locked while its agent lives and says who that is. The next agent of the same id
+reads there what the last one called itself, and ends the processes that carry that name in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import select
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from unified import process, settings
+from unified.errors import ClusterError
+from unified.job.spec import Value
+from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
+
+log = logging.getLogger("unified_agent")
+_RUN_DIR_PREFIX = "a-"
+GONE_S = 2.0
+"""How long killed processes may take to be gone."""
+
+
+class AgentTakenError(ClusterError):
+    """An agent of this node id is alive on this host."""
+
+
+class LifeRecord(Value, frozen=True):
+    """Who holds, or held, a node id."""
+
+    node: str
+    pid: int
+    life: str
+    run_dir: str
+    start_ticks: int
+    """Of the agent's own process: nothing that it started is older."""
+
+
+class NodeLock:
+    """Holds a node id on this host until `release`, or the process's end."""
+
+    def __init__(self, run_root: Path, node: str) -> None:
+        """Take it.
+
+        Raises:
+            AgentTakenError: it is held; the message has the holder's pid.
+        """
+        self._path = settings.make_private(run_root / "agents") / f"{node}.lock"
+        self._node = node
+        self._descriptor = self._take()
+
+    def _take(self) -> int:
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _read_record(descriptor)
+                os.close(descriptor)
+                who = f" as pid {holder.pid}" if holder is not None else ""
+                raise AgentTakenError(
+                    f"an agent for node {self._node!r} already runs on this host{who}: stop it, or give this one "
+                    "another name with --node-id."
+                ) from None
+            try:
+                if os.fstat(descriptor).st_ino == self._path.stat().st_ino:
+                    return descriptor
+            except FileNotFoundError:
+                pass
+            os.close(descriptor)  # its last holder removed it between our opening and our locking
+
+    def previous(self) -> LifeRecord | None:
+        """Who held it last and did not release it: that agent was killed."""
+        return _read_record(self._descriptor)
+
+    def write(self, record: LifeRecord) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, msgspec.json.encode(record), 0)
+
+    def release(self) -> None:
+        """The end came in order: nothing is left to clean up."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+class NodeClaim(NamedTuple):
+    """What one life of an agent has to itself."""
+
+    life: str
+    run_dir: Path
+    """0700; sockets and the like go here."""
+
+
+@contextlib.contextmanager
+def claim(run_root: Path, node: str) -> Iterator[NodeClaim]:
+    """Hold a node id, with a run folder, after what a killed agent left has been cleaned up.
+
+    Raises:
+        AgentTakenError: an agent of this node id is alive on this host.
+    """
+    lock = NodeLock(run_root, node)
+    previous = lock.previous()
+    if previous is not None:
+        killed = clean_up(previous, run_root)
+        text = f"the last agent of this node (pid {previous.pid}) was killed; ended {len(killed)} processes of it"
+        log.warning("event=leftovers %s", text)
+    life = secrets.token_hex(8)
+    run_dir = settings.make_private(run_root / f"{_RUN_DIR_PREFIX}{life[:8]}")
+    own = process.facts(os.getpid())
+    ticks = own.start_ticks if own is not None else 0
+    lock.write(LifeRecord(node=node, pid=os.getpid(), life=life, run_dir=str(run_dir), start_ticks=ticks))
+    try:
+        yield NodeClaim(life, run_dir)
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        lock.release()
+
+
+def _read_record(descriptor: int) -> LifeRecord | None:
+    try:
+        return msgspec.json.decode(os.pread(descriptor, 65536, 0), type=LifeRecord)
+    except msgspec.DecodeError:
+        return None
+
+
+def clean_up(record: LifeRecord, run_root: Path) -> list[int]:
+    """End what a killed agent left and remove its run folder; the pids that had to be killed.
+
+    A process is its only if its environment names both the node and that very life of the agent, it belongs to this
+    user, and it started after that agent did.
+    """
+    found = [
+        one.pid
+        for one in process.every_process()
+        if one.is_alive
+        and one.start_ticks >= record.start_ticks
+        and one.pid != os.getpid()
+        and process.has_environment(one.pid, f"{MARKER_LIFE}={record.life}")
+        and process.has_environment(one.pid, f"{MARKER_NODE}={record.node}")
+    ]
+    killed = [pid for pid in found if _kill(pid)]
+    deadline = time.monotonic() + GONE_S
+    for pid in killed:
+        _await_gone(pid, deadline)
+    run_dir = Path(record.run_dir)
+    if run_dir.parent == run_root and run_dir.name.startswith(_RUN_DIR_PREFIX):
+        shutil.rmtree(run_dir, ignore_errors=True)
+    return killed
+
+
+def _kill(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _await_gone(pid: int, deadline: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        os.close(pidfd)

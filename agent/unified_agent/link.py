@@ -1,0 +1,118 @@
+"""A stream of control messages to a child, never blocking: what the socket does not take now waits here."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+from unified.protocol.framing import StreamBuffer, encode_stream
+
+MAX_WAITING_BYTES = 64 * 1024 * 1024
+"""Beyond this a peer that does not read is given up."""
+
+
+_READS_A_CALL = 16
+"""A peer that never stops talking must not keep the loop from its other work; a dead one's buffer holds less."""
+
+
+class LinkOverflowError(ConnectionError):
+    """The peer has not read for so long that no more is kept for it."""
+
+
+class Link:
+    """One end of a socket pair with a child process."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self.descriptor = end.fileno()
+        """For pollers; still known when the link has closed."""
+        self._buffer = StreamBuffer()
+        self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._num_waiting_bytes = 0
+        self.is_open = True
+
+    @property
+    def has_waiting(self) -> bool:
+        """Something is to be sent when the socket can take it."""
+        return self.is_open and bool(self._waiting)
+
+    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
+        """Send, or keep for later; a closed link drops it. Descriptors are ours from here on: sent, they are closed.
+
+        Raises:
+            LinkOverflowError: the peer does not read; the link is closed.
+        """
+        if not self.is_open:
+            _close_all(descriptors)
+            return
+        data = encode_stream(message)
+        # The first message may be of any size: a job's own configuration is in it.
+        if self._waiting and self._num_waiting_bytes + len(data) > MAX_WAITING_BYTES:
+            self.close()
+            raise LinkOverflowError(f"{MAX_WAITING_BYTES >> 20} MiB of messages wait for a process that reads none.")
+        self._waiting.append((data, descriptors))
+        self._num_waiting_bytes += len(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        while self.has_waiting:
+            data, descriptors = self._waiting[0]
+            try:
+                count = (
+                    socket.send_fds(self._socket, [data], list(descriptors))
+                    if descriptors
+                    else self._socket.send(data, socket.MSG_NOSIGNAL)
+                )
+            except BlockingIOError:
+                return
+            except OSError:  # the peer is gone; whoever watches the process says so
+                self._drop_waiting()
+                return
+            _close_all(descriptors)
+            self._num_waiting_bytes -= count
+            if count == len(data):
+                self._waiting.popleft()
+            else:
+                self._waiting[0] = (data[count:], ())
+
+    def receive(self) -> list[bytes]:
+        """Message bodies that have arrived, up to about 1 MiB a call. At end of file the link closes.
+
+        Raises:
+            ProtocolError: what arrived is no stream of messages.
+        """
+        bodies: list[bytes] = []
+        for _ in range(_READS_A_CALL):
+            if not self.is_open:
+                break
+            try:
+                data = self._socket.recv(65536)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                break
+            bodies += self._buffer.feed(data)
+        return bodies
+
+    def close(self) -> None:
+        self.is_open = False
+        self._drop_waiting()
+        self._socket.close()
+
+    def _drop_waiting(self) -> None:
+        for _, descriptors in self._waiting:
+            _close_all(descriptors)
+        self._waiting.clear()
+        self._num_waiting_bytes = 0
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

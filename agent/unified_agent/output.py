@@ -1,0 +1,223 @@
+"""What workers print: one thread reads every pipe, writes files, rotates them, and reads them back.
+
+The pipes are read as fast as the disk takes it, so that a worker never waits for its own output for long, and at most
+`max_bytes` times `max_files` of each stream is kept. All file work of the agent is done here, never in its loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import queue
+import selectors
+import threading
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from unified.protocol.agent_master import ReadAgentLog
+from unified_agent.core.events import Life
+from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
+
+log = logging.getLogger("unified_agent")
+PIPE_BYTES = 256 * 1024
+_CHUNK_BYTES = 65536
+_LAST_BYTES = 16 * 1024 * 1024
+"""At most this much is taken from the pipe of a dead worker, which a stray of its own may still be filling."""
+
+
+class OutputClosed(NamedTuple):
+    """All that a life printed is on disk."""
+
+    life: Life
+    code: int
+    last_lines: str
+
+
+class SliceRead(NamedTuple):
+    """Answer to a request for output."""
+
+    request_id: int
+    slice: LogSlice
+
+
+class OutputFailed(NamedTuple):
+    """The thread has ended by a defect: workers would soon block on full pipes."""
+
+
+class _Stream(NamedTuple):
+    descriptor: int
+    file: LogFile
+
+
+class _Watch(NamedTuple):
+    life: Life
+    out: int
+    err: int
+
+
+class _Finish(NamedTuple):
+    life: Life
+    code: int
+
+
+class _Read(NamedTuple):
+    order: ReadAgentLog
+    request_id: int
+
+
+class OutputReader:
+    """Owns the thread. Everything public is called from the daemon's loop and returns at once."""
+
+    def __init__(self, log_dir: Path, *, max_bytes: int, max_files: int) -> None:
+        self._log_dir = log_dir
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._orders: queue.SimpleQueue[_Watch | _Finish | _Read | None] = queue.SimpleQueue()
+        self._results: deque[OutputClosed | SliceRead | OutputFailed] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when `take` has something."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._streams: dict[Life, tuple[_Stream, _Stream]] = {}
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    def open(self, life: Life) -> tuple[int, int]:
+        """Pipes for a life's stdout and stderr; the ends to write to are the caller's."""
+        out_read, out_write = _pipe()
+        err_read, err_write = _pipe()
+        self._order(_Watch(life, out_read, err_read))
+        return out_write, err_write
+
+    def finish(self, life: Life, code: int) -> None:
+        """Its process has ended: take what is left in the pipes. Answered by `OutputClosed` with the same code."""
+        self._order(_Finish(life, code))
+
+    def read(self, order: ReadAgentLog, request_id: int) -> None:
+        """Answered by `SliceRead`."""
+        self._order(_Read(order, request_id))
+
+    def take(self) -> list[OutputClosed | SliceRead | OutputFailed]:
+        """What has been answered since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.ready)
+        taken: list[OutputClosed | SliceRead | OutputFailed] = []
+        while self._results:
+            taken.append(self._results.popleft())
+        return taken
+
+    def close(self) -> None:
+        """Drain every pipe and end the thread."""
+        self._order(None)
+        self._thread.join()
+        for descriptor in (self._wake, self.ready):
+            os.close(descriptor)
+
+    def _order(self, order: _Watch | _Finish | _Read | None) -> None:
+        self._orders.put(order)
+        os.eventfd_write(self._wake, 1)
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            log.exception("event=output-failed the thread that writes workers' output ended")
+            self._answer(OutputFailed())
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == self._wake:
+                    if not self._obey():
+                        return
+                elif key.fd in self._selector.get_map():  # an order of this turn may have closed it
+                    self._copy(key.data)
+
+    def _obey(self) -> bool:
+        os.eventfd_read(self._wake)
+        while not self._orders.empty():
+            order = self._orders.get()
+            match order:
+                case None:
+                    for life in list(self._streams):
+                        self._close_streams(life)
+                    self._selector.close()
+                    return False
+                case _Watch():
+                    self._watch(order)
+                case _Finish():
+                    self._answer(OutputClosed(order.life, order.code, self._close_streams(order.life)))
+                case _Read():
+                    self._answer(SliceRead(order.request_id, self._slice(order.order)))
+        return True
+
+    def _answer(self, result: OutputClosed | SliceRead | OutputFailed) -> None:
+        self._results.append(result)
+        os.eventfd_write(self.ready, 1)
+
+    def _watch(self, order: _Watch) -> None:
+        folder = self._log_dir / order.life.job_id / order.life.name
+        streams = [
+            _Stream(
+                descriptor, LogFile(folder / f"{order.life.incarnation}.{suffix}", self._max_bytes, self._max_files)
+            )
+            for descriptor, suffix in ((order.out, "out"), (order.err, "err"))
+        ]
+        for stream in streams:
+            self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
+        self._streams[order.life] = (streams[0], streams[1])
+
+    def _copy(self, stream: _Stream) -> int:
+        """Copy one chunk; 0 when there is none now, or nobody is left to write one."""
+        try:
+            data = os.read(stream.descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return 0
+        if data:
+            stream.file.write(data)
+        else:
+            self._selector.unregister(stream.descriptor)
+        return len(data)
+
+    def _close_streams(self, life: Life) -> str:
+        """Take what is left, close the files; the last lines of stderr."""
+        streams = self._streams.pop(life, None)
+        if streams is None:
+            return ""
+        for stream in streams:
+            num_bytes = 0
+            while stream.descriptor in self._selector.get_map() and num_bytes < _LAST_BYTES:
+                count = self._copy(stream)
+                if not count:
+                    break
+                num_bytes += count
+            if stream.descriptor in self._selector.get_map():
+                self._selector.unregister(stream.descriptor)
+            os.close(stream.descriptor)
+            stream.file.close()
+        return last_lines(streams[1].file.path)
+
+    def _slice(self, order: ReadAgentLog) -> LogSlice:
+        parts = (order.job_id, order.worker)
+        if any(not part or "/" in part or part in (".", "..") for part in parts):
+            return LogSlice(error=f"{'/'.join(parts)} is no worker of this node")
+        if order.stream == "both":
+            return LogSlice(
+                error="stdout and stderr are two files: read 'out' and 'err', each with an offset of its own"
+            )
+        path = self._log_dir / order.job_id / order.worker / f"{order.worker_incarnation}.{order.stream}"
+        return read_slice(path, order.offset, order.max_bytes, self._max_files)
+
+
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(read, False)
+    with contextlib.suppress(OSError):  # more than this user may have: the default size does too
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return read, write

@@ -1,0 +1,357 @@
+"""The only file of the agent that starts, signals and reaps processes.
+
+Workers are children of a zygote. The zygote says when one was forked and how it ended; the agent signals by pidfd. When
+a zygote itself is killed, the kernel kills its workers, and they become the agent's own children (it is a subreaper),
+so that their exit codes are still known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from unified import process
+from unified.errors import ProtocolError
+from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteToAgent, ZygoteUp
+from unified.protocol.framing import PROTOCOL_VERSION
+from unified.protocol.records import Failure
+from unified.protocol.worker_agent import AgentToWorker, Launch, worker_to_agent
+from unified_agent.core.events import AgentEvent, Life, WorkerNotStarted, WorkerSaid, WorkerStarted
+from unified_agent.link import Link, LinkOverflowError
+from unified_agent.sources import Sources
+from unified_agent.zygote import Zygote
+
+log = logging.getLogger("unified_agent")
+CLOSE_S = 2.0
+"""How long zygotes have to kill their workers and leave, before they are killed themselves."""
+
+
+class _Child:
+    """A worker's process, from the wish for it to its end."""
+
+    def __init__(self, life: Life, link: Link, order: Fork, descriptors: list[int]) -> None:
+        self.life = life
+        self.link = link
+        self.order = order
+        self.descriptors = descriptors
+        self.zygote: Zygote | None = None
+        """None while the order waits for a zygote that is up."""
+        self.pid = 0
+        self.pidfd = -1
+        self.is_kill_asked = False
+
+
+class Processes:
+    """All child processes of the agent."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        *,
+        python: str,
+        entry: str,
+        run_dir: Path,
+        env: Mapping[str, str],
+        on_event: Callable[[AgentEvent], None],
+        on_end: Callable[[Life, int], None],
+    ) -> None:
+        """Make the handle; nothing is started.
+
+        Args:
+            python: the interpreter of workers that name none.
+            entry: ``module:function`` that a worker runs.
+            on_event: what happened, for the core.
+            on_end: a worker's process has ended with this code, and all it said has been handed on.
+        """
+        self._sources = sources
+        self._python = python
+        self._entry = entry
+        self._run_dir = run_dir
+        self._env = dict(env)
+        self._on_event = on_event
+        self._on_end = on_end
+        self._zygotes: dict[str, Zygote] = {}
+        """By interpreter: those that take orders."""
+        self._running: dict[int, Zygote] = {}
+        """By pid: those and the ones on their way out."""
+        self._kept: set[str] = {python}
+        self._children: dict[int, _Child] = {}
+        self._numbers: dict[Life, int] = {}
+        self._count = 0
+        self._num_zygotes = 0
+        process.become_subreaper()
+
+    def warm(self) -> None:
+        """Have the zygote of the agent's own interpreter started, so that the first worker need not wait."""
+        self._zygote(self._python)
+
+    def keep(self, pythons: list[str]) -> None:
+        """Close the zygotes of other interpreters than these and our own, once they have no children."""
+        self._kept = {self._python, *pythons}
+        for python in [python for python in self._zygotes if python not in self._kept]:
+            self._close_if_idle(python)
+
+    def start(
+        self, life: Life, launch: Launch, python: str | None, is_fresh: bool, descriptors: tuple[int, int]
+    ) -> None:
+        """Have a worker's process made. `descriptors`, its stdout and stderr, are closed here once passed on."""
+        ours, theirs = socket.socketpair()
+        link = Link(ours)
+        self._count += 1
+        marker = f"UNIFIED_WORKER={launch.env.get('UNIFIED_WORKER', '')}"
+        order = Fork(child=self._count, fresh=is_fresh, marker=marker)
+        child = _Child(life, link, order, [theirs.detach(), *descriptors])
+        self._children[order.child] = child
+        self._numbers[life] = order.child
+        self._sources.watch_link(link, lambda: self._hear(child))
+        link.send(launch)
+        try:
+            zygote = self._zygote(python or self._python)
+        except OSError as error:
+            self._fail(child, "setup", f"the interpreter {python or self._python} cannot be started: {error.strerror}")
+            return
+        child.zygote = zygote
+        if zygote.is_up:
+            self._order(child)
+
+    def tell(self, life: Life, message: AgentToWorker) -> None:
+        """Send a worker a message. One that reads nothing is killed before what waits for it fills the memory."""
+        child = self._of(life)
+        if child is None:
+            return
+        try:
+            child.link.send(message)
+        except LinkOverflowError as error:
+            log.warning("event=worker-killed life=%s reason=%r", life, str(error))
+            self._sources.unwatch(child.link.descriptor)
+            self.signal(life, "kill")
+
+    def signal(self, life: Life, how: Literal["terminate", "kill"]) -> None:
+        """SIGTERM to a worker's process, or SIGKILL to its whole group."""
+        child = self._of(life)
+        if child is None:
+            return
+        if how == "terminate":
+            self._signal_pidfd(child, signal.SIGTERM)
+            return
+        child.is_kill_asked = True
+        if child.descriptors:
+            self._fail(child, "crash", "was stopped before it started")
+        elif child.pidfd >= 0 and self._signal_pidfd(child, signal.SIGKILL):
+            process.signal_group(child.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Look at every child of the agent's own that has ended. To be called upon SIGCHLD."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            zygote = self._running.pop(pid, None)
+            if zygote is not None:
+                self._on_zygote_ended(zygote, code)
+                continue
+            for child in [child for child in self._children.values() if child.pid == pid]:
+                self._end(child, code)  # adopted from a dead zygote
+
+    def close(self) -> None:
+        """End every child; returns when they are gone."""
+        zygotes = list(self._running.values())
+        deadline = time.monotonic() + CLOSE_S
+        for zygote in zygotes:
+            self._sources.unwatch(zygote.link.descriptor)
+            zygote.close()
+        for zygote in zygotes:
+            self._await_end(zygote, deadline)
+        for child in list(self._children.values()):
+            self._drop(child)
+        self._zygotes.clear()
+        self._running.clear()
+
+    def _await_end(self, zygote: Zygote, deadline: float) -> None:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            pidfd = os.pidfd_open(zygote.pid)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                poll.poll()
+            os.close(pidfd)
+            _, status = os.waitpid(zygote.pid, 0)
+            zygote.reaped(os.waitstatus_to_exitcode(status))
+
+    # Zygotes
+
+    def _zygote(self, python: str) -> Zygote:
+        known = self._zygotes.get(python)
+        if known is not None:
+            return known
+        self._num_zygotes += 1
+        zygote = Zygote(python, self._entry, self._run_dir, self._env, self._num_zygotes)
+        self._zygotes[python] = self._running[zygote.pid] = zygote
+        self._sources.watch_link(zygote.link, lambda: self._hear_zygote(zygote))
+        return zygote
+
+    def _hear_zygote(self, zygote: Zygote) -> None:
+        try:
+            words = zygote.receive()
+        except (msgspec.DecodeError, ProtocolError) as error:
+            log.error("event=zygote-unreadable pid=%d python=%s reason=%r", zygote.pid, zygote.python, str(error))
+            words = []
+            zygote.close()
+        if not zygote.link.is_open:
+            self._sources.unwatch(zygote.link.descriptor)
+        for word in words:
+            self._on_zygote_word(zygote, word)
+
+    def _on_zygote_word(self, zygote: Zygote, word: ZygoteToAgent) -> None:
+        if isinstance(word, ZygoteUp):
+            self._on_zygote_up(zygote, word)
+            return
+        child = self._children.get(word.child)
+        if child is None:
+            return
+        match word:
+            case Forked():
+                self._on_forked(child, word.pid)
+            case ForkFailed():
+                self._fail(child, "crash", f"could not be started: {word.error}")
+            case ChildExited():
+                self._end(child, word.code)
+                self._close_if_idle(zygote.python)
+
+    def _on_zygote_up(self, zygote: Zygote, word: ZygoteUp) -> None:
+        log.info("event=zygote-up pid=%d python=%s torch=%s", word.pid, zygote.python, word.has_torch)
+        zygote.is_up = word.protocol_version == PROTOCOL_VERSION
+        for child in [child for child in self._children.values() if child.zygote is zygote]:
+            if zygote.is_up:
+                self._order(child)
+            else:
+                versions = f"its unified speaks protocol version {word.protocol_version}, the agent {PROTOCOL_VERSION}"
+                text = f"the interpreter {zygote.python} cannot start workers: {versions}; install the same release."
+                self._fail(child, "setup", text)
+
+    def _order(self, child: _Child) -> None:
+        assert child.zygote is not None
+        descriptors, child.descriptors = child.descriptors, []
+        child.zygote.fork(child.order, descriptors)
+
+    def _on_forked(self, child: _Child, pid: int) -> None:
+        child.pid = pid
+        with contextlib.suppress(ProcessLookupError):
+            child.pidfd = os.pidfd_open(pid)
+            found = process.facts(pid)
+            if child.zygote is None or found is None or found.parent != child.zygote.pid:
+                os.close(child.pidfd)  # it has ended, and the number belongs to somebody else
+                child.pidfd = -1
+        self._on_event(WorkerStarted(life=child.life, pid=pid))
+        if child.is_kill_asked:
+            self.signal(child.life, "kill")
+
+    def _on_zygote_ended(self, zygote: Zygote, code: int) -> None:
+        self._hear_zygote(zygote)  # its last words may say how a worker ended
+        self._sources.unwatch(zygote.link.descriptor)
+        zygote.reaped(code)
+        zygote.close()
+        if self._zygotes.get(zygote.python) is zygote:
+            del self._zygotes[zygote.python]
+        how = process.describe_end(code)
+        children = [child for child in self._children.values() if child.zygote is zygote]
+        if code != 0 or children:
+            log.warning(
+                "event=zygote-ended pid=%d python=%s: %s; %s", zygote.pid, zygote.python, how, zygote.last_words()
+            )
+        for child in children:
+            if not zygote.is_up:
+                self._fail(child, "crash" if code < 0 else "setup", _why_no_zygote(zygote, how))
+            elif child.pid:
+                self._adopt(child)
+            else:
+                self._fail(child, "crash", f"could not be started: its zygote was {how}")
+        if zygote.is_up and zygote.python in self._kept:
+            with contextlib.suppress(OSError):
+                self._zygote(zygote.python)
+
+    def _adopt(self, child: _Child) -> None:
+        """Its zygote is dead. It is ours to reap now, unless that zygote reaped it and could not say so any more."""
+        process.signal_group(child.pid, signal.SIGKILL)
+        found = process.facts(child.pid)
+        if found is None or found.parent != os.getpid():
+            self._end(child, -signal.SIGKILL)
+
+    def _close_if_idle(self, python: str) -> None:
+        zygote = self._zygotes.get(python)
+        if zygote is None or python in self._kept or any(child.zygote is zygote for child in self._children.values()):
+            return
+        del self._zygotes[python]
+        self._sources.unwatch(zygote.link.descriptor)
+        zygote.close()
+
+    # Workers
+
+    def _of(self, life: Life) -> _Child | None:
+        number = self._numbers.get(life)
+        return None if number is None else self._children.get(number)
+
+    def _hear(self, child: _Child) -> None:
+        try:
+            for body in child.link.receive():
+                self._on_event(WorkerSaid(life=child.life, word=worker_to_agent.decode(body)))
+        except (msgspec.DecodeError, ProtocolError) as error:
+            log.error("event=worker-killed life=%s reason=%r", child.life, f"it said no message of ours: {error}")
+            child.link.close()
+            self.signal(child.life, "kill")
+        if not child.link.is_open:
+            self._sources.unwatch(child.link.descriptor)
+
+    def _signal_pidfd(self, child: _Child, number: int) -> bool:
+        if child.pidfd < 0:
+            return False
+        try:
+            signal.pidfd_send_signal(child.pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _fail(self, child: _Child, category: Literal["crash", "setup"], summary: str) -> None:
+        self._drop(child)
+        self._on_event(WorkerNotStarted(life=child.life, failure=Failure(category=category, summary=summary)))
+
+    def _end(self, child: _Child, code: int) -> None:
+        self._hear(child)
+        self._drop(child)
+        self._on_end(child.life, code)
+
+    def _drop(self, child: _Child) -> None:
+        self._sources.unwatch(child.link.descriptor)
+        child.link.close()
+        for descriptor in child.descriptors:
+            os.close(descriptor)
+        child.descriptors = []
+        if child.pidfd >= 0:
+            os.close(child.pidfd)
+            child.pidfd = -1
+        self._children.pop(child.order.child, None)
+        if self._numbers.get(child.life) == child.order.child:
+            del self._numbers[child.life]
+
+
+def _why_no_zygote(zygote: Zygote, how: str) -> str:
+    words = zygote.last_words()
+    hint = ""
+    if "No module named 'unified" in words:
+        hint = f" Install it there: {zygote.python} -m pip install unified-runtime."
+    return f"the interpreter {zygote.python} cannot start workers: {words} ({how}).{hint}"

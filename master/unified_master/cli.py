@@ -1,0 +1,70 @@
+"""`unified-master`: flags and environment to options, then the daemon."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from unified import process, settings
+from unified.errors import UnifiedError, UsageError
+from unified_master.daemon import MasterDaemon, MasterOptions
+
+_ENDPOINT = re.compile(r"(?:tcp://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?\Z")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags of `unified-master`."""
+    parser = argparse.ArgumentParser(
+        prog="unified-master",
+        description="Decides where and when the workers of all jobs live. Agents and clients connect to it.",
+        epilog="Intervals come from UNIFIED_HEARTBEAT_S, UNIFIED_LEASE_S, UNIFIED_SETTLE_S, UNIFIED_CONNECT_S, "
+        "UNIFIED_START_S, in seconds.",
+    )
+    add = parser.add_argument
+    default = f"tcp://127.0.0.1:{settings.DEFAULT_PORT}"
+    add("--bind", default=default, metavar="tcp://HOST:PORT",
+        help=f"where to listen; port 0 takes any free one (default: {default})")  # fmt: skip
+    add("--state-dir", type=Path, metavar="DIR",
+        help=f"where decisions are kept; one master a directory (default: {settings.home() / 'master'})")  # fmt: skip
+    add("--relay-bind", metavar="tcp://HOST:PORT",
+        help="where the bus relay listens (default: the host of --bind, any free port)")  # fmt: skip
+    add("--address-file", type=Path, metavar="FILE", help="write the address here once the master is ready")
+    add("--die-with-parent", action="store_true", help="end when the process that started this one ends")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the master; its exit code."""
+    arguments = build_parser().parse_args(argv)
+    if arguments.die_with_parent:
+        process.die_with_parent(signal.SIGTERM, os.getppid())
+    logging.basicConfig(
+        level=arguments.log_level.upper(), stream=sys.stderr, format="%(asctime)s master %(levelname)s %(message)s"
+    )
+    process.set_title("unified-master")
+    try:
+        options = MasterOptions(
+            bind=_endpoint("--bind", arguments.bind),
+            state_dir=arguments.state_dir or settings.home() / "master",
+            intervals=settings.intervals(),
+            relay_bind=_endpoint("--relay-bind", arguments.relay_bind) if arguments.relay_bind else None,
+            address_file=arguments.address_file,
+        )
+        return MasterDaemon(options).run()
+    except (UnifiedError, OSError, ValueError) as error:
+        print(f"unified-master: {error}", file=sys.stderr)
+        return 1
+
+
+def _endpoint(flag: str, text: str) -> str:
+    match = _ENDPOINT.match(text)
+    if match is None or int(match["port"]) > 65535:
+        raise UsageError(f"{flag} {text!r} is not an address: write tcp://HOST:PORT.")
+    return f"tcp://{match['host']}:{match['port']}"

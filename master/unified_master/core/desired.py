@@ -1,0 +1,71 @@
+"""The desired set of a node, as its agent is told."""
+
+from __future__ import annotations
+
+from unified.job.spec import RoleSpec
+from unified.protocol.agent_master import DesiredJob, DesiredWorker, DesiredWorkers
+from unified.protocol.records import Stage
+from unified_master.core import directory
+from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
+from unified_master.core.turn import Turn
+
+RESTART_GRACE_S = 2.0
+"""At most this long do the peers of a failed worker hold up its restart."""
+
+
+def send(turn: Turn, node: NodeRecord) -> None:
+    """Send the whole desired set under a new generation; later, if the node's agent is not there."""
+    node.generation += 1
+    if not node.is_connected:
+        return
+    node.sent_at = turn.now
+    turn.send(node.peer, desired_workers(turn, node))
+
+
+def send_again(turn: Turn, node: NodeRecord) -> None:
+    """The same set under the same generation: the agent seems not to have it."""
+    node.sent_at = turn.now
+    turn.send(node.peer, desired_workers(turn, node))
+
+
+def desired_workers(turn: Turn, node: NodeRecord) -> DesiredWorkers:
+    jobs = turn.cluster.jobs
+    workers = [_worker(jobs[life.job_id], node.lives[life]) for life in sorted(node.lives)]
+    job_ids = sorted({life.job_id for life in node.lives} | {life.job_id for life in node.leaving})
+    return DesiredWorkers(
+        generation=node.generation,
+        workers=workers,
+        jobs=[_job(jobs[job_id]) for job_id in job_ids if job_id in jobs],
+    )
+
+
+def _job(job: JobRecord) -> DesiredJob:
+    return DesiredJob(job_id=job.job_id, spec=job.spec, directory=directory.whole(job), stop_grace_s=_stop_grace_s(job))
+
+
+def _stop_grace_s(job: JobRecord) -> float | None:
+    if job.is_forced:
+        return 0.0
+    if job.stage in (Stage.STOPPING, Stage.STOPPED):
+        return None
+    return min(job.spec.stop_grace_s, RESTART_GRACE_S)
+
+
+def _worker(job: JobRecord, worker: WorkerRecord) -> DesiredWorker:
+    if worker.kind == "store":
+        return DesiredWorker(job_id=job.job_id, name=worker.name, worker_incarnation=worker.incarnation, kind="store")
+    role: RoleSpec = job.spec.role(worker.role)
+    return DesiredWorker(
+        job_id=job.job_id,
+        name=worker.name,
+        worker_incarnation=worker.incarnation,
+        kind="worker",
+        role=worker.role,
+        rank=worker.rank,
+        world_size=role.total,
+        local_rank=worker.rank % role.per_group,
+        local_world_size=role.per_group,
+        node_rank=worker.rank // role.per_group,
+        devices=[index for kind, index in (worker.claim.devices if worker.claim else ()) if kind == "device"],
+        run=worker.run,
+    )

@@ -1,0 +1,73 @@
+"""Who can be called: the directory entry of each worker's newest life, and the news of it for agents."""
+
+from __future__ import annotations
+
+from unified.protocol.agent_master import DirectoryChanged
+from unified.protocol.records import DirectoryEntry, Inbox, Reachability, Stage, WorkerState
+from unified_master.core.state import JobRecord, WorkerRecord
+from unified_master.core.turn import Turn
+
+_REACHABLE = (WorkerState.READY, WorkerState.RUNNING, WorkerState.FINISHED, WorkerState.STOPPING)
+
+
+def publish(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
+    """Note the worker's entry if it changed; `flush` sends it."""
+    entry = _entry(job, worker)
+    if entry is None or entry == worker.entry:
+        return
+    worker.entry = entry
+    turn.touch_worker(job, worker)
+    turn.news.setdefault(job.job_id, {})[worker.name] = entry
+
+
+def whole(job: JobRecord) -> list[DirectoryEntry]:
+    """Every entry of a job, by role and rank."""
+    return [worker.entry for worker in job.workers.values() if worker.entry is not None]
+
+
+def flush(turn: Turn) -> None:
+    """Send the news to the nodes of each job that are not about to get the whole directory anyway."""
+    for job_id, entries in turn.news.items():
+        job = turn.cluster.jobs[job_id]
+        if job.stage is Stage.INIT:
+            continue  # nobody runs yet; the order to run brings the whole directory
+        names = {worker.node for worker in job.workers.values() if worker.is_desired}
+        if job.is_ending:  # workers that are still stopping may wait for one that is gone
+            names |= {leaving.node for leaving in turn.cluster.leaving_of(job_id)}
+        for name in sorted(names):
+            if name not in turn.to_send and (node := turn.connected_node(name)) is not None:
+                turn.send(node.peer, DirectoryChanged(job_id=job_id, entries=list(entries.values())))
+
+
+def _entry(job: JobRecord, worker: WorkerRecord) -> DirectoryEntry | None:
+    """What is true of the newest life; None as long as nobody could have heard of it."""
+    if worker.kind == "store" or worker.incarnation < 0:
+        return None
+    has_exited = worker.state is WorkerState.EXITED
+    if worker.inbox is not None and worker.state in _REACHABLE and (worker.is_desired or job.is_ending):
+        return _write(worker, Reachability.ALIVE, "", worker.inbox)
+    if not has_exited and worker.is_desired and not job.is_ending:
+        return worker.entry  # a life that is being born: the end of the one before it stays published
+    is_last = job.is_ending or worker.has_ended_well
+    return _write(
+        worker, Reachability.ENDED if is_last else Reachability.DEAD, _why(job, worker, is_last=is_last), None
+    )
+
+
+def _write(worker: WorkerRecord, state: Reachability, reason: str, inbox: Inbox | None) -> DirectoryEntry:
+    return DirectoryEntry(
+        worker=worker.name,
+        incarnation=worker.incarnation,
+        state=state,
+        inbox=inbox,
+        node=worker.node,
+        reason=reason,
+    )
+
+
+def _why(job: JobRecord, worker: WorkerRecord, *, is_last: bool) -> str:
+    if worker.failure is not None:
+        return worker.failure.summary
+    if job.is_ending and is_last:
+        return f"job {job.job_id} ends: {job.reason}"
+    return "its entry point is done" if is_last else worker.reason

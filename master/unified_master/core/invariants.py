@@ -1,0 +1,137 @@
+"""What must always be true of the cluster. Tests and the simulator ask after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unified.protocol.records import NodeState, Stage, WorkerState
+from unified_master.core.room import EPSILON
+from unified_master.core.state import Cluster, DeviceKey, JobRecord, NodeRecord
+
+
+def check(cluster: Cluster) -> list[str]:
+    """Broken invariants, each as a sentence; empty when all is well."""
+    broken: list[str] = []
+    for node in cluster.nodes.values():
+        broken += _node(cluster, node)
+    for job in cluster.jobs.values():
+        broken += _seats(cluster, job)
+        broken += _stage(cluster, job)
+        broken += _rounds(job)
+        broken += _budgets(job)
+    broken += _waiting(cluster)
+    return broken
+
+
+def _node(cluster: Cluster, node: NodeRecord) -> Iterator[str]:
+    has = node.info.resources
+    claims = list(node.claims.values())
+    for field in ("cpu", "memory_mb", "disk_mb"):
+        used = sum(getattr(claim, field) for claim in claims)
+        if used > getattr(has, field) + EPSILON:
+            yield f"node {node.name}: {used:g} of {getattr(has, field):g} {field} are claimed"
+    shares: dict[DeviceKey, float] = {}
+    for claim in claims:
+        for key in claim.devices:
+            shares[key] = shares.get(key, 0.0) + claim.share
+    yield from (
+        f"node {node.name}: {share:g} of device {key} is claimed" for key, share in shares.items() if share > 1 + 1e-4
+    )
+    for name in {name for claim in claims for name in claim.user_defined}:
+        used = sum(claim.user_defined.get(name, 0.0) for claim in claims)
+        if used > has.user_defined.get(name, 0.0) + EPSILON:
+            yield f"node {node.name}: {used:g} of {has.user_defined.get(name, 0.0):g} {name} are claimed"
+    if node.state is NodeState.LOST and (node.lives or node.claims or node.leaving):
+        yield f"node {node.name} is lost and still has workers"
+    if node.state is NodeState.ALIVE and node.name not in cluster.leases:
+        yield f"node {node.name} is alive without a lease"
+    for life, worker in node.lives.items():
+        if worker.life != life or worker.node != node.name or not worker.is_desired:
+            yield f"node {node.name}: {life} is listed, but its worker is {worker.life} on {worker.node}"
+        if life in node.leaving:
+            yield f"node {node.name}: {life} is both desired and leaving"
+
+
+def _seats(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+    """At most one desired life for each worker, where the worker has its place."""
+    devices: dict[str, set[DeviceKey]] = {}
+    for worker in job.workers.values():
+        homes = [
+            node.name
+            for node in cluster.nodes.values()
+            for life in node.lives
+            if life.job_id == job.job_id and life.worker == worker.name
+        ]
+        if homes != ([worker.node] if worker.is_desired else []):
+            yield f"{worker.life}: desired={worker.is_desired} on {worker.node!r}, listed on {homes}"
+        holders = [node.name for node in cluster.nodes.values() if worker.place_key in node.claims]
+        if holders != ([worker.node] if worker.claim is not None else []):
+            yield f"{worker.life}: has its place on {worker.node!r}, claims on {holders}"
+        if worker.is_desired and worker.claim is None:
+            yield f"{worker.life} is desired without a place"
+        if worker.claim is not None:
+            devices.setdefault(worker.node, set()).update(worker.claim.devices)
+    for name, keys in devices.items():
+        if len(keys) > job.spec.device_per_node:
+            yield f"job {job.job_id} uses {len(keys)} devices of {name}; device_per_node={job.spec.device_per_node}"
+
+
+def _stage(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+    holds = [worker.name for worker in job.workers.values() if worker.claim is not None]
+    desired = [worker.name for worker in job.workers.values() if worker.is_desired]
+    if (job.is_waiting or job.stage is Stage.STOPPED) and (holds or desired):
+        yield f"job {job.job_id} is {job.stage} without a place, yet holds {holds} and desires {desired}"
+    if job.is_ending and (desired or job.outcome is None):
+        yield f"job {job.job_id} is {job.stage} with outcome {job.outcome}, yet desires {desired}"
+    if (job.stage is Stage.STOPPED) != (job.exit_code is not None):
+        yield f"job {job.job_id} is {job.stage} with exit code {job.exit_code}"
+    if job.restart_at is not None and ("restart", job.job_id) not in cluster.timers:
+        yield f"job {job.job_id} waits to restart, and nothing will wake it"
+    if job.restart_at is None and any(worker.is_held for worker in job.workers.values()):
+        yield f"job {job.job_id} holds workers back for ever"
+    for role in job.roles.values():
+        if role.suspect and ("settle", job.job_id, role.name) not in cluster.timers:
+            yield f"role {role.name} of {job.job_id} has a suspect, and nothing will settle it"
+
+
+def _rounds(job: JobRecord) -> Iterator[str]:
+    """The members of a round are all of the role, with ranks from 0 and one store prefix."""
+    for role in job.elastic_roles():
+        orders = [worker.run for worker in job.ranks(role.name) if worker.is_desired and worker.run is not None]
+        newest = [order for order in orders if order.round == job.roles[role.name].round]
+        if len(newest) != len(orders):
+            yield f"role {role.name} of {job.job_id} has orders of rounds {sorted({order.round for order in orders})}"
+        if len({order.store_prefix for order in newest}) > 1:
+            yield f"round {job.roles[role.name].round} of role {role.name} of {job.job_id} has two prefixes"
+        for worker in job.ranks(role.name):
+            order = worker.run
+            if order is not None and (order.rank, order.world_size) != (worker.rank, role.total):
+                yield f"{worker.life} has rank {order.rank} of {order.world_size}"
+
+
+def _budgets(job: JobRecord) -> Iterator[str]:
+    allowed = 1 if job.is_ending else 0  # the failure that ended the job is counted, too
+    if job.num_charged_restarts > job.spec.job_max_restart:
+        yield f"job {job.job_id} restarted {job.num_charged_restarts} times"
+    if job.num_node_restarts > job.spec.node_max_restart + allowed:
+        yield f"job {job.job_id} survived {job.num_node_restarts} lost nodes"
+    for worker in job.workers.values():
+        if worker.kind == "worker" and worker.num_failures > job.spec.role(worker.role).max_restart + allowed:
+            yield f"{worker.name} of {job.job_id} was charged {worker.num_failures} failures and goes on"
+
+
+def _waiting(cluster: Cluster) -> Iterator[str]:
+    """Whoever waits has somebody who will answer."""
+    for job_id, polls in cluster.polls.items():
+        for poll in polls:
+            key = ("poll", job_id, poll.peer.hex(), str(poll.request_id))
+            if key not in cluster.timers or job_id not in cluster.jobs:
+                yield f"a poll for {job_id} waits for ever"
+    for number in cluster.reads:
+        if ("read", str(number)) not in cluster.timers:
+            yield f"log read {number} waits for ever"
+    for job in cluster.jobs.values():
+        for worker in job.workers.values():
+            is_due = worker.is_desired and worker.state is WorkerState.STARTING
+            if is_due and ("start", job.job_id, worker.name, str(worker.incarnation)) not in cluster.timers:
+                yield f"{worker.life} may start for ever"

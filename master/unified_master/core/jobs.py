@@ -1,0 +1,134 @@
+"""The life of a job: accepted, ready, running, done. Where it goes next is read off its workers, at any time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from unified.errors import JobNameError
+from unified.job.names import check_job_name
+from unified.job.spec import JobSpec, RoleSpec
+from unified.protocol.records import JOB_MOVES, Stage, WorkerState, raw
+from unified_master.core import recovery, rendezvous, stopping
+from unified_master.core.state import JobRecord, RoleRecord, WorkerRecord
+from unified_master.core.turn import Turn, count
+
+MAX_WORKERS = 100_000
+MAX_ENDED = 1000
+"""Jobs that have ended and are still known."""
+
+
+def faults_of(spec: JobSpec) -> Iterator[str]:
+    """What is wrong with a job that came over the wire; the builder checks more, and says it better."""
+    try:
+        check_job_name(spec.name)
+    except JobNameError as error:
+        yield str(error)
+    names = [role.name for role in spec.roles]
+    if not names:
+        yield f"job {spec.name} has no role."
+    if len(set(names)) != len(names):
+        yield f"job {spec.name} has two roles of one name."
+    if spec.device_per_node < 1:
+        yield f"job {spec.name}: device_per_node must be at least 1."
+    if not math.isfinite(spec.stop_grace_s) or spec.stop_grace_s < 0:
+        yield f"job {spec.name}: stop_grace_s must be 0 or more seconds."
+    if sum(max(0, role.total) for role in spec.roles) > MAX_WORKERS:
+        yield f"job {spec.name} has more than {MAX_WORKERS} workers."
+        return
+    counts: dict[str, int] = {}
+    for role in spec.roles:
+        yield from _role_faults(role)
+        count = role.total // max(1, role.per_group)
+        if role.collocation and counts.setdefault(role.collocation, count) != count:
+            yield f"role {role.name}: collocated roles must have the same number of groups."
+
+
+def accept(turn: Turn, spec: JobSpec) -> JobRecord:
+    """Take a job into the queue."""
+    cluster = turn.cluster
+    sequence = cluster.next_sequence
+    cluster.next_sequence += 1
+    job = JobRecord(
+        job_id=f"{spec.name}-{sequence}",
+        sequence=sequence,
+        submitted_at=turn.now,
+        spec=spec,
+        version=cluster.first_number,
+        roles={role.name: RoleRecord(name=role.name) for role in spec.roles},
+    )
+    for role in spec.roles:
+        for rank in range(role.total):
+            name = role.worker(rank)
+            job.workers[name] = WorkerRecord(job_id=job.job_id, name=name, role=role.name, rank=rank)
+    cluster.jobs[job.job_id] = job
+    turn.save("meta", "next_sequence", str(cluster.next_sequence).encode())
+    turn.save("spec", job.job_id, raw(spec))
+    for worker in job.workers.values():
+        turn.touch_worker(job, worker)
+    by = f" by {spec.submitted_by}" if spec.submitted_by else ""
+    shape = ", ".join(f"{role.name}={role.total}" for role in spec.roles)
+    turn.decide("job-submitted", f"submitted{by}: {shape}", job)
+    turn.wants_schedule = True
+    return job
+
+
+def advance(turn: Turn, job: JobRecord) -> None:
+    """Let the job take every step that its workers' states allow."""
+    recovery.judge_pending(turn, job)
+    if job.stage is Stage.STOPPING:
+        stopping.settle_stop(turn, job)
+        return
+    if job.stage is Stage.STOPPED or not job.is_placed:
+        return
+    workers = [worker for worker in job.workers.values() if worker.kind == "worker"]
+    if job.stage is Stage.INIT:
+        if not rendezvous.is_store_ready(job) or not all(rendezvous.is_ready(job, worker) for worker in workers):
+            return
+        job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.READY)
+        turn.decide("job-ready", f"{count(len(workers), 'worker')} answered", job)
+    rendezvous.give_orders(turn, job)
+    if job.stage is Stage.READY and not any(_is_starting(worker) for worker in workers):
+        job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.RUNNING)
+        job.started_at = job.started_at or turn.now
+        turn.decide("job-running", "all workers run", job)
+    if job.stage is Stage.RUNNING and _is_done(job):
+        stopping.begin_stop(turn, job, 0, "done: every worker that the job waits for has finished")
+
+
+def prune(turn: Turn) -> None:
+    """Forget the oldest of the jobs that have ended."""
+    cluster = turn.cluster
+    ended = [job for job in cluster.jobs.values() if job.stage is Stage.STOPPED]
+    for job in sorted(ended, key=lambda job: job.sequence)[: max(0, len(ended) - MAX_ENDED)]:
+        del cluster.jobs[job.job_id]
+        cluster.events.pop(job.job_id, None)
+        turn.save("spec", job.job_id, None)
+        turn.save("job", job.job_id, None)
+        for worker in job.workers.values():
+            turn.save("worker", f"{job.job_id}/{worker.name}", None)
+
+
+def _is_starting(worker: WorkerRecord) -> bool:
+    return worker.is_held or worker.state in (WorkerState.STARTING, WorkerState.READY)
+
+
+def _is_done(job: JobRecord) -> bool:
+    return all(worker.is_done for role in job.driver_roles() for worker in job.ranks(role.name))
+
+
+def _role_faults(role: RoleSpec) -> Iterator[str]:
+    if not role.name or len(role.name) > 63 or not all(letter.isalnum() or letter in "._-" for letter in role.name):
+        yield f"role name {role.name[:64]!r} is not allowed: at most 63 letters, digits and ._- only."
+    if role.name.startswith("."):
+        yield f"role name {role.name!r} must not begin with a dot."
+    if role.total < 0 or role.per_group < 1:
+        yield f"role {role.name}: total must be at least 0 and per_group at least 1."
+    elif role.total % role.per_group:
+        yield f"role {role.name}: total={role.total} cannot be cut into groups of {role.per_group}."
+    needs = role.resources
+    amounts = [needs.cpu, needs.memory_mb, needs.disk_mb, needs.accelerator, *needs.user_defined.values()]
+    if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):
+        yield f"role {role.name}: an amount of a resource must be a number from 0 upwards."
+    if role.max_restart < 0 or role.per_node_max_failure < 0:
+        yield f"role {role.name}: max_restart and per_node_max_failure must not be negative."

@@ -1,0 +1,132 @@
+"""The master's core: one entry, `step(now, event) -> actions`. It decides everything and touches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from unified.protocol.agent_master import (
+    AgentLeaving,
+    Heartbeat,
+    LogRead,
+    ObservedWorkers,
+    RegisterAgain,
+    RegisterAgent,
+)
+from unified.protocol.records import EventRecord
+from unified.settings import Intervals
+from unified_master.core import desired, directory, jobs, nodes, observing, queue, recovery, requests, restart
+from unified_master.core.actions import MasterAction
+from unified_master.core.events import MasterEvent, Received, TimePassed
+from unified_master.core.restore import Record, restore
+from unified_master.core.state import Cluster, TimerKey
+from unified_master.core.turn import Turn
+
+
+class MasterCore:
+    """Placement, rounds, restarts, leases, lives of jobs: pure and deterministic.
+
+    Args:
+        intervals: leases, heartbeats and deadlines, in seconds.
+        relay: address of the bus relay, for agents; empty if there is none.
+
+    Time is seconds since 1970 on a clock that never goes back while the master lives; it is an argument of each call.
+    """
+
+    def __init__(self, intervals: Intervals, relay: str = "") -> None:
+        self.relay = relay
+        self.cluster = Cluster(intervals)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `TimePassed` is due; None if nothing is awaited."""
+        deadlines = [self.cluster.timers.next_deadline, self.cluster.leases.next_check]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def restore(
+        self, now: float, records: Iterable[Record] = (), events: Iterable[EventRecord] = ()
+    ) -> list[MasterAction]:
+        """Begin a reign, with what an earlier one saved. Call it once, before the first step.
+
+        Raises:
+            RestoreError: the records are not readable.
+        """
+        turn = Turn(now, self.cluster)
+        restore(turn, records, events)
+        return self._finish(turn)
+
+    def step(self, now: float, event: MasterEvent) -> list[MasterAction]:
+        """What to do about an event. Every event has an answer in every state, even if it is nothing."""
+        turn = Turn(now, self.cluster)
+        match event:
+            case Received():
+                self._received(turn, event)
+            case TimePassed():
+                self._time_passed(turn)
+            case _:
+                assert_never(event)
+        return self._finish(turn)
+
+    def _received(self, turn: Turn, event: Received) -> None:
+        peer, number, message = event.peer, event.request_id, event.message
+        match message:
+            case RegisterAgent():
+                nodes.register(turn, peer, number, message, self.relay)
+            case Heartbeat():
+                nodes.heartbeat(turn, peer, number, message)
+            case ObservedWorkers():
+                node = nodes.meet(turn, peer, message.node, message.incarnation)
+                if node is None:
+                    turn.send(peer, RegisterAgain(), number)
+                else:
+                    observing.observe(turn, node, message)
+            case LogRead():
+                if nodes.meet(turn, peer, message.node, message.incarnation) is not None:
+                    requests.log_read(turn, number, message)
+            case AgentLeaving():
+                nodes.leave(turn, peer, message)
+            case _:
+                answer = requests.answer(turn, peer, number, message)
+                if answer is not None:
+                    turn.send(peer, answer, number)
+
+    def _time_passed(self, turn: Turn) -> None:
+        for name in self.cluster.leases.expired(turn.now):
+            nodes.expire(turn, name)
+        for key in self.cluster.timers.due(turn.now):
+            self._timer_fired(turn, key)
+
+    def _timer_fired(self, turn: Turn, key: TimerKey) -> None:
+        match key[0]:
+            case "poll":
+                requests.poll_overdue(turn, key)
+            case "read":
+                requests.read_overdue(turn, int(key[1]))
+            case "forget":
+                nodes.forget(turn, key[1])
+            case "start":
+                observing.start_overdue(turn, key)
+            case "settle" | "restart" if (job := self.cluster.jobs.get(key[1])) is not None:
+                if key[0] == "settle":
+                    recovery.settle(turn, job, key[2])
+                elif not job.is_ending:
+                    restart.begin_held(turn, job)
+
+    def _finish(self, turn: Turn) -> list[MasterAction]:
+        """Follow the consequences to their end; then save, and only then send."""
+        while turn.to_advance or turn.wants_schedule:
+            for job_id in list(turn.to_advance):
+                del turn.to_advance[job_id]
+                if (job := self.cluster.jobs.get(job_id)) is not None:
+                    jobs.advance(turn, job)
+            if turn.wants_schedule and not turn.to_advance:
+                turn.wants_schedule = False
+                queue.schedule(turn)
+                jobs.prune(turn)
+        for job in turn.flush_saves():
+            requests.answer_polls(turn, job)
+        directory.flush(turn)
+        for name in sorted(turn.to_send):
+            if (node := self.cluster.nodes.get(name)) is not None:
+                desired.send(turn, node)
+        return turn.actions

@@ -1,0 +1,205 @@
+"""Nodes: agents that register, renew their leases, leave and are lost."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import msgspec
+
+from unified.job.spec import Value
+from unified.protocol.agent_master import (
+    AgentLeaving,
+    AgentRefused,
+    AgentRegistered,
+    Heartbeat,
+    HeartbeatSeen,
+    RegisterAgain,
+    RegisterAgent,
+)
+from unified.protocol.client_master import Refused
+from unified.protocol.records import NODE_MOVES, NodeState
+from unified_master.core import desired, recovery
+from unified_master.core.state import NodeRecord
+from unified_master.core.turn import Turn, count
+
+FORGET_S = 3600.0
+"""A lost node is shown for this long."""
+GRACE_LEASES = 3
+"""After a restart of the master its nodes have this many leases' time to come back."""
+REBORN = "its agent was started again"
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
+
+
+class NodeMemory(Value, frozen=True, kw_only=True):
+    """What the store keeps of a node."""
+
+    info: RegisterAgent
+    state: NodeState
+    reason: str
+
+
+def register(turn: Turn, peer: bytes, request_id: int, info: RegisterAgent, relay: str) -> None:
+    """Welcome an agent, or say why not."""
+    known = turn.cluster.nodes.get(info.node)
+    refusal = _refusal(known, info)
+    if refusal:
+        turn.report("agent-refused", refusal, node=info.node)
+        turn.send(peer, AgentRefused(reason=refusal), request_id)
+        return
+    is_reborn = known is not None and known.state is NodeState.ALIVE and known.info.incarnation != info.incarnation
+    if known is not None and is_reborn:
+        _mark_lost(turn, known, REBORN)
+    node = _join(turn, known, info, peer)
+    if is_reborn:
+        _recover(turn, node, REBORN)  # only now, so that its workers may come back to it
+    turn.cluster.leases.renew(node.name, turn.now)
+    terms = turn.cluster.intervals
+    turn.send(peer, AgentRegistered(lease_s=terms.lease_s, heartbeat_s=terms.heartbeat_s, relay=relay), request_id)
+    turn.touch_node(node.name)
+    turn.wants_schedule = True
+
+
+def heartbeat(turn: Turn, peer: bytes, request_id: int, message: Heartbeat) -> None:
+    """Renew a lease; send the desired set again if the agent seems to have missed it."""
+    node = meet(turn, peer, message.node, message.incarnation)
+    if node is None:
+        turn.send(peer, RegisterAgain(), request_id)
+        return
+    turn.send(peer, HeartbeatSeen(), request_id)
+    if node.peer != peer:
+        # A new connection: what was on its way in the old one may be lost, in both directions.
+        node.peer = peer
+        turn.send(peer, RegisterAgain())
+    elif message.generation < node.generation and turn.now - node.sent_at > 2 * turn.cluster.intervals.heartbeat_s:
+        desired.send_again(turn, node)
+    catch_up(turn, node, message.generation)
+
+
+def meet(turn: Turn, peer: bytes, name: str, incarnation: str) -> NodeRecord | None:
+    """The node that speaks, its lease renewed; None if it must register (again)."""
+    node = turn.cluster.nodes.get(name)
+    if node is None or not node.is_connected or node.info.incarnation != incarnation:
+        return None
+    node.seen_at = turn.now
+    turn.cluster.leases.renew(name, turn.now)
+    return node
+
+
+def catch_up(turn: Turn, node: NodeRecord, generation: int) -> None:
+    """An agent ahead of us has met a master whose state directory is gone: go past it, or it would not listen."""
+    if generation > node.generation:
+        node.generation = generation
+        turn.touch_node(node.name)
+
+
+def leave(turn: Turn, peer: bytes, message: AgentLeaving) -> None:
+    """An agent stopped in order; its workers are gone."""
+    node = meet(turn, peer, message.node, message.incarnation)
+    if node is not None:
+        lose(turn, node, f"its agent stopped: {message.reason}")
+
+
+def expire(turn: Turn, name: str) -> None:
+    """A lease ran out."""
+    node = turn.cluster.nodes[name]
+    if node.state is NodeState.ALIVE:
+        silent_s = turn.now - node.seen_at
+        lose(turn, node, f"nothing was heard from its agent for {silent_s:.1f} s")
+
+
+def lose(turn: Turn, node: NodeRecord, reason: str) -> None:
+    """Take a node for lost, with all that ran on it."""
+    _mark_lost(turn, node, reason)
+    _recover(turn, node, reason)
+
+
+def _mark_lost(turn: Turn, node: NodeRecord, reason: str) -> None:
+    node.state = NODE_MOVES.check(node.name, node.state, NodeState.LOST)
+    node.reason = reason
+    node.is_registered = node.has_reported = False
+    turn.cluster.leases.drop(node.name)
+    turn.cluster.timers.arm(("forget", node.name), turn.now + FORGET_S)
+    turn.report("node-lost", reason, node=node.name)
+    remember(turn, node)
+    node.leaving.clear()
+    turn.touch_ending_jobs()
+    _answer_reads(turn, node, reason)
+    turn.wants_schedule = True
+
+
+def _recover(turn: Turn, node: NodeRecord, reason: str) -> None:
+    """Replace what the node took along, job by job, oldest first."""
+    for job in sorted(turn.cluster.jobs.values(), key=lambda job: job.sequence):
+        if any(worker.node == node.name for worker in job.workers.values()):
+            recovery.on_node_lost(turn, job, node, reason)
+
+
+def forget(turn: Turn, name: str) -> None:
+    """A node that was lost long ago is shown no more."""
+    node = turn.cluster.nodes.get(name)
+    if node is not None and node.state is NodeState.LOST:
+        del turn.cluster.nodes[name]
+        turn.save("node", name, None)
+
+
+def remember(turn: Turn, node: NodeRecord) -> None:
+    memory = NodeMemory(info=node.info, state=node.state, reason=node.reason)
+    turn.save("node", node.name, msgspec.msgpack.encode(memory))
+
+
+def _refusal(known: NodeRecord | None, info: RegisterAgent) -> str:
+    """Why an agent is not welcome; empty if it is."""
+    if not _NODE_NAME.match(info.node):
+        return f"node id {info.node[:64]!r} is not allowed: at most 63 letters, digits and ._- only."
+    amounts = [info.resources.cpu, info.resources.memory_mb, info.resources.disk_mb]
+    amounts += info.resources.user_defined.values()
+    if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):
+        return f"node {info.node} offers an amount of a resource that is not a number from 0 upwards."
+    indices = [device.index for device in info.resources.devices]
+    if len(set(indices)) != len(indices) or any(index < 0 for index in indices):
+        return f"node {info.node} lists two devices with one index, or a negative index."
+    is_other_host = known is not None and known.info.host_id != info.host_id
+    if known is not None and known.state is NodeState.ALIVE and is_other_host:
+        return (
+            f"node id {info.node} is taken by the agent on {known.info.hostname} (pid {known.info.pid}), "
+            f"which is alive: give this one, on {info.hostname}, another --node-id."
+        )
+    return ""
+
+
+def _join(turn: Turn, known: NodeRecord | None, info: RegisterAgent, peer: bytes) -> NodeRecord:
+    """The record of a node that registers."""
+    if known is None:
+        node = NodeRecord(info=info, generation=turn.cluster.first_number)
+        turn.cluster.nodes[info.node] = node
+    else:
+        node = known
+        if node.state is NodeState.LOST:
+            node.state = NODE_MOVES.check(node.name, node.state, NodeState.ALIVE)
+    is_news = not node.is_registered
+    if known is None or known.info.incarnation != info.incarnation:
+        node.has_reported = True  # a new life of an agent has no workers
+    node.info = info
+    node.peer = peer
+    node.seen_at = turn.now
+    node.is_registered = True
+    node.reason = ""
+    turn.cluster.timers.cancel(("forget", node.name))
+    remember(turn, node)
+    if is_news:
+        offer = info.resources
+        devices = count(len(offer.devices), "device")
+        text = f"{info.hostname} at {info.address}: {offer.cpu:g} CPU cores, {offer.memory_mb:.0f} MB, {devices}"
+        turn.report("node-joined", text, node=node.name)
+    return node
+
+
+def _answer_reads(turn: Turn, node: NodeRecord, reason: str) -> None:
+    """Nobody will answer for this node now."""
+    for number, read in list(turn.cluster.reads.items()):
+        if read.node == node.name:
+            del turn.cluster.reads[number]
+            turn.cluster.timers.cancel(("read", str(number)))
+            text = f"the log of {read.life.worker} is on node {node.name}, which was lost: {reason}."
+            turn.send(read.peer, Refused(code="unavailable", reason=text), read.request_id)

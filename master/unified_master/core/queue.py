@@ -1,0 +1,105 @@
+"""The queue of jobs: first come first served, all of a job or nothing of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from unified.protocol.records import JOB_MOVES, Stage, WorkerState
+from unified_master.core import lives, rendezvous
+from unified_master.core.placement import Plan, Seat, place, units_of
+from unified_master.core.state import Cluster, JobRecord
+from unified_master.core.turn import Turn
+
+MAX_NAMED = 16
+"""Nodes that a sentence lists by name."""
+
+
+def waiting(cluster: Cluster) -> list[JobRecord]:
+    """Jobs without a place, oldest first."""
+    return sorted((job for job in cluster.jobs.values() if job.is_waiting), key=lambda job: job.sequence)
+
+
+def schedule(turn: Turn) -> None:
+    """Place every waiting job that fits and is not behind one that could fit."""
+    ahead: JobRecord | None = None
+    for job in waiting(turn.cluster):
+        if ahead is not None:
+            _wait(turn, job, behind(ahead))
+            continue
+        if turn.cluster.leaving_of(job.job_id):
+            _wait(turn, job, "its former workers are still stopping")
+        else:
+            found = plan_for(turn.cluster, job)
+            if found.fits:
+                launch(turn, job, found.seats)
+                continue
+            _wait(turn, job, found.reason)
+        if could_ever_fit(turn.cluster, job):
+            ahead = job
+
+
+def plan_for(cluster: Cluster, job: JobRecord) -> Plan:
+    return place(cluster, job, units_of(job.spec))
+
+
+def could_ever_fit(cluster: Cluster, job: JobRecord) -> bool:
+    """The job would fit if nothing else ran on the nodes that are alive."""
+    return place(cluster, job, units_of(job.spec), is_empty=True).fits
+
+
+def blocker(cluster: Cluster) -> JobRecord | None:
+    """The waiting job that all later ones are behind."""
+    return next((job for job in waiting(cluster) if could_ever_fit(cluster, job)), None)
+
+
+def behind(job: JobRecord) -> str:
+    return f"job {job.job_id} came first and waits for room"
+
+
+def launch(turn: Turn, job: JobRecord, seats: Iterable[Seat]) -> None:
+    """Take the seats and begin a life of every worker."""
+    job.is_placed = True
+    for seat in seats:
+        lives.take_seat(turn, job, job.workers[seat.worker], turn.cluster.nodes[seat.node], seat.claim)
+    counts = Counter(worker.node for worker in job.workers.values() if worker.claim is not None)
+    turn.decide("job-placed", f"placed on {_where(counts)}", job)
+    for worker in list(job.workers.values()):
+        if worker.claim is not None and worker.kind == "worker":
+            lives.begin_life(turn, job, worker, "the job was placed")
+    if any(worker.claim is not None for worker in job.workers.values()):
+        rendezvous.settle_store(turn, job, "the job was placed")
+
+
+def requeue(turn: Turn, job: JobRecord, reason: str) -> None:
+    """Give up every place of a job, so that it waits in the queue like any other."""
+    if job.stage is not Stage.INIT:
+        job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.INIT)
+    job.is_placed = False
+    job.restart_at = None
+    turn.cluster.timers.cancel(("restart", job.job_id))
+    for role in job.roles.values():
+        role.suspect = role.pending = ""
+    for worker in job.workers.values():
+        lives.end_life(turn, job, worker)
+        lives.leave_seat(turn, job, worker)
+        worker.is_held = False
+        if worker.state is not WorkerState.EXITED:
+            worker.reason = "the job waits for room"
+    turn.wants_schedule = True
+    turn.decide("job-requeued", reason, job)
+
+
+def _where(counts: Counter[str]) -> str:
+    if not counts:
+        return "no node: it has no workers"
+    if len(counts) > MAX_NAMED:
+        return f"{len(counts)} nodes ({counts.total()} workers)"
+    return ", ".join(f"{node} ({number})" for node, number in sorted(counts.items()))
+
+
+def _wait(turn: Turn, job: JobRecord, reason: str) -> None:
+    """Say why the job waits, once for each reason."""
+    reason = f"waits: {reason}"
+    if job.reason != reason:
+        turn.decide("job-waits", reason, job)

@@ -1,0 +1,298 @@
+"""What follows from a failure: who is charged, which budget it comes out of, and who starts again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from unified.core.backoff import Backoff
+from unified.job.spec import JobSpec, RoleSpec
+from unified.protocol.records import Failure, NodeState, Stage, WorkerState
+from unified_master.core import directory, lives, queue, stopping
+from unified_master.core.placement import Plan
+from unified_master.core.restart import restart, restart_job, unfinished_elastic
+from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
+from unified_master.core.turn import Turn
+
+QUICK_S = 1.0
+"""A life that fails this soon after it began to run is followed by a longer and longer wait."""
+BACKOFF = Backoff()
+
+
+class Refusal(NamedTuple):
+    """Why a failure may not be repaired."""
+
+    limit: str
+    why: str
+
+
+def on_failure(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure) -> None:
+    """A desired life has ended badly: settle who is to blame, then decide."""
+    worker.state = WorkerState.EXITED
+    worker.failure = failure
+    turn.touch_worker(job, worker)
+    directory.publish(turn, job, worker)
+    turn.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, worker.node)
+    if job.is_ending:
+        return
+    if worker.kind == "store":
+        _store_failed(turn, job, worker, failure)
+        return
+    if failure.category == "setup":
+        limit = "not restarted: a setup failure would happen again"
+        stopping.end_badly(turn, job, worker, failure, limit, limit)
+        return
+    role = job.roles[worker.role]
+    if not failure.is_collateral:
+        _clear_suspect(turn, job, worker.role)
+        judge(turn, job, worker)
+    elif not role.suspect and not role.pending:
+        role.suspect, role.suspect_at = worker.name, turn.now
+        turn.cluster.timers.arm(("settle", job.job_id, role.name), turn.now + turn.cluster.intervals.settle_s)
+        why = f"{worker.name} seems to have failed because a peer did; waits for the root cause"
+        turn.decide("failure-suspect", why, job, role.name, worker.name, worker.node)
+
+
+def settle(turn: Turn, job: JobRecord, role: str) -> None:
+    """Nobody else failed in time: once every node of the role has spoken, the suspect is the root cause after all."""
+    worker = job.workers.get(job.roles[role].suspect)
+    if worker is None or job.is_ending:
+        return
+    if (until := _late_until(turn, job, role)) is not None:
+        turn.cluster.timers.arm(("settle", job.job_id, role), until)
+        return
+    _clear_suspect(turn, job, role)
+    judge(turn, job, worker)
+
+
+def judge(turn: Turn, job: JobRecord, worker: WorkerRecord, *, is_due: bool = False) -> None:
+    """Decide about a root cause. `is_due`: the others of its role are done, so there is nothing more to wait for."""
+    failure = worker.failure
+    if failure is None or job.is_ending:
+        return
+    role = job.spec.role(worker.role)
+    record = job.roles[role.name]
+    # A broken collective that nobody confessed to is a crash of the group, whatever exception reported it.
+    follows_policy = role.kind != "elastic" or (failure.category == "user" and not failure.is_collateral)
+    if follows_policy:
+        if (refusal := policy_refusal(job.spec)) is not None:
+            stopping.end_badly(turn, job, worker, failure, *refusal)
+            return
+        if job.spec.failover_trigger == 1 and not is_due and _others_work(job, role, worker):
+            if not record.pending:
+                record.pending = worker.name
+                why = f"{worker.name} failed ({failure.summary}); decided when the others of role {role.name} are done"
+                turn.decide("failure-waits", why, job, role.name, worker.name, worker.node)
+            return
+    if (refusal := _charge(turn, job, role, worker)) is not None:
+        stopping.end_badly(turn, job, worker, failure, *refusal)
+        return
+    is_excluding = record.node_failures[worker.node] > role.per_node_max_failure
+    if is_excluding:
+        _exclude(turn, job, role, worker)
+    scope = "job" if follows_policy and job.spec.failover_exec == 1 else "role" if role.kind == "elastic" else "worker"
+    _repair(turn, job, worker, failure, scope, is_excluding=is_excluding)
+
+
+def judge_pending(turn: Turn, job: JobRecord) -> None:
+    """Decide failures that waited until the other workers of the role were done."""
+    for record in job.roles.values():
+        worker = job.workers.get(record.pending)
+        if worker is None or job.is_ending:
+            continue
+        if not _others_work(job, job.spec.role(record.name), worker):
+            record.pending = ""
+            judge(turn, job, worker, is_due=True)
+
+
+def on_node_lost(turn: Turn, job: JobRecord, node: NodeRecord, reason: str) -> None:
+    """The node took its workers along: charge the job once, give them new places."""
+    lost = _bury(turn, job, node, Failure(summary=f"node {node.name} was lost: {reason}", category="node"))
+    if job.is_ending or not lost:
+        return
+    failure = Failure(summary=f"node {node.name} was lost: {reason}", category="node")
+    first = lost[0]
+    limit = job.spec.node_max_restart
+    job.num_node_restarts += 1
+    if job.num_node_restarts > limit:
+        why = f"the limit node_max_restart={limit} is used up"
+        stopping.end_badly(turn, job, first, failure, "node_max_restart", why)
+        return
+    simple = [worker for worker in lost if worker.kind == "worker" and job.spec.role(worker.role).kind != "elastic"]
+    scope = "workers"
+    if simple:
+        if (refusal := policy_refusal(job.spec)) is not None:
+            stopping.end_badly(turn, job, simple[0], failure, *refusal)
+            return
+        scope = "job" if job.spec.failover_exec == 1 else scope
+    if scope == "job":
+        if (refusal := _charge_job(job)) is not None:
+            stopping.end_badly(turn, job, first, failure, *refusal)
+            return
+        why = f"job restarts: {failure.summary} (lost node {job.num_node_restarts} of at most {limit})"
+        turn.decide("job-restarts", why, job, node=node.name)
+        _or_wait(turn, job, restart_job(turn, job, why))
+        return
+    names = {worker.name for worker in lost if worker.kind == "worker"}
+    if any(worker.kind == "store" for worker in lost):
+        names |= unfinished_elastic(job)
+    if not names:
+        return
+    why = f"workers restart: {failure.summary} (lost node {job.num_node_restarts} of at most {limit})"
+    turn.decide("workers-restart", why, job, node=node.name)
+    _or_wait(turn, job, restart(turn, job, names, why))
+
+
+def policy_refusal(spec: JobSpec) -> Refusal | None:
+    """What the job's strategies say against any restart."""
+    if spec.failover_trigger == 0:
+        return Refusal("failover_trigger_strategy=0", "failover_trigger_strategy=0 never restarts")
+    if spec.failover_exec == 0:
+        return Refusal("failover_exec_strategy=0", "failover_exec_strategy=0 stops the job at a failure")
+    return None
+
+
+def _repair(
+    turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure, scope: str, *, is_excluding: bool
+) -> None:
+    """Restart the scope of a charged failure, or end the job if it may not or cannot."""
+    role = job.spec.role(worker.role)
+    delay = BACKOFF.delay_s(max(0, job.roles[role.name].num_quick - 1))
+    cause = (
+        f"{worker.name} on {worker.node}: {failure.summary} (failure {worker.num_failures}, {role.max_restart} allowed)"
+    )
+    after = f" after {delay:g} s" if delay else ""
+    if scope == "job":
+        if (refusal := _charge_job(job)) is not None:
+            stopping.end_badly(turn, job, worker, failure, *refusal)
+            return
+        why = f"job restarts{after}: {cause}"
+        turn.decide("job-restarts", why, job)
+        found = restart_job(turn, job, why, delay)
+    elif scope == "role":
+        why = f"role {role.name} restarts{after}: {cause}"
+        turn.decide("role-restarts", why, job, role.name)
+        found = restart(turn, job, [peer.name for peer in job.ranks(role.name)], why, delay)
+    else:
+        why = f"worker restarts{after}: {cause}"
+        turn.decide("worker-restarts", why, job, role.name, worker.name)
+        found = restart(turn, job, [worker.name], why, delay)
+    if is_excluding and not found.fits and not queue.could_ever_fit(turn.cluster, job):
+        why = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {found.reason}"
+        stopping.end_badly(turn, job, worker, failure, "per_node_max_failure", why)
+        return
+    _or_wait(turn, job, found)
+
+
+def _or_wait(turn: Turn, job: JobRecord, found: Plan) -> None:
+    """A job whose workers found no new place goes back into the queue."""
+    if not found.fits:
+        queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
+
+
+def _charge(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
+    """Count a root cause against its worker and its node."""
+    record = job.roles[role.name]
+    is_quick = worker.running_at is None or turn.now - worker.running_at < QUICK_S
+    record.num_quick = record.num_quick + 1 if is_quick else 0
+    record.node_failures[worker.node] = record.node_failures.get(worker.node, 0) + 1
+    worker.num_failures += 1
+    turn.touch_worker(job, worker)
+    turn.touch_job(job)
+    if worker.num_failures > role.max_restart:
+        return Refusal("max_restart", f"the limit max_restart={role.max_restart} of role {role.name} is used up")
+    return None
+
+
+def _charge_job(job: JobRecord) -> Refusal | None:
+    limit = job.spec.job_max_restart
+    if job.num_charged_restarts >= limit:
+        return Refusal("job_max_restart", f"the limit job_max_restart={limit} is used up")
+    job.num_charged_restarts += 1
+    return None
+
+
+def _exclude(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
+    if worker.node in job.excluded:
+        return
+    job.excluded = [*job.excluded, worker.node]
+    count = job.roles[role.name].node_failures[worker.node]
+    why = (
+        f"node {worker.node} is excluded for this job: {count} failures of role {role.name} there, "
+        f"per_node_max_failure={role.per_node_max_failure}"
+    )
+    turn.decide("node-excluded", why, job, role.name, node=worker.node)
+
+
+def _store_failed(turn: Turn, job: JobRecord, store: WorkerRecord, failure: Failure) -> None:
+    """Without its store no elastic role can go on: a new store, and a new round for those not done."""
+    limit = max(role.max_restart for role in job.elastic_roles())
+    store.num_failures += 1
+    if store.num_failures > limit:
+        why = f"the limit max_restart={limit} is used up for the job's torch store"
+        stopping.end_badly(turn, job, store, failure, "max_restart", why)
+        return
+    names = unfinished_elastic(job)
+    if not names:
+        return
+    why = f"elastic roles restart: the torch store on {store.node}: {failure.summary}"
+    turn.decide("role-restarts", why, job)
+    _or_wait(turn, job, restart(turn, job, names, why, BACKOFF.delay_s(store.num_failures - 1)))
+
+
+def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:
+    """Mark every life on a lost node as ended and free its seat; returns the workers that are missed."""
+    missed: list[WorkerRecord] = []
+    drivers = {role.name for role in job.driver_roles()}
+    for worker in job.workers.values():
+        if worker.node != node.name:
+            continue
+        is_delivered = worker.state is WorkerState.FINISHED and worker.role in drivers
+        was_living = worker.incarnation >= 0 and worker.state is not WorkerState.EXITED
+        if worker.is_desired and was_living and not is_delivered:
+            worker.failure = failure
+        if (worker.is_desired and was_living and not is_delivered) or worker.is_held:
+            missed.append(worker)
+        if was_living:
+            worker.state = WorkerState.EXITED
+        lives.end_life(turn, job, worker)
+        lives.leave_seat(turn, job, worker)
+        turn.touch_worker(job, worker)
+        directory.publish(turn, job, worker)
+    for worker in missed:
+        turn.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, node.name)
+    return missed
+
+
+def _others_work(job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> bool:
+    """A peer runs, or will: one whose order waits for the failed worker itself will not."""
+    will_be_ordered = role.kind != "elastic" and job.stage is not Stage.INIT
+    return any(
+        peer is not worker and not peer.is_done and not peer.has_failed and (peer.run is not None or will_be_ordered)
+        for peer in job.ranks(role.name)
+    )
+
+
+def _clear_suspect(turn: Turn, job: JobRecord, role: str) -> None:
+    job.roles[role].suspect = ""
+    turn.cluster.timers.cancel(("settle", job.job_id, role))
+    turn.touch_job(job)
+
+
+def _late_until(turn: Turn, job: JobRecord, role: str) -> float | None:
+    """When to look again, if a node of this role has not spoken since the suspect failed: it may be what took the
+    suspect along. The lease ends the wait.
+    """
+    suspect_at = job.roles[role].suspect_at
+    for name in sorted({worker.node for worker in job.ranks(role) if worker.is_desired}):
+        node = turn.cluster.nodes.get(name)
+        if node is None or node.state is not NodeState.ALIVE or node.seen_at >= suspect_at:
+            continue
+        deadline = turn.cluster.leases.deadline(name)
+        if deadline is not None and deadline > turn.now:
+            return min(deadline, turn.now + turn.cluster.intervals.settle_s)
+    return None
+
+
+def _story(worker: WorkerRecord, failure: Failure) -> str:
+    kind = "collateral of a peer's failure" if failure.is_collateral else f"category {failure.category}"
+    return f"incarnation {worker.incarnation} on {worker.node}: {failure.summary} ({kind})"

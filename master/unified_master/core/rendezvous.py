@@ -1,0 +1,96 @@
+"""Who may run, under which round: the store host of a job, rounds of elastic roles, orders for the others."""
+
+from __future__ import annotations
+
+from unified.job.spec import RoleSpec
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.records import WorkerState
+from unified_master.core import lives
+from unified_master.core.state import STORE, JobRecord, SeatClaim, WorkerRecord
+from unified_master.core.turn import Turn, count
+
+
+def settle_store(turn: Turn, job: JobRecord, reason: str) -> None:
+    """See that a job with elastic roles has a store host, on the node of its first elastic worker.
+
+    One that lives stays where it is: moving it would cost every elastic role a round.
+    """
+    elastic = job.elastic_roles()
+    if not elastic:
+        return
+    store = job.workers.get(STORE)
+    if store is None:
+        store = WorkerRecord(job_id=job.job_id, name=STORE, kind="store")
+        job.workers[STORE] = store
+    if store.is_desired and store.state is not WorkerState.EXITED:
+        return
+    seated = [worker for role in elastic for worker in job.ranks(role.name) if worker.claim is not None]
+    if not seated:
+        return
+    lives.end_life(turn, job, store)
+    node = turn.cluster.nodes[seated[0].node]
+    lives.take_seat(turn, job, store, node, SeatClaim())
+    lives.begin_life(turn, job, store, reason)
+    turn.report("store-starts", f"the torch store starts on {node.name}: {reason}", job, worker=STORE, node=node.name)
+
+
+def is_store_ready(job: JobRecord) -> bool:
+    store = job.store
+    return store is None or (store.is_desired and store.state is WorkerState.READY and store.store_port > 0)
+
+
+def give_orders(turn: Turn, job: JobRecord) -> None:
+    """Order to run whoever can: a simple worker when it is READY, an elastic role when all of it and the store are."""
+    for role in job.spec.roles:
+        workers = job.ranks(role.name)
+        if role.kind == "elastic":
+            if workers and all(_awaits_order(worker) for worker in workers) and is_store_ready(job):
+                _seal(turn, job, role, workers)
+        else:
+            for worker in workers:
+                if _awaits_order(worker):
+                    _order_simple(turn, job, role, worker)
+
+
+def is_ready(job: JobRecord, worker: WorkerRecord) -> bool:
+    """The worker needs no more time to begin, or has ended well already."""
+    return worker.has_ended_well or (worker.is_desired and worker.state is WorkerState.READY)
+
+
+def _awaits_order(worker: WorkerRecord) -> bool:
+    return worker.is_desired and worker.state is WorkerState.READY and worker.run is None
+
+
+def _seal(turn: Turn, job: JobRecord, role: RoleSpec, workers: list[WorkerRecord]) -> None:
+    """Fix the members of the next round and tell each its place in it."""
+    store = job.workers[STORE]
+    record = job.roles[role.name]
+    record.round += 1
+    address = turn.cluster.nodes[store.node].info.address
+    for worker in workers:
+        worker.run = RunOrder(
+            round=record.round,
+            rank=worker.rank,
+            world_size=role.total,
+            store_host=address,
+            store_port=store.store_port,
+            store_prefix=f"{job.job_id}/{role.name}/{record.round}",
+        )
+        turn.touch_worker(job, worker)
+        turn.touch_node(worker.node)
+    turn.touch_job(job)
+    nodes = len({worker.node for worker in workers})
+    turn.report(
+        "round-sealed",
+        f"round {record.round} of role {role.name}: {count(role.total, 'rank')} on {count(nodes, 'node')}, "
+        f"store {address}:{store.store_port}",
+        job,
+        role.name,
+    )
+
+
+def _order_simple(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
+    """A simple worker begins on its own; its round is the number of its life, counted from 1."""
+    worker.run = RunOrder(round=worker.incarnation + 1, rank=worker.rank, world_size=role.total)
+    turn.touch_worker(job, worker)
+    turn.touch_node(worker.node)

@@ -1,0 +1,289 @@
+"""What clients ask for, and what they are answered."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from unified.errors import UsageError, nearest
+from unified.job.names import parse_worker
+from unified.protocol.agent_master import LogRead, ReadAgentLog
+from unified.protocol.client_master import (
+    Accepted,
+    ClientToMaster,
+    Done,
+    Explain,
+    GetJob,
+    JobList,
+    ListJobs,
+    ListNodes,
+    LogChunk,
+    MasterToClient,
+    NodeList,
+    ReadLog,
+    Refused,
+    RestartWorkers,
+    StopJob,
+    SubmitJob,
+)
+from unified.protocol.records import Stage, WorkerState
+from unified_master.core import jobs, queue, status, stopping
+from unified_master.core.restart import restart, restart_job
+from unified_master.core.state import STORE, JobRecord, LifeKey, ParkedPoll, ParkedRead, WorkerRecord
+from unified_master.core.turn import Turn
+
+MAX_WAIT_S = 300.0
+MAX_READ = 8 * 1024 * 1024
+Answer = MasterToClient | None
+"""None: it is answered later."""
+
+
+def answer(turn: Turn, peer: bytes, request_id: int, request: ClientToMaster) -> Answer:
+    """Do what is asked, or say why not."""
+    match request:
+        case SubmitJob():
+            return _submit(turn, request)
+        case ListJobs():
+            return JobList(jobs=[status.job_line(job) for job in turn.cluster.jobs.values()])
+        case ListNodes():
+            nodes = turn.cluster.nodes
+            return NodeList(nodes=[status.node_status(turn.now, nodes[name]) for name in sorted(nodes)])
+        case GetJob() | ReadLog() | StopJob() | RestartWorkers() | Explain():
+            job = find_job(turn, request.job)
+            return job if isinstance(job, Refused) else _about(turn, peer, request_id, request, job)
+        case _:
+            assert_never(request)
+
+
+def find_job(turn: Turn, word: str) -> JobRecord | Refused:
+    """The job of this id, or the newest of this name."""
+    known = turn.cluster.jobs
+    if word in known:
+        return known[word]
+    named = [job for job in known.values() if job.spec.name == word]
+    if named:
+        return max(named, key=lambda job: job.sequence)
+    words = [*known, *(job.spec.name for job in known.values())]
+    hint = nearest(word, words) or " `unified jobs` lists those that are known."
+    return Refused(code="not-found", reason=f"there is no job {word[:100]!r}.{hint}")
+
+
+def find_worker(job: JobRecord, word: str) -> WorkerRecord | Refused:
+    """The worker of this full name, or of the short form ``role-rank``."""
+    if word in job.workers and word != STORE:
+        return job.workers[word]
+    try:
+        ref = parse_worker(word)
+    except UsageError as error:
+        return Refused(code="not-found", reason=str(error))
+    for worker in job.workers.values():
+        if worker.kind == "worker" and (worker.role, worker.rank) == ref:
+            return worker
+    names = [f"{worker.role}-{worker.rank}" for worker in job.workers.values() if worker.kind == "worker"]
+    hint = nearest(word, names) or f" Its roles are {', '.join(job.roles)}."
+    return Refused(code="not-found", reason=f"job {job.job_id} has no worker {word[:100]!r}.{hint}")
+
+
+def answer_polls(turn: Turn, job: JobRecord) -> None:
+    """Answer those who waited for news of a job."""
+    parked = turn.cluster.polls.pop(job.job_id, [])
+    left = [poll for poll in parked if job.version <= poll.after_version]
+    if left:
+        turn.cluster.polls[job.job_id] = left
+    if len(left) == len(parked):
+        return
+    news = status.job_status(turn.cluster, job)
+    for poll in parked:
+        if job.version > poll.after_version:
+            turn.cluster.timers.cancel(_poll_timer(poll))
+            turn.send(poll.peer, news, poll.request_id)
+
+
+def poll_overdue(turn: Turn, key: tuple[str, ...]) -> None:
+    """No news came in time: answer with what there is."""
+    parked = turn.cluster.polls.pop(key[1], [])
+    left = [poll for poll in parked if _poll_timer(poll) != key]
+    if left:
+        turn.cluster.polls[key[1]] = left
+    job = turn.cluster.jobs.get(key[1])
+    for poll in parked:
+        if job is not None and _poll_timer(poll) == key:
+            turn.send(poll.peer, status.job_status(turn.cluster, job), poll.request_id)
+
+
+def log_read(turn: Turn, request_id: int, read: LogRead) -> None:
+    """An agent answered a `ReadAgentLog`; pass it on."""
+    parked = turn.cluster.reads.pop(request_id, None)
+    if parked is None:
+        return
+    turn.cluster.timers.cancel(("read", str(request_id)))
+    life = parked.life
+    if read.error:
+        reason = f"the log of {life.worker} on {parked.node} cannot be read: {read.error}"
+        turn.send(parked.peer, Refused(code="not-found", reason=reason), parked.request_id)
+        return
+    chunk = LogChunk(
+        worker=life.worker,
+        incarnation=life.incarnation,
+        data=read.data,
+        offset=read.offset,
+        next_offset=read.next_offset,
+        size=read.size,
+        is_final=_is_over(turn, life) and read.next_offset >= read.size,
+        path=read.path,
+    )
+    turn.send(parked.peer, chunk, parked.request_id)
+
+
+def read_overdue(turn: Turn, number: int) -> None:
+    """An agent did not answer."""
+    parked = turn.cluster.reads.pop(number, None)
+    if parked is not None:
+        waited = turn.cluster.intervals.connect_s
+        reason = f"the agent of {parked.node} did not send the log of {parked.life.worker} within {waited:g} s."
+        turn.send(parked.peer, Refused(code="unavailable", reason=reason), parked.request_id)
+
+
+def _about(
+    turn: Turn,
+    peer: bytes,
+    request_id: int,
+    request: GetJob | ReadLog | StopJob | RestartWorkers | Explain,
+    job: JobRecord,
+) -> Answer:
+    match request:
+        case GetJob():
+            return _get(turn, peer, request_id, request, job)
+        case ReadLog():
+            return _read(turn, peer, request_id, request, job)
+        case StopJob():
+            return _stop(turn, request, job)
+        case RestartWorkers():
+            return _restart(turn, request, job)
+        case Explain():
+            worker = find_worker(job, request.worker) if request.worker else None
+            return worker if isinstance(worker, Refused) else status.story(turn.cluster, job, worker, request.limit)
+        case _:
+            assert_never(request)
+
+
+def _submit(turn: Turn, request: SubmitJob) -> Answer:
+    spec = request.spec
+    if faults := list(jobs.faults_of(spec)):
+        return Refused(code="bad-request", reason=" ".join(faults[:5]))
+    for other in turn.cluster.jobs.values():
+        if other.spec.name == spec.name and other.stage is not Stage.STOPPED:
+            reason = (
+                f"job {other.job_id} has this name and is {other.stage}: choose another name, "
+                f"or stop it with `unified stop {other.job_id}`."
+            )
+            return Refused(code="name-taken", reason=reason)
+    if not request.wait and (why := _why_not_now(turn, request)):
+        return Refused(code="does-not-fit", reason=f"job {spec.name} does not fit now: {why}.")
+    return Accepted(job_id=jobs.accept(turn, spec).job_id)
+
+
+def _why_not_now(turn: Turn, request: SubmitJob) -> str:
+    if (ahead := queue.blocker(turn.cluster)) is not None:
+        return queue.behind(ahead)
+    probe = JobRecord(job_id="", sequence=0, spec=request.spec)
+    return queue.plan_for(turn.cluster, probe).reason
+
+
+def _get(turn: Turn, peer: bytes, request_id: int, request: GetJob, job: JobRecord) -> Answer:
+    has_news = job.version > request.after_version or job.stage is Stage.STOPPED
+    if has_news or not request.wait_s > 0:
+        return status.job_status(turn.cluster, job)
+    poll = ParkedPoll(peer=peer, request_id=request_id, job_id=job.job_id, after_version=request.after_version)
+    parked = turn.cluster.polls.setdefault(job.job_id, [])
+    parked[:] = [other for other in parked if _poll_timer(other) != _poll_timer(poll)] + [poll]
+    turn.cluster.timers.arm(_poll_timer(poll), turn.now + min(request.wait_s, MAX_WAIT_S))
+    return None
+
+
+def _poll_timer(poll: ParkedPoll) -> tuple[str, ...]:
+    return ("poll", poll.job_id, poll.peer.hex(), str(poll.request_id))
+
+
+def _read(turn: Turn, peer: bytes, request_id: int, request: ReadLog, job: JobRecord) -> Answer:
+    worker = find_worker(job, request.worker)
+    if isinstance(worker, Refused):
+        return worker
+    incarnation = worker.incarnation if request.incarnation is None else request.incarnation
+    life = LifeKey(job.job_id, worker.name, incarnation)
+    if worker.incarnation < 0:
+        return _empty(life, is_final=job.stage is Stage.STOPPED)
+    name = _where_was(worker, incarnation)
+    if not name:
+        reason = f"nothing is known of incarnation {incarnation} of {worker.name}; its newest is {worker.incarnation}."
+        return Refused(code="not-found", reason=reason)
+    node = turn.connected_node(name)
+    if node is None:
+        reason = f"the log of {worker.name} is on node {name}, which is not connected."
+        return Refused(code="unavailable", reason=reason)
+    number = turn.cluster.next_read
+    turn.cluster.next_read += 1
+    turn.cluster.reads[number] = ParkedRead(peer=peer, request_id=request_id, life=life, node=name)
+    turn.cluster.timers.arm(("read", str(number)), turn.now + turn.cluster.intervals.connect_s)
+    order = ReadAgentLog(
+        job_id=job.job_id,
+        worker=worker.name,
+        worker_incarnation=incarnation,
+        stream=request.stream,
+        offset=request.offset,
+        max_bytes=max(1, min(request.max_bytes, MAX_READ)),
+    )
+    turn.send(node.peer, order, number)
+    return None
+
+
+def _where_was(worker: WorkerRecord, incarnation: int) -> str:
+    if incarnation == worker.incarnation:
+        return worker.node
+    return next((past.node for past in worker.past if past.incarnation == incarnation), "")
+
+
+def _empty(life: LifeKey, *, is_final: bool) -> LogChunk:
+    """What can be read of a worker that never lived."""
+    return LogChunk(worker=life.worker, incarnation=0, data=b"", offset=0, next_offset=0, size=0, is_final=is_final)
+
+
+def _is_over(turn: Turn, life: LifeKey) -> bool:
+    """The life has ended, so that its log grows no more."""
+    job = turn.cluster.jobs.get(life.job_id)
+    worker = job.workers.get(life.worker) if job is not None else None
+    if worker is None or any(life in node.leaving for node in turn.cluster.nodes.values()):
+        return worker is None
+    return life.incarnation < worker.incarnation or worker.state is WorkerState.EXITED
+
+
+def _stop(turn: Turn, request: StopJob, job: JobRecord) -> Answer:
+    if job.stage is Stage.STOPPED:
+        return Done(note=f"job {job.job_id} had already ended with exit code {job.exit_code}.")
+    if request.force and not job.is_forced:
+        job.is_forced = True
+        turn.touch_job(job)
+        for leaving in turn.cluster.leaving_of(job.job_id):
+            turn.touch_node(leaving.node)
+    if job.stage is Stage.STOPPING:
+        return Done(note=f"job {job.job_id} is being stopped{' by force' if job.is_forced else ''}.")
+    stopping.begin_stop(turn, job, stopping.EXIT_STOPPED, f"stopped: {request.reason}")
+    return Done(note=f"job {job.job_id} stops{' by force' if request.force else ''}.")
+
+
+def _restart(turn: Turn, request: RestartWorkers, job: JobRecord) -> Answer:
+    if job.is_ending:
+        return Refused(code="ended", reason=f"job {job.job_id} is {job.stage}: submit it again.")
+    if job.is_waiting:
+        return Done(note=f"job {job.job_id} has not begun: {job.reason}.")
+    names: list[str] = []
+    for word in request.workers:
+        worker = find_worker(job, word)
+        if isinstance(worker, Refused):
+            return worker
+        names.append(worker.name)
+    why = f"restarted on request: {', '.join(names) if names else 'the whole job'}"
+    turn.decide("restart-asked", why, job)
+    found = restart(turn, job, names, why) if names else restart_job(turn, job, why)
+    if not found.fits:
+        queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
+    return Done(note=why)

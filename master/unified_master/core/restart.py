@@ -1,0 +1,142 @@
+"""How workers get their next lives: which of them must go together, where, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unified.protocol.records import JOB_MOVES, NodeState, Stage, WorkerState
+from unified_master.core import lives, rendezvous
+from unified_master.core.placement import Plan, place, units_of
+from unified_master.core.room import Unit
+from unified_master.core.state import JobRecord, WorkerRecord
+from unified_master.core.turn import Turn
+
+
+def restart(turn: Turn, job: JobRecord, names: Iterable[str], reason: str, delay_s: float = 0.0) -> Plan:
+    """End the named workers' lives, and those that depend on them, and begin new ones after `delay_s`.
+
+    Workers whose node is lost or excluded get another place. If there is none, the plan that is returned says why,
+    nothing has begun, and the caller decides what becomes of the job.
+    """
+    scope, moving = _widen(turn, job, set(names))
+    workers = [worker for worker in job.workers.values() if worker.name in scope]
+    for worker in workers:
+        lives.end_life(turn, job, worker)
+    found = _move(turn, job, moving)
+    if not found.fits:
+        return found
+    for worker in workers:
+        worker.is_held = True
+        worker.reason = reason
+        turn.touch_worker(job, worker)
+    for name in {worker.role: None for worker in workers}:
+        record = job.roles[name]
+        record.num_restarts += 1
+        record.suspect = record.pending = ""
+        turn.cluster.timers.cancel(("settle", job.job_id, name))
+    turn.touch_job(job)
+    _begin_later(turn, job, delay_s)
+    return found
+
+
+def restart_job(turn: Turn, job: JobRecord, reason: str, delay_s: float = 0.0) -> Plan:
+    """All workers again, the job back to INIT."""
+    job.num_restarts += 1
+    if job.stage is not Stage.INIT:
+        job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.INIT)
+    names = [worker.name for worker in job.workers.values() if worker.kind == "worker"]
+    return restart(turn, job, names, reason, delay_s)
+
+
+def begin_held(turn: Turn, job: JobRecord) -> None:
+    """The back-off is over."""
+    job.restart_at = None
+    turn.cluster.timers.cancel(("restart", job.job_id))
+    turn.touch_job(job)
+    for worker in list(job.workers.values()):
+        if worker.is_held:
+            lives.begin_life(turn, job, worker, worker.reason)
+    rendezvous.settle_store(turn, job, "its last life or its node is gone")
+
+
+def _begin_later(turn: Turn, job: JobRecord, delay_s: float) -> None:
+    begin_at = max(turn.now + delay_s, job.restart_at or 0.0)
+    if begin_at <= turn.now:
+        begin_held(turn, job)
+        return
+    job.restart_at = begin_at
+    turn.cluster.timers.arm(("restart", job.job_id), begin_at)
+
+
+def _widen(turn: Turn, job: JobRecord, names: set[str]) -> tuple[set[str], list[Unit]]:
+    """All who must restart with `names`, and the units that must move.
+
+    An elastic role restarts whole; a unit moves whole; who failed in a role that restarts is not left behind;
+    without its store no elastic role can go on.
+    """
+    units = units_of(job.spec)
+    kinds = {role.name: role.kind for role in job.spec.roles}
+    if is_store_lost(job):
+        names |= unfinished_elastic(job)
+    while True:
+        before = len(names)
+        moving = [unit for unit in units if _in(unit, names) and _must_move(turn, job, unit)]
+        names.update(member.worker for unit in moving for member in unit.members)
+        roles = {job.workers[name].role for name in names}
+        for worker in job.workers.values():
+            if (
+                worker.kind == "worker"
+                and worker.role in roles
+                and (kinds[worker.role] == "elastic" or worker.has_failed)
+            ):
+                names.add(worker.name)
+        if len(names) == before:
+            return names, moving
+
+
+def is_store_lost(job: JobRecord) -> bool:
+    """The store host is needed, and its life is over."""
+    store = job.store
+    return store is not None and (not store.is_desired or store.state is WorkerState.EXITED)
+
+
+def unfinished_elastic(job: JobRecord) -> set[str]:
+    """Workers of the elastic roles that are not wholly done."""
+    return {
+        worker.name
+        for role in job.elastic_roles()
+        for worker in job.ranks(role.name)
+        if not all(peer.is_done for peer in job.ranks(role.name))
+    }
+
+
+def _in(unit: Unit, names: set[str]) -> bool:
+    return any(member.worker in names for member in unit.members)
+
+
+def _must_move(turn: Turn, job: JobRecord, unit: Unit) -> bool:
+    return any(not _has_good_seat(turn, job, job.workers[member.worker]) for member in unit.members)
+
+
+def _has_good_seat(turn: Turn, job: JobRecord, worker: WorkerRecord) -> bool:
+    """Its node is believed alive (heard from since the master restarted, or not yet) and not excluded."""
+    node = turn.cluster.nodes.get(worker.node)
+    return (
+        worker.claim is not None
+        and node is not None
+        and node.state is NodeState.ALIVE
+        and node.name not in job.excluded
+    )
+
+
+def _move(turn: Turn, job: JobRecord, moving: list[Unit]) -> Plan:
+    """New seats for whole units."""
+    if not moving:
+        return Plan()
+    for unit in moving:
+        for member in unit.members:
+            lives.leave_seat(turn, job, job.workers[member.worker])
+    found = place(turn.cluster, job, moving)
+    for seat in found.seats:
+        lives.take_seat(turn, job, job.workers[seat.worker], turn.cluster.nodes[seat.node], seat.claim)
+    return found

@@ -1,0 +1,117 @@
+"""The state back from the store, after the master was gone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from unified.errors import UnifiedError
+from unified.job.spec import JobSpec
+from unified.protocol.records import EventRecord, NodeState, WorkerState
+from unified_master.core import lives
+from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
+from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerRecord
+from unified_master.core.turn import Turn
+
+Record = tuple[str, str, bytes]
+"""Kind, key, data: as in `Save`."""
+
+
+class RestoreError(UnifiedError):
+    """The store holds what this version cannot read."""
+
+
+def restore(turn: Turn, records: Iterable[Record], events: Iterable[EventRecord]) -> None:
+    """Rebuild the cluster; nothing is restarted, nothing is sent until agents are back."""
+    by_kind: dict[str, dict[str, bytes]] = {}
+    for kind, key, data in records:
+        by_kind.setdefault(kind, {})[key] = data
+    try:
+        _meta(turn, by_kind.get("meta", {}))
+        _nodes(turn, by_kind.get("node", {}))
+        _jobs(turn, by_kind)
+    except (msgspec.DecodeError, ValueError, KeyError) as error:
+        raise RestoreError(
+            f"a record of the store cannot be read ({error}): it was written by another version, or is damaged. "
+            "Move the state directory away to start with an empty one; running workers will then be stopped."
+        ) from error
+    for event in events:
+        turn.cluster.next_event = max(turn.cluster.next_event, event.sequence + 1)
+        if event.job in turn.cluster.jobs:
+            turn.cluster.events.setdefault(event.job, deque(maxlen=MAX_EVENTS)).append(event)
+
+
+def _meta(turn: Turn, meta: dict[str, bytes]) -> None:
+    if "reign" in meta:
+        turn.cluster.reign = int(meta["reign"]) + 1
+        turn.report("master-restarted", f"the master is back, for the {turn.cluster.reign}. time")
+    turn.save("meta", "reign", str(turn.cluster.reign).encode())
+    turn.cluster.next_sequence = int(meta.get("next_sequence", b"1"))
+
+
+def _nodes(turn: Turn, nodes: dict[str, bytes]) -> None:
+    """Nodes that were alive have some time to come back."""
+    cluster = turn.cluster
+    for name in sorted(nodes):
+        memory = msgspec.msgpack.decode(nodes[name], type=NodeMemory)
+        node = NodeRecord(
+            info=memory.info,
+            state=memory.state,
+            reason=memory.reason,
+            generation=cluster.first_number,
+            seen_at=turn.now,
+        )
+        cluster.nodes[name] = node
+        if node.state is NodeState.ALIVE:
+            cluster.leases.renew(name, turn.now, lease_s=GRACE_LEASES * cluster.intervals.lease_s)
+        else:
+            cluster.timers.arm(("forget", name), turn.now + FORGET_S)
+
+
+def _jobs(turn: Turn, by_kind: dict[str, dict[str, bytes]]) -> None:
+    loaded = [msgspec.msgpack.decode(data, type=JobRecord) for data in by_kind.get("job", {}).values()]
+    for job in sorted(loaded, key=lambda job: job.sequence):
+        job.spec = msgspec.msgpack.decode(by_kind["spec"][job.job_id], type=JobSpec)
+        job.workers = {}
+        job.version = turn.cluster.first_number
+        turn.cluster.jobs[job.job_id] = job
+    workers = [msgspec.msgpack.decode(data, type=WorkerRecord) for data in by_kind.get("worker", {}).values()]
+    order = {
+        (job.job_id, role.name): number
+        for job in turn.cluster.jobs.values()
+        for number, role in enumerate(job.spec.roles)
+    }
+    for worker in sorted(workers, key=lambda worker: (order.get((worker.job_id, worker.role), 1 << 30), worker.rank)):
+        if (owner := turn.cluster.jobs.get(worker.job_id)) is not None:
+            owner.workers[worker.name] = worker
+            _worker(turn, owner, worker)
+    for job in turn.cluster.jobs.values():
+        _timers(turn, job)
+        turn.to_advance[job.job_id] = None
+    turn.wants_schedule = True
+
+
+def _worker(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
+    """Put a worker back on its node: what it holds, what is desired, what has yet to go."""
+    node = turn.cluster.nodes.get(worker.node)
+    if node is None:
+        return
+    if worker.claim is not None:
+        node.claims[worker.place_key] = worker.claim
+    if worker.is_desired:
+        node.lives[worker.life] = worker
+        if worker.state is WorkerState.STARTING:
+            turn.cluster.timers.arm(lives.start_timer(worker), turn.now + turn.cluster.intervals.start_s)
+    elif worker.incarnation >= 0 and worker.state is not WorkerState.EXITED and node.state is NodeState.ALIVE:
+        lives.note_leaving(node, worker.life, worker.claim)
+
+
+def _timers(turn: Turn, job: JobRecord) -> None:
+    if job.restart_at is not None:
+        turn.cluster.timers.arm(("restart", job.job_id), job.restart_at)
+    for role in job.roles.values():
+        if role.suspect:
+            until = turn.now + turn.cluster.intervals.settle_s
+            turn.cluster.timers.arm(("settle", job.job_id, role.name), until)

@@ -1,0 +1,199 @@
+"""What one node still has for one job, and whether a unit of workers fits into it."""
+
+from __future__ import annotations
+
+import math
+
+from unified.errors import InvariantError
+from unified.job.spec import Resources, Value
+from unified.protocol.records import NodeResources
+from unified_master.core.state import DeviceKey, NodeRecord, SeatClaim
+
+EPSILON = 1e-6
+
+
+class Member(Value, frozen=True, kw_only=True):
+    """One worker of a unit."""
+
+    worker: str
+    role: str
+    local_rank: int
+    needs: Resources
+
+
+class Unit(Value, frozen=True, kw_only=True):
+    """Workers that must land on one node together: a group, with the groups collocated with it."""
+
+    label: str
+    """``role trainer`` or ``roles actor, rollout``."""
+    index: int
+    count: int
+    """Units with this label."""
+    members: tuple[Member, ...]
+
+    def total(self, field: str) -> float:
+        return float(sum(getattr(member.needs, field) for member in self.members))
+
+    def user_total(self) -> dict[str, float]:
+        """User-defined resources of all members, by name."""
+        total: dict[str, float] = {}
+        for member in self.members:
+            for name, amount in member.needs.user_defined.items():
+                total[name] = total.get(name, 0.0) + amount
+        return total
+
+
+class Room:
+    """The free part of a node, as one job sees it. `take` makes it smaller."""
+
+    def __init__(self, node: str, resources: NodeResources, accelerator_type: str, device_cap: int) -> None:
+        self.node = node
+        self.device_cap = device_cap
+        self.cpu = resources.cpu
+        self.memory_mb = resources.memory_mb
+        self.disk_mb = resources.disk_mb
+        self.user_defined = dict(resources.user_defined)
+        self.num_workers = 0
+        self.devices: dict[DeviceKey, float] = dict.fromkeys(_pool(resources, accelerator_type), 1.0)
+        self.num_free = len(self.devices)
+        """Wholly free ones among them."""
+        self.own: set[DeviceKey] = set()
+        """Devices that the job uses already."""
+
+    def take(self, claim: SeatClaim, *, is_own: bool) -> None:
+        """Subtract what a worker holds; `is_own` if it is of the job that looks for room."""
+        self.cpu -= claim.cpu
+        self.memory_mb -= claim.memory_mb
+        self.disk_mb -= claim.disk_mb
+        for name, amount in claim.user_defined.items():
+            self.user_defined[name] = self.user_defined.get(name, 0.0) - amount
+        for key in claim.devices:
+            if key in self.devices:
+                self.num_free -= self.devices[key] > 1 - EPSILON
+                self.devices[key] = max(0.0, self.devices[key] - claim.share)
+        if is_own:
+            self.own.update(claim.devices)
+        self.num_workers += 1
+
+    @property
+    def free_devices(self) -> int:
+        """Wholly free devices that the job may still take here."""
+        return min(self.num_free, max(0, self.device_cap - len(self.own)))
+
+    def seat(self, unit: Unit) -> dict[str, SeatClaim] | None:
+        """What each worker of the unit would hold, or None if the unit does not fit. Nothing is taken."""
+        if not self._has_amounts(unit):
+            return None
+        chosen = self.choose_devices(unit)
+        if chosen is None:
+            return None
+        return {member.worker: _claim(member, chosen[member.worker]) for member in unit.members}
+
+    def _has_amounts(self, unit: Unit) -> bool:
+        for field in ("cpu", "memory_mb", "disk_mb"):
+            need = unit.total(field)
+            if need > 0 and need > getattr(self, field) + EPSILON:
+                return False
+        return all(
+            amount <= self.user_defined.get(name, 0.0) + EPSILON
+            for name, amount in unit.user_total().items()
+            if amount > 0
+        )
+
+    def choose_devices(self, unit: Unit) -> dict[str, tuple[DeviceKey, ...]] | None:
+        """Devices for each worker of the unit, or None if there are too few.
+
+        Workers are served by local rank, so that collocated workers of one local rank share a device.
+        """
+        free = dict(self.devices)
+        own = set(self.own)
+        touched: set[DeviceKey] = set()
+        chosen: dict[str, tuple[DeviceKey, ...]] = {}
+        for member in sorted(unit.members, key=lambda member: member.local_rank):
+            need = member.needs.accelerator
+            if need <= 0:
+                chosen[member.worker] = ()
+                continue
+            share = share_of(need)
+            candidates = [
+                key
+                for key, left in free.items()
+                if left >= share - EPSILON and (key in own or len(own) < self.device_cap)
+            ]
+            candidates.sort(key=lambda key: _preference(key, free[key], own, touched))
+            keys = _within_cap(candidates, max(1, math.ceil(need - EPSILON)), own, self.device_cap)
+            if keys is None:
+                return None
+            for key in keys:
+                free[key] -= share
+            own.update(keys)
+            touched.update(keys)
+            chosen[member.worker] = keys
+        return chosen
+
+
+def share_of(accelerator: float) -> float:
+    """The part of each device that a worker takes: all of it from one device upwards."""
+    return accelerator if accelerator < 1 - EPSILON else 1.0
+
+
+def open_room(node: NodeRecord, job_id: str, accelerator_type: str, device_cap: int, *, is_empty: bool) -> Room:
+    """The room of a node for a job; with `is_empty`, as if nothing ran there."""
+    room = Room(node.name, node.info.resources, accelerator_type, device_cap)
+    if not is_empty:
+        for (owner, _), claim in node.claims.items():
+            room.take(claim, is_own=owner == job_id)
+        for leaving in node.leaving.values():
+            if leaving.claim is not None and leaving.life[:2] not in node.claims:
+                room.take(leaving.claim, is_own=False)
+    return room
+
+
+def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:
+    """The devices that a job of this type draws from."""
+    virtual = [device.index for device in resources.devices if device.kind == "virtual"]
+    real = [device.index for device in resources.devices if device.kind != "virtual"]
+    if accelerator_type == "CPU":
+        if not virtual:
+            return [("slot", number) for number in range(int(resources.cpu))]
+        return [("device", index) for index in virtual]
+    if accelerator_type not in ("GPU", "TPU"):
+        raise InvariantError(f"accelerator type {accelerator_type!r} passed the door; it is none of GPU, CPU, TPU.")
+    return [("device", index) for index in real or virtual]
+
+
+def _preference(
+    key: DeviceKey, left: float, own: set[DeviceKey], touched: set[DeviceKey]
+) -> tuple[int, float, DeviceKey]:
+    """Begun devices first: of this unit, of this job, of others, the fullest first. Then whole ones in order."""
+    if left > 1 - EPSILON:
+        return (3, 0.0, key)
+    if key in touched:
+        return (0, left, key)
+    return (1 if key in own else 2, left, key)
+
+
+def _within_cap(candidates: list[DeviceKey], count: int, own: set[DeviceKey], cap: int) -> tuple[DeviceKey, ...] | None:
+    taken: list[DeviceKey] = []
+    new = 0
+    for key in candidates:
+        if len(taken) == count:
+            break
+        if key not in own:
+            if len(own) + new >= cap:
+                continue
+            new += 1
+        taken.append(key)
+    return tuple(taken) if len(taken) == count else None
+
+
+def _claim(member: Member, devices: tuple[DeviceKey, ...]) -> SeatClaim:
+    needs = member.needs
+    return SeatClaim(
+        cpu=needs.cpu,
+        memory_mb=needs.memory_mb,
+        disk_mb=needs.disk_mb,
+        user_defined=needs.user_defined,
+        devices=devices,
+        share=share_of(needs.accelerator) if devices else 0.0,
+    )

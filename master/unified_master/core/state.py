@@ -1,0 +1,321 @@
+"""All that the master knows. Plain records, written by this package alone and saved in part (see `restore`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from unified.core.lease import LeaseTable
+from unified.core.timers import TimerTable
+from unified.job.spec import JobSpec, Resources, RoleSpec, Value
+from unified.protocol.agent_master import RegisterAgent, RunOrder
+from unified.protocol.client_master import EndReport
+from unified.protocol.records import (
+    DirectoryEntry,
+    EventRecord,
+    Failure,
+    Inbox,
+    NodeState,
+    Progress,
+    Stage,
+    WorkerState,
+)
+from unified.settings import Intervals
+
+STORE = "store"
+"""Name of a job's store host among its workers."""
+MAX_EVENTS = 2000
+"""Events remembered for each job."""
+
+DeviceKey = tuple[str, int]
+"""(``device``, index among the node's devices) or (``slot``, number of a CPU core that stands in for one)."""
+TimerKey = tuple[str, ...]
+
+
+class LifeKey(NamedTuple):
+    """One life of one worker."""
+
+    job_id: str
+    worker: str
+    incarnation: int
+
+
+class SeatClaim(Value, frozen=True, kw_only=True):
+    """What one worker holds of its node."""
+
+    cpu: float = 0.0
+    memory_mb: float = 0.0
+    disk_mb: float = 0.0
+    user_defined: dict[str, float] = {}
+    devices: tuple[DeviceKey, ...] = ()
+    share: float = 0.0
+    """Of each of `devices`."""
+
+
+class PastLife(Value, frozen=True, kw_only=True):
+    """Where an earlier life was, so that its log can still be read."""
+
+    incarnation: int
+    node: str
+    log_file: str
+
+
+class WorkerRecord(msgspec.Struct, kw_only=True):
+    """A worker (or a job's store host), and its newest life."""
+
+    job_id: str
+    name: str
+    kind: Literal["worker", "store"] = "worker"
+    role: str = ""
+    rank: int = 0
+    incarnation: int = -1
+    """-1: it never lived."""
+    node: str = ""
+    """Where it is, or was last."""
+    claim: SeatClaim | None = None
+    """What it holds of `node`; None: it has no place."""
+    is_desired: bool = False
+    """This life shall be."""
+    is_held: bool = False
+    """Its next life waits for a back-off."""
+    is_seen: bool = False
+    """The agent has reported this life."""
+    state: WorkerState = WorkerState.STARTING
+    pid: int = 0
+    round: int = 0
+    inbox: Inbox | None = None
+    store_port: int = 0
+    progress: Progress | None = None
+    failure: Failure | None = None
+    log_file: str = ""
+    run: RunOrder | None = None
+    running_at: float | None = None
+    entry: DirectoryEntry | None = None
+    """As last published."""
+    num_failures: int = 0
+    """Charged to it; compared with `max_restart`."""
+    past: list[PastLife] = []
+    reason: str = ""
+
+    @property
+    def life(self) -> LifeKey:
+        return LifeKey(self.job_id, self.name, self.incarnation)
+
+    @property
+    def place_key(self) -> tuple[str, str]:
+        return (self.job_id, self.name)
+
+    @property
+    def has_failed(self) -> bool:
+        """Its newest life ended badly, and nothing was done about it yet."""
+        return self.state is WorkerState.EXITED and self.failure is not None and not self.is_held
+
+    @property
+    def has_ended_well(self) -> bool:
+        return self.state is WorkerState.EXITED and self.failure is None
+
+    @property
+    def is_done(self) -> bool:
+        """Its entry point returned, or its process ended without a failure."""
+        return self.state is WorkerState.FINISHED or self.has_ended_well
+
+
+class RoleRecord(msgspec.Struct, kw_only=True):
+    """What is counted for a role."""
+
+    name: str
+    round: int = 0
+    num_restarts: int = 0
+    suspect: str = ""
+    """The worker whose failure looks like collateral and waits for its root cause."""
+    suspect_at: float = 0.0
+    """When it failed."""
+    pending: str = ""
+    """The worker whose failure is decided when the others of the role are done."""
+    node_failures: dict[str, int] = {}
+    """Charged failures by node; compared with `per_node_max_failure`."""
+    num_quick: int = 0
+    """Charged failures in a row that came within a second of running."""
+
+
+_NO_SPEC = JobSpec(name="", roles=[])
+
+
+class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A job. `spec`, `workers` and `version` are not part of its saved bytes."""
+
+    job_id: str
+    sequence: int
+    stage: Stage = Stage.INIT
+    is_placed: bool = False
+    outcome: int | None = None
+    """Exit code to be, once the job is STOPPING."""
+    exit_code: int | None = None
+    reason: str = ""
+    is_forced: bool = False
+    submitted_at: float = 0.0
+    started_at: float | None = None
+    ended_at: float | None = None
+    num_restarts: int = 0
+    """Of the whole job, asked for or not."""
+    num_charged_restarts: int = 0
+    """Of the whole job, because of a failure; compared with `job_max_restart`."""
+    num_node_restarts: int = 0
+    """Lost nodes; compared with `node_max_restart`."""
+    excluded: list[str] = []
+    """Nodes that failed too often for this job."""
+    restart_at: float | None = None
+    """When the held workers begin their next lives."""
+    end: EndReport | None = None
+    roles: dict[str, RoleRecord] = {}
+    spec: JobSpec = _NO_SPEC
+    workers: dict[str, WorkerRecord] = {}
+    version: int = 0
+
+    def saved(self) -> bytes:
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, spec=_NO_SPEC, workers={}, version=0))
+
+    @property
+    def is_waiting(self) -> bool:
+        """It has no place yet, or lost it."""
+        return self.stage is Stage.INIT and not self.is_placed
+
+    @property
+    def is_ending(self) -> bool:
+        return self.stage in (Stage.STOPPING, Stage.STOPPED)
+
+    @property
+    def store(self) -> WorkerRecord | None:
+        return self.workers.get(STORE)
+
+    def ranks(self, role: str) -> list[WorkerRecord]:
+        """The workers of a role, by rank."""
+        return [worker for worker in self.workers.values() if worker.role == role and worker.kind == "worker"]
+
+    def elastic_roles(self) -> list[RoleSpec]:
+        """Roles that train together and need the store."""
+        return [role for role in self.spec.roles if role.kind == "elastic" and role.total > 0]
+
+    def driver_roles(self) -> list[RoleSpec]:
+        """Roles that the job waits for: those marked so, or all if none is."""
+        return [role for role in self.spec.roles if role.is_driver] or self.spec.roles
+
+
+class Leaving(msgspec.Struct, kw_only=True):
+    """A life that shall not be, and whose end its agent has not confirmed."""
+
+    life: LifeKey
+    node: str
+    generation: int
+    """A report of this generation or a later one that does not list the life confirms its end."""
+    claim: SeatClaim | None = None
+
+
+class NodeRecord(msgspec.Struct, kw_only=True):
+    """A node, and one life of its agent."""
+
+    info: RegisterAgent
+    state: NodeState = NodeState.ALIVE
+    reason: str = ""
+    peer: bytes = b""
+    is_registered: bool = False
+    """Its agent has registered with this life of the master."""
+    has_reported: bool = False
+    """Its agent has told which lives it has; before that, what is free is not known."""
+    generation: int = 0
+    sent_at: float = 0.0
+    seen_at: float = 0.0
+    lives: dict[LifeKey, WorkerRecord] = {}
+    """Those desired here."""
+    claims: dict[tuple[str, str], SeatClaim] = {}
+    leaving: dict[LifeKey, Leaving] = {}
+
+    @property
+    def name(self) -> str:
+        return self.info.node
+
+    @property
+    def is_connected(self) -> bool:
+        """Its agent can be spoken to."""
+        return self.state is NodeState.ALIVE and self.is_registered
+
+    @property
+    def is_usable(self) -> bool:
+        """Workers can be placed here."""
+        return self.is_connected and self.has_reported
+
+    def held(self) -> Iterator[SeatClaim]:
+        """Every claim, those of lives that are still leaving included."""
+        yield from self.claims.values()
+        for leaving in self.leaving.values():
+            if leaving.claim is not None and leaving.life[:2] not in self.claims:
+                yield leaving.claim
+
+
+class ParkedPoll(Value, frozen=True, kw_only=True):
+    """A `GetJob` that waits for news."""
+
+    peer: bytes
+    request_id: int
+    job_id: str
+    after_version: int
+
+
+class ParkedRead(Value, frozen=True, kw_only=True):
+    """A `ReadLog` that waits for the agent."""
+
+    peer: bytes
+    request_id: int
+    life: LifeKey
+    node: str
+
+
+class Cluster:
+    """The whole state of the master."""
+
+    def __init__(self, intervals: Intervals) -> None:
+        self.intervals = intervals
+        self.reign = 0
+        """Lives of the master before this one; keeps generations and versions rising."""
+        self.next_sequence = 1
+        self.next_event = 1
+        self.next_read = 1
+        self.nodes: dict[str, NodeRecord] = {}
+        self.jobs: dict[str, JobRecord] = {}
+        self.events: dict[str, deque[EventRecord]] = {}
+        self.timers: TimerTable[TimerKey] = TimerTable()
+        self.leases: LeaseTable[str] = LeaseTable(intervals.lease_s)
+        self.polls: dict[str, list[ParkedPoll]] = {}
+        self.reads: dict[int, ParkedRead] = {}
+
+    @property
+    def first_number(self) -> int:
+        """Where generations and versions of this reign begin."""
+        return self.reign << 32
+
+    def usable_nodes(self) -> list[NodeRecord]:
+        return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].is_usable]
+
+    def alive_nodes(self) -> list[NodeRecord]:
+        """Those believed alive, heard from in this reign or not."""
+        return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].state is NodeState.ALIVE]
+
+    def leaving_of(self, job_id: str) -> list[Leaving]:
+        return [
+            leaving
+            for node in self.nodes.values()
+            for leaving in node.leaving.values()
+            if leaving.life.job_id == job_id
+        ]
+
+
+def needs_of(spec: JobSpec, role: RoleSpec) -> Resources:
+    """What one worker of a role needs, the job's isolation resource included."""
+    if not spec.worker_isolation_resource:
+        return role.resources
+    user_defined = dict(role.resources.user_defined)
+    user_defined[spec.worker_isolation_resource] = user_defined.get(spec.worker_isolation_resource, 0.0) + 1.0
+    return msgspec.structs.replace(role.resources, user_defined=user_defined)

@@ -1,0 +1,130 @@
+"""The state as people and clients are shown it."""
+
+from __future__ import annotations
+
+from unified.job.spec import JobSpec
+from unified.protocol.client_master import JobLine, JobStatus, NodeStatus, RoleStatus, Story, WorkerStatus
+from unified.protocol.records import EventRecord, NodeResources
+from unified_master.core.room import EPSILON
+from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
+
+
+def job_status(cluster: Cluster, job: JobRecord) -> JobStatus:
+    """Everything about one job."""
+    return JobStatus(
+        job_id=job.job_id,
+        name=job.spec.name,
+        stage=job.stage,
+        version=job.version,
+        exit_code=job.exit_code,
+        reason=job.reason,
+        submitted_at=job.submitted_at,
+        started_at=job.started_at,
+        ended_at=job.ended_at,
+        submitted_by=job.spec.submitted_by,
+        num_restarts=job.num_restarts,
+        roles=[
+            RoleStatus(
+                name=role.name,
+                kind=role.kind,
+                total=role.total,
+                is_driver=role.is_driver,
+                round=job.roles[role.name].round,
+                num_restarts=job.roles[role.name].num_restarts,
+            )
+            for role in job.spec.roles
+        ],
+        workers=[
+            _worker_status(cluster, job.spec, worker) for worker in job.workers.values() if worker.kind == "worker"
+        ],
+        end=job.end,
+    )
+
+
+def job_line(job: JobRecord) -> JobLine:
+    """One line of a list."""
+    return JobLine(
+        job_id=job.job_id,
+        name=job.spec.name,
+        stage=job.stage,
+        exit_code=job.exit_code,
+        reason=job.reason,
+        submitted_at=job.submitted_at,
+        ended_at=job.ended_at,
+        num_workers=sum(role.total for role in job.spec.roles),
+    )
+
+
+def node_status(now: float, node: NodeRecord) -> NodeStatus:
+    """A node, and what of it no job holds."""
+    return NodeStatus(
+        node=node.name,
+        state=node.state,
+        hostname=node.info.hostname,
+        address=node.info.address,
+        resources=node.info.resources,
+        free=_free(node),
+        labels=node.info.labels,
+        num_workers=sum(1 for worker in node.lives.values() if worker.kind == "worker"),
+        seen_s_ago=round(max(0.0, now - node.seen_at), 3),
+        reason=node.reason,
+    )
+
+
+def story(cluster: Cluster, job: JobRecord, worker: WorkerRecord | None, limit: int) -> Story:
+    """The events of a job, or those that concern one worker: its own, its role's and the whole job's."""
+    events = list(cluster.events.get(job.job_id, ()))
+    if worker is not None:
+        events = [event for event in events if _concerns(event, worker)]
+    return Story(events=events[-limit:] if limit > 0 else [])
+
+
+def _concerns(event: EventRecord, worker: WorkerRecord) -> bool:
+    if event.worker:
+        return event.worker == worker.name
+    return not event.role or event.role == worker.role
+
+
+def _worker_status(cluster: Cluster, spec: JobSpec, worker: WorkerRecord) -> WorkerStatus:
+    role = spec.role(worker.role)
+    node = cluster.nodes.get(worker.node)
+    return WorkerStatus(
+        name=worker.name,
+        role=worker.role,
+        rank=worker.rank,
+        local_rank=worker.rank % role.per_group,
+        node_rank=worker.rank // role.per_group,
+        incarnation=max(0, worker.incarnation),
+        state=worker.state,
+        node=worker.node,
+        address=node.info.address if node is not None else "",
+        pid=worker.pid,
+        devices=[index for kind, index in (worker.claim.devices if worker.claim else ()) if kind == "device"],
+        num_failures=worker.num_failures,
+        progress=worker.progress,
+        log_file=worker.log_file,
+        reason=worker.failure.summary if worker.failure is not None else worker.reason,
+    )
+
+
+def _free(node: NodeRecord) -> NodeResources:
+    has = node.info.resources
+    cpu, memory_mb, disk_mb = has.cpu, has.memory_mb, has.disk_mb
+    user_defined = dict(has.user_defined)
+    used: dict[int, float] = {}
+    for claim in node.held():
+        cpu -= claim.cpu
+        memory_mb -= claim.memory_mb
+        disk_mb -= claim.disk_mb
+        for name, amount in claim.user_defined.items():
+            user_defined[name] = user_defined.get(name, 0.0) - amount
+        for kind, index in claim.devices:
+            if kind == "device":
+                used[index] = used.get(index, 0.0) + claim.share
+    return NodeResources(
+        cpu=max(0.0, cpu),
+        memory_mb=max(0.0, memory_mb),
+        disk_mb=max(0.0, disk_mb),
+        devices=[device for device in has.devices if used.get(device.index, 0.0) < EPSILON],
+        user_defined={name: max(0.0, amount) for name, amount in user_defined.items()},
+    )

@@ -1,0 +1,108 @@
+"""One step in the making: the actions so far, and what it touched and must therefore save, send or look at again."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from unified.protocol.agent_master import MasterToAgent
+from unified.protocol.client_master import MasterToClient
+from unified.protocol.records import DirectoryEntry, EventRecord, Stage
+from unified_master.core.actions import MasterAction, Report, Save, Send
+from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, WorkerRecord
+
+
+class Turn:
+    """What the functions of this package write to. Dictionaries, not sets: their order is the order of touching."""
+
+    def __init__(self, now: float, cluster: Cluster) -> None:
+        self.now = now
+        self.cluster = cluster
+        self.actions: list[MasterAction] = []
+        self.to_advance: dict[str, None] = {}
+        self.to_send: dict[str, None] = {}
+        self.wants_schedule = False
+        self.news: dict[str, dict[str, DirectoryEntry]] = {}
+        self._jobs: dict[str, JobRecord] = {}
+        self._workers: dict[tuple[str, str], WorkerRecord] = {}
+        self._visible: dict[str, JobRecord] = {}
+
+    def save(self, kind: str, key: str, data: bytes | None) -> None:
+        self.actions.append(Save(kind=kind, key=key, data=data))
+
+    def send(self, peer: bytes, message: MasterToAgent | MasterToClient, request_id: int = 0) -> None:
+        if peer:
+            self.actions.append(Send(peer=peer, request_id=request_id, message=message))
+
+    def touch_job(self, job: JobRecord) -> None:
+        """Its record changed: save it, show it, see whether it can go on."""
+        self._jobs[job.job_id] = job
+        self.touch_progress(job)
+        self.to_advance[job.job_id] = None
+
+    def touch_worker(self, job: JobRecord, worker: WorkerRecord) -> None:
+        """The worker's record changed: save it, show it, see whether its job can go on."""
+        self._workers[worker.place_key] = worker
+        self.touch_progress(job)
+        self.to_advance[job.job_id] = None
+
+    def touch_ending_jobs(self) -> None:
+        """It became known what runs on a node: jobs that wait for their last lives may have stopped."""
+        for job in self.cluster.jobs.values():
+            if job.stage is Stage.STOPPING:
+                self.to_advance[job.job_id] = None
+
+    def touch_progress(self, job: JobRecord) -> None:
+        """Something that only people see changed."""
+        self._visible[job.job_id] = job
+
+    def touch_node(self, name: str) -> None:
+        """What is desired on this node changed."""
+        self.to_send[name] = None
+
+    def report(
+        self, event: str, reason: str, job: JobRecord | None = None, role: str = "", worker: str = "", node: str = ""
+    ) -> None:
+        """A fact or a decision, for the log and for `unified explain`."""
+        record = EventRecord(
+            at=self.now,
+            event=event,
+            reason=reason,
+            job=job.job_id if job else "",
+            role=role,
+            worker=worker,
+            node=node,
+            sequence=self.cluster.next_event,
+        )
+        self.cluster.next_event += 1
+        if job is not None:
+            self.cluster.events.setdefault(job.job_id, deque(maxlen=MAX_EVENTS)).append(record)
+        self.actions.append(Report(record=record))
+
+    def decide(self, event: str, reason: str, job: JobRecord, role: str = "", worker: str = "", node: str = "") -> None:
+        """A decision about a whole job or role: as `report`, and the job's reason from now on."""
+        job.reason = reason
+        self.touch_job(job)
+        self.report(event, reason, job, role, worker, node)
+
+    def flush_saves(self) -> list[JobRecord]:
+        """Save what was touched; returns the jobs whose appearance changed, each with its version raised."""
+        for job in self._jobs.values():
+            self.save("job", job.job_id, job.saved())
+        for worker in self._workers.values():
+            self.save("worker", f"{worker.job_id}/{worker.name}", msgspec.msgpack.encode(worker))
+        changed = list(self._visible.values())
+        for job in changed:
+            job.version += 1
+        return changed
+
+    def connected_node(self, name: str) -> NodeRecord | None:
+        """The node, if its agent can be spoken to."""
+        node = self.cluster.nodes.get(name)
+        return node if node is not None and node.is_connected else None
+
+
+def count(number: int, noun: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

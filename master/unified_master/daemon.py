@@ -1,0 +1,294 @@
+"""The master's shell: wait, step, record, perform. The only loop of the process; every decision is the core's."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+
+from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMismatchError
+from unified.protocol.agent_master import AgentToMaster
+from unified.protocol.client_master import ClientToMaster, Refused
+from unified.protocol.framing import Codec
+from unified.protocol.records import EventRecord
+from unified.settings import Intervals
+from unified_master.core.actions import MasterAction, Report, Save, Send
+from unified_master.core.events import MasterEvent, Received, TimePassed
+from unified_master.core.master import MasterCore
+from unified_master.relay import BusRelay
+from unified_master.store import Store
+
+MAX_BATCH = 512
+"""Messages taken in before their consequences are committed and sent."""
+MAX_MESSAGE = 64 * 1024 * 1024
+MAX_DEFECTS = 5
+DEFECT_WINDOW_S = 60.0
+_log = logging.getLogger("unified.master")
+_codec: Codec[AgentToMaster | ClientToMaster] = Codec(AgentToMaster | ClientToMaster)
+_loose_header = msgspec.msgpack.Decoder(tuple[int, int])
+
+
+class MasterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says."""
+
+    bind: str
+    """``tcp://HOST:PORT``; port 0 takes any free one."""
+    state_dir: Path
+    intervals: Intervals = Intervals()
+    relay_bind: str | None = None
+    """Default: the host of `bind`, any free port."""
+    address_file: Path | None = None
+
+
+class SteadyClock:
+    """Seconds since 1970 that never go back: the wall clock when the process began, plus monotonic time since."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        return time.monotonic() + self._offset
+
+
+class MasterDaemon:
+    """One master: its socket, its store, its core."""
+
+    def __init__(self, options: MasterOptions) -> None:
+        self.options = options
+        self._clock = SteadyClock()
+        self._context = zmq.Context()
+        self._defects: list[float] = []
+        self._num_refused_frames = 0
+        self._refusals_logged_at = -math.inf
+        self._is_stopping = False
+
+    def run(self) -> int:
+        """Serve until SIGTERM or SIGINT; returns the exit code.
+
+        Raises:
+            UnifiedError: the store or a port cannot be used.
+        """
+        store = Store(self.options.state_dir)
+        try:
+            router = self._bind()
+            try:
+                address = self._advertised(router.get_string(zmq.LAST_ENDPOINT))
+                relay, relay_address = self._start_relay(address)
+                try:
+                    return self._serve(router, store, address, relay_address)
+                finally:
+                    relay.close()
+            finally:
+                router.close(linger=200)
+        finally:
+            self._context.destroy(linger=200)
+            store.close()
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        router.set(zmq.SNDHWM, 10_000)
+        router.set(zmq.RCVHWM, 10_000)
+        router.set(zmq.TCP_KEEPALIVE, 1)
+        router.set(zmq.TCP_KEEPALIVE_IDLE, 30)
+        router.set(zmq.IPV6, 1 if "[" in self.options.bind else 0)
+        try:
+            router.bind(self.options.bind)
+        except zmq.ZMQError as error:
+            router.close(linger=0)
+            raise ClusterError(_why_not_bound(self.options.bind, error)) from None
+        return router
+
+    def _start_relay(self, address: str) -> tuple[BusRelay, str]:
+        host = self.options.bind.rpartition(":")[0]
+        relay = BusRelay(self.options.relay_bind or f"{host}:0", host=address.removeprefix("tcp://").rpartition(":")[0])
+        return relay, relay.start()
+
+    def _advertised(self, endpoint: str) -> str:
+        """The address for others: a wildcard becomes an address of this host."""
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        if host in ("0.0.0.0", "[::]", "*"):
+            host = first_address()
+        return f"tcp://{host}:{port}"
+
+    def _serve(self, router: zmq.Socket[bytes], store: Store, address: str, relay: str) -> int:
+        core = self._begin_reign(store, relay)
+        wake, waker = socket.socketpair()
+        wake.setblocking(False)
+        waker.setblocking(False)
+        previous = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self._announce(address, relay)
+            poller = zmq.Poller()
+            poller.register(router, zmq.POLLIN)
+            poller.register(wake, zmq.POLLIN)
+            while not self._is_stopping:
+                due = core.next_deadline
+                wait_s = 60.0 if due is None else min(60.0, max(0.0, due - self._clock.now()))
+                poller.poll(math.ceil(wait_s * 1000))
+                events = self._take_in(router)
+                if due is not None and self._clock.now() >= due:
+                    events.append(TimePassed())
+                core = self._handle(core, events, router, store)
+        finally:
+            signal.set_wakeup_fd(previous)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            wake.close()
+            waker.close()
+        _log.info("event=master-stopped reason=%r", "asked to stop; workers run on under their agents")
+        return 0
+
+    def _begin_reign(self, store: Store, relay: str) -> MasterCore:
+        core = MasterCore(self.options.intervals, relay)
+        actions = core.restore(self._clock.now(), store.records(), store.events())
+        self._record(actions, store)
+        return core
+
+    def _announce(self, address: str, relay: str) -> None:
+        host = (urlsplit(address).hostname or "").lower()
+        if not (host == "localhost" or host.startswith("127.") or host == "::1"):
+            text = f"control traffic on {address} is not encrypted yet: keep it on a network you trust"
+            _log.warning("event=not-encrypted reason=%r", text)
+        _log.info("event=master-ready address=%s relay=%s state=%s", address, relay, self.options.state_dir)
+        if self.options.address_file is not None:
+            write_atomically(self.options.address_file, f"{address}\n")
+
+    def _take_in(self, router: zmq.Socket[bytes]) -> list[MasterEvent]:
+        """All messages that are there, up to a limit, checked at the door."""
+        events: list[MasterEvent] = []
+        for _ in range(MAX_BATCH):
+            try:
+                peer, *frames = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                request_id, message = _codec.decode(frames)
+            except ProtocolError as error:
+                self._refuse(router, peer, frames, error)
+                continue
+            events.append(Received(peer=peer, request_id=request_id, message=message))
+        return events
+
+    def _refuse(self, router: zmq.Socket[bytes], peer: bytes, frames: Sequence[bytes], error: ProtocolError) -> None:
+        """Say what is wrong to whoever sent it, in the version of the sender where that can be read."""
+        code = "version" if isinstance(error, VersionMismatchError) else "bad-request"
+        try:
+            version, request_id = _loose_header.decode(frames[0] if frames else b"")
+        except msgspec.DecodeError:
+            version, request_id = 1, 0
+        answer = _codec.encode(Refused(code=code, reason=str(error)), request_id, version=version)
+        _send(router, [peer, *answer])
+        self._num_refused_frames += 1
+        now = time.monotonic()
+        if now - self._refusals_logged_at >= 1.0:
+            self._refusals_logged_at = now
+            text = str(error)[:300]
+            _log.warning("event=message-refused reason=%r refused_so_far=%d", text, self._num_refused_frames)
+
+    def _handle(
+        self, core: MasterCore, events: Sequence[MasterEvent], router: zmq.Socket[bytes], store: Store
+    ) -> MasterCore:
+        """Step through a batch of events; commit everything, then send. Returns the core to go on with."""
+        actions: list[MasterAction] = []
+        for event in events:
+            try:
+                actions += core.step(self._clock.now(), event)
+            except Exception:  # any defect of ours: the core may be half changed, so it is not used again
+                self._record(actions, store)
+                self._perform(actions, router)
+                actions = []
+                core = self._after_defect(core, event, router, store)
+        self._record(actions, store)
+        self._perform(actions, router)
+        return core
+
+    def _after_defect(
+        self, core: MasterCore, event: MasterEvent, router: zmq.Socket[bytes], store: Store
+    ) -> MasterCore:
+        """Go on from what was saved, as after a restart. Too many defects in a short time end the process."""
+        _log.exception("event=defect reason=%r", f"while handling {str(event)[:500]}")
+        now = time.monotonic()
+        self._defects = [at for at in self._defects if now - at < DEFECT_WINDOW_S] + [now]
+        if len(self._defects) > MAX_DEFECTS:
+            raise UnifiedError(
+                f"{len(self._defects)} defects within {DEFECT_WINDOW_S:g} s (see the log): the master gives up. "
+                "Workers run on; start it again with the same --state-dir, and please report the traceback."
+            )
+        if isinstance(event, Received):
+            reason = "the master met a defect of its own while handling this; its log has the traceback."
+            _send(router, [event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id)])
+        return self._begin_reign(store, core.relay)
+
+    def _record(self, actions: Sequence[MasterAction], store: Store) -> None:
+        saves = [action for action in actions if isinstance(action, Save)]
+        reports = [action for action in actions if isinstance(action, Report)]
+        if saves or reports:
+            store.commit(saves, reports)
+        for report in reports:
+            _log.info("%s", describe(report.record))
+
+    def _perform(self, actions: Sequence[MasterAction], router: zmq.Socket[bytes]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                _send(router, [action.peer, *_codec.encode(action.message, action.request_id)])
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_stopping = True
+
+
+def describe(record: EventRecord) -> str:
+    """One line of the log: ``event=… job=… reason=…``."""
+    known = [(name, getattr(record, name)) for name in ("event", "job", "role", "worker", "node")]
+    fields = [f"{name}={value}" for name, value in known if value]
+    return " ".join([*fields, f"reason={record.reason!r}"])
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Whoever reads the file sees all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def first_address() -> str:
+    """An address of this host that others can reach; the loopback one if there is no other."""
+    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        # Connecting a datagram socket sends nothing: it only asks the routing table.
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+    finally:
+        probe.close()
+
+
+def _send(router: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    try:
+        router.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
+    except zmq.ZMQError as error:
+        # A peer that is gone or does not read: agents and clients ask again, so nothing is lost for good.
+        _log.debug("event=not-sent reason=%r", str(error))
+
+
+def _why_not_bound(bind: str, error: zmq.ZMQError) -> str:
+    if error.errno == zmq.EADDRINUSE:
+        port = bind.rpartition(":")[2]
+        return (
+            f"port {port} is taken: another process listens on {bind}. "
+            f"Stop it (`ss -ltnp 'sport = :{port}'` shows it), or choose another port with --bind."
+        )
+    return f"cannot listen on {bind}: {error.strerror}. Write --bind tcp://HOST:PORT with an address of this host."

@@ -1,0 +1,195 @@
+"""The bus relay: forwards messages between workers that cannot reach each other directly.
+
+It is stateless. A worker connects a DEALER whose ZeroMQ identity is its inbox id, and may send through any other; a
+message goes to the inbox id that its envelope names. Nothing but the envelope is read, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import Literal
+
+import zmq
+
+from unified.errors import ProtocolError, UnifiedError
+from unified.protocol.envelope import (
+    BUS_VERSION,
+    Envelope,
+    Kind,
+    Undelivered,
+    decode_envelope,
+    encode_envelope,
+    encode_record,
+)
+
+logger = logging.getLogger(__name__)
+_TRACKED_BYTES = 64 * 1024
+"""Smaller frames are bounded by their number."""
+_MAX_QUEUED_MESSAGES = 10_000
+_MAX_IDLE_QUEUES = 256
+_BATCH = 200
+"""Messages taken before the loop looks whether it shall end."""
+_HEARTBEAT_MS = 5_000
+
+
+class BusRelay:
+    """A ROUTER on a thread of its own.
+
+    Args:
+        bind: where to listen, such as ``tcp://10.0.0.1:0`` (0: any free port).
+        host: under which name others reach it; needed when `bind` names a wildcard.
+        limit_bytes: what may wait for one slow receiver. Beyond it its mail is given back to the sender.
+
+    Attributes:
+        num_forwarded, num_undeliverable, num_rejected: counts since the start.
+    """
+
+    def __init__(self, bind: str, *, host: str = "", limit_bytes: int = 256 * 1024 * 1024) -> None:
+        self.bind = bind
+        self.host = host
+        self.limit_bytes = limit_bytes
+        self.num_forwarded = 0
+        self.num_undeliverable = 0
+        self.num_rejected = 0
+        self._queued: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}
+        self._thread: threading.Thread | None = None
+        self._stop: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    def start(self) -> str:
+        """Bind, start the thread, and return the address for workers.
+
+        Raises:
+            UnifiedError: the address cannot be bound.
+        """
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 65536)
+        router = self._context.socket(zmq.ROUTER)
+        _configure(router)
+        router.set(zmq.IPV6, "[" in self.bind)  # with it, IPv4 addresses would be shown in a mapped form
+        try:
+            router.bind(self.bind)
+        except zmq.ZMQError as error:
+            router.close(0)
+            self._context.term()
+            reason = f"the bus relay cannot listen on {self.bind}: {error}. Choose another address."
+            raise UnifiedError(reason) from None
+        bound = router.get_string(zmq.LAST_ENDPOINT)
+        stop_in = self._context.socket(zmq.PAIR)
+        stop_in.bind("inproc://stop")
+        self._stop = self._context.socket(zmq.PAIR)
+        self._stop.connect("inproc://stop")
+        self._thread = threading.Thread(target=self._run, args=(router, stop_in), name="bus-relay", daemon=True)
+        self._thread.start()
+        return f"tcp://{self.host}:{bound.rpartition(':')[2]}" if self.host else bound
+
+    def close(self) -> None:
+        """Stop forwarding, drop what waits, and release the port."""
+        if self._thread is None or self._stop is None or self._context is None:
+            return
+        self._stop.send(b"")
+        self._thread.join()
+        self._stop.close(0)
+        self._context.term()
+        self._thread = None
+
+    def _run(self, router: zmq.Socket[bytes], stop: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(stop, zmq.POLLIN)
+        while stop not in dict(poller.poll()):
+            for _ in range(_BATCH):
+                try:
+                    frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                try:
+                    self._forward(router, frames)
+                except Exception:
+                    logger.exception("event=relay-failed: one message is lost, the relay goes on")
+        router.close(0)
+        stop.close(0)
+
+    def _forward(self, router: zmq.Socket[bytes], frames: list[zmq.Frame]) -> None:
+        try:
+            envelope = decode_envelope(frames[1].buffer if len(frames) > 1 else b"")
+            target = envelope.target.encode()
+            if not target or len(target) > 255:
+                raise ProtocolError(f"an inbox id of {len(target)} bytes")
+        except ProtocolError as error:
+            self.num_rejected += 1
+            if self.num_rejected == 1:
+                logger.warning("event=relay-rejected reason=%r (further ones are only counted)", str(error))
+            return
+        code = self._send(router, envelope.target, [target, *frames[1:]])
+        if code is None:
+            self.num_forwarded += 1
+            return
+        self.num_undeliverable += 1
+        if envelope.kind is not Kind.UNDELIVERABLE:
+            self._give_back(router, envelope, code)
+
+    def _send(
+        self, router: zmq.Socket[bytes], target: str, frames: list[bytes | zmq.Frame]
+    ) -> Literal["unknown-target", "overloaded"] | None:
+        """Queue a message without waiting; None if that was done."""
+        large = [frame for frame in frames if isinstance(frame, zmq.Frame) and len(frame) >= _TRACKED_BYTES]
+        if large and not self._has_room(target):
+            return "overloaded"
+        # a received frame cannot be tracked, one over its memory can
+        tracked = {id(frame): zmq.Frame(frame.buffer, track=True) for frame in large}
+        try:
+            for index, frame in enumerate(frames):
+                more = zmq.SNDMORE if index < len(frames) - 1 else 0
+                router.send(tracked.get(id(frame), frame), zmq.NOBLOCK | more, copy=False)
+        except zmq.Again:
+            return "overloaded"
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                logger.warning("event=relay-send-failed target=%s reason=%s", target, error)
+            self._queued.pop(target, None)
+            return "unknown-target"
+        for frame in tracked.values():
+            self._queued.setdefault(target, deque()).append((frame.tracker, len(frame)))
+        if len(self._queued) > _MAX_IDLE_QUEUES:  # those of receivers that are gone
+            for each in list(self._queued):
+                self._has_room(each)
+        return None
+
+    def _has_room(self, target: str) -> bool:
+        queue = self._queued.get(target)
+        while queue and queue[0][0].done:
+            queue.popleft()
+        if not queue:
+            self._queued.pop(target, None)
+            return True
+        return sum(nbytes for _, nbytes in queue) < self.limit_bytes
+
+    def _give_back(
+        self, router: zmq.Socket[bytes], lost: Envelope, code: Literal["unknown-target", "overloaded"]
+    ) -> None:
+        envelope = Envelope(
+            version=BUS_VERSION,
+            kind=Kind.UNDELIVERABLE,
+            call_id=lost.call_id,
+            sender="",
+            worker="the bus relay",
+            target=lost.sender,
+            method=lost.method,
+            trace_id=lost.trace_id,
+        )
+        body = encode_record(Undelivered(kind=lost.kind, target=lost.target, code=code))
+        sender = lost.sender.encode()
+        if 0 < len(sender) <= 255:
+            self._send(router, lost.sender, [sender, encode_envelope(envelope), body])
+
+
+def _configure(router: zmq.Socket[bytes]) -> None:
+    router.set(zmq.LINGER, 0)
+    router.set(zmq.ROUTER_MANDATORY, 1)
+    router.set(zmq.SNDHWM, _MAX_QUEUED_MESSAGES)
+    router.set(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
+    router.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    router.set(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)

@@ -1,0 +1,147 @@
+"""What the master remembers: one SQLite file, one process, one transaction a step."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from unified.errors import ClusterError
+from unified.protocol.records import EventRecord
+from unified_master.core.actions import Report, Save
+
+SCHEMA_VERSION = 1
+MAX_EVENTS = 200_000
+"""Lines of the event log that are kept over a restart."""
+_SCHEMA = """
+create table records (kind text not null, key text not null, data blob not null, primary key (kind, key)) without rowid;
+create table events (sequence integer primary key, job text not null, data blob not null);
+"""
+
+
+class StoreError(ClusterError):
+    """The state directory cannot be used: another master has it, or its contents are not ours to read."""
+
+
+class Store:
+    """The file ``master.sqlite`` of a state directory, locked for this process.
+
+    Args:
+        directory: made if it does not exist, for this user only.
+
+    Raises:
+        StoreError: another master uses it, or another version wrote it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.path = directory / "master.sqlite"
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"the state directory {directory} cannot be used: {error.strerror}. Choose one with --state-dir."
+            ) from None
+        self._take_lock()
+        try:
+            self._database = self._open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def commit(self, saves: Iterable[Save], reports: Iterable[Report]) -> None:
+        """Write everything in one transaction; on return it is on disk.
+
+        Raises:
+            StoreError: it cannot be written; nothing of it is.
+        """
+        try:
+            self._write(saves, reports)
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"{self.path} cannot be written: {error}. Make room or repair the disk, and start the master again; "
+                "workers run on meanwhile."
+            ) from None
+
+    def _write(self, saves: Iterable[Save], reports: Iterable[Report]) -> None:
+        database = self._database
+        database.execute("begin immediate")
+        try:
+            for save in saves:
+                if save.data is None:
+                    database.execute("delete from records where kind = ? and key = ?", (save.kind, save.key))
+                else:
+                    database.execute("replace into records values (?, ?, ?)", (save.kind, save.key, save.data))
+            for report in reports:
+                record = report.record
+                data = msgspec.msgpack.encode(record)
+                database.execute("replace into events values (?, ?, ?)", (record.sequence, record.job, data))
+            database.execute("commit")
+        except BaseException:
+            if database.in_transaction:
+                database.execute("rollback")
+            raise
+
+    def records(self) -> list[tuple[str, str, bytes]]:
+        """Everything saved: kind, key, data."""
+        return list(self._database.execute("select kind, key, data from records order by kind, key"))
+
+    def events(self) -> list[EventRecord]:
+        """The event log, oldest first; its oldest part is dropped when it is too long."""
+        database = self._database
+        database.execute("delete from events where sequence <= (select max(sequence) from events) - ?", (MAX_EVENTS,))
+        rows = database.execute("select data from events order by sequence")
+        try:
+            return [msgspec.msgpack.decode(data, type=EventRecord) for (data,) in rows]
+        except msgspec.DecodeError as error:
+            raise StoreError(f"the event log in {self.path} is damaged: {error}. Restore it from a copy.") from None
+
+    def close(self) -> None:
+        self._database.close()
+        os.close(self._lock)
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            raise StoreError(
+                f"the state directory {self.directory} is in use by another master (pid {owner}): "
+                "stop that one, or give this one another --state-dir."
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            database = sqlite3.connect(self.path, isolation_level=None)
+            try:
+                self._prepare(database)
+            except BaseException:
+                database.close()
+                raise
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"{self.path} cannot be read as the master's store: {error}. Restore it from a copy, or move it away "
+                "to start with an empty one (running workers will then be stopped)."
+            ) from None
+        return database
+
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        database.execute("pragma journal_mode = wal")
+        # Decisions leave the process only after they would survive a power cut.
+        database.execute("pragma synchronous = full")
+        (version,) = database.execute("pragma user_version").fetchone()
+        if version == 0:
+            database.executescript(f"begin; {_SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;")
+        elif version != SCHEMA_VERSION:
+            raise StoreError(
+                f"{self.path} has schema version {version}, this release reads {SCHEMA_VERSION}: run the release that "
+                "wrote it, or give another --state-dir."
+            )

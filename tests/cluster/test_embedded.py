@@ -1,0 +1,126 @@
+"""Submitting without a master: an embedded cluster comes, runs the job, and goes, whatever happens to its driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unified.client.daemons import marked_processes
+from unified.client.embedded import CLUSTER_VARIABLE
+from unified.testing import Belongings, eventually, left_behind
+
+pytestmark = pytest.mark.cluster
+
+JOB = """
+import signal
+from unified import DLJobBuilder
+
+def hello():
+    print("hello", flush=True)
+
+def fail():
+    raise ValueError("bad luck")
+
+def pause():
+    print("up", flush=True)
+    while True:
+        signal.pause()
+
+def job_of(function):
+    return DLJobBuilder().device_type("CPU").device_per_node(2).workload("worker", f"jobs_of_test.{function}").total(2)
+
+good, bad, endless = job_of("hello"), job_of("fail"), job_of("pause")
+"""
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Short, because the path of a Unix socket is: pytest's own folders are too long for one."""
+    with tempfile.TemporaryDirectory(prefix="u-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def driver_env(tmp_path: Path, run_dir: Path) -> dict[str, str]:
+    (tmp_path / "jobs_of_test.py").write_text(JOB)
+    own = {"UNIFIED_HOME": str(tmp_path / "home"), "UNIFIED_RUN_DIR": str(run_dir)}
+    env = {**os.environ, **own, "UNIFIED_FAILOVER_EXEC_STRATEGY": "0"}
+    env.pop("UNIFIED_MASTER", None)
+    return env
+
+
+def submit(tmp_path: Path, env: dict[str, str], what: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "unified", "submit", f"jobs_of_test.py:{what}"],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def cluster_processes(tmp_path: Path) -> list[str]:
+    found = []
+    for home in (tmp_path / "home" / "embedded").iterdir():
+        found += marked_processes(f"{CLUSTER_VARIABLE}={home.name}")
+    return [str(process) for process in found]
+
+
+def test_a_job_file_runs_to_its_end_and_nothing_is_left(
+    tmp_path: Path, run_dir: Path, driver_env: dict[str, str]
+) -> None:
+    before = Belongings()
+    with submit(tmp_path, driver_env, "good") as driver:
+        out, err = driver.communicate(timeout=50)
+    assert driver.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[worker-0] hello", "[worker-1] hello"]
+    assert " finished after " in err.splitlines()[-1]
+    assert cluster_processes(tmp_path) == []
+    assert list(run_dir.iterdir()) == []
+    assert left_behind(before) == []
+
+
+def test_a_failed_job_says_why_on_one_screen_and_keeps_its_story(tmp_path: Path, driver_env: dict[str, str]) -> None:
+    with submit(tmp_path, driver_env, "bad") as driver:
+        _, err = driver.communicate(timeout=50)
+    assert driver.returncode == 1
+    lines = err.splitlines()
+    report = lines[next(index for index, line in enumerate(lines) if "failed with exit code 1" in line) :]
+    assert len(report) <= 30
+    assert "  failure  ValueError: bad luck" in report
+    story = Path(report[-1].split()[-1])
+    assert "bad luck" in story.read_text()
+    assert cluster_processes(tmp_path) == []
+
+
+def test_a_killed_driver_takes_its_cluster_with_it(tmp_path: Path, driver_env: dict[str, str]) -> None:
+    with submit(tmp_path, driver_env, "endless") as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline().endswith("up\n")
+        assert len(cluster_processes(tmp_path)) >= 5  # master, agent, zygote, two workers
+        driver.kill()
+    assert driver.returncode == -signal.SIGKILL
+    eventually(lambda: not cluster_processes(tmp_path), timeout=5, message="the cluster outlived its driver")
+
+
+def test_ctrl_c_ends_an_embedded_cluster_and_all_in_it(
+    tmp_path: Path, run_dir: Path, driver_env: dict[str, str]
+) -> None:
+    with submit(tmp_path, driver_env, "endless") as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline().endswith("up\n")
+        driver.send_signal(signal.SIGINT)
+        _, said = driver.communicate(timeout=40)
+    assert driver.returncode == 130
+    assert "was stopped" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    assert cluster_processes(tmp_path) == []
+    assert list(run_dir.iterdir()) == []

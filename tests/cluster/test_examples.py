@@ -1,0 +1,107 @@
+"""The examples, as a user starts them: a script, a cluster, an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from unified.testing import LocalCluster, eventually
+
+pytestmark = pytest.mark.cluster
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+README = EXAMPLES.parent / "README.md"
+Cluster = Callable[..., LocalCluster]
+
+
+def start(example: str, cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / example / "submit.py"), *arguments],
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_actors_find_the_line(local_cluster: Cluster, tmp_path: Path) -> None:
+    cluster = local_cluster(nodes=2, devices=1)
+    process = start("actors", tmp_path, "--master", cluster.address, "--goal", "Hello")
+    output, _ = process.communicate(timeout=40)
+    assert process.returncode == 0, output
+    assert "100%  Hello" in output
+
+
+def test_nanogpt_resumes_after_a_rank_was_killed(local_cluster: Cluster, tmp_path: Path) -> None:
+    """Kill -9 of a rank: a new round goes on from the checkpoint, and the job ends with 0."""
+    cluster = local_cluster(nodes=2, devices=1)
+    process = start("nanogpt", tmp_path, "--master", cluster.address, "--steps", "60")
+    checkpoint = tmp_path / "out/nanogpt/checkpoint.pt"
+    try:
+        eventually(lambda: checkpoint.exists() or process.poll() is not None, timeout=30, message="no checkpoint")
+        pids = cluster.workers("nanogpt")
+        os.kill(next(pid for name, pid in pids.items() if name.startswith("ELASTIC_2-1")), signal.SIGKILL)
+        output, _ = process.communicate(timeout=40)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, output
+    status = cluster.status("nanogpt")
+    assert [worker.incarnation for worker in status.workers] == [1, 1]
+    assert "resumed at step" in output
+    results = json.loads((tmp_path / "out/nanogpt/metrics.json").read_text())
+    assert (results["steps"], results["ranks"]) == (60, 2)
+    assert (tmp_path / "out/nanogpt/curve.png").stat().st_size > 1000
+    assert (tmp_path / "out/nanogpt/sample.txt").read_text().startswith("def ")
+
+
+def test_nanogpt_without_restarts_names_the_limit(local_cluster: Cluster, tmp_path: Path) -> None:
+    cluster = local_cluster(nodes=2, devices=1)
+    process = start("nanogpt", tmp_path, "--master", cluster.address, "--max-restart", "0")
+    try:
+        pids = eventually(
+            lambda: process.poll() is not None or any_running(cluster), timeout=30, message="no rank was running"
+        )
+        assert isinstance(pids, dict), process.communicate()[0]
+        os.kill(next(pid for name, pid in pids.items() if name.startswith("ELASTIC_2-1")), signal.SIGKILL)
+        output, _ = process.communicate(timeout=40)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1, output
+    assert all(word in output for word in ("max_restart", "ELASTIC_2-1_1-0", "SIGKILL")), output
+
+
+def test_job_of_the_readme_runs(local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"^```python[^\n]*\n# (\w+\.py)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in blocks] == ["train.py", "submit.py"]
+    for name, text in blocks:
+        (tmp_path / name).write_text(text)
+    cluster = local_cluster(nodes=2, devices=2)
+    monkeypatch.setenv("UNIFIED_MASTER", cluster.address)
+    done = subprocess.run(
+        [sys.executable, "submit.py"], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    reported = {worker.progress.step for worker in cluster.status("linear").workers if worker.progress}
+    assert reported == {200}
+
+
+def any_running(cluster: LocalCluster) -> dict[str, int]:
+    """Pids by worker, once all of the job's workers run; empty before."""
+    from unified.errors import RefusedError
+
+    try:
+        status = cluster.status("nanogpt")
+    except RefusedError:  # not submitted yet
+        return {}
+    return {worker.name: worker.pid for worker in status.workers} if status.stage == "RUNNING" else {}

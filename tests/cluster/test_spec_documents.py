@@ -1,0 +1,249 @@
+"""The code of the reference documents about life inside a worker, on a real cluster, import prefix changed.
+
+Blocks are kept as text. Names that a document leaves to its reader (`train`, `done`, `step`, `actor_forward`, …) are
+defined around them, and nothing in them is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from unified.api.builder import DLJobBuilder
+from unified.testing import LocalCluster
+
+pytestmark = pytest.mark.cluster
+
+Cluster = Callable[..., LocalCluster]
+
+
+class Project(Protocol):
+    """Writes modules that workers can import."""
+
+    def __call__(self, **modules: str) -> None: ...
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+
+    def write(**modules: str) -> None:
+        for name, text in modules.items():
+            (folder / f"{name}.py").write_text(textwrap.dedent(text))
+
+    before = set(sys.modules)
+    yield write
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", "") and str(folder) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+# Documents 1 ("Function entrypoint example") and 3 ("Function entrypoint").
+FUNCTION_ENTRY = """
+from unified.api.runtime.worker import current_worker
+
+def run():
+    args = current_worker().job_info.user_config
+    # prepare data, model, optimizer using args
+    train(args)
+"""
+
+# Document 1, "Class entrypoint example with RPC exposure".
+SERVICE_OF_THE_GUIDE = """
+from unified.api.runtime import rpc
+from unified.api.runtime.worker import current_worker
+
+class TrainerService:
+    def __init__(self):
+        self.state = {}
+
+    @rpc(export=True)
+    def get_status(self):
+        return self.state
+
+    def run(self):
+        args = current_worker().job_info.user_config
+        # main training loop
+        while not done():
+            step()
+"""
+
+# Document 3, "Class entrypoint".
+SERVICE_OF_THE_REFERENCE = SERVICE_OF_THE_GUIDE.replace("@rpc(export=True)", "@rpc()#Auto export")
+
+COUNT_TO_THREE = """
+steps = []
+def step(): steps.append(1)
+def done(): return len(steps) == 3
+"""
+
+# Document 3, "Get Runtime Information".
+INFO = """
+    info = current_worker()
+    print(info.job_info, info.actor_info)
+"""
+
+
+def test_function_and_class_entry_points(local_cluster: Cluster, project: Project) -> None:
+    """All three in one job; the function runs in a round of two ranks, and also prints who it is."""
+    trained = (
+        "import torch, torch.distributed as dist\n"
+        "def train(args):\n"
+        "    total = torch.tensor([float(args.lr)]); dist.all_reduce(total)\n"
+        "    assert total.item() == 2 * args.lr, total\n"
+    )
+    project(
+        my_train=FUNCTION_ENTRY + INFO + trained,
+        my_service=SERVICE_OF_THE_GUIDE + COUNT_TO_THREE,
+        my_other_service=SERVICE_OF_THE_REFERENCE + COUNT_TO_THREE,
+    )
+    job = (
+        DLJobBuilder()
+        .node_num(2)
+        .device_per_node(1)
+        .device_type("CPU")
+        .config({"lr": 0.5})
+        .train("my_train.run")
+        .nnodes(2)
+        .nproc_per_node(1)
+        .workload("service", "my_service.TrainerService")
+        .resource(cpu=0.1)
+        .workload("other", "my_other_service.TrainerService")
+        .resource(cpu=0.1)
+        .build()
+    )
+    handle = local_cluster(nodes=2, devices=1).submit(job, "entries")
+    assert handle.wait(timeout=50) == 0
+    printed = list(handle.logs(role="ELASTIC"))
+    assert len([line for line in printed if "ELASTIC" in line and "entries" in line]) == 2
+
+
+# Document 3, "Remote call pattern". The interface's bodies are `...` there, for the reader to fill.
+INTERFACE = """
+from unified.api.runtime import FutureSequence, RoleGroup
+
+def vllm_wakeup() -> None:
+    RoleGroup("actor").call(vllm_wakeup).result()
+
+def vllm_generate(prompt_token_ids, params) -> FutureSequence:
+    return RoleGroup("actor").call_batch(vllm_generate, len(prompt_token_ids), prompt_token_ids, params)
+"""
+
+PROVIDER = """
+import remote_call
+from unified.api.runtime import export_rpc_instance, rpc
+
+# Document 3, "Function interface"
+@rpc(export=True)
+def some_method():
+    return "test1"
+
+# Document 3, "RPC proxy"
+class SimpleClass:
+    @rpc()
+    def hello(self, name: str) -> str:
+        return f"Hello, {name}!"
+
+@rpc
+def sync_weights(payload):
+    weights.append(payload)
+    return payload
+
+@rpc
+def actor_forward(sequences):
+    return [sequence * 2 for sequence in sequences]
+
+weights = []
+
+class Llm:
+    is_awake = False
+    def wake_up(self):
+        self.is_awake = True
+
+# Document 3, "Remote call pattern"
+class VLLMActor:
+    @rpc(remote_call.vllm_wakeup)
+    def wake_up(self):
+        self.llm.wake_up()
+
+    @rpc(remote_call.vllm_generate)
+    def generate(self, prompt_token_ids, params):
+        assert self.llm.is_awake
+        return [ids + params["tail"] for ids in prompt_token_ids]
+
+    def __init__(self):
+        self.llm = Llm()
+        export_rpc_instance("simple_class", SimpleClass())
+"""
+
+CALLER = """
+import numpy
+from provider import SimpleClass, actor_forward
+from unified.api.runtime import RoleGroup, create_rpc_proxy
+
+def run():
+    # Document 3, "Function interface": by name, through a role group
+    assert RoleGroup("actor").call("some_method").result() == ["test1"]
+
+    # Document 3, "RPC proxy"
+    proxy = create_rpc_proxy("actor", "simple_class", SimpleClass)
+    assert proxy.hello("World") == "Hello, World!"
+
+    # Document 3, "RoleGroup and FutureSequence"
+    payload, size, sequences = numpy.arange(4.0), 5, [1, 2, 3, 4, 5]
+    rg = RoleGroup(name="agents", roles=["actor", "learner"])
+    # broadcast
+    sent = rg.call("sync_weights", payload)
+    # batched calls
+    future_seq = rg.call_batch(actor_forward, size, sequences)
+    assert all((back == payload).all() for back in sent.result())
+    assert len(rg) == len(sent.result()) == 3
+    assert list(future_seq) == [2, 4, 6, 8, 10]
+    assert repr(future_seq) == "FutureSequence(lens=[2, 2, 1])", future_seq
+
+    # Document 3, "Remote call pattern"
+    from remote_call import vllm_generate, vllm_wakeup
+    vllm_wakeup()
+    prompt_token_ids, params = [[1], [2, 3]], {"tail": [0]}
+    result = vllm_generate(prompt_token_ids, params)
+    assert list(result) == [[1, 0], [2, 3, 0]]
+"""
+
+
+def test_calls_between_roles(local_cluster: Cluster, project: Project) -> None:
+    project(remote_call=INTERFACE, provider=PROVIDER, caller=CALLER)
+    job = (
+        DLJobBuilder()
+        .node_num(2)
+        .device_per_node(1)
+        .device_type("CPU")
+        .workload("caller", "caller.run")
+        .resource(cpu=0.1)
+        .workload("actor", "provider.VLLMActor")
+        .resource(cpu=0.1)
+        .not_driver()
+        .workload("learner", "provider.VLLMActor")
+        .total(2)
+        .resource(cpu=0.1)
+        .not_driver()
+        .build()
+    )
+    handle = local_cluster(nodes=2, devices=1).submit(job, "calls")
+    code = handle.wait(timeout=50)
+    assert code == 0, handle.status().end
+
+
+def test_command_line_of_another_launcher(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    """Document 2, "Single role(via CLI command)", with its submit."""
+    project(dummy_run="import sys; assert sys.argv[1:] == ['--test', '0'], sys.argv")
+    cluster = local_cluster(nodes=1, devices=1)
+    cmd = f"dlrover-run --nnodes=1 --nproc_per_node=1 {tmp_path}/project/dummy_run.py --test 0"
+    job = DLJobBuilder().by_dlrover_run_cmd(cmd).device_type("CPU").build()
+    assert job.submit("test_cmd_api", master_cpu=1, master_memory=128, master=cluster.address) == 0

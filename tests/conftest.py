@@ -1,0 +1,9 @@
+"""For every test: what the agent gives its workers, given to the test process itself."""
+
+from __future__ import annotations
+
+import os
+
+# torch's TCPStore looks up its peers' names; a packet that the name server loses would cost 5 s (see RESOLVER in
+# unified_agent.environment). Set here, before anything resolves a name.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")

@@ -1,0 +1,79 @@
+"""Imports point down, cores are pure, and importing our package loads nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORES = {"unified.core": "unified", "unified_agent.core": "agent", "unified_master.core": "master"}
+IMPURE = {"asyncio", "multiprocessing", "psutil", "socket", "sqlite3", "ssl", "subprocess", "zmq"}
+HEAVY = {"numpy", "omegaconf", "pydantic", "rich", "torch", "typer", "zmq"}
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after importing these, less those it began with."""
+    code = (
+        "import importlib, json, sys; before = set(sys.modules)\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+def modules_below(package: str, folder: str) -> list[str]:
+    base = ROOT / (folder if folder != "unified" else "")
+    files = sorted((base / package.replace(".", "/")).rglob("*.py"))
+    return [".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__") for file in files]
+
+
+def test_imports_point_down() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([str(linter)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("package", CORES)
+def test_core_loads_nothing_that_does_io(package: str) -> None:
+    modules = modules_below(package, CORES[package])
+    assert modules, f"{package} was not found"
+    assert not loaded_by(*modules) & (IMPURE | HEAVY)
+
+
+def test_every_core_is_kept_pure_by_ruff() -> None:
+    for package, folder in CORES.items():
+        base = ROOT / (folder if folder != "unified" else "") / package.replace(".", "/")
+        assert "TID251" in (base / "ruff.toml").read_text(), f"{base}/ruff.toml bans nothing"
+
+
+@pytest.mark.parametrize("package", ["unified", "unified.job", "unified.api.builder", "unified.api.runtime"])
+def test_importing_what_users_import_loads_nothing_heavy(package: str) -> None:
+    assert not loaded_by(package) & HEAVY
+
+
+def test_building_a_job_loads_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from unified.api.builder import DLJobBuilder\n"
+        "DLJobBuilder().config({'k': 1}).train('a.run').nnodes(2).nproc_per_node(4).end().build()\n"
+        "sys.exit(', '.join({'torch', 'numpy'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("daemon", ["unified_master", "unified_agent"])
+def test_daemons_load_no_framework(daemon: str) -> None:
+    assert not loaded_by(f"{daemon}.cli", f"{daemon}.daemon") & {"numpy", "omegaconf", "pydantic", "torch"}
+
+
+@pytest.mark.parametrize("folder", ["agent", "master"])
+def test_folders_that_hold_a_package_are_no_packages(folder: str) -> None:
+    """With an `__init__.py` our folder would shadow a user's own agent.py or master/."""
+    assert not (ROOT / folder / "__init__.py").exists()
+    assert [entry.name for entry in (ROOT / folder).iterdir() if entry.is_dir()] == [f"unified_{folder}"]

@@ -1,0 +1,51 @@
+"""Names say something, and no class name means two things."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = [ROOT / "unified", ROOT / "agent/unified_agent", ROOT / "master/unified_master"]
+SAY_NOTHING = {"api", "base", "common", "helper", "helpers", "impl", "manager", "misc", "types", "util", "utils"}
+TECHNICAL_KINDS = {"classes", "enums", "interfaces", "models"}
+ALLOWED = {ROOT / "unified/api"}  # `unified.api.builder` and `unified.api.runtime` are what users already import
+EMPTY_SUFFIXES = ("Manager", "Base", "Helper", "Util", "Utils", "Impl")
+
+
+def sources() -> list[Path]:
+    return [file for package in PACKAGES for file in sorted(package.rglob("*.py"))]
+
+
+def classes(file: Path) -> list[str]:
+    return [node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)]
+
+
+def test_no_module_or_folder_has_a_name_that_says_nothing() -> None:
+    folders = {folder for file in sources() for folder in file.parents if ROOT in folder.parents}
+    found = [path for path in [*sources(), *folders] if path.stem in SAY_NOTHING and path not in ALLOWED]
+    assert not found
+    assert not [folder for folder in folders if folder.name in TECHNICAL_KINDS]
+
+
+def test_no_class_has_a_name_that_says_nothing() -> None:
+    found = [f"{file.relative_to(ROOT)}: {name}" for file in sources() for name in classes(file)]
+    assert not [line for line in found if line.endswith(EMPTY_SUFFIXES)]
+
+
+def test_agent_and_master_share_no_class_name() -> None:
+    homes: dict[str, set[str]] = defaultdict(set)
+    for file in sources():
+        for name in classes(file):
+            homes[name].add(file.relative_to(ROOT).parts[0])
+    twice = {name: sorted(where) for name, where in homes.items() if {"agent", "master"} <= where}
+    assert not twice
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest reports a bare file name; two files of one name would be told apart by their folder alone."""
+    seen: dict[str, list[Path]] = defaultdict(list)
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        seen[file.name].append(file.relative_to(ROOT))
+    assert not {name: files for name, files in seen.items() if len(files) > 1}

@@ -1,0 +1,88 @@
+"""The names that users import. Adding one is a decision; taking one away breaks somebody's script."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+RUNTIME = [
+    "ActorInfo",
+    "FutureSequence",
+    "JobInfo",
+    "PrimeMasterApi",
+    "RoleActor",
+    "RoleGroup",
+    "UserRpcProxy",
+    "Worker",
+    "create_rpc_proxy",
+    "current_worker",
+    "export_rpc_instance",
+    "export_rpc_method",
+    "rpc",
+]
+BUILDER = ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder"]
+PUBLIC = {
+    "unified": sorted([*RUNTIME, *BUILDER, "JobHandle", "UnifiedError"]),
+    "unified.api.builder": BUILDER,
+    "unified.api.runtime": RUNTIME,
+    "unified.job": [
+        "ACCELERATOR_TYPE",
+        "AcceleratorType",
+        "BaseWorkloadDesc",
+        "CustomWorkloadDesc",
+        "DLConfig",
+        "DLStreamType",
+        "DLType",
+        "ElasticWorkloadDesc",
+        "ExecutionResultType",
+        "FailoverExec",
+        "FailoverTrigger",
+        "JobConfig",
+        "JobSpec",
+        "MasterStage",
+        "MasterStateBackendType",
+        "NodeGroupFailoverDesc",
+        "RLRoleType",
+        "ResourceDesc",
+        "RoleSpec",
+        "SimpleWorkloadDesc",
+        "WorkloadDesc",
+        "WorkloadEntrypointType",
+        "WorkloadGroup",
+        "get_entrypoint_type",
+    ],
+}
+DOORS = {
+    "unified.api.builder.rl": ["RLJob", "RLJobBuilder"],
+    "unified.api.runtime.worker": ["ActorInfo", "JobInfo", "Worker", "current_worker"],
+    "unified.api.runtime.rpc_helper": ["RPC_REGISTRY", "create_rpc_proxy", "export_rpc_instance", "rpc"],
+}
+"""Deeper modules that the reference documents import from."""
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names_are_exactly_these(package: str) -> None:
+    assert sorted(importlib.import_module(package).__all__) == PUBLIC[package]
+
+
+@pytest.mark.parametrize("package", [*PUBLIC, *DOORS])
+def test_each_public_name_can_be_imported(package: str) -> None:
+    module = importlib.import_module(package)
+    for name in {**PUBLIC, **DOORS}[package]:
+        assert getattr(module, name) is not None
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_each_public_class_and_function_is_documented(package: str) -> None:
+    module = importlib.import_module(package)
+    things = {name: getattr(module, name) for name in PUBLIC[package]}
+    bare = [name for name, thing in things.items() if callable(thing) and not (thing.__doc__ or "").strip()]
+    assert not bare
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_a_misspelt_name_is_told_its_neighbour(package: str) -> None:
+    name = PUBLIC[package][-1]
+    with pytest.raises(AttributeError, match=name):
+        getattr(importlib.import_module(package), f"{name}s")

@@ -1,0 +1,50 @@
+"""A worker for the bus tests: prints its inbox, answers calls, ends when its stdin does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import msgspec
+import numpy as np
+
+from unified.bus.endpoint import BusEndpoint
+from unified.bus.registry import MethodRegistry
+
+
+def echo(value: object) -> object:
+    return value
+
+
+def total(array: np.ndarray) -> int:
+    return int(array.sum(dtype=np.int64))
+
+
+def forever() -> None:
+    threading.Event().wait()
+
+
+def main() -> None:
+    worker, incarnation, run_dir, route, relay, host_id = sys.argv[1:]
+    endpoint = BusEndpoint(
+        job_id="job-1",
+        worker=worker,
+        incarnation=int(incarnation),
+        node="n1",
+        host_id=host_id,
+        run_dir=run_dir,
+        address="127.0.0.1",
+        relay=relay,
+        route=route,
+        registry=MethodRegistry(echo=echo, total=total, forever=forever, pid=os.getpid),
+    )
+    inbox = endpoint.start()
+    endpoint.open()
+    print(msgspec.json.encode(inbox).decode(), flush=True)
+    sys.stdin.read()
+    endpoint.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,481 @@
+"""Two workers on real sockets: every promise of the bus, on every route."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+from msgspec.structs import replace
+
+from tests.io.bus.world import HOST_ID, PATIENCE_S, World, entry
+from unified.bus.endpoint import BusEndpoint
+from unified.bus.futures import RpcFuture
+from unified.bus.registry import MethodRegistry
+from unified.bus.service import TRACE
+from unified.errors import (
+    BusOverloadedError,
+    ClusterError,
+    RemoteError,
+    RpcCancelledError,
+    RpcError,
+    RpcNotFoundError,
+    RpcTimeoutError,
+    UsageError,
+    WorkerDiedError,
+)
+from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
+from unified.protocol.records import Inbox, Reachability
+from unified.testing import eventually
+
+
+def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs: Any) -> Any:
+    return bus.call(target, method, args, kwargs).result(PATIENCE_S)
+
+
+class OwnError(Exception):
+    def __init__(self, code: int, *, hint: str) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+        self.hint = hint
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+def test_call_with_everything_an_argument_can_be(world: World) -> None:
+    a, _ = world.pair({"echo": lambda *args, **kwargs: (args, kwargs)})
+    assert call(a, "echo") == ((), {})
+    assert call(a, "echo", 1, (2, {3}), None, key=[b"4"]) == ((1, (2, {3}), None), {"key": [b"4"]})
+
+
+def test_async_handlers_run_together(world: World) -> None:
+    met = asyncio.Event()
+
+    async def wait() -> str:
+        await met.wait()
+        return "met"
+
+    async def meet() -> str:
+        met.set()
+        return threading.current_thread().name
+
+    a, _ = world.pair({"wait": wait, "meet": meet})
+    waiting = a.call("b", "wait", (), {})
+    assert call(a, "meet") == "bus-loop"
+    assert waiting.result(PATIENCE_S) == "met"
+
+
+def test_sync_handlers_run_together(world: World) -> None:
+    barrier = threading.Barrier(8)
+    a, _ = world.pair({"meet": lambda: barrier.wait(PATIENCE_S)})
+    meetings = [a.call("b", "meet", (), {}) for _ in range(8)]
+    assert sorted(each.result(PATIENCE_S) for each in meetings) == list(range(8))
+
+
+def test_sync_function_that_returns_a_coroutine(world: World) -> None:
+    async def inner(x: int) -> int:
+        return x + 1
+
+    a, _ = world.pair({"outer": lambda x: inner(x)})
+    assert call(a, "outer", 1) == 2
+
+
+def fail(error: BaseException) -> Any:
+    def handler() -> None:
+        raise error
+
+    return handler
+
+
+def own_error() -> None:
+    raise OwnError(7, hint="look there")
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_error_is_remote_and_what_was_raised(world: World, is_async: bool) -> None:
+    async def missing() -> None:
+        fail(KeyError("key"))()
+
+    a, _ = world.pair({"missing": missing if is_async else fail(KeyError("key"))})
+    with pytest.raises(KeyError) as caught:
+        call(a, "missing")
+    error = caught.value
+    assert isinstance(error, RemoteError)
+    assert (error.type_name, error.message, error.worker, error.node) == ("KeyError", "'key'", "b", "n1")
+    assert error.args == ("key",)
+    assert "raise error" in error.traceback
+    (note,) = error.__notes__
+    assert note.startswith("the call of 'missing' to worker b raised KeyError in worker b on node n1:\nTraceback")
+
+
+def test_errors_of_every_shape(world: World) -> None:
+    handlers = {
+        "os": fail(FileNotFoundError(2, "No such file", "x.txt")),
+        "own": own_error,
+        "lock": lambda: fail(Unpicklable())(),
+        "local": lambda: fail(type("Local", (ValueError,), {})("here only"))(),
+        "exit": fail(SystemExit(3)),
+        "stop": fail(StopIteration(1)),
+        "unicode": lambda: b"\xff".decode(),
+    }
+    a, _ = world.pair(handlers)
+    with pytest.raises(FileNotFoundError) as os_error:
+        call(a, "os")
+    assert (os_error.value.errno, os_error.value.filename) == (2, "x.txt")
+    with pytest.raises(RemoteError, match="holds a lock") as lock_error:
+        call(a, "lock")
+    assert lock_error.value.type_name.endswith("Unpicklable")
+    for method, text in (("local", "here only"), ("exit", "3"), ("stop", "1"), ("own", "code 7")):
+        with pytest.raises(RemoteError, match=text):
+            call(a, method)
+    with pytest.raises(UnicodeDecodeError):
+        call(a, "unicode")
+
+
+def test_error_through_two_workers_keeps_its_class(world: World) -> None:
+    a, b = world.pair({"relayed": lambda: call(b, "missing", target="c")})
+    _, inbox = world.endpoint("c", {"missing": fail(KeyError("key"))})
+    b.update_directory([entry("c", inbox)])
+    with pytest.raises(KeyError) as caught:
+        call(a, "relayed")
+    assert isinstance(caught.value, RemoteError)
+    assert "in worker c on node n1" in caught.value.traceback
+
+
+def test_not_found_names_what_there_is(world: World) -> None:
+    a, _ = world.pair({"generate": print, "wake_up": print})
+    with pytest.raises(RpcNotFoundError, match=r"worker b has no rpc method 'genrate'\. Did you mean 'generate'\?"):
+        call(a, "genrate")
+
+
+def test_result_that_cannot_be_sent_is_an_error_of_the_call(world: World) -> None:
+    a, _ = world.pair({"lock": threading.Lock, "count": lambda: (i for i in range(3))})
+    for method in ("lock", "count"):
+        with pytest.raises(RemoteError, match="cannot be sent"):
+            call(a, method)
+    with pytest.raises(UsageError, match="cannot be sent"):
+        a.call("b", "lock", (threading.Lock(),), {})
+
+
+def test_deadline_and_a_callee_that_is_told(world: World) -> None:
+    cancelled = threading.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    a, _ = world.pair({"forever": forever, "ping": lambda: 1})
+    began = time.monotonic()
+    with pytest.raises(
+        RpcTimeoutError, match=r"worker b did not answer 'forever' within 0.1 s: life 0 has had the call"
+    ):
+        a.call("b", "forever", (), {}, timeout=0.1).result(PATIENCE_S)
+    assert 0.1 <= time.monotonic() - began < 5
+    assert cancelled.wait(PATIENCE_S)
+    assert call(a, "ping") == 1
+
+
+def test_default_deadline(world: World) -> None:
+    a, _ = world.endpoint("a", default_timeout_s=0.05)
+    with pytest.raises(RpcTimeoutError, match=r"within 0.05 s: it has not started yet"):
+        call(a, "ping")
+
+
+def test_cancel_stops_an_async_handler_and_drops_a_queued_one(world: World) -> None:
+    began, cancelled, release = threading.Event(), threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    async def forever() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    a, b = world.pair({"forever": forever, "hold": lambda: release.wait(PATIENCE_S), "note": ran.append})
+    future = a.call("b", "forever", (), {})
+    assert began.wait(PATIENCE_S)
+    assert future.cancel()
+    with pytest.raises(RpcCancelledError):
+        future.result()
+    assert cancelled.wait(PATIENCE_S)
+    holding = [a.call("b", "hold", (), {}) for _ in range(32)]  # as many as there are threads
+    queued = a.call("b", "note", (1,), {})
+    assert queued.cancel()
+    behind = a.call("b", "note", (2,), {})
+    eventually(lambda: len(b._service._known) == 34)  # the last has arrived, so the cancellation before it has too
+    release.set()
+    behind.result(PATIENCE_S)
+    assert all(each.result(PATIENCE_S) for each in holding)
+    assert ran == [2]
+
+
+def test_call_before_the_target_is_up_waits(world: World) -> None:
+    a, _ = world.endpoint("a")
+    early = a.call("b", "ping", (), {}, timeout=PATIENCE_S)
+    _, inbox = world.endpoint("b", {"ping": lambda: "up"})
+    a.update_directory([entry("b", inbox)])
+    assert early.result(PATIENCE_S) == "up"
+
+
+def test_call_before_the_exports_are_open_waits(world: World) -> None:
+    a, _ = world.endpoint("a")
+    b, inbox = world.endpoint("b")
+    a.update_directory([entry("b", inbox)])
+    early = a.call("b", "ping", (), {})
+    with pytest.raises(RpcTimeoutError, match="had not ended after"):
+        early.result(0.05)
+    b._service._registry["ping"] = lambda: "open"
+    b.open()
+    assert early.result(PATIENCE_S) == "open"
+
+
+def test_death_fails_pending_calls_at_once(world: World) -> None:
+    a, _ = world.endpoint("a")
+    process = world.process("b")
+    a.update_directory([entry("b", process.inbox)])
+    assert call(a, "pid") == process.popen.pid
+    pending = [a.call("b", "forever", (), {}) for _ in range(3)]
+    process.kill()
+    dead = entry("b", None, 0, Reachability.DEAD, "killed by SIGKILL")
+    a.update_directory([dead])
+    for each in pending:
+        with pytest.raises(WorkerDiedError, match=r"worker b \(life 0 on node n1\) died before it .* by SIGKILL"):
+            each.result(0)
+    next_life = a.call("b", "pid", (), {})
+    second = world.process("b", 1)
+    a.update_directory([entry("b", second.inbox, 1)])
+    assert next_life.result(PATIENCE_S) == second.popen.pid
+    for path in world.run_dir.iterdir():
+        if path.name == process.inbox.inbox_id:  # a killed process cannot; its agent sweeps
+            path.unlink()
+
+
+def test_new_life_never_gets_the_old_ones_mail(world: World) -> None:
+    heard: list[str] = []
+    a, _ = world.endpoint("a")
+    old, old_inbox = world.endpoint("b", {"note": lambda word: heard.append(f"old {word}")})
+    a.update_directory([entry("b", old_inbox)])
+    call(a, "note", "1")
+    old.close()
+    lost = a.call("b", "note", ("2",), {})  # the directory does not know yet
+    _, new_inbox = world.endpoint("b", {"note": lambda word: heard.append(f"new {word}")}, incarnation=1)
+    assert new_inbox.inbox_id != old_inbox.inbox_id
+    a.update_directory([entry("b", new_inbox, 1)])
+    with pytest.raises(WorkerDiedError):
+        lost.result(PATIENCE_S)
+    call(a, "note", "3")
+    assert heard == ["old 1", "new 3"]
+
+
+def test_arrays_and_tensors(world: World) -> None:
+    a, _ = world.pair({"echo": lambda value: value})
+    array, tensor = np.arange(100_000.0), torch.arange(50_000, dtype=torch.bfloat16).reshape(100, 500)
+    back = call(a, "echo", {"array": array, "state": [tensor, np.float32(2)]})
+    assert (back["array"] == array).all()
+    assert not back["array"].flags.writeable
+    assert torch.equal(back["state"][0], tensor)
+    assert type(back["state"][1]) is np.float32
+
+
+def test_64_mib_to_another_process_and_back(world: World) -> None:
+    a, _ = world.endpoint("a")
+    a.update_directory([entry("b", world.process("b").inbox)])
+    array = np.full(64 << 20, 3, np.uint8)
+    assert call(a, "total", array) == 3 * array.nbytes
+    assert (call(a, "echo", array) == array).all()
+
+
+def test_call_to_oneself_and_from_inside_a_handler(world: World) -> None:
+    methods: dict[str, Any] = {"ping": lambda: "pong"}
+    a, inbox = world.endpoint("a", methods)
+    a.update_directory([entry("a", inbox)])
+    assert call(a, "ping", target="a") == "pong"
+    b, b_inbox = world.endpoint("b", {"back": lambda: call(b, "ping", target="a")})
+    a.update_directory([entry("b", b_inbox)])
+    b.update_directory([entry("a", inbox)])
+    assert call(a, "back") == "pong"  # a, b, a
+
+    async def back_async() -> Any:
+        return await b.call("a", "ping", (), {})
+
+    b._service._registry["back_async"] = back_async
+    assert call(a, "back_async") == "pong"
+
+
+def test_answer_finds_a_caller_that_the_directory_does_not_know(world: World) -> None:
+    a, b = world.pair({"ping": lambda: 1})
+    assert b._table.directory.get("a") is None
+    assert call(a, "ping") == 1
+
+
+def test_trace_goes_through_nested_calls(world: World) -> None:
+    a, b = world.pair({"outer": lambda: (TRACE.get(), call(b, "inner"))})
+    b._service._registry["inner"] = TRACE.get
+    b.update_directory([entry("b", b._sockets.inbox)])
+    outer, inner = call(a, "outer")
+    assert outer == inner != ""
+
+
+async def test_await_and_wait(world: World) -> None:
+    a, _ = world.pair({"double": lambda x: 2 * x})
+    assert await a.call("b", "double", (2,), {}) == 4
+    assert await asyncio.wrap_future(a.call("b", "double", (3,), {})) == 6
+    futures = [a.call("b", "double", (i,), {}) for i in range(20)]
+    assert not concurrent.futures.wait(futures, PATIENCE_S).not_done
+    assert [each.result() for each in futures] == list(range(0, 40, 2))
+
+
+def test_waiting_inside_a_callback_is_refused_instead_of_hanging(world: World) -> None:
+    release = threading.Event()  # else the answer may be there before the callback
+    a, _ = world.pair({"ping": lambda: 1, "hold": lambda: release.wait(PATIENCE_S)})
+    caught: RpcFuture[str] = RpcFuture()
+
+    def on_done(_: object) -> None:
+        try:
+            a.call("b", "ping", (), {}).result()
+        except RpcError as error:
+            caught.succeed(str(error))
+
+    a.call("b", "hold", (), {}).add_done_callback(on_done)
+    release.set()
+    assert "would wait for ever" in caught.result(PATIENCE_S)
+    assert call(a, "ping") == 1
+
+
+def test_bytes_in_flight_are_bounded(world: World) -> None:
+    release = threading.Event()
+    a, _ = world.pair({"hold": lambda data: release.wait(PATIENCE_S)}, limit_bytes=100_000)
+    first = a.call("b", "hold", (b"x" * 80_000,), {})
+    with pytest.raises(BusOverloadedError, match=r"80... of 100000 bytes are in flight to it already"):
+        a.call("b", "hold", (b"x" * 80_000,), {}, block=False)
+    with pytest.raises(RpcTimeoutError, match="No room came before"):
+        a.call("b", "hold", (b"x" * 80_000,), {}, timeout=0.05)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(lambda: a.call("b", "hold", (b"x" * 80_000,), {}))
+        assert not concurrent.futures.wait([blocked], 0.05).done
+        release.set()
+        assert blocked.result(PATIENCE_S).result(PATIENCE_S)
+    assert first.result(PATIENCE_S)
+    assert call(a, "hold", b"x" * 300_000)  # larger than the limit, and alone
+    assert a._window.held("b") == 0
+
+
+def test_closing_ends_open_calls_and_refuses_new_ones(world: World) -> None:
+    a, _ = world.endpoint("a")
+    waiting = a.call("b", "ping", (), {})
+    a.close()
+    a.close()
+    with pytest.raises(RpcCancelledError, match="the bus of worker a was closed"):
+        waiting.result(PATIENCE_S)
+    with pytest.raises(RpcCancelledError):
+        call(a, "ping")
+
+
+def test_closing_is_not_held_up_by_a_dead_peer_or_a_stuck_handler(world: World) -> None:
+    a, _ = world.endpoint("a")
+    release = threading.Event()
+    b, inbox = world.endpoint("b", {"stuck": release.wait})
+    gone = Inbox(inbox_id="gone", routes=[f"ipc://{world.run_dir}/gone", "tcp://127.0.0.1:9"], host_id=HOST_ID)
+    a.update_directory([entry("b", inbox), entry("c", gone)])
+    futures = [a.call("b", "stuck", (), {}), a.call("c", "ping", (b"x" * 100_000,), {})]
+    eventually(lambda: b._service._known)
+    began = time.monotonic()
+    a.close()
+    b.close()
+    assert time.monotonic() - began < 5
+    release.set()
+    for future in futures:
+        with pytest.raises(RpcCancelledError):
+            future.result(0)
+
+
+def test_rubbish_disturbs_nobody(world: World) -> None:
+    a, b = world.pair({"ping": lambda: 1})
+    assert call(a, "ping") == 1
+    mine = b._sockets.inbox
+    stranger = Envelope(BUS_VERSION, Kind.CALL, 1, "x", "x", mine.inbox_id)
+    rubbish: list[list[bytes]] = [
+        [b""],
+        [b"\xc1", b""],
+        [os.urandom(50), os.urandom(50), os.urandom(50)],
+        [b"x" * 100_000],
+        [encode_envelope(replace(stranger, version=9)), b""],
+        [encode_envelope(replace(stranger, target="somebody else")), b""],
+        [encode_envelope(replace(stranger, kind=Kind.HELLO)), b"\xc1"],
+        [encode_envelope(replace(stranger, kind=Kind.RESULT)), b"\xc1"],
+        [encode_envelope(replace(stranger, method="ping")), b"\xc1"],
+        [encode_envelope(replace(stranger, method="ping"))],
+    ]
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.DEALER if world.route == "relay" else zmq.PUSH)
+    socket.connect(world.relay if world.route == "relay" else mine.routes[0])
+    for frames in rubbish:
+        socket.send_multipart(frames)
+    refused = 1 if world.route == "relay" else 7
+    eventually(lambda: b.num_rejected >= refused)
+    assert call(a, "ping") == 1
+    socket.close(0)
+    context.term()
+
+
+def test_method_name_of_silly_length_is_refused_here(world: World) -> None:
+    a, _ = world.endpoint("a")
+    with pytest.raises(UsageError, match="has 10000 characters"):
+        a.call("b", "x" * 10_000, (), {})
+
+
+def test_inbox_is_private_and_says_how_to_reach_it(tmp_path: Path) -> None:
+    world = World(tmp_path / "run", "auto", "")
+    _, inbox = world.endpoint("a")
+    assert [route.split(":")[0] for route in inbox.routes] == ["ipc", "tcp"]
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    world.close()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_path_too_long_for_a_socket_leaves_tcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(tmp_path / ("x" * 100), "auto", "")
+    a, b = world.pair({"ping": lambda: 1})
+    assert [route.split(":")[0] for route in b._sockets.inbox.routes] == ["tcp"]
+    assert "107 are allowed" in caplog.text
+    assert call(a, "ping") == 1
+    world.close()
+
+
+def test_start_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endpoint(**given: str) -> BusEndpoint:
+        facts: dict[str, Any] = {"run_dir": str(tmp_path), "address": "127.0.0.1", **given}
+        return BusEndpoint(
+            job_id="j",
+            worker="a",
+            incarnation=0,
+            node="n",
+            host_id="h",
+            registry=MethodRegistry(),
+            **{**facts, **given},
+        )
+
+    with pytest.raises(UsageError, match="has not been started"):
+        endpoint().call("b", "m", (), {})
+    with pytest.raises(ClusterError, match="has no address"):
+        endpoint(address="203.0.113.1", run_dir="/proc/nowhere").start()
+    monkeypatch.setenv("UNIFIED_BUS_ROUTE", "relay")
+    with pytest.raises(UsageError, match="there is none: unset UNIFIED_BUS_ROUTE"):
+        endpoint().start()
+    never = endpoint()
+    never.close()

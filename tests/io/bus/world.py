@@ -1,0 +1,104 @@
+"""Workers on a bus: some in this process, some in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from unified.bus.endpoint import BusEndpoint
+from unified.bus.registry import MethodRegistry
+from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+
+PATIENCE_S = 20.0
+HOST_ID = "host"
+
+
+def entry(
+    worker: str, inbox: Inbox | None, incarnation: int = 0, state: Reachability = Reachability.ALIVE, reason: str = ""
+) -> DirectoryEntry:
+    """News of one life."""
+    return DirectoryEntry(worker=worker, incarnation=incarnation, state=state, inbox=inbox, node="n1", reason=reason)
+
+
+class Process:
+    """A worker in a process of its own, running `tests/io/bus/peer.py`."""
+
+    def __init__(self, *arguments: str) -> None:
+        script = str(Path(__file__).with_name("peer.py"))
+        self.popen = subprocess.Popen(
+            [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.popen.stdout is not None
+        self.inbox = msgspec.json.decode(self.popen.stdout.readline(), type=Inbox)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.popen.pid, number)
+        if number == signal.SIGKILL:
+            self.popen.wait()
+
+    def close(self) -> None:
+        for stream in (self.popen.stdin, self.popen.stdout):
+            if stream is not None:
+                stream.close()
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGCONT)
+            self.popen.wait(PATIENCE_S)
+
+
+class World:
+    """Makes endpoints that all take one route, and tells each of the others."""
+
+    def __init__(self, run_dir: Path, route: str, relay: str) -> None:
+        self.run_dir = run_dir
+        self.route = route
+        self.relay = relay
+        self.endpoints: list[BusEndpoint] = []
+        self.processes: list[Process] = []
+
+    def endpoint(
+        self, worker: str, methods: dict[str, Callable[..., Any]] | None = None, incarnation: int = 0, **options: Any
+    ) -> tuple[BusEndpoint, Inbox]:
+        """Started, and open if it was given methods."""
+        endpoint = BusEndpoint(
+            job_id="job-1",
+            worker=worker,
+            incarnation=incarnation,
+            node="n1",
+            host_id=HOST_ID,
+            run_dir=str(self.run_dir),
+            address="127.0.0.1",
+            relay=self.relay,
+            route=self.route,
+            registry=MethodRegistry(methods or {}),
+            **options,
+        )
+        self.endpoints.append(endpoint)
+        inbox = endpoint.start()
+        if methods is not None:
+            endpoint.open()
+        return endpoint, inbox
+
+    def pair(self, methods: dict[str, Callable[..., Any]], **options: Any) -> tuple[BusEndpoint, BusEndpoint]:
+        """`a`, which knows `b`, and `b`, which has the methods."""
+        a, _ = self.endpoint("a", **options)
+        b, inbox = self.endpoint("b", methods)
+        a.update_directory([entry("b", inbox)])
+        return a, b
+
+    def process(self, worker: str, incarnation: int = 0) -> Process:
+        process = Process(worker, str(incarnation), str(self.run_dir), self.route, self.relay, HOST_ID)
+        self.processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+        for endpoint in self.endpoints:
+            endpoint.close()

@@ -1,0 +1,113 @@
+"""One agent a node id on a host; what a killed one left is found by its marks and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unified import process
+from unified_agent.inventory import address_towards, cpus, disk_mb, interface_of, memory_mb
+from unified_agent.leftovers import AgentTakenError, LifeRecord, NodeLock, claim, clean_up
+
+
+class Sleepers:
+    """Child processes with marks."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, node: str, life: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "UNIFIED_AGENT_NODE": node, "UNIFIED_AGENT_LIFE": life}
+        code = "import time; print(flush=True); time.sleep(60)"
+        one = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+        assert one.stdout is not None
+        one.stdout.readline()
+        self.processes.append(one)
+        return one
+
+
+@pytest.fixture
+def sleepers() -> Iterator[Sleepers]:
+    them = Sleepers()
+    yield them
+    for one in them.processes:
+        one.kill()
+        one.communicate()
+
+
+def record(run_dir: Path, *, node: str = "n1", life: str = "aaa", start_ticks: int = 0) -> LifeRecord:
+    return LifeRecord(node=node, pid=1, life=life, run_dir=str(run_dir), start_ticks=start_ticks)
+
+
+def test_only_what_carries_node_and_life_is_ended(sleepers: Sleepers, tmp_path: Path) -> None:
+    ours = sleepers.start("n1", "aaa")
+    others = [sleepers.start("n1", "bbb"), sleepers.start("n2", "aaa")]
+    run_dir = tmp_path / "a-aaa"
+    run_dir.mkdir()
+    (run_dir / "inbox.sock").touch()
+    assert clean_up(record(run_dir), tmp_path) == [ours.pid]
+    assert not process.is_alive(ours.pid)
+    assert all(process.is_alive(other.pid) for other in others)
+    assert not run_dir.exists()
+
+
+def test_what_is_older_than_the_killed_agent_is_not_its(sleepers: Sleepers, tmp_path: Path) -> None:
+    one = sleepers.start("n1", "aaa")
+    assert clean_up(record(tmp_path / "a-x", start_ticks=1 << 60), tmp_path) == []
+    assert process.is_alive(one.pid)
+
+
+@pytest.mark.parametrize("name", ["other", "deeper/a-x"])
+def test_only_a_run_folder_of_an_agent_is_removed(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    clean_up(record(folder), tmp_path)
+    assert folder.exists()
+
+
+def test_a_node_id_is_held_once(tmp_path: Path) -> None:
+    first = NodeLock(tmp_path, "n1")
+    first.write(record(tmp_path))
+    NodeLock(tmp_path, "n2").release()
+    with pytest.raises(AgentTakenError, match="already runs on this host as pid 1: stop it, or give this one another"):
+        NodeLock(tmp_path, "n1")
+    first.release()
+    second = NodeLock(tmp_path, "n1")
+    assert second.previous() is None
+    second.release()
+    assert not list((tmp_path / "agents").iterdir())
+
+
+def test_a_claim_takes_over_from_a_killed_agent_and_leaves_nothing(sleepers: Sleepers, tmp_path: Path) -> None:
+    old = sleepers.start("n1", "aaa")
+    killed = NodeLock(tmp_path, "n1")
+    killed.write(record(tmp_path / "a-aaa"))
+    os.close(killed._descriptor)  # as the kernel does for a process that is killed
+    with claim(tmp_path, "n1") as own:
+        assert not process.is_alive(old.pid)
+        assert own.run_dir.stat().st_mode & 0o777 == 0o700
+    assert not own.run_dir.exists()
+    assert not list((tmp_path / "agents").iterdir())
+
+
+def test_the_inventory_of_this_host(tmp_path: Path) -> None:
+    assert 0 < cpus() <= (os.cpu_count() or 1)
+    assert memory_mb() > 100
+    assert disk_mb(tmp_path / "not/yet/there") > 0
+    assert address_towards("127.0.0.1", 7077) == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") == ""
+
+
+def test_a_container_has_what_its_cgroup_allows(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{64 * 1024 * 1024}\n")
+    assert (cpus(tmp_path), memory_mb(tmp_path)) == (0.5, 64.0)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (cpus(tmp_path), memory_mb(tmp_path)) == (cpus(), memory_mb())

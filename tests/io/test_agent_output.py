@@ -1,0 +1,165 @@
+"""Workers' output on disk: written promptly, bounded, read back by absolute offset."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from unified.protocol.agent_master import ReadAgentLog
+from unified_agent.core.events import Life
+from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
+from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead
+
+PATIENCE_MS = 10_000
+LIFE = Life("job-1", "w-0", 2)
+
+
+class Desk:
+    """An `OutputReader` with a test at it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reader = OutputReader(folder, max_bytes=1000, max_files=3)
+        self._results: list[OutputClosed | SliceRead | OutputFailed] = []
+
+    def next(self) -> OutputClosed | SliceRead | OutputFailed:
+        while not self._results:
+            poll = select.poll()
+            poll.register(self.reader.ready, select.POLLIN)
+            assert poll.poll(PATIENCE_MS), "no answer"
+            self._results += self.reader.take()
+        return self._results.pop(0)
+
+    def read(
+        self, offset: int = 0, stream: Literal["out", "err", "both"] = "out", life: Life = LIFE, max_bytes: int = 65536
+    ) -> LogSlice:
+        order = ReadAgentLog(
+            job_id=life.job_id,
+            worker=life.name,
+            worker_incarnation=life.incarnation,
+            stream=stream,
+            offset=offset,
+            max_bytes=max_bytes,
+        )
+        self.reader.read(order, request_id=5)
+        answer = self.next()
+        assert isinstance(answer, SliceRead)
+        assert answer.request_id == 5
+        return answer.slice
+
+    def read_until(self, data: bytes, stream: Literal["out", "err"] = "out") -> LogSlice:
+        while (found := self.read(stream=stream)).data != data:
+            assert data.startswith(found.data), found
+        return found
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    one = Desk(tmp_path)
+    yield one
+    one.reader.close()
+
+
+def test_what_is_printed_can_be_read_while_the_worker_lives(desk: Desk, tmp_path: Path) -> None:
+    out, err = desk.reader.open(LIFE)
+    os.write(out, b"one\n")
+    os.write(err, b"oh\n")
+    found = desk.read_until(b"one\n")
+    assert (found.offset, found.size, found.path) == (0, 4, str(tmp_path / "job-1/w-0/2.out"))
+    desk.read_until(b"oh\n", "err")
+    os.write(out, b"two\n")
+    desk.read_until(b"one\ntwo\n")
+    assert desk.read(4).data == b"two\n"
+    assert desk.read(-4).data == b"two\n"
+    assert desk.read(2, max_bytes=3).data == b"e\nt"
+    assert desk.read(99) == LogSlice(offset=8, size=8, path=found.path)
+    os.close(out)
+    os.close(err)
+
+
+def test_the_end_of_a_life_brings_its_last_lines(desk: Desk) -> None:
+    out, err = desk.reader.open(LIFE)
+    os.write(err, b"".join(b"line %d\n" % number for number in range(30)))
+    desk.reader.finish(LIFE, -9)
+    closed = desk.next()
+    assert closed == OutputClosed(LIFE, -9, "\n".join(f"line {number}" for number in range(10, 30)))
+    os.close(out)  # a stray that still holds the pipe holds nothing up
+    os.close(err)
+
+
+def test_a_life_that_was_never_born_can_be_finished(desk: Desk) -> None:
+    desk.reader.finish(LIFE, 0)
+    assert desk.next() == OutputClosed(LIFE, 0, "")
+
+
+def test_many_lives_at_once_do_not_mix(desk: Desk, tmp_path: Path) -> None:
+    lives = [Life("job-1", f"w-{rank}", 0) for rank in range(8)]
+    pipes = {life: desk.reader.open(life) for life in lives}
+    for _ in range(20):
+        for life, (out, _) in pipes.items():
+            os.write(out, f"{life.name}\n".encode())
+    for life in lives:
+        desk.reader.finish(life, 0)
+    assert {desk.next() for _ in lives} == {OutputClosed(life, 0, "") for life in lives}
+    for life in lives:
+        assert (tmp_path / f"job-1/{life.name}/0.out").read_text() == f"{life.name}\n" * 20
+        for descriptor in pipes[life]:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["../w-0", "..", "", "a/b"])
+def test_only_workers_output_can_be_read(desk: Desk, name: str) -> None:
+    assert "is no worker of this node" in desk.read(life=Life("job-1", name, 0)).error
+    assert "is no worker of this node" in desk.read(life=Life(name, "w-0", 0)).error
+
+
+def test_unknown_output_and_both_streams_at_once_are_errors(desk: Desk) -> None:
+    assert desk.read().error.endswith("2.out cannot be read: No such file or directory")
+    assert "two files" in desk.read(stream="both").error
+
+
+def test_rotation_bounds_the_disk_and_keeps_absolute_offsets(tmp_path: Path) -> None:
+    path = tmp_path / "0.out"
+    file = LogFile(path, max_bytes=100, max_files=3)
+    everything = b"".join(b"%09d\n" % number for number in range(100))
+    for start in range(0, len(everything), 37):
+        file.write(everything[start : start + 37])
+    file.close()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["0.out", "0.out.1", "0.out.2", "0.out.base"]
+    assert [one.stat().st_size for one in sorted(tmp_path.glob("0.out*"))[:3]] == [100, 100, 100]
+    seen = b""
+    offset = 0
+    while (found := read_slice(path, offset, 30, 3)).data:
+        offset = found.offset + len(found.data)
+        seen += found.data
+    assert seen == everything[-300:]
+    assert offset == found.size == 1000
+    assert read_slice(path, -10, 99, 3).data == everything[-10:]
+
+
+def test_a_file_of_an_earlier_cluster_is_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "0.out"
+    old = LogFile(path, max_bytes=10, max_files=3)
+    old.write(b"x" * 35)
+    old.close()
+    new = LogFile(path, max_bytes=10, max_files=3)
+    new.write(b"new")
+    new.close()
+    assert [one.name for one in tmp_path.iterdir()] == ["0.out"]
+    assert read_slice(path, 0, 99, 3) == LogSlice(data=b"new", offset=0, size=3, path=str(path))
+
+
+def test_a_disk_that_refuses_costs_the_output_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    file = LogFile(tmp_path / "file/0.out", max_bytes=10, max_files=2)
+    file.write(b"x" * 100)
+    file.close()
+    assert len(caplog.records) == 1
+    assert "output is dropped" in caplog.text
+    assert last_lines(file.path) == ""

@@ -1,0 +1,186 @@
+"""The embedded cluster's supervision, with daemons that are stand-ins: started, watched, started again, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unified import process
+from unified.client.daemons import marked_processes
+from unified.client.embedded import CLUSTER_VARIABLE, EmbeddedCluster
+from unified.errors import ClusterError
+from unified.testing import Belongings, eventually, left_behind
+
+MASTER = """
+import os, pathlib, signal, sys, zmq
+from unified.process import die_with_parent
+from unified.protocol.client_master import NodeList, NodeStatus, client_to_master, master_to_client
+from unified.protocol.records import NodeResources, NodeState
+die_with_parent(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if os.environ.get("FAKE_MASTER") == "port-taken":
+    print("unified-master: tcp://127.0.0.1:0 is taken", file=sys.stderr)
+    sys.exit(1)
+nothing = NodeResources(cpu=1, memory_mb=1, disk_mb=1)
+router = zmq.Context().socket(zmq.ROUTER)
+port = router.bind_to_random_port("tcp://127.0.0.1")
+address_file = pathlib.Path(sys.argv[sys.argv.index("--address-file") + 1])
+address_file.write_text(f"tcp://127.0.0.1:{port}\\n")
+while True:
+    sender, *frames = router.recv_multipart()
+    names = [path.name for path in address_file.parent.glob("node-*") if path.suffix != ".log"]
+    nodes = [NodeStatus(node=name, state=NodeState.ALIVE, hostname="", address="", resources=nothing, free=nothing)
+             for name in names]
+    request_id = client_to_master.decode(frames).request_id
+    router.send_multipart([sender, *master_to_client.encode(NodeList(nodes=nodes), request_id)])
+"""
+AGENT = """
+import os, pathlib, signal, subprocess, sys
+from unified.process import die_with_parent
+die_with_parent(signal.SIGTERM)
+how = os.environ.get("FAKE_AGENT", "")
+if how == "breaks":
+    print("unified-agent: no such device", file=sys.stderr)
+    sys.exit(3)
+state = pathlib.Path(sys.argv[sys.argv.index("--state-dir") + 1])
+if how == "leaves":
+    subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+stop = (lambda *_: None) if how == "stubborn" else (lambda *_: sys.exit(0))
+signal.signal(signal.SIGTERM, stop)
+state.mkdir(exist_ok=True)
+while True:
+    signal.pause()
+"""
+DRIVER = """
+import sys, signal
+from pathlib import Path
+from unified.client.embedded import EmbeddedCluster
+cluster = EmbeddedCluster(2, 1, home=Path(sys.argv[1])).start()
+print(cluster.cluster_id, flush=True)
+if sys.argv[2] == "wait":
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "stand-ins"
+    folder.mkdir()
+    (folder / "unified_master.py").write_text(MASTER)
+    (folder / "unified_agent.py").write_text(AGENT)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("UNIFIED_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("UNIFIED_HOME", str(tmp_path / "unified-home"))
+    return tmp_path
+
+
+def processes(cluster_id: str) -> list[str]:
+    return [str(found) for found in marked_processes(f"{CLUSTER_VARIABLE}={cluster_id}")]
+
+
+def test_it_starts_answers_and_leaves_nothing(stand_ins: Path) -> None:
+    before = Belongings()
+    with EmbeddedCluster(2, 4) as cluster:
+        assert cluster.address.startswith("tcp://127.0.0.1:")
+        assert len(processes(cluster.cluster_id)) == 3
+        assert process.is_alive(cluster.master_pid)
+        assert cluster.home.parent == stand_ins / "unified-home" / "embedded"
+        command = Path(f"/proc/{cluster.agent_pids[1]}/cmdline").read_bytes().split(b"\0")
+        assert command[command.index(b"--devices") + 1] == b"4"
+        assert command[command.index(b"--node-id") + 1] == b"node-2"
+        assert os.getsid(cluster.master_pid) != os.getsid(0)  # Ctrl-C at the terminal is for the driver
+    cluster.stop()
+    assert processes(cluster.cluster_id) == []
+    assert cluster.leftovers == []
+    assert list((stand_ins / "run").iterdir()) == []
+    assert left_behind(before) == []
+
+
+def test_an_agent_that_dies_is_started_again_until_it_has_died_too_often(stand_ins: Path) -> None:
+    with EmbeddedCluster(1, 1, home=stand_ins / "home", max_agent_restarts=1) as cluster:
+        (first,) = cluster.agent_pids
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: cluster.agent_pids != [first], message="the agent was not started again")
+        assert cluster.problem is None
+        os.kill(cluster.agent_pids[0], signal.SIGKILL)
+        problem = eventually(lambda: cluster.problem, message="nothing was reported")
+    assert "embedded agent node-1 ended 2 times; the last time it was killed by SIGKILL" in (problem or "")
+
+
+def test_a_master_that_dies_is_reported_with_its_log(stand_ins: Path) -> None:
+    with EmbeddedCluster(1, 1, home=stand_ins / "home") as cluster:
+        os.kill(cluster.master_pid, signal.SIGKILL)
+        problem = eventually(lambda: cluster.problem, message="nothing was reported")
+    assert problem is not None
+    assert problem.startswith("the embedded master was killed by SIGKILL")
+    assert str(stand_ins / "home" / "master.log") in problem
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("FAKE_MASTER", "port-taken", r"the embedded master exited with code 1; .*\n    unified-master: .* is taken"),
+        ("FAKE_AGENT", "breaks", r"agent node-1 ended 3 times; .*exited with code 3; .*\n.*no such device"),
+    ],
+)
+def test_a_daemon_that_cannot_start_is_an_error_with_its_last_words(
+    stand_ins: Path, variable: str, value: str, message: str
+) -> None:
+    before = Belongings()
+    cluster = EmbeddedCluster(1, 1, home=stand_ins / "home", env={variable: value}, max_agent_restarts=2)
+    with pytest.raises(ClusterError, match=message):
+        cluster.start()
+    assert processes(cluster.cluster_id) == []
+    assert left_behind(before) == []
+
+
+@pytest.mark.parametrize("how", ["stubborn", "leaves"])
+def test_what_does_not_end_is_killed_and_named(stand_ins: Path, how: str) -> None:
+    cluster = EmbeddedCluster(1, 1, home=stand_ins / "home", env={"FAKE_AGENT": how}).start()
+    cluster.stop(timeout_s=0.2)
+    assert processes(cluster.cluster_id) == []
+    assert [left.split()[0] for left in cluster.leftovers] == (["process"] if how == "leaves" else [])
+
+
+@pytest.mark.parametrize("end", ["kill", "exit"])
+def test_the_end_of_the_driver_is_the_end_of_the_cluster(stand_ins: Path, end: str) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(stand_ins / "home"), "wait" if end == "kill" else "exit"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with driver:
+        assert driver.stdout is not None
+        cluster_id = driver.stdout.readline().strip()
+        assert cluster_id
+        if end == "kill":
+            assert len(processes(cluster_id)) == 3
+            driver.kill()
+    assert driver.returncode == (-signal.SIGKILL if end == "kill" else 0)
+    eventually(lambda: not processes(cluster_id), timeout=5, message="the cluster outlived its driver")
+
+
+def test_the_run_folder_of_a_killed_driver_is_swept_by_the_next(stand_ins: Path) -> None:
+    run = stand_ins / "run"
+    (run / "e1-abc").mkdir(parents=True)
+    (run / "e1-abc" / "owner.lock").touch()
+    (run / "else").mkdir()
+    with EmbeddedCluster(1, 1, home=stand_ins / "home"):
+        assert not (run / "e1-abc").exists()
+        assert (run / "else").exists()
+
+
+def test_the_newest_ten_homes_are_kept(stand_ins: Path) -> None:
+    folder = stand_ins / "unified-home" / "embedded"
+    for number in range(15):
+        (folder / f"20250101-0000{number:02}-1-abc").mkdir(parents=True)
+    with EmbeddedCluster(1, 1) as cluster:
+        kept = sorted(path.name for path in folder.iterdir())
+    assert len(kept) == 10
+    assert kept[-1] == cluster.cluster_id
+    assert kept[0] == "20250101-000006-1-abc"

@@ -1,0 +1,375 @@
+"""A driver and the command line in front of a fake master: progress, output, Ctrl-C, last words, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from unified import process
+from unified.cli.main import main
+from unified.client.connection import MasterConnection
+from unified.client.display import PlainDisplay
+from unified.client.handle import JobHandle
+from unified.client.submission import submit_job
+from unified.client.watch import Watch
+from unified.errors import ClusterError, RefusedError
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.client_master import (
+    Accepted,
+    ClientToMaster,
+    Done,
+    EndReport,
+    Explain,
+    GetJob,
+    JobLine,
+    JobList,
+    JobStatus,
+    ListJobs,
+    ListNodes,
+    LogChunk,
+    MasterAnswer,
+    NodeList,
+    NodeStatus,
+    ReadLog,
+    Refused,
+    RoleStatus,
+    StopJob,
+    Story,
+    SubmitJob,
+    WorkerStatus,
+)
+from unified.protocol.records import (
+    Device,
+    EventRecord,
+    Failure,
+    NodeResources,
+    NodeState,
+    Progress,
+    Stage,
+    WorkerState,
+)
+from unified.testing import eventually
+
+if TYPE_CHECKING:
+    from .conftest import FakeMaster
+else:
+    FakeMaster = Any
+
+WORKER = "trainer_1-0_1-0"
+RESOURCES = NodeResources(cpu=8, memory_mb=16384, disk_mb=0, devices=[Device(index=0, kind="virtual")])
+SPEC = JobSpec(
+    name="gpt",
+    roles=[RoleSpec(name="trainer", kind="simple", entry_point=EntryPoint(kind="script", target="t.py"))],
+)
+
+
+class Job:
+    """What the fake master knows: one job of one worker, whose `stage` and output the test moves."""
+
+    def __init__(self) -> None:
+        self.stage = Stage.RUNNING
+        self.version = 1
+        self.exit_code: int | None = None
+        self.end: EndReport | None = None
+        self.reason = "all workers run"
+        self.output = {"out": b"", "err": b""}
+        self.ends_on_stop = True
+        self.stops: list[StopJob] = []
+
+    def finish(self, exit_code: int, reason: str = "", end: EndReport | None = None) -> None:
+        self.stage, self.exit_code, self.end = Stage.STOPPED, exit_code, end
+        self.reason = reason
+        self.version += 1
+
+    def status(self) -> JobStatus:
+        worker = WorkerStatus(
+            name=WORKER,
+            role="trainer",
+            rank=0,
+            local_rank=0,
+            node_rank=0,
+            incarnation=0,
+            state=WorkerState.EXITED if self.stage == Stage.STOPPED else WorkerState.RUNNING,
+            node="n1",
+            pid=77,
+            progress=Progress(step=3, total=10),
+        )
+        return JobStatus(
+            job_id="gpt-1",
+            name="gpt",
+            stage=self.stage,
+            version=self.version,
+            exit_code=self.exit_code,
+            reason=self.reason,
+            roles=[RoleStatus(name="trainer", kind="simple", total=1, is_driver=True)],
+            workers=[worker],
+            end=self.end,
+        )
+
+    def respond(self, message: ClientToMaster) -> MasterAnswer:
+        match message:
+            case SubmitJob():
+                return Accepted(job_id="gpt-1")
+            case GetJob(job="gpt-1" | "gpt"):
+                return self.status()
+            case ReadLog():
+                return self.chunk(message)
+            case StopJob():
+                self.stops.append(message)
+                if self.ends_on_stop or message.force:
+                    self.finish(130, message.reason)
+                return Done()
+            case ListJobs():
+                line = JobLine(
+                    job_id="gpt-1",
+                    name="gpt",
+                    stage=self.stage,
+                    exit_code=self.exit_code,
+                    reason=self.reason,
+                    submitted_at=5.0,
+                    ended_at=None,
+                    num_workers=1,
+                )
+                return JobList(jobs=[line])
+            case ListNodes():
+                node = NodeStatus(
+                    node="n1",
+                    state=NodeState.ALIVE,
+                    hostname="h",
+                    address="10.0.0.1",
+                    resources=RESOURCES,
+                    free=NodeResources(cpu=6, memory_mb=8192, disk_mb=0),
+                    labels={"zone": "a"},
+                )
+                return NodeList(nodes=[node])
+            case Explain(job="gpt-1"):
+                return Story(events=[EventRecord(at=5.5, event="job-submitted", reason="by me", job="gpt-1")])
+            case _:
+                return Refused(code="not-found", reason="there is no such job.")
+
+    def chunk(self, request: ReadLog) -> LogChunk:
+        data = self.output["err" if request.stream == "err" else "out"]
+        start = max(0, len(data) + request.offset) if request.offset < 0 else request.offset
+        part = data[start : start + request.max_bytes]
+        return LogChunk(
+            worker=WORKER,
+            incarnation=0,
+            data=part,
+            offset=start,
+            next_offset=start + len(part),
+            size=len(data),
+            is_final=self.stage == Stage.STOPPED and start + len(part) == len(data),
+            path="/logs/0.out",
+        )
+
+
+@pytest.fixture
+def job(fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch) -> Job:
+    job = Job()
+    fake_master.respond = job.respond
+    monkeypatch.setenv("UNIFIED_MASTER", fake_master.address)
+    monkeypatch.setenv("UNIFIED_PROGRESS", "plain")
+    return job
+
+
+def test_a_blocking_submit_shows_output_and_returns_the_exit_code(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    threads_before = process.num_threads()
+    job.output = {"out": b"hello\nworld\n", "err": b"careful\n"}
+    threading.Timer(0.2, job.finish, (0,)).start()
+    assert submit_job(SPEC) == 0
+    said = capsys.readouterr()
+    assert sorted(said.out.splitlines()) == ["[trainer-0] careful", "[trainer-0] hello", "[trainer-0] world"]
+    lines = said.err.splitlines()
+    assert lines[0].startswith("gpt-1  submitted to tcp://127.0.0.1:")
+    assert "gpt-1  RUNNING  all workers run" in lines
+    assert "gpt-1  trainer: 1 RUNNING, step 3/10" in lines
+    assert lines[-1] == "job gpt-1 finished"
+    eventually(lambda: process.num_threads() <= threads_before, message="threads are left")
+
+
+def test_a_failed_job_ends_with_its_first_failure(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    failure = Failure(summary="ValueError: no", traceback="Traceback\nValueError: no")
+    job.finish(
+        1,
+        "no restart is left",
+        EndReport(worker=WORKER, incarnation=0, node="n1", failure=failure, limit="max_restart"),
+    )
+    assert submit_job(SPEC) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert "  failure  ValueError: no" in lines
+    assert "  limit    max_restart" in lines
+    assert lines[-1].startswith("  next     unified explain gpt-1 --master tcp://")
+
+
+def test_output_that_comes_faster_than_it_is_read_is_skipped(job: Job) -> None:
+    job.output["out"] = b"x" * 99 + b"\n"
+    job.output["out"] *= 1_000_000
+    job.finish(0)
+    out, err = io.StringIO(), io.StringIO()
+    with MasterConnection(os.environ["UNIFIED_MASTER"]) as connection, PlainDisplay(out, err) as display:
+        watch = Watch(connection, "gpt-1", display)
+        assert watch.run().exit_code == 0
+    watch.join()
+    lines = out.getvalue().splitlines()
+    assert len(lines) < 3000
+    assert any("99.9 MB skipped, whole log: /logs/0.out" in line for line in lines)
+
+
+def test_a_refused_submit_raises_and_leaves_nothing(job: Job, fake_master: FakeMaster) -> None:
+    fake_master.respond = lambda message: Refused(code="does-not-fit", reason="needs 8 devices; n1 has 1.")
+    with pytest.raises(RefusedError, match="needs 8 devices"):
+        submit_job(SPEC, wait=False)
+    assert fake_master.requests == [SubmitJob(spec=SPEC, wait=False)]
+
+
+def test_a_handle_waits_reads_and_stops(job: Job) -> None:
+    job.output["out"] = b"one\ntwo"
+    with submit_job(SPEC, blocking=False) as handle:
+        assert handle.status().stage == Stage.RUNNING
+        assert list(handle.logs()) == ["[trainer-0] one", "[trainer-0] two"]
+        assert list(handle.logs(role="other")) == []
+        with pytest.raises(TimeoutError, match=r"still runs after 0\.05 s"):
+            handle.wait(timeout=0.05)
+        handle.stop()
+        assert handle.wait(timeout=5) == 130
+        assert list(handle.logs(follow=True)) == ["[trainer-0] one", "[trainer-0] two"]
+
+
+def test_a_watch_ends_when_its_cluster_is_of_no_use(job: Job, fake_master: FakeMaster) -> None:
+    with MasterConnection(fake_master.address, timeout_s=0.1) as connection:
+        display = PlainDisplay(io.StringIO(), io.StringIO())
+        watch = Watch(connection, "gpt-1", display, problem=lambda: "the embedded master was killed by SIGKILL")
+        fake_master.close()
+        with pytest.raises(ClusterError, match="the embedded master was killed by SIGKILL"):
+            watch.run()
+    watch.join()
+
+
+def test_a_wait_survives_a_master_that_comes_back(job: Job, fake_master: FakeMaster) -> None:
+    with MasterConnection(fake_master.address, timeout_s=0.2) as connection:
+        codes: list[int] = []
+        waiting = threading.Thread(target=lambda: codes.append(JobHandle(connection, "gpt-1").wait()))
+        waiting.start()
+        fake_master.close()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        again = type(fake_master)(fake_master.address)
+        job.finish(0)
+        again.respond = job.respond
+        again.start()
+        try:
+            waiting.join(10)
+            assert codes == [0]
+        finally:
+            again.close()
+
+
+DRIVER = """
+import sys
+from unified.client.submission import submit_job
+from unified.job.spec import JobSpec
+sys.exit(submit_job(JobSpec(name="gpt", roles=[])))
+"""
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_ctrl_c_stops_in_order_and_a_second_one_at_once(job: Job, fake_master: FakeMaster, is_stubborn: bool) -> None:
+    job.ends_on_stop = not is_stubborn
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert driver.stderr is not None
+    said = ""
+    for line in driver.stderr:
+        said += line
+        if "RUNNING  all workers run" in line:
+            driver.send_signal(signal.SIGINT)
+        if "Ctrl-C again" in line and is_stubborn:
+            driver.send_signal(signal.SIGINT)
+    assert driver.wait(10) == 130
+    driver.communicate()
+    assert [stop.force for stop in job.stops] == ([False, True] if is_stubborn else [False])
+    assert "Traceback" not in said
+    if not is_stubborn:
+        assert said.splitlines()[-1] == "job gpt-1 was stopped: Ctrl-C in its driver"
+
+
+def test_commands_print_what_the_master_knows(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*words: str) -> list[str]:
+        assert main(words) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert [line.split()[:4] for line in run("jobs")] == [
+        ["JOB", "STAGE", "EXIT", "WORKERS"],
+        ["gpt-1", "RUNNING", "-", "1"],
+    ]
+    assert run("nodes")[1].split()[:9] == ["n1", "ALIVE", "10.0.0.1", "0", "6/8", "8.0/16.0", "GB", "0/1", "virtual"]
+    status = run("status", "gpt")
+    assert status[0].startswith("job gpt-1 is RUNNING")
+    assert status[-1].split()[:5] == ["trainer-0", "0", "RUNNING", "n1", "77"]
+    assert run("explain", "gpt-1")[0].split()[1:] == ["job-submitted", "gpt-1", "by", "me"]
+    assert run("explain", "trainer-0") == run("explain", "gpt-1", "trainer-0")
+    assert run("explain", "gpt-1/trainer-0") == run("explain", "gpt-1", "trainer-0")
+    assert run("stop", "gpt") == ["gpt-1 is stopped"]
+    assert [stop.job for stop in job.stops] == ["gpt-1"]
+    assert run("status", "gpt")[0] == "job gpt-1 was stopped: unified stop"
+
+
+@pytest.mark.parametrize("words", [["jobs"], ["nodes"], ["status", "gpt"], ["explain", "gpt-1"]])
+def test_json_is_json(job: Job, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found
+
+
+def test_logs_can_be_cut(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.output = {"out": b"".join(b"line %d\n" % number for number in range(5000)), "err": b"oops\n"}
+
+    def run(*words: str) -> list[str]:
+        assert main(["logs", "gpt", *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert len(run()) == 5001
+    assert run("--tail", "2", "--stream", "out") == ["[trainer-0] line 4998", "[trainer-0] line 4999"]
+    assert run("--stream=err") == ["[trainer-0] oops"]
+    assert run("trainer-0", "--stream=err") == ["[trainer-0] oops"]
+    assert main(["logs", "gpt", "--role", "trainr"]) == 2
+    assert "Did you mean 'trainer'?" in capsys.readouterr().err
+    assert main(["logs", "gpt", "--rank", "1"]) == 2
+
+
+def test_a_job_that_is_not_known_is_exit_code_1(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["status", "x"], ["logs", "x"], ["stop", "x"], ["explain", "x"], ["explain", "x-1"]):
+        assert main(words) == 1
+        assert capsys.readouterr().err == "unified: there is no such job.\n"
+
+
+def test_watching_a_job_ends_with_its_exit_code(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    threading.Timer(0.2, job.finish, (1, "it broke")).start()
+    assert main(["status", "gpt", "--watch"]) == 1
+    assert "  reason   it broke" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_is_no_error(job: Job) -> None:
+    job.output["out"] = b"x" * 99 + b"\n"
+    job.output["out"] *= 10_000
+    command = f"{sys.executable} -m unified logs gpt | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout == "[trainer-0] " + "x" * 99 + "\n"
+
+
+def test_run_sends_the_job_and_detaches(job: Job, fake_master: FakeMaster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--detach", "--nproc-per-node=2", "train.py", "--master", "not ours"]) == 0
+    assert capsys.readouterr().out == "gpt-1\n"
+    (request,) = fake_master.requests_of(SubmitJob)
+    assert isinstance(request, SubmitJob)
+    assert request.spec.roles[0].entry_point.argv == ["--master", "not ours"]
+    assert request.spec.roles[0].total == 2
+    assert not request.spec.roles[0].communication.auto_setup

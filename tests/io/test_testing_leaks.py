@@ -1,0 +1,81 @@
+"""What `unified.testing` notices, without any cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from unified.testing import SHARED_MEMORY, Belongings, eventually, left_behind
+
+
+def test_nothing_new_is_nothing_left() -> None:
+    assert left_behind(Belongings()) == []
+
+
+def test_a_descriptor_a_thread_and_shared_memory_are_noticed() -> None:
+    before = Belongings()
+    reading, writing = os.pipe()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name="forgotten")
+    thread.start()
+    shared = SHARED_MEMORY / f"unified-test-{os.getpid()}"
+    shared.touch()
+    try:
+        left = left_behind(before, settle_s=0.0)
+        assert f"thread {thread.name}" in left
+        assert str(shared) in left
+        assert sum(thing.startswith("descriptor") for thing in left) == 2
+    finally:
+        done.set()
+        thread.join()
+        shared.unlink()
+        os.close(reading)
+        os.close(writing)
+    assert left_behind(before) == []
+
+
+def test_what_ends_in_a_moment_is_not_left() -> None:
+    before = Belongings()
+    threading.Timer(0.1, lambda: None).start()
+    assert left_behind(before) == []
+
+
+def test_shared_memory_of_a_program_that_runs_beside_is_not_ours() -> None:
+    before = Belongings()
+    shared = SHARED_MEMORY / f"unified-test-other-{os.getpid()}"
+    script = (
+        "import mmap, sys; f = open(sys.argv[1], 'wb+'); f.truncate(4096); m = mmap.mmap(f.fileno(), 4096); "
+        "print('mapped', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(shared)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"mapped\n"
+        left = left_behind(before, settle_s=0.0)
+        assert not [thing for thing in left if str(shared) in thing]
+    try:
+        assert str(shared) in left_behind(before, settle_s=0.0)
+    finally:
+        shared.unlink()
+
+
+def test_eventually_returns_what_came_true_and_says_what_did_not() -> None:
+    values = iter([0, None, 7])
+    assert eventually(lambda: next(values)) == 7
+    with pytest.raises(AssertionError, match=r"it never rained \(waited 0\.02 s; last: False\)"):
+        eventually(lambda: False, timeout=0.02, message="it never rained")
+
+
+def test_the_plugin_loads_nothing_of_ours() -> None:
+    script = (
+        "import sys, unified.testing; "
+        "ours = ('unified.', 'torch', 'numpy', 'zmq', 'msgspec'); "
+        "print(sorted(name for name in sys.modules if name.startswith(ours)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() in ("['unified.testing']", "['unified.errors', 'unified.lazy', 'unified.testing']")

@@ -1,0 +1,291 @@
+"""A real zygote: it forks, reports, cleans up, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from unified import process
+from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ZygoteToAgent, ZygoteUp, zygote_to_agent
+from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
+
+PATIENCE_S = 10.0
+ENTRY = """
+import os, signal, subprocess, sys, time
+
+PRELOAD = ("no.such.module", "early")
+PRELOAD_LATER = ("late",)
+
+def main(control):
+    order = control.recv(4096).decode()
+    if order == "report":
+        fds = sorted(fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}"))
+        handlers = [signal.getsignal(n) == signal.SIG_DFL for n in (signal.SIGTERM, signal.SIGCHLD)]
+        print(os.getsid(0) == os.getpid(), fds == [0, 1, 2, control.fileno()], all(handlers))
+        print(os.readlink("/proc/self/fd/0"))
+        print("on stderr", file=sys.stderr)
+    elif order.startswith("exit"):
+        sys.exit(int(order.split()[1]))
+    elif order == "modules":
+        print("early" in sys.modules, "late" in sys.modules)
+    elif order == "raise":
+        raise ValueError("no such thing")
+    elif order == "leave children":
+        os.environ["UNIFIED_WORKER"] = "j/w/0"
+        pids = [subprocess.Popen(["sleep", "60"]).pid]
+        pids.append(subprocess.Popen(["sleep", "60"], preexec_fn=os.setpgrp).pid)
+        pids.append(subprocess.Popen(["sleep", "60"], start_new_session=True).pid)
+        print(*pids, flush=True)
+    elif order == "wait":
+        print("ready", flush=True)
+        time.sleep(60)
+
+if __name__ == "__main__":
+    import socket
+    print("fresh", flush=True)
+    main(socket.socket(fileno=int(os.environ["UNIFIED_CONTROL_FD"])))
+"""
+
+
+class Child:
+    """The test's ends of a child's control socket and output."""
+
+    def __init__(self, number: int, control: socket.socket, out: int, err: int) -> None:
+        self.number = number
+        self.control = control
+        self.out = out
+        self.err = err
+
+    def read(self, descriptor: int) -> str:
+        """All that it prints until it ends."""
+        parts = []
+        while data := os.read(descriptor, 65536):
+            parts.append(data)
+        return b"".join(parts).decode()
+
+    def close(self) -> None:
+        self.control.close()
+        os.close(self.out)
+        os.close(self.err)
+
+
+class ZygoteProcess:
+    """A zygote with the test as its agent."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "zygote_entry.py").write_text(ENTRY)
+        for module in ("early", "late"):
+            (folder / f"{module}.py").write_text(f"open({str(folder / module)!r}, 'w').close()\n")
+        self.control, theirs = socket.socketpair()
+        self.control.settimeout(PATIENCE_S)
+        self._buffer = StreamBuffer()
+        self._words: list[ZygoteToAgent] = []
+        self.children: list[Child] = []
+        command = [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno())]
+        self.process = subprocess.Popen(
+            [*command, "--parent", str(os.getpid()), "--entry", "zygote_entry:main"],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": str(folder)},
+        )
+        theirs.close()
+
+    def next(self) -> ZygoteToAgent:
+        while not self._words:
+            data = self.control.recv(65536)
+            assert data, "the zygote closed its socket"
+            self._words += [zygote_to_agent.decode(body) for body in self._buffer.feed(data)]
+        return self._words.pop(0)
+
+    def fork(self, order: str = "", *, fresh: bool = False, marker: str = "") -> Child:
+        ours, theirs = socket.socketpair()
+        out, out_write = os.pipe()
+        err, err_write = os.pipe()
+        child = Child(len(self.children) + 1, ours, out, err)
+        self.children.append(child)
+        fork = Fork(child=child.number, fresh=fresh, marker=marker)
+        socket.send_fds(self.control, [encode_stream(fork)], [theirs.fileno(), out_write, err_write])
+        theirs.close()
+        os.close(out_write)
+        os.close(err_write)
+        if order:
+            ours.sendall(order.encode())
+        return child
+
+    def forked(self, child: Child) -> int:
+        word = self.next()
+        assert isinstance(word, Forked)
+        assert word.child == child.number
+        return word.pid
+
+    def exited(self, child: Child) -> int:
+        word = self.next()
+        assert isinstance(word, ChildExited)
+        assert word.child == child.number
+        return word.code
+
+    def close(self) -> None:
+        self.control.close()
+        for child in self.children:
+            child.close()
+        assert self.process.wait(PATIENCE_S) in (0, -signal.SIGKILL)
+
+
+def gone(pid: int) -> bool:
+    """Wait until a process is gone, or nothing but a zombie."""
+    return eventually(lambda: not process.is_alive(pid))
+
+
+def eventually(is_so: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@pytest.fixture
+def zygote(tmp_path: Path) -> Iterator[ZygoteProcess]:
+    one = ZygoteProcess(tmp_path)
+    up = one.next()
+    assert isinstance(up, ZygoteUp)
+    assert (up.pid, up.protocol_version) == (one.process.pid, PROTOCOL_VERSION)
+    yield one
+    one.close()
+
+
+def test_a_child_has_its_own_session_streams_and_nothing_else_open(zygote: ZygoteProcess) -> None:
+    other = zygote.fork("wait")
+    zygote.forked(other)
+    child = zygote.fork("report")
+    zygote.forked(child)
+    assert child.read(child.out).split() == ["True", "True", "True", "/dev/null"]
+    assert child.read(child.err) == "on stderr\n"
+    assert zygote.exited(child) == 0
+
+
+@pytest.mark.parametrize(("order", "code"), [("exit 0", 0), ("exit 7", 7), ("raise", 1)])
+def test_an_exit_code_is_reported(zygote: ZygoteProcess, order: str, code: int) -> None:
+    child = zygote.fork(order)
+    zygote.forked(child)
+    assert zygote.exited(child) == code
+    assert ("ValueError: no such thing" in child.read(child.err)) == (order == "raise")
+
+
+def test_a_signal_is_reported_as_its_negative(zygote: ZygoteProcess) -> None:
+    child = zygote.fork("wait")
+    os.kill(zygote.forked(child), signal.SIGTERM)
+    assert zygote.exited(child) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_what_a_worker_leaves_behind_is_killed(zygote: ZygoteProcess, fresh: bool) -> None:
+    child = zygote.fork("leave children", fresh=fresh, marker="UNIFIED_WORKER=j/w/0")
+    zygote.forked(child)
+    assert zygote.exited(child) == 0
+    printed = child.read(child.out).split()
+    assert printed[:-3] == (["fresh"] if fresh else [])
+    assert all(gone(int(pid)) for pid in printed[-3:])
+
+
+def test_a_fresh_child_is_a_new_interpreter(zygote: ZygoteProcess) -> None:
+    child = zygote.fork("exit 5", fresh=True)
+    pid = zygote.forked(child)
+    assert child.read(child.out) == "fresh\n"
+    assert zygote.exited(child) == 5
+    assert pid != zygote.process.pid
+
+
+@pytest.mark.parametrize("how", ["end of file", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_no_worker_outlives_its_zygote(zygote: ZygoteProcess, how: str, fresh: bool) -> None:
+    children = [zygote.fork("wait", fresh=fresh) for _ in range(3)]
+    pids = [zygote.forked(child) for child in children]
+    for child in children:
+        os.read(child.out, 64)
+    if how == "end of file":
+        zygote.control.close()
+    else:
+        zygote.process.send_signal(getattr(signal, how))
+    zygote.process.wait(PATIENCE_S)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_no_worker_outlives_a_killed_agent(tmp_path: Path) -> None:
+    """The zygote's parent is killed outright: the kernel and end of file see to the rest."""
+    script = tmp_path / "agent.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_zygote as t, pathlib, signal\n"
+        f"z = t.ZygoteProcess(pathlib.Path({str(tmp_path)!r})); z.next()\n"
+        "children = [z.fork('wait') for _ in range(3)]\n"
+        "print(z.process.pid, *[z.forked(child) for child in children], flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        pids = [int(word) for word in agent.stdout.readline().split()]
+        assert len(pids) == 4
+        agent.kill()
+        began = time.monotonic()
+        assert all(gone(pid) for pid in pids)
+        assert time.monotonic() - began < 2.0
+
+
+def test_what_nobody_waits_for_is_imported_when_it_is_quiet(zygote: ZygoteProcess, tmp_path: Path) -> None:
+    first = zygote.fork("modules")
+    zygote.forked(first)
+    assert zygote.exited(first) == 0
+    assert first.read(first.out).split() == ["True", "False"]
+    assert eventually(lambda: (tmp_path / "late").exists())
+    second = zygote.fork("modules")
+    zygote.forked(second)
+    assert second.read(second.out).split() == ["True", "True"]
+    assert zygote.exited(second) == 0
+
+
+def test_a_hundred_forks(zygote: ZygoteProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    latencies = []
+    for _ in range(100):
+        began = time.perf_counter()
+        child = zygote.fork("report")
+        select.select([child.out], [], [], PATIENCE_S)
+        latencies.append(time.perf_counter() - began)
+        zygote.forked(child)
+        assert zygote.exited(child) == 0
+    with capsys.disabled():
+        print(f"\n  fork to first output: median {statistics.median(latencies) * 1e3:.1f} ms", end="")
+    assert not process_children(zygote.process.pid)
+
+
+def process_children(pid: int) -> list[int]:
+    return [found.pid for found in process.every_process() if found.parent == pid]
+
+
+def test_a_zygote_without_its_agent_does_not_start(tmp_path: Path) -> None:
+    """An agent that died while its zygote's interpreter was still starting."""
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        command = [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno())]
+        done = subprocess.run([*command, "--parent", "1"], pass_fds=[theirs.fileno()], cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_an_entry_that_cannot_be_imported_is_said_on_stderr(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        command = [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno()), "--entry", "no_such:main"]
+        done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such'"

@@ -1,0 +1,205 @@
+"""Workers whose agent is the test: it launches them and talks to them over their socket pairs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.agent_zygote import Fork
+from unified.protocol.framing import StreamBuffer, encode_stream
+from unified.protocol.records import Failure
+from unified.protocol.worker_agent import (
+    AgentOrder,
+    Failed,
+    Hello,
+    Launch,
+    Reported,
+    Run,
+    Running,
+    Stop,
+    WorkerWord,
+    worker_to_agent,
+)
+
+W = TypeVar("W", bound=WorkerWord)
+PATIENCE_S = 40.0
+HOST_ID = "host"
+
+
+class Talk:
+    """A worker's control channel, and the files of its output."""
+
+    def __init__(self, launch: Launch, folder: Path) -> None:
+        self.name = f"{launch.name}.{launch.incarnation}"
+        self.output = folder / f"{self.name}.out"
+        self.errors = folder / f"{self.name}.err"
+        self._control, self._theirs = socket.socketpair()
+        self._control.settimeout(PATIENCE_S)
+        self._buffer = StreamBuffer()
+        self._words: list[WorkerWord] = []
+        with self._theirs, self.output.open("wb") as out, self.errors.open("wb") as err:
+            self.begin(self._theirs, out, err)
+        self.say(launch)
+
+    def begin(self, control: socket.socket, out: IO[bytes], err: IO[bytes]) -> None:
+        """Make the process."""
+        raise NotImplementedError
+
+    def say(self, order: AgentOrder) -> None:
+        self._control.sendall(encode_stream(order))
+
+    def next_word(self) -> WorkerWord:
+        while not self._words:
+            data = self._control.recv(65536)
+            assert data, f"{self.name} hung up; its stderr:\n{self.errors.read_text()}"
+            self._words += [worker_to_agent.decode(body) for body in self._buffer.feed(data)]
+        return self._words.pop(0)
+
+    def expect(self, kind: type[W]) -> W:
+        """The next word but progress, which must be of this kind."""
+        word = self.next_word()
+        while isinstance(word, Reported) and kind is not Reported:
+            word = self.next_word()
+        assert isinstance(word, kind), f"{word}\n{self.errors.read_text()}"
+        return word
+
+    def run(self, order: RunOrder | None = None) -> Hello:
+        """Hello, the order to run, and its receipt."""
+        hello = self.expect(Hello)
+        order = order or RunOrder(round=1, rank=0, world_size=1)
+        self.say(Run(order=order))
+        assert self.expect(Running).round == order.round
+        return hello
+
+    def failure(self) -> Failure:
+        return self.expect(Failed).failure
+
+    def until_gone(self) -> None:
+        """Until it ends and closes its end."""
+        assert self._control.recv(1) == b""
+
+    def hang_up(self) -> None:
+        self._control.close()
+
+
+class Child(Talk):
+    """A worker that was spawned."""
+
+    def begin(self, control: socket.socket, out: IO[bytes], err: IO[bytes]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "unified.worker.start"],
+            pass_fds=[control.fileno()],
+            env={**os.environ, "UNIFIED_CONTROL_FD": str(control.fileno())},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+    def stop(self, grace_s: float = 20.0) -> None:
+        """Both ways, as an agent does it."""
+        self.say(Stop(grace_s=grace_s, reason="the test is over"))
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+
+    def exit_code(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+    def until_printed(self, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.output.read_text():
+            assert self.process.poll() is None, self.errors.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.005)  # a file tells nobody when it grows
+
+    def close(self) -> None:
+        self.hang_up()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Agent:
+    """Launches workers of one job whose code is in `folder`."""
+
+    def __init__(self, folder: Path, run_dir: Path) -> None:
+        self.folder = folder
+        self.run_dir = run_dir
+        self.children: list[Child] = []
+
+    def write(self, name: str, code: str) -> Path:
+        path = self.folder / name
+        path.write_text(textwrap.dedent(code))
+        return path
+
+    def launch(self, entry: EntryPoint, **given: Any) -> Child:
+        child = Child(self.describe(entry, **given), self.folder)
+        self.children.append(child)
+        return child
+
+    def launch_store(self) -> Child:
+        store = self.describe(attribute("run"))
+        child = Child(msgspec.structs.replace(store, kind="store", name="store"), self.folder)
+        self.children.append(child)
+        return child
+
+    def describe(
+        self, entry: EntryPoint, *, rank: int = 0, incarnation: int = 0, job: dict[str, Any] | None = None, **role: Any
+    ) -> Launch:
+        spec = RoleSpec(**{"name": "role", "kind": "simple", "entry_point": entry, **role})
+        job_spec = JobSpec(
+            name="job", accelerator_type="CPU", working_dir=str(self.folder), roles=[spec], **(job or {})
+        )  # fmt: skip
+        return Launch(
+            job_id="job-1",
+            spec=job_spec,
+            kind="worker",
+            name=spec.worker(rank),
+            incarnation=incarnation,
+            role=spec.name,
+            rank=rank,
+            world_size=spec.total,
+            local_rank=rank % spec.per_group,
+            local_world_size=spec.per_group,
+            node_rank=rank // spec.per_group,
+            node="n1",
+            host_id=HOST_ID,
+            address="127.0.0.1",
+            master="",
+            relay="",
+            run_dir=str(self.run_dir),
+            log_file="",
+            env={"GLOO_SOCKET_IFNAME": "lo"},
+        )
+
+    def close(self) -> None:
+        for child in self.children:
+            child.close()
+
+
+class ForkedChild(Talk):
+    """A worker that a zygote forked; the zygote ends it."""
+
+    def __init__(self, launch: Launch, folder: Path, zygote: socket.socket) -> None:
+        self._zygote = zygote
+        super().__init__(launch, folder)
+
+    def begin(self, control: socket.socket, out: IO[bytes], err: IO[bytes]) -> None:
+        order = encode_stream(Fork(child=control.fileno()))
+        socket.send_fds(self._zygote, [order], [control.fileno(), out.fileno(), err.fileno()])
+
+
+def attribute(name: str) -> EntryPoint:
+    return EntryPoint(kind="attribute", target="wp_code", attribute=name)

@@ -1,0 +1,81 @@
+"""A store for each round, asked for in the job's own store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from unified.errors import ClusterError
+from unified.protocol.agent_master import RunOrder
+from unified.worker.round_store import RoundStores, connect, open_round
+
+pytest.importorskip("torch")
+
+
+class Host:
+    """A store host that answers so many requests."""
+
+    def __init__(self) -> None:
+        self.stores = RoundStores("127.0.0.1")
+        self._threads: list[threading.Thread] = []
+
+    def answer(self, requests: int) -> None:
+        thread = threading.Thread(target=lambda: [self.stores.serve_one() for _ in range(requests)])
+        thread.start()
+        self._threads.append(thread)
+
+    def order(self, prefix: str, rank: int = 0) -> RunOrder:
+        return RunOrder(
+            round=1, rank=rank, world_size=2, store_host="127.0.0.1", store_port=self.stores.port, store_prefix=prefix
+        )
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.join()
+
+
+def test_ranks_of_a_round_share_a_store_and_rounds_do_not(host: Host) -> None:
+    host.answer(2)
+    first = [open_round(host.order("a", rank), "trainer", 10) for rank in range(2)]
+    second = open_round(host.order("b"), "trainer", 10)
+    assert first[0] == first[1]
+    assert len({first[0], second, host.stores.port}) == 3
+    connect("127.0.0.1", first[0], 10).set("address", "stale")
+    assert not connect("127.0.0.1", second, 10).check(["address"])
+
+
+def test_roles_that_ask_at_once_are_all_answered(host: Host) -> None:
+    host.answer(8)
+    with ThreadPoolExecutor(8) as pool:
+        ports = list(pool.map(lambda i: open_round(host.order(f"role{i}"), f"role{i}", 10), range(8)))
+    assert len(set(ports)) == 8
+
+
+def test_asking_twice_gives_the_same_store(host: Host) -> None:
+    host.answer(1)
+    assert open_round(host.order("a"), "trainer", 10) == open_round(host.order("a"), "trainer", 10)
+
+
+def test_only_the_newest_rounds_of_a_role_stay_open(host: Host) -> None:
+    host.answer(4)
+    other = open_round(host.order("x"), "actor", 10)
+    ports = [open_round(host.order(prefix), "trainer", 10) for prefix in "abc"]
+    for port in (other, *ports[1:]):
+        connect("127.0.0.1", port, 10)
+    with pytest.raises(RuntimeError, match="timed out"):
+        connect("127.0.0.1", ports[0], 0.1)
+
+
+def test_rank_that_waits_in_vain_is_told_for_whom(host: Host) -> None:
+    with pytest.raises(ClusterError, match=r"rank 1 waited 0\.2 s.*whether rank 0 reached this point"):
+        open_round(host.order("nobody-asks", rank=1), "trainer", 0.2)

@@ -1,0 +1,124 @@
+"""A real worker process: how it says that it failed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.io.worker.agent import Agent, attribute
+from unified.job.spec import EntryPoint
+from unified.protocol.worker_agent import (
+    Finished,
+    Hello,
+    Reported,
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "summary"),
+    [
+        ("def run(:\n    pass", "run", "wp_code.py:1: SyntaxError"),
+        ("def main(): pass", "mian", "'wp_code' has no attribute 'mian'. Did you mean 'main'?"),
+        ("class Service: pass", "Service", "has no run() method"),
+        ("run = 3", "run", "must be a function or a class"),
+        ("import nowhere_to_be_found", "run", "imports 'nowhere_to_be_found'"),
+    ],
+)
+def test_setup_failure_is_said_before_the_order_to_run(agent: Agent, code: str, name: str, summary: str) -> None:
+    agent.write("wp_code.py", code)
+    child = agent.launch(attribute(name))
+    child.expect(Hello)
+    failure = child.failure()
+    assert failure.category == "setup"
+    assert summary in failure.summary
+    assert child.exit_code() == 1
+    assert child.errors.read_text().count("\n") < 15
+
+
+def test_two_rpc_methods_of_one_name_are_a_setup_failure(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        from unified.bus.registry import rpc
+
+        @rpc("same")
+        def one(): pass
+
+        @rpc("same")
+        def two(): pass
+
+        def run(): pass
+        """,
+    )
+    child = agent.launch(attribute("run"))
+    child.run()
+    failure = child.failure()
+    assert failure.category == "setup"
+    assert "RPC method 'same' already registered." in failure.summary
+
+
+def test_exception_becomes_a_failure_with_the_users_frames_only(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        from unified.api.runtime.worker import current_worker
+
+        def run():
+            current_worker().report(step=7)
+            train()
+
+        def train():
+            raise ValueError("loss is NaN")
+        """,
+    )
+    child = agent.launch(attribute("run"))
+    child.run()
+    assert child.expect(Reported).progress.step == 7
+    failure = child.failure()
+    assert (failure.summary, failure.category) == ("ValueError: loss is NaN", "user")
+    assert child.exit_code() == 1
+    assert child.errors.read_text().strip() == failure.traceback.strip()
+    assert failure.traceback.startswith("Traceback (most recent call last):\n")
+    assert 'wp_code.py", line 6, in run' in failure.traceback
+    assert "unified/worker" not in failure.traceback
+
+
+@pytest.mark.parametrize(
+    ("argument", "summary", "code"),
+    [("3", "exited with code 3", 3), ("'no data'", "exited with code 1: no data", 1)],
+)
+def test_exit_with_a_code_is_a_failure(agent: Agent, argument: str, summary: str, code: int) -> None:
+    agent.write("script.py", f"import sys\nsys.exit({argument})")
+    child = agent.launch(EntryPoint(kind="script", target="script.py"))
+    child.run()
+    failure = child.failure()
+    assert (failure.summary, failure.category, failure.exit_code) == (summary, "user", code)
+    assert child.exit_code() == code
+
+
+@pytest.mark.parametrize("argument", ["", "0", "None"])
+def test_exit_without_a_code_is_success(agent: Agent, argument: str) -> None:
+    agent.write("script.py", f"import sys\nsys.exit({argument})")
+    child = agent.launch(EntryPoint(kind="script", target="script.py"))
+    child.run()
+    child.expect(Finished)
+
+
+def test_threads_of_a_failed_worker_do_not_keep_it(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        import threading
+        import unified.worker.leave
+
+        unified.worker.leave.WITHIN_S = 0.2
+
+        def run():
+            threading.Thread(target=threading.Event().wait, name="forgotten").start()
+            raise ValueError
+        """,
+    )
+    child = agent.launch(attribute("run"))
+    child.run()
+    child.failure()
+    assert child.exit_code() == 1
+    assert "cut short. Threads still running: forgotten" in child.errors.read_text()

@@ -1,0 +1,227 @@
+"""A real worker process: what it runs, what it says."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.io.worker.agent import HOST_ID, PATIENCE_S, Agent, ForkedChild, attribute
+from unified.bus.endpoint import BusEndpoint
+from unified.job.payload import encode
+from unified.job.spec import EntryPoint
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.records import DirectoryEntry, Progress, Reachability
+from unified.protocol.worker_agent import (
+    DirectoryNews,
+    Finished,
+    Hello,
+    Reported,
+    Run,
+    Running,
+    Stop,
+)
+
+
+def test_function_lives_from_hello_to_exit(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        import atexit, os, sys
+        from unified.api.runtime.worker import current_worker
+
+        def run(config):
+            me = current_worker()
+            atexit.register(print, "bye")
+            print(me.actor_info.name, me.round, config, os.getcwd(), sys.path[0], os.environ["RANK"], sys.argv)
+        """,
+    )
+    child = agent.launch(attribute("run"), job={"user_config": encode({"lr": 1})})
+    hello = child.run(RunOrder(round=3, rank=0, world_size=1))
+    assert hello.pid == child.process.pid
+    assert hello.inbox is not None
+    assert hello.inbox.routes
+    child.expect(Finished)
+    assert child.process.poll() is None, "it stays for calls"
+    child.stop()
+    assert child.exit_code() == 0
+    folder = agent.folder
+    assert child.output.read_text() == f"role_1-0_1-0 3 {{'lr': 1}} {folder} {folder} 0 ['wp_code']\nbye\n"
+    assert child.errors.read_text() == ""
+    assert list(agent.run_dir.rglob("*.sock")) == []
+
+
+def test_class_is_made_and_run(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        class Service:
+            def __init__(self):
+                self.state = "made"
+
+            def run(self):
+                print(self.state)
+        """,
+    )
+    child = agent.launch(attribute("Service"))
+    child.run()
+    child.expect(Finished)
+    assert child.output.read_text() == "made\n"
+
+
+def test_script_runs_as_main_with_its_arguments(agent: Agent) -> None:
+    path = agent.write(
+        "script.py",
+        """
+        import sys
+        if __name__ == "__main__":
+            print(sys.argv[1:])
+            sys.exit()
+        """,
+    )
+    child = agent.launch(EntryPoint(kind="script", target=path.name, argv=["--epochs", "2"]))
+    child.run()
+    child.expect(Finished)
+    assert child.output.read_text() == "['--epochs', '2']\n"
+
+
+def test_module_runs_as_with_dash_m(agent: Agent) -> None:
+    agent.write("wp_module.py", "import sys; print(__name__, __spec__.name, sys.argv[1:])")
+    child = agent.launch(EntryPoint(kind="module", target="wp_module", argv=["-v"]))
+    child.run()
+    child.expect(Finished)
+    assert child.output.read_text() == "__main__ wp_module ['-v']\n"
+
+
+def test_import_does_not_wait_for_the_order_to_run(agent: Agent) -> None:
+    agent.write("wp_code.py", "print('imported')\ndef run(): print('ran')")
+    child = agent.launch(attribute("run"))
+    child.expect(Hello)
+    child.until_printed("imported")
+    assert "ran" not in child.output.read_text()
+
+
+def test_directory_news_reach_the_worker(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        from unified.api.runtime.worker import current_worker
+
+        def run():
+            while current_worker().workers_of("role")[1].node != "n9":
+                pass
+        """,
+    )
+    child = agent.launch(attribute("run"), total=2)
+    child.run()
+    entry = DirectoryEntry(worker="role_2-1_1-0", incarnation=0, state=Reachability.DEAD, node="n9")
+    child.say(DirectoryNews(entries=[entry]))
+    child.expect(Finished)
+
+
+def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        from unified.bus.registry import rpc
+
+        @rpc
+        def double(number):
+            return 2 * number
+
+        class Service:
+            @rpc("whoami")
+            def name(self):
+                return self.__class__.__name__
+        """,
+    )
+    child = agent.launch(attribute("Service"), is_driver=False)
+    inbox = child.expect(Hello).inbox
+    entry = DirectoryEntry(worker="role_1-0_1-0", incarnation=0, state=Reachability.ALIVE, inbox=inbox)
+    caller = BusEndpoint(
+        job_id="job-1",
+        worker="caller_1-0_1-0",
+        incarnation=0,
+        node="n1",
+        host_id=HOST_ID,
+        run_dir=str(agent.run_dir),
+        address="127.0.0.1",
+    )
+    caller.start()
+    try:
+        caller.update_directory([entry])
+        early = caller.call(entry.worker, "double", (21,), {})
+        child.say(Run(order=RunOrder(round=1, rank=0, world_size=1)))
+        assert early.result(PATIENCE_S) == 42
+        child.expect(Running)
+        child.expect(Finished)
+        assert caller.call(entry.worker, "whoami", (), {}).result(PATIENCE_S) == "Service"
+        child.stop()
+        assert child.exit_code() == 0
+    finally:
+        caller.close()
+
+
+def test_forked_workers_are_independent(agent: Agent) -> None:
+    """What they inherit of the zygote's libraries is put right: random numbers, threads, exit functions."""
+    agent.write(
+        "wp_code.py",
+        """
+        import os, random, sys, tempfile
+        import numpy, torch
+
+        kept = tempfile.TemporaryDirectory()
+
+        def run():
+            print(torch.get_num_threads(), os.path.isdir(kept.name), kept.name)
+            print(numpy.random.rand(), random.random(), sys.argv)
+        """,
+    )
+    control, theirs = socket.socketpair()
+    zygote = subprocess.Popen(
+        [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    try:
+        launches = [agent.describe(attribute("run"), rank=rank, total=2) for rank in range(2)]
+        children = [ForkedChild(launch, agent.folder, control) for launch in launches]
+        lines = []
+        for child in children:
+            child.run()
+            child.expect(Finished)
+            first, second = child.output.read_text().splitlines()
+            assert first.startswith(f"{len(os.sched_getaffinity(0))} True ")
+            lines.append(second)
+            child.say(Stop(grace_s=20, reason="the test is over"))
+            child.until_gone()
+            assert not Path(first.split()[-1]).exists(), "its exit functions ran"
+            assert child.errors.read_text() == ""
+            child.hang_up()
+        assert lines[0] != lines[1]
+        assert [line.partition(" [")[2] for line in lines] == ["'wp_code']"] * 2
+    finally:
+        control.close()
+        zygote.wait(PATIENCE_S)
+
+
+def test_last_progress_comes_before_finished(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        from unified.api.runtime.worker import current_worker
+
+        def run():
+            for step in range(5000):
+                current_worker().report(step=step, total=5000, loss=5000 - step)
+        """,
+    )
+    child = agent.launch(attribute("run"))
+    child.run()
+    reports: list[Progress] = []
+    while isinstance(word := child.next_word(), Reported):
+        reports.append(word.progress)
+    assert isinstance(word, Finished)
+    assert reports[-1] == Progress(step=4999, total=5000, metrics={"loss": 1})
+    assert len(reports) < 100

@@ -1,0 +1,100 @@
+"""Real ranks of an elastic role, and the store of their rounds."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from typing import Any
+
+import pytest
+
+from tests.io.worker.agent import Agent, Child, attribute
+from unified.job.spec import Communication, EntryPoint
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.worker_agent import (
+    Finished,
+    Hello,
+)
+
+ELASTIC = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from unified.api.runtime.worker import current_worker
+
+    def check():
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        assert (rank, world) == (dist.get_rank(), dist.get_world_size())
+        value = torch.tensor([rank + 1.0])
+        dist.all_reduce(value)
+        print("sum", value.item(), "round", current_worker().round, flush=True)
+        if current_worker().round == 1:
+            while True:  # until a peer dies
+                dist.all_reduce(value)
+
+    def run():
+        check()
+
+    if __name__ == "__main__":
+        dist.init_process_group("gloo")
+        check()
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "auto_setup"),
+    [(attribute("run"), True), (EntryPoint(kind="script", target="wp_code.py"), False)],
+    ids=["automatic", "env"],
+)
+def test_rank_that_dies_is_replaced_in_a_new_round(agent: Agent, entry: EntryPoint, auto_setup: bool) -> None:
+    agent.write("wp_code.py", ELASTIC)
+    store = agent.launch_store()
+    communication = Communication(auto_setup=auto_setup)
+    role: dict[str, Any] = {"kind": "elastic", "total": 2, "per_group": 2, "communication": communication}
+
+    port = store.expect(Hello).store_port or 0
+
+    def begin(round_: int) -> list[Child]:
+        ranks = [agent.launch(entry, rank=rank, incarnation=round_ - 1, **role) for rank in range(2)]
+        for rank, child in enumerate(ranks):
+            order = RunOrder(
+                round=round_,
+                rank=rank,
+                world_size=2,
+                store_host="127.0.0.1",
+                store_port=port,
+                store_prefix=f"job-1/role/{round_}",
+            )
+            child.run(order)
+        return ranks
+
+    first = begin(1)
+    for child in first:
+        child.until_printed("sum 3.0 round 1")
+    first[1].process.kill()
+    failure = first[0].failure()
+    assert failure.is_collateral, failure
+    assert failure.category == "user"
+    assert first[0].exit_code() == 1
+
+    for child in begin(2):
+        child.expect(Finished)
+        assert child.output.read_text() == "sum 3.0 round 2\n"
+        child.stop()
+        assert child.exit_code() == 0
+        assert "Warning" not in child.errors.read_text()
+    store.stop()
+    assert store.exit_code() in (0, -signal.SIGTERM)
+
+
+def test_round_without_a_store_says_whom_it_awaited(agent: Agent) -> None:
+    agent.write("wp_code.py", ELASTIC)
+    child = agent.launch(attribute("run"), kind="elastic", communication=Communication(timeout_s=0.2))
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        child.run(RunOrder(round=1, rank=0, world_size=1, store_host="127.0.0.1", store_port=port, store_prefix="p"))
+        failure = child.failure()
+    assert failure.category == "crash"
+    assert f"rank 0 waited 0.2 s for the job's store at 127.0.0.1:{port}" in failure.summary

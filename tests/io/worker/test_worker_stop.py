@@ -1,0 +1,181 @@
+"""A real worker process: how it is stopped."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.io.worker.agent import Agent, Child, attribute
+from unified.protocol.worker_agent import (
+    Finished,
+    Hello,
+    Stop,
+)
+
+SLEEPER = """
+    import signal, sys, time
+    from unified.api.runtime.worker import current_worker
+
+    def deaf():
+        print("up")
+        time.sleep(600)
+
+    def looks():
+        while not current_worker().should_stop:
+            print("up")
+            time.sleep(0.01)
+        print("stopped")
+
+    def late_look():
+        current_worker().should_stop
+        print("up")
+        while not current_worker().should_stop:
+            time.sleep(0.01)
+        print("stopped")
+
+    def calls_back():
+        import threading
+        done = threading.Event()
+        current_worker().on_stop(lambda: print("called"))
+        current_worker().on_stop(done.set)
+        print("up")
+        done.wait()
+
+    def own_handler():
+        def handler(number, frame):
+            print("mine")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, handler)
+        print("up")
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [("looks", "stopped"), ("late_look", "stopped"), ("calls_back", "called")])
+@pytest.mark.parametrize("way", ["order", "signal", "both"])
+def test_worker_that_asked_for_time_ends_by_itself(agent: Agent, name: str, said: str, way: str) -> None:
+    agent.write("wp_code.py", SLEEPER)
+    child = agent.launch(attribute(name))
+    child.run()
+    child.until_printed("up")
+    if way != "signal":
+        child.say(Stop(grace_s=20, reason="test"))
+    if way != "order":
+        child.process.send_signal(signal.SIGTERM)
+    child.expect(Finished)
+    assert child.exit_code() == 0
+    assert said in child.output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"),
+    [
+        (lambda child: child.say(Stop(grace_s=20, reason="test")), 128 + signal.SIGTERM),
+        (lambda child: child.process.send_signal(signal.SIGTERM), -signal.SIGTERM),
+    ],
+    ids=["order", "signal"],
+)
+def test_worker_that_does_not_listen_is_ended_at_once(agent: Agent, stop: Callable[[Child], None], code: int) -> None:
+    agent.write("wp_code.py", SLEEPER)
+    child = agent.launch(attribute("deaf"))
+    child.run()
+    child.until_printed("up")
+    begun = time.monotonic()
+    stop(child)
+    assert child.exit_code() == code
+    assert time.monotonic() - begun < 5
+    assert list(agent.run_dir.rglob("*.sock")) == []
+
+
+def test_own_handler_of_sigterm_is_respected(agent: Agent) -> None:
+    agent.write("wp_code.py", SLEEPER)
+    child = agent.launch(attribute("own_handler"))
+    child.run()
+    child.until_printed("up")
+    child.stop()
+    child.expect(Finished)
+    assert child.exit_code() == 0
+    assert "mine" in child.output.read_text()
+
+
+def test_stop_reaches_a_main_thread_that_is_stuck_in_c(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        import ctypes, signal
+
+        def run():
+            print("up")
+            # blocks signals for itself and sleeps without ever returning to the interpreter
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            ctypes.CDLL(None).sleep(600)
+        """,
+    )
+    child = agent.launch(attribute("run"))
+    child.run()
+    child.until_printed("up")
+    child.stop()
+    assert child.exit_code() == 128 + signal.SIGTERM
+
+
+def test_stop_before_the_order_to_run(agent: Agent) -> None:
+    agent.write("wp_code.py", "def run(): pass")
+    child = agent.launch(attribute("run"))
+    child.expect(Hello)
+    child.stop()
+    assert child.exit_code() in (128 + signal.SIGTERM, -signal.SIGTERM)
+
+
+def test_stop_before_the_order_to_run_with_a_callback(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        from unified.api.runtime.worker import current_worker
+        current_worker().on_stop(lambda: print("called"))
+        print("up")
+        def run(): pass
+        """,
+    )
+    child = agent.launch(attribute("run"))
+    child.expect(Hello)
+    child.until_printed("up")
+    child.stop()
+    assert child.exit_code() == 0
+    assert "called" in child.output.read_text()
+
+
+def test_process_that_user_code_forks_is_not_the_worker(agent: Agent) -> None:
+    """A data loader's process ends at SIGTERM as usual, and neither stops its worker nor speaks for it."""
+    agent.write(
+        "wp_code.py",
+        """
+        import os, signal, time
+        from unified.api.runtime.worker import current_worker
+
+        def run():
+            current_worker().should_stop
+            child = os.fork()
+            if child == 0:
+                current_worker().report(step=13)
+                time.sleep(600)
+            os.kill(child, signal.SIGTERM)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), current_worker().should_stop)
+        """,
+    )
+    child = agent.launch(attribute("run"))
+    child.run()
+    assert isinstance(child.next_word(), Finished)
+    assert child.output.read_text() == "-15 False\n"
+
+
+@pytest.mark.parametrize("name", ["deaf", "looks", "calls_back"])
+def test_worker_ends_when_its_agent_is_gone(agent: Agent, name: str) -> None:
+    agent.write("wp_code.py", SLEEPER)
+    child = agent.launch(attribute(name))
+    child.run()
+    child.until_printed("up")
+    child.hang_up()
+    assert child.exit_code() == 1

@@ -1,0 +1,174 @@
+"""An agent's core under random news from a host and a master that lose, repeat and reorder."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.agent_master import (
+    AgentRegistered,
+    DesiredJob,
+    DesiredWorker,
+    DesiredWorkers,
+    HeartbeatSeen,
+    RegisterAgain,
+    RunOrder,
+)
+from unified.protocol.records import Failure, NodeResources, WorkerState
+from unified.protocol.worker_agent import Failed, Finished, Hello, Running, WorkerToAgent
+from unified.settings import Intervals
+from unified_agent.core.actions import Exit, SignalWorker, StartWorker, TellWorker
+from unified_agent.core.agent import AgentCore
+from unified_agent.core.events import (
+    AgentEvent,
+    DeadlineReached,
+    Life,
+    MasterReached,
+    MasterSaid,
+    StopAsked,
+    WorkerExited,
+    WorkerSaid,
+    WorkerStarted,
+)
+from unified_agent.core.invariants import check
+from unified_agent.environment import NodeFacts
+
+FACTS = NodeFacts(
+    node="n1",
+    incarnation="x",
+    hostname="h",
+    host_id="b",
+    address="127.0.0.1",
+    master="tcp://m:1",
+    pid=1,
+    run_dir="/run",
+    log_dir="/logs",
+    resources=NodeResources(cpu=8, memory_mb=1, disk_mb=1),
+)
+ROLE = RoleSpec(name="w", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"), total=3)
+SPEC = JobSpec(name="job", roles=[ROLE], stop_grace_s=2)
+STEPS = 400
+
+
+class World:
+    """Processes that do as they like, and a master that changes its mind."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.core = AgentCore(FACTS, Intervals())
+        self.now = 0.0
+        self.alive: dict[Life, WorkerState] = {}
+        self.born: set[Life] = set()
+        self.incarnations = [0, 0, 0]
+        self.generation = 0
+        self.desired: list[DesiredWorker] = []
+        self.is_over = False
+
+    def step(self, event: AgentEvent) -> None:
+        for action in self.core.step(self.now, event):
+            match action:
+                case StartWorker(life=life):
+                    assert life not in self.born, f"{life} was started twice"
+                    assert not [other for other in self.alive if other[:2] == life[:2]], f"{life} beside its last life"
+                    self.born.add(life)
+                    self.alive[life] = WorkerState.STARTING
+                case SignalWorker(life=life, how="kill"):
+                    if life in self.alive:
+                        self.alive[life] = WorkerState.EXITED
+                case TellWorker(life=life):
+                    assert life in self.born
+                case Exit():
+                    self.is_over = True
+        broken = check(self.core)
+        assert not broken, broken
+
+    def wish(self) -> None:
+        """The master desires something else, or says the same again, or something old."""
+        how = self.random.random()
+        if how < 0.6:
+            self.generation += 1
+            before = {worker.rank for worker in self.desired}
+            ranks = [rank for rank in range(3) if self.random.random() < 0.8]
+            for rank in ranks:  # what was left out once comes back as another life
+                self.incarnations[rank] += rank not in before or self.random.random() < 0.3
+            self.desired = [self.worker(rank) for rank in ranks]
+        generation = self.generation if how < 0.9 else self.random.randint(0, self.generation)
+        workers = self.desired if generation == self.generation else []
+        self.desire(generation, workers)
+
+    def desire(self, generation: int, workers: list[DesiredWorker]) -> None:
+        job = DesiredJob(job_id="job-1", spec=SPEC, stop_grace_s=self.random.choice([None, 0.0, 1.0]))
+        self.step(MasterSaid(message=DesiredWorkers(generation=generation, workers=workers, jobs=[job])))
+
+    def worker(self, rank: int) -> DesiredWorker:
+        run = RunOrder(round=self.random.randint(1, 3), rank=rank, world_size=3) if self.random.random() < 0.5 else None
+        incarnation = self.incarnations[rank]
+        return DesiredWorker(
+            job_id="job-1",
+            name=f"w-{rank}",
+            worker_incarnation=incarnation,
+            kind="worker",
+            role="w",
+            rank=rank,
+            run=run,
+        )
+
+    def live(self) -> None:
+        """Some process does something."""
+        if not self.alive:
+            return
+        life = self.random.choice(sorted(self.alive))
+        words: list[WorkerToAgent] = [Hello(pid=5), Running(round=1), Finished(), Failed(failure=Failure(summary="no"))]
+        how = self.random.random()
+        if self.alive[life] is WorkerState.EXITED or how < 0.2:
+            del self.alive[life]
+            self.step(WorkerExited(life=life, code=self.random.choice([0, 1, -9])))
+        elif how < 0.4:
+            self.step(WorkerStarted(life=life, pid=5))
+        else:
+            self.step(WorkerSaid(life=life, word=self.random.choice(words)))
+
+    def talk(self) -> None:
+        terms = AgentRegistered(lease_s=5, heartbeat_s=1)
+        news: list[AgentEvent] = [MasterSaid(message=terms), MasterSaid(message=HeartbeatSeen()), MasterReached()]
+        self.step(self.random.choice(news))
+        if self.random.random() < 0.1:
+            self.step(MasterSaid(message=RegisterAgain()))
+            self.step(MasterSaid(message=terms))
+            self.desire(self.generation, self.desired)
+
+    def pass_time(self) -> None:
+        self.now += self.random.choice([0.001, 0.1, 1.0, 10.0])
+        self.step(DeadlineReached())
+
+    def settle(self, within_s: float) -> None:
+        """Every process that was killed dies, and time passes."""
+        end = self.now + within_s
+        while self.now < end and not self.is_over:
+            for life in [life for life, state in self.alive.items() if state is WorkerState.EXITED]:
+                del self.alive[life]
+                self.step(WorkerExited(life=life, code=-9))
+            self.now += 0.1
+            self.step(DeadlineReached())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_desired_comes_to_be_whatever_happened_before(seed: int) -> None:
+    world = World(seed)
+    world.step(MasterSaid(message=AgentRegistered(lease_s=5, heartbeat_s=1)))
+    for _ in range(STEPS):
+        world.random.choice([world.wish, world.live, world.live, world.live, world.talk, world.pass_time])()
+    world.step(MasterSaid(message=AgentRegistered(lease_s=5, heartbeat_s=1)))
+    world.generation += 1
+    world.incarnations = [number + 1 for number in world.incarnations]
+    world.desired = [world.worker(rank) for rank in range(3)]
+    world.desire(world.generation, world.desired)
+    world.settle(within_s=20)
+    wanted = {Life("job-1", worker.name, worker.worker_incarnation) for worker in world.desired}
+    assert set(world.alive) == wanted
+    world.step(StopAsked(reason="the end"))
+    world.settle(within_s=20)
+    assert world.is_over
+    assert not world.alive

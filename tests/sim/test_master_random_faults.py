@@ -1,0 +1,234 @@
+"""The master under seeded random faults: its invariants hold after every step, all ends well when the faults end,
+and what it saved is all that it knew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from tests.sim.sim_agent import Delays, SimAgent, resources
+from tests.sim.world import World
+from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
+from unified.protocol.client_master import GetJob, ReadLog, RestartWorkers, StopJob, SubmitJob
+from unified.protocol.records import Failure, Stage, WorkerState
+from unified_master.core.invariants import check
+from unified_master.core.master import MasterCore
+from unified_master.core.state import JobRecord, WorkerRecord
+
+NODES = [f"n{number}" for number in range(1, 6)]
+FAILURES = [
+    Failure(summary="killed by SIGKILL", category="crash", signal=9),
+    Failure(summary="ValueError: boom", category="user"),
+    Failure(summary="RuntimeError: connection closed", category="user", is_collateral=True),
+    Failure(summary="ImportError: mypkg", category="setup"),
+]
+
+
+class Chaos:
+    """Does one random thing after another to a world."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.world = World(seed=seed)
+        self.lives = 0
+        self.jobs = 0
+        for node in NODES:
+            self.start(node)
+        self.deeds: list[tuple[int, Callable[[], None]]] = [
+            (6, self.submit),
+            (10, self.end_worker),
+            (14, self.finish_worker),
+            (6, self.progress),
+            (3, self.poll),
+            (3, self.read),
+            (2, self.stop),
+            (2, self.restart),
+            (2, self.kill_agent),
+            (4, self.start_missing),
+            (2, self.cut),
+            (5, self.heal),
+            (1, self.world.restart_master),
+        ]
+
+    def run(self, num_deeds: int) -> None:
+        weights = [weight for weight, _ in self.deeds]
+        for _ in range(num_deeds):
+            self.rng.choices(self.deeds, weights)[0][1]()
+            self.world.run(self.rng.choice((0.0, 0.02, 0.1, 0.5, 2.0, 7.0)))
+
+    def start(self, node: str) -> None:
+        self.lives += 1
+        delays = Delays(start=self.rng.uniform(0.01, 0.3), run=0.01, stop=self.rng.uniform(0.01, 3))
+        agent = SimAgent(node, resources(devices=4, MR=2), incarnation=str(self.lives), delays=delays)
+        agent.is_stuck = self.rng.random() < 0.2
+        self.world.add(agent)
+
+    def start_missing(self) -> None:
+        for node in NODES:
+            if node not in self.world.agents:
+                self.start(node)
+                return
+
+    def kill_agent(self) -> None:
+        if self.world.agents:
+            self.world.kill_agent(self.rng.choice(sorted(self.world.agents)))
+
+    def cut(self) -> None:
+        self.world.cut.add(self.rng.choice(NODES))
+
+    def heal(self) -> None:
+        self.world.cut.clear()
+
+    def submit(self) -> None:
+        rng = self.rng
+        self.jobs += 1
+        roles = [self.role(f"r{number}") for number in range(rng.randint(1, 3))]
+        spec = JobSpec(
+            name=f"job{self.jobs % 9}",
+            roles=roles,
+            device_per_node=rng.choice((2, 4)),
+            failover_exec=rng.choice((0, 1, 2)),
+            failover_trigger=rng.choice((1, 2, 2)),
+            job_max_restart=rng.choice((0, 2, 10)),
+            node_max_restart=rng.choice((0, 2, 10)),
+            worker_isolation_resource=rng.choice(("", "", "MR")),
+            stop_grace_s=rng.choice((0.0, 1.0, 5.0)),
+        )
+        self.world.ask(SubmitJob(spec=spec, wait=rng.random() < 0.9))
+
+    def role(self, name: str) -> RoleSpec:
+        rng = self.rng
+        per_group = rng.choice((1, 1, 2))
+        return RoleSpec(
+            name=name,
+            kind=rng.choice(("simple", "elastic")),
+            entry_point=EntryPoint(kind="attribute", target="m", attribute="f"),
+            total=per_group * rng.choice((0, 1, 2, 3)),
+            per_group=per_group,
+            resources=Resources(accelerator=rng.choice((0, 0.5, 1, 2)), cpu=rng.choice((0, 1))),
+            is_driver=rng.random() < 0.7,
+            max_restart=rng.choice((0, 1, 5)),
+            per_node_max_failure=rng.choice((0, 1, 3)),
+        )
+
+    def living(self) -> list[tuple[JobRecord, WorkerRecord, SimAgent]]:
+        """Workers of which an agent runs a life."""
+        found = []
+        for job in self.world.core.cluster.jobs.values():
+            for worker in job.workers.values():
+                agent = self.world.agents.get(worker.node)
+                if worker.is_desired and isinstance(agent, SimAgent) and worker.life in agent.lives:
+                    found.append((job, worker, agent))
+        return found
+
+    def end_worker(self) -> None:
+        if living := self.living():
+            job, worker, agent = self.rng.choice(living)
+            failure = self.rng.choices([*FAILURES, None], (5, 3, 3, 1, 1))[0]
+            self.world.say(agent.node, agent.end(job.job_id, worker.name, failure))
+
+    def finish_worker(self) -> None:
+        if living := self.living():
+            job, worker, agent = self.rng.choice(living)
+            self.world.say(agent.node, agent.finish(job.job_id, worker.name))
+
+    def progress(self) -> None:
+        if living := self.living():
+            job, worker, agent = self.rng.choice(living)
+            self.world.say(agent.node, agent.report_progress(job.job_id, worker.name, self.rng.randrange(1000)))
+
+    def a_job(self) -> str:
+        return f"job{self.rng.randrange(9)}"
+
+    def stop(self) -> None:
+        self.world.ask(StopJob(job=self.a_job(), force=self.rng.random() < 0.5))
+
+    def restart(self) -> None:
+        self.world.ask(RestartWorkers(job=self.a_job(), workers=self.rng.choice(([], ["r0-0"]))))
+
+    def poll(self) -> None:
+        job = self.a_job()
+        known = [one.version for one in self.world.core.cluster.jobs.values() if one.spec.name == job]
+        self.world.ask(GetJob(job=job, after_version=max(known, default=0), wait_s=self.rng.choice((0.0, 1.0, 30.0))))
+
+    def read(self) -> None:
+        self.world.ask(ReadLog(job=self.a_job(), worker="r0-0"))
+
+    def calm(self) -> None:
+        """No more faults; every agent is there."""
+        self.heal()
+        while len(self.world.agents) < len(NODES):
+            self.start_missing()
+        self.world.run(60.0)
+
+    def finish_all(self) -> None:
+        for _ in range(400):
+            for job, worker, agent in self.living():
+                if worker.state is WorkerState.RUNNING:
+                    self.world.say(agent.node, agent.finish(job.job_id, worker.name))
+            self.world.run(1.0)
+            if all(job.stage is Stage.STOPPED for job in self.world.core.cluster.jobs.values()):
+                return
+            for job in list(self.world.core.cluster.jobs.values()):
+                if job.is_waiting:  # larger than the cluster, or excluded everywhere
+                    self.world.ask(StopJob(job=job.job_id))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_invariants_hold_and_all_jobs_end(seed: int) -> None:
+    chaos = Chaos(seed)
+    chaos.run(220)
+    chaos.calm()
+    chaos.finish_all()
+    cluster = chaos.world.core.cluster
+    stuck = [
+        f"{job.job_id} {job.stage}: {job.reason}" for job in cluster.jobs.values() if job.stage is not Stage.STOPPED
+    ]
+    assert not stuck, f"seed {seed}: {stuck}\n{chaos.world.recent()}"
+    assert all(job.exit_code in (0, 1, 130) for job in cluster.jobs.values())
+    assert all((job.end is not None) == (job.exit_code == 1) for job in cluster.jobs.values())
+    chaos.world.run(400.0)
+    for node in cluster.nodes.values():
+        assert (node.lives, node.claims, node.leaving) == ({}, {}, {}), f"seed {seed}: {node.name} holds something"
+        agent = chaos.world.agents[node.name]
+        assert isinstance(agent, SimAgent)
+        assert agent.lives == {}, f"seed {seed}: {node.name} still runs something"
+    assert (cluster.polls, cluster.reads) == ({}, {})
+    answered = [request for request, _ in chaos.world.answers]
+    assert len(answered) == len(set(answered)), "a request was answered twice"
+
+
+@pytest.mark.parametrize("seed", range(100, 103))
+def test_a_restored_master_knows_what_the_old_one_knew(seed: int) -> None:
+    chaos = Chaos(seed)
+    for _ in range(25):
+        chaos.run(5)
+        old = chaos.world.core.cluster
+        core = MasterCore(chaos.world.intervals)
+        records = [(kind, key, data) for (kind, key), data in chaos.world.stored.items()]
+        core.restore(chaos.world.now, records, chaos.world.log)
+        new = core.cluster
+        assert check(new) == []
+        assert new.reign == old.reign + 1
+        assert new.next_sequence == old.next_sequence
+        assert {name: node.state for name, node in new.nodes.items()} == {n: o.state for n, o in old.nodes.items()}
+        assert list(new.jobs) == list(old.jobs)
+        for job_id, job in new.jobs.items():
+            assert job.spec == old.jobs[job_id].spec
+            if job.is_waiting:  # says now that no node has come back yet
+                job.reason = old.jobs[job_id].reason
+            assert job.saved() == old.jobs[job_id].saved()
+            known = {name: _lasting(worker) for name, worker in old.jobs[job_id].workers.items()}
+            assert {name: _lasting(worker) for name, worker in job.workers.items()} == known
+            assert [name for name in job.workers if name != "store"] == [name for name in known if name != "store"]
+            story = list(old.events.get(job_id, ()))
+            assert list(new.events.get(job_id, ()))[: len(story)] == story
+
+
+def _lasting(worker: WorkerRecord) -> WorkerRecord:
+    """Progress is not kept: it comes again with the next report."""
+    return msgspec.structs.replace(worker, progress=None)

@@ -1,0 +1,26 @@
+"""Golden transcripts of the master's decisions. ``REWRITE=1`` writes them anew; commit only what you understand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.sim.transcript import LINE, Transcript, split
+
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_scenario(path: Path) -> None:
+    commands, expected = split(path)
+    found = Transcript().play(commands)
+    if os.environ.get("REWRITE") == "1":
+        path.write_text("".join(f"{line}\n" for line in commands) + f"{LINE}\n{found}")
+        return
+    assert found == expected
+
+
+def test_there_are_scenarios() -> None:
+    assert len(SCENARIOS) >= 12

@@ -1,0 +1,150 @@
+"""Drives an agent's core, for the tests of its decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.agent_master import (
+    AgentRegistered,
+    DesiredJob,
+    DesiredWorker,
+    DesiredWorkers,
+    HeartbeatSeen,
+    MasterToAgent,
+    ObservedWorker,
+    ObservedWorkers,
+    RunOrder,
+)
+from unified.protocol.records import Inbox, NodeResources, WorkerState
+from unified.protocol.worker_agent import (
+    Hello,
+    WorkerToAgent,
+)
+from unified.settings import Intervals
+from unified_agent.core.actions import (
+    AgentAction,
+    KeepInterpreters,
+    Note,
+    SendMaster,
+    StartWorker,
+)
+from unified_agent.core.agent import AgentCore
+from unified_agent.core.events import (
+    AgentEvent,
+    DeadlineReached,
+    Life,
+    MasterSaid,
+    WorkerSaid,
+    WorkerStarted,
+)
+from unified_agent.core.invariants import check
+from unified_agent.environment import NodeFacts
+
+FACTS = NodeFacts(
+    node="n1",
+    incarnation="abc",
+    hostname="host",
+    host_id="boot",
+    address="10.0.0.1",
+    master="tcp://m:7077",
+    pid=99,
+    run_dir="/run/x",
+    log_dir="/logs",
+    resources=NodeResources(cpu=8, memory_mb=1000, disk_mb=1000),
+    python="/usr/bin/python3",
+)
+W0 = Life("job-1", "w_2-0_2-0", 0)
+W1 = Life("job-1", "w_2-1_2-1", 0)
+STORE = Life("job-1", "store", 0)
+
+
+class Driver:
+    """Steps a core and checks its invariants after each step; what it asked for since the last look is kept."""
+
+    def __init__(self, *, registered: bool = True, give_up_s: float | None = None) -> None:
+        self.core = AgentCore(FACTS, Intervals(connect_s=10, start_s=60), give_up_s=give_up_s)
+        self.now = 100.0
+        self.actions: list[AgentAction] = []
+        self.generation = 0
+        if registered:
+            self.pass_time(0)
+            self.hear(AgentRegistered(lease_s=5, heartbeat_s=1, relay="tcp://r:1"))
+            self.pass_time(0.01)
+            self.take()
+
+    def step(self, event: AgentEvent) -> None:
+        self.actions += self.core.step(self.now, event)
+        assert check(self.core) == []
+
+    def hear(self, message: MasterToAgent) -> None:
+        self.step(MasterSaid(message=message))
+
+    def pass_time(self, seconds: float, *, answered: bool = False) -> None:
+        """Let time pass, from one deadline to the next."""
+        end = self.now + seconds
+        while (deadline := self.core.next_deadline) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            self.step(DeadlineReached())
+            if answered:
+                self.hear(HeartbeatSeen())
+        self.now = end
+
+    def desire(self, *workers: DesiredWorker, grace_s: float | None = None, jobs: Sequence[DesiredJob] = ()) -> None:
+        self.generation += 1
+        known = jobs or [DesiredJob(job_id="job-1", spec=SPEC, stop_grace_s=grace_s)]
+        self.hear(DesiredWorkers(generation=self.generation, workers=list(workers), jobs=list(known)))
+
+    def say(self, life: Life, *words: WorkerToAgent) -> None:
+        for word in words:
+            self.step(WorkerSaid(life=life, word=word))
+
+    def start(self, life: Life, pid: int = 7) -> None:
+        self.step(WorkerStarted(life=life, pid=pid))
+        self.say(life, Hello(pid=pid, inbox=Inbox(inbox_id=str(life))))
+
+    def take(self) -> list[AgentAction]:
+        taken, self.actions = self.actions, []
+        return taken
+
+    def notable(self) -> list[AgentAction]:
+        """What was asked for since the last look, but for talk to the master and the log."""
+        return [action for action in self.take() if not isinstance(action, SendMaster | Note | KeepInterpreters)]
+
+    def observed(self) -> dict[str, ObservedWorker]:
+        """The last observed set that was sent, once what was going to be sent has been."""
+        self.pass_time(0.3)
+        sent = [
+            action.message
+            for action in self.take()
+            if isinstance(action, SendMaster) and isinstance(action.message, ObservedWorkers)
+        ]
+        return {f"{worker.name}#{worker.worker_incarnation}": worker for worker in sent[-1].workers}
+
+    def state(self, life: Life) -> WorkerState:
+        return self.core.workers[life].state
+
+
+ROLE = RoleSpec(name="w", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"), total=2, per_group=2)
+SPEC = JobSpec(name="job", roles=[ROLE], stop_grace_s=10)
+
+
+def wanted(life: Life, run: int | None = None) -> DesiredWorker:
+    if life.name == "store":
+        return DesiredWorker(job_id=life.job_id, name="store", worker_incarnation=life.incarnation, kind="store")
+    order = None if run is None else RunOrder(round=run, rank=0, world_size=2)
+    return DesiredWorker(
+        job_id=life.job_id, name=life.name, worker_incarnation=life.incarnation, kind="worker", role="w", run=order
+    )
+
+
+def next_life(life: Life) -> Life:
+    return life._replace(incarnation=life.incarnation + 1)
+
+
+def started(actions: Sequence[AgentAction]) -> list[Life]:
+    return [action.life for action in actions if isinstance(action, StartWorker)]
+
+
+def sent(actions: Sequence[AgentAction]) -> list[str]:
+    return [type(action.message).__name__ for action in actions if isinstance(action, SendMaster)]

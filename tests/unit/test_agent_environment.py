@@ -1,0 +1,171 @@
+"""A worker's environment: who it is, which devices it sees, which interface it uses."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import pytest
+
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.agent_master import DesiredWorker
+from unified.protocol.records import Device, NodeResources
+from unified_agent.core.launching import launch_of
+from unified_agent.environment import RESOLVER, NodeFacts, devices_of, worker_environment
+
+ENTRY = EntryPoint(kind="attribute", target="m")
+ROLE = RoleSpec(name="trainer", kind="elastic", entry_point=ENTRY, total=4, per_group=2)
+WORKER = DesiredWorker(
+    job_id="job-1",
+    name="trainer_4-3_2-1",
+    worker_incarnation=2,
+    kind="worker",
+    role="trainer",
+    rank=3,
+    world_size=4,
+    local_rank=1,
+    local_world_size=2,
+    node_rank=1,
+    devices=[1],
+)
+
+
+def job(role: RoleSpec = ROLE, accelerator_type: Literal["GPU", "CPU", "TPU"] = "GPU") -> JobSpec:
+    return JobSpec(name="job", roles=[role], accelerator_type=accelerator_type)
+
+
+def node(
+    kind: str = "cuda", count: int = 4, ids: list[str] | None = None, inherited: dict[str, str] | None = None
+) -> NodeFacts:
+    devices = [Device(index=index, kind=kind) for index in range(count)]
+    return NodeFacts(
+        node="n1",
+        incarnation="x",
+        hostname="h",
+        host_id="b",
+        address="10.0.0.1",
+        master="tcp://m:1",
+        pid=1,
+        run_dir="/run",
+        log_dir="/logs",
+        resources=NodeResources(cpu=8, memory_mb=1, disk_mb=1, devices=devices),
+        interface="eth0",
+        device_ids=ids or [],
+        inherited=inherited or {},
+    )
+
+
+def test_it_says_who_the_worker_is() -> None:
+    env = worker_environment(job(), WORKER, node(), num_local_workers=2)
+    expected = {
+        "JOB": "job",
+        "NAME": "trainer_4-3_2-1",
+        "ROLE": "trainer",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "NODE_RANK": "1",
+        "UNIFIED_JOB_ID": "job-1",
+        "UNIFIED_WORKER": "job-1/trainer_4-3_2-1/2",
+        "UNIFIED_MASTER": "tcp://m:1",
+        "RES_OPTIONS": RESOLVER,
+        "OMP_NUM_THREADS": "4",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "ACCELERATE_TORCH_DEVICE": "cuda:0",
+    }
+    assert env == expected
+
+
+def test_the_users_own_settings_win() -> None:
+    envs = {"RANK": "7", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MINE": "x"}
+    env = worker_environment(job(msgspec.structs.replace(ROLE, envs=envs)), WORKER, node())
+    assert {name: env[name] for name in envs} == envs
+
+
+def test_a_store_host_needs_little() -> None:
+    store = DesiredWorker(job_id="job-1", name="store", worker_incarnation=0, kind="store")
+    assert "RANK" not in worker_environment(job(), store, node())
+
+
+@pytest.mark.parametrize(
+    ("kind", "visible", "torch_device"),
+    [
+        ("cuda", {"CUDA_VISIBLE_DEVICES": "1"}, "cuda:0"),
+        ("rocm", {"HIP_VISIBLE_DEVICES": "1"}, "cuda:0"),
+        ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "1"}, "npu:0"),
+        (
+            "virtual",
+            {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""},
+            "cpu",
+        ),
+    ],
+)
+def test_each_vendor_has_its_variable(kind: str, visible: dict[str, str], torch_device: str) -> None:
+    env = worker_environment(job(), WORKER, node(kind))
+    assert {name: value for name, value in env.items() if name.endswith("VISIBLE_DEVICES")} == visible
+    assert env["ACCELERATE_TORCH_DEVICE"] == torch_device
+
+
+def test_a_worker_without_devices_sees_none() -> None:
+    env = worker_environment(job(), msgspec.structs.replace(WORKER, devices=[]), node())
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["ACCELERATE_TORCH_DEVICE"] == "cpu"
+
+
+def test_cpu_slots_are_not_taken_for_real_devices() -> None:
+    assert devices_of(job(accelerator_type="CPU"), WORKER, node("cuda")) == []
+    assert [one.index for one in devices_of(job(accelerator_type="CPU"), WORKER, node("virtual"))] == [1]
+
+
+def test_rank_based_selection_sees_the_group_and_picks_its_own() -> None:
+    spec = job(msgspec.structs.replace(ROLE, rank_based_gpu_selection=True))
+    mate = msgspec.structs.replace(WORKER, name="trainer_4-2_2-0", rank=2, local_rank=0, devices=[3])
+    stranger = msgspec.structs.replace(WORKER, name="trainer_4-0_2-0", rank=0, node_rank=0, devices=[0])
+    launch = launch_of(WORKER, spec, node(), neighbours=[stranger, mate, WORKER], relay="", directory=[])
+    assert launch.env["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert launch.env["ACCELERATE_TORCH_DEVICE"] == "cuda:0"
+    other = launch_of(mate, spec, node(), neighbours=[stranger, mate, WORKER], relay="", directory=[])
+    assert other.env["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert other.env["ACCELERATE_TORCH_DEVICE"] == "cuda:1"
+
+
+def test_without_automatic_visibility_a_worker_sees_the_whole_node() -> None:
+    env = worker_environment(job(msgspec.structs.replace(ROLE, auto_visible_devices=False)), WORKER, node())
+    assert env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert env["ACCELERATE_TORCH_DEVICE"] == "cuda:1"
+
+
+def test_devices_are_called_as_the_agent_was_told_to_call_them() -> None:
+    facts = node(count=2, ids=["4", "GPU-abc"], inherited={"CUDA_VISIBLE_DEVICES": "4,GPU-abc"})
+    env = worker_environment(job(), WORKER, facts)
+    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
+    assert "CUDA_DEVICE_ORDER" not in env
+
+
+def test_what_the_operator_set_for_the_agent_stays() -> None:
+    facts = node(inherited={"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"})
+    env = worker_environment(job(), WORKER, facts)
+    assert not {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(env)
+
+
+def test_nccl_is_not_sent_to_loopback() -> None:
+    env = worker_environment(job(), WORKER, msgspec.structs.replace(node(), interface="lo"))
+    assert env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "NCCL_SOCKET_IFNAME" not in env
+
+
+@pytest.mark.parametrize(("num_local_workers", "threads"), [(1, "8"), (3, "2"), (100, "1")])
+def test_the_cpus_are_shared_among_the_workers_of_the_node(num_local_workers: int, threads: str) -> None:
+    env = worker_environment(job(), WORKER, node(), num_local_workers=num_local_workers)
+    assert env["OMP_NUM_THREADS"] == threads
+
+
+def test_a_launch_says_where_things_are() -> None:
+    launch = launch_of(WORKER, job(), node(), neighbours=[WORKER], relay="tcp://r:1", directory=[])
+    assert launch.log_file == "/logs/job-1/trainer_4-3_2-1/2.err"
+    assert (launch.relay, launch.run_dir, launch.address, launch.incarnation) == ("tcp://r:1", "/run", "10.0.0.1", 2)
+    assert [device.index for device in launch.devices] == [1]

@@ -1,0 +1,250 @@
+"""Every call ends exactly once, and for a reason that it can name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from unified.bus.calls import (
+    AcceptAnswer,
+    Action,
+    AnswerCame,
+    BusClosed,
+    CallCancelled,
+    CallMade,
+    CallTable,
+    DeliveryFailed,
+    DropPeer,
+    Event,
+    FailCall,
+    NewsCame,
+    SendCall,
+    SendCancel,
+    SendFailed,
+    TimePassed,
+)
+from unified.errors import BusOverloadedError, RpcCancelledError, RpcError, RpcTimeoutError, WorkerDiedError
+from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+
+
+def news(state: str, incarnation: int = 0, worker: str = "b", reason: str = "") -> NewsCame:
+    inbox = Inbox(inbox_id=f"{worker}{incarnation}") if state == "alive" else None
+    entry = DirectoryEntry(
+        worker=worker, incarnation=incarnation, state=Reachability(state), inbox=inbox, node="n1", reason=reason
+    )
+    return NewsCame(entries=[entry])
+
+
+def made(call_id: int = 1, timeout_s: float | None = None) -> CallMade:
+    return CallMade(call_id=call_id, target="b", method="m", timeout_s=timeout_s)
+
+
+class Story:
+    """A table, and the time."""
+
+    def __init__(self, *events: Event) -> None:
+        self.table = CallTable()
+        self.now = 100.0
+        for event in events:
+            self.tell(event)
+
+    def tell(self, event: Event, after_s: float = 0.0) -> list[Action]:
+        self.now += after_s
+        actions = self.table.step(self.now, event)
+        assert self.table.check() == []
+        return actions
+
+    def fails(self, event: Event, after_s: float = 0.0) -> RpcError:
+        (action,) = (each for each in self.tell(event, after_s) if isinstance(each, FailCall))
+        return action.error
+
+
+def test_call_is_sent_and_its_answer_accepted_once() -> None:
+    story = Story(news("alive"))
+    assert story.tell(made(timeout_s=5)) == [SendCall(call_id=1, inbox=Inbox(inbox_id="b0"), timeout_s=5)]
+    answer = AnswerCame(call_id=1, sender="b0")
+    assert story.tell(answer) == [AcceptAnswer(call_id=1)]
+    assert story.tell(answer) == []
+    assert story.table.next_deadline is None
+
+
+def test_answer_of_another_life_is_ignored() -> None:
+    story = Story(news("alive"), made())
+    assert story.tell(AnswerCame(call_id=1, sender="b1")) == []
+    assert story.table.num_open == 1
+
+
+def test_call_to_an_unknown_worker_waits_and_is_sent_with_what_is_left() -> None:
+    story = Story()
+    assert story.tell(made(timeout_s=5)) == []
+    assert story.tell(news("alive"), after_s=2) == [SendCall(call_id=1, inbox=Inbox(inbox_id="b0"), timeout_s=3)]
+
+
+def test_call_between_two_lives_waits_for_the_next() -> None:
+    story = Story(news("alive"), news("dead"))
+    assert story.tell(made()) == []
+    (sent,) = story.tell(news("alive", 1))
+    assert isinstance(sent, SendCall)
+    assert sent.inbox.inbox_id == "b1"
+
+
+def test_death_fails_what_was_sent_and_names_who_died_and_why() -> None:
+    story = Story(news("alive"), made())
+    fail, drop = story.tell(news("dead", reason="killed by SIGKILL"))
+    assert drop == DropPeer(inbox_id="b0")
+    assert isinstance(fail, FailCall)
+    assert isinstance(fail.error, WorkerDiedError)
+    assert str(fail.error) == (
+        "worker b (life 0 on node n1) died before it answered 'm': killed by SIGKILL. `unified explain b` says more."
+    )
+
+
+def test_new_life_fails_the_calls_to_the_old_one() -> None:
+    story = Story(news("alive"), made())
+    assert isinstance(story.fails(news("alive", 1)), WorkerDiedError)
+
+
+def test_ended_worker_fails_waiting_and_new_calls_at_once() -> None:
+    story = Story(made())
+    assert isinstance(story.fails(news("ended", reason="the job is stopping")), WorkerDiedError)
+    error = story.fails(made(2))
+    assert isinstance(error, WorkerDiedError)
+    assert "the job is stopping" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], "it has not started yet"),
+        ([news("alive", 2), news("dead", 2, reason="r")], r"its life 2 ended \(r\) and the next has not begun"),
+        ([news("alive", 2)], "life 2 has had the call for 5 s"),
+    ],
+)
+def test_deadline_says_what_was_awaited(events: list[Event], state: str) -> None:
+    story = Story(*events, made(timeout_s=5))
+    assert story.table.next_deadline == 105
+    error = story.fails(TimePassed(), after_s=5)
+    assert isinstance(error, RpcTimeoutError)
+    with pytest.raises(RpcTimeoutError, match=f"worker b did not answer 'm' within 5 s: {state}"):
+        raise error
+
+
+@pytest.mark.parametrize("event", [CallCancelled(call_id=1), TimePassed()])
+def test_callee_is_told_when_nobody_waits_any_more(event: Event) -> None:
+    story = Story(news("alive"), made(timeout_s=1))
+    actions = story.tell(event, after_s=1)
+    assert SendCancel(call_id=1, inbox=Inbox(inbox_id="b0")) in actions
+    assert story.tell(AnswerCame(call_id=1, sender="b0")) == []  # late
+
+
+def test_waiting_call_is_cancelled_without_telling_anybody() -> None:
+    story = Story(made())
+    (action,) = story.tell(CallCancelled(call_id=1))
+    assert isinstance(action, FailCall)
+    assert isinstance(action.error, RpcCancelledError)
+    assert story.tell(CallCancelled(call_id=1)) == []
+
+
+def test_call_that_the_relay_did_not_deliver_is_sent_again_ever_more_slowly() -> None:
+    story = Story(news("alive"), made(timeout_s=100))
+    waits = []
+    for _ in range(8):
+        assert story.tell(DeliveryFailed(call_id=1, code="unknown-target")) == []
+        due = story.table.next_deadline
+        assert due is not None
+        waits.append(round(due - story.now, 3))
+        (again,) = story.tell(TimePassed(), after_s=due - story.now)
+        assert isinstance(again, SendCall)
+    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+    with pytest.raises(RpcTimeoutError, match="the relay has not known it in 8 attempts"):
+        raise story.fails(TimePassed(), after_s=100)
+
+
+def test_overloaded_relay_ends_the_call() -> None:
+    story = Story(news("alive"), made())
+    assert isinstance(story.fails(DeliveryFailed(call_id=1, code="overloaded")), BusOverloadedError)
+
+
+def test_call_that_cannot_be_sent_ends_with_that_error() -> None:
+    error = RpcError("no route")
+    assert Story(news("alive"), made()).fails(SendFailed(call_id=1, error=error)) is error
+
+
+def test_closing_ends_all_and_refuses_more() -> None:
+    story = Story(news("alive"), made(1), made(2, 5.0))
+    ended = story.tell(BusClosed(reason="closed"))
+    assert [type(each.error) for each in ended if isinstance(each, FailCall)] == [RpcCancelledError] * 2
+    assert isinstance(story.fails(made(3)), RpcCancelledError)
+    assert story.table.next_deadline is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        AnswerCame(call_id=9, sender="x"),
+        CallCancelled(call_id=9),
+        DeliveryFailed(call_id=9, code="unknown-target"),
+        SendFailed(call_id=9, error=RpcError("")),
+        TimePassed(),
+    ],
+)
+def test_events_about_unknown_calls_do_nothing(event: Event) -> None:
+    assert Story().tell(event) == []
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order: no call ends twice, none is lost, invariants hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = CallTable()
+        self.now = 0.0
+        self.made = 0
+        self.ended: list[int] = []
+
+    def tell(self, event: Event) -> None:
+        for action in self.table.step(self.now, event):
+            if isinstance(action, FailCall | AcceptAnswer):
+                self.ended.append(action.call_id)
+
+    @rule(worker=st.sampled_from("ab"), timeout_s=st.none() | st.floats(0, 10))
+    def call(self, worker: str, timeout_s: Any) -> None:
+        self.made += 1
+        self.tell(CallMade(call_id=self.made, target=worker, method="m", timeout_s=timeout_s))
+
+    @rule(
+        worker=st.sampled_from("ab"), incarnation=st.integers(0, 3), state=st.sampled_from(["alive", "dead", "ended"])
+    )
+    def hear(self, worker: str, incarnation: int, state: str) -> None:
+        self.tell(news(state, incarnation, worker))
+
+    @rule(call_id=st.integers(1, 8), worker=st.sampled_from("ab"), incarnation=st.integers(0, 3))
+    def answer(self, call_id: int, worker: str, incarnation: int) -> None:
+        self.tell(AnswerCame(call_id=call_id, sender=f"{worker}{incarnation}"))
+
+    @rule(call_id=st.integers(1, 8))
+    def cancel(self, call_id: int) -> None:
+        self.tell(CallCancelled(call_id=call_id))
+
+    @rule(call_id=st.integers(1, 8), code=st.sampled_from(["unknown-target", "overloaded"]))
+    def give_back(self, call_id: int, code: Any) -> None:
+        self.tell(DeliveryFailed(call_id=call_id, code=code))
+
+    @rule(seconds=st.floats(0, 5))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.tell(TimePassed())
+
+    @invariant()
+    def every_call_is_open_or_ended_once(self) -> None:
+        assert self.table.check() == []
+        assert len(self.ended) == len(set(self.ended))
+        assert len(self.ended) + self.table.num_open == self.made
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

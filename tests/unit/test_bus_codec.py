@@ -1,0 +1,257 @@
+"""Whatever goes in comes out equal and of the same type; whatever is corrupt is an error and nothing else."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import enum
+import subprocess
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified.bus.codec import OUT_OF_BAND_BYTES, Encoded, decode, encode
+from unified.errors import ProtocolError, UsageError
+
+
+@dataclasses.dataclass
+class Box:
+    content: Any
+    label: str = ""
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+def over_the_wire(value: Any) -> Any:
+    encoded = encode(value)
+    # as they arrive: memory of our own that can be written to
+    return decode(encoded.body, [memoryview(bytearray(buffer)) for buffer in encoded.buffers])
+
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
+    | st.text(st.characters()) | st.binary() | st.dates() | st.just(Color.RED) | st.just(Level.LOW)
+    | st.builds(Point, st.integers(), st.integers())
+)  # fmt: skip
+hashables = st.recursive(
+    scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=5
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.sets(hashables, max_size=4)
+        | st.dictionaries(hashables, inner, max_size=4)
+        | st.builds(Box, inner)
+        | inner.map(lambda item: collections.OrderedDict(a=item))
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
+    back = over_the_wire(value)
+    assert back == value
+    assert type(back) is type(value)
+
+
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=2))
+def test_rubbish_is_a_protocol_error_or_some_value(body: bytes, buffers: list[bytes]) -> None:
+    with contextlib.suppress(ProtocolError):
+        decode(body, buffers)
+
+
+@given(values, st.data())
+def test_truncated_body_is_a_protocol_error(value: Any, data: st.DataObject) -> None:
+    body = encode([value]).body
+    cut = data.draw(st.integers(0, len(body) - 1))
+    with pytest.raises(ProtocolError):
+        decode(body[:cut])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2**63, 2**64 + 1, -(2**63) - 1, -(2**200), "\ud800", bytearray(b"ab"), range(5), slice(1, 2), {1: {2: ()}}, ...],
+    ids=repr,
+)
+def test_odd_values(value: object) -> None:
+    back = over_the_wire(value)
+    assert back == value
+    assert type(back) is type(value)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_large_bytes_travel_beside_the_body(kind: type) -> None:
+    value = {"deep": [(kind(b"x" * OUT_OF_BAND_BYTES),)]}
+    encoded = encode(value)
+    assert len(encoded.body) < 100
+    assert [len(buffer) for buffer in encoded.buffers] == [OUT_OF_BAND_BYTES]
+    back = over_the_wire(value)
+    assert back == value
+    assert type(back["deep"][0][0]) is kind
+
+
+def test_large_array_is_not_copied_and_arrives_read_only() -> None:
+    array = np.arange(100_000)
+    encoded = encode(Box(array))
+    assert np.shares_memory(np.frombuffer(encoded.buffers[0], np.uint8), array)
+    plain = encode(array)
+    frame = bytearray(plain.buffers[0])
+    back = decode(plain.body, [frame])
+    assert np.shares_memory(back, np.frombuffer(frame, np.uint8))
+    with pytest.raises(ValueError, match="read-only"):
+        back[0] = 1
+
+
+DTYPES = ["f4", ">i8", "?", "c16", "u1", "f2", "g", "M8[ns]", "S3", "U4", "O", [("a", "f4"), ("b", ">i2", (2,))]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4), (200, 300)], ids=str)
+def test_arrays_of_every_kind(dtype: Any, shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape, dtype)
+    views = [array, array.T, np.asfortranarray(array), *([array[::2]] if shape else [])]
+    for view in views:
+        back = over_the_wire(view)
+        assert (back.dtype, back.shape) == (view.dtype, view.shape)
+        assert (back == view).all()
+
+
+def test_numpy_scalars_keep_their_type() -> None:
+    back = over_the_wire([np.float32(1.5), np.int64(3), np.bool_(True)])
+    assert [type(each) for each in back] == [np.float32, np.int64, np.bool_]
+
+
+TORCH_DTYPES = ["float32", "bfloat16", "float16", "bool", "int64", "uint8", "complex64", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (200, 300)], ids=str)
+@pytest.mark.parametrize("wrap", [lambda it: it, Box, lambda it: {"state": (it,)}], ids=["bare", "object", "nested"])
+def test_tensors_of_every_kind(dtype: str, shape: tuple[int, ...], wrap: Any) -> None:
+    tensor = torch.ones(shape).to(getattr(torch, dtype))
+    for view in (tensor, tensor.T if tensor.dim() == 2 else tensor, tensor[:1] if shape else tensor):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns of read-only memory
+            back = over_the_wire(wrap(view))
+        back = back.content if isinstance(back, Box) else back["state"][0] if isinstance(back, dict) else back
+        assert (back.dtype, back.shape) == (view.dtype, view.shape)
+        assert torch.equal(back.to(torch.complex64), view.to(torch.complex64))
+
+
+def test_tensors_that_are_no_plain_memory() -> None:
+    assert over_the_wire(torch.ones(3, requires_grad=True)).requires_grad
+    assert isinstance(over_the_wire(torch.nn.Parameter(torch.ones(300, 300))), torch.nn.Parameter)
+    assert over_the_wire(torch.eye(3).to_sparse()).layout is torch.sparse_coo
+    assert torch.equal(over_the_wire(torch.tensor([1 + 2j]).conj()), torch.tensor([1 - 2j]))
+    module = torch.nn.Linear(300, 300)
+    state = over_the_wire(module.state_dict())
+    assert all(torch.equal(state[key], value) for key, value in module.state_dict().items())
+
+
+def test_tensor_memory_is_not_copied() -> None:
+    tensor = torch.zeros(100_000)
+    encoded = encode({"weights": tensor})
+    assert np.frombuffer(encoded.buffers[0], np.uint8).ctypes.data == tensor.data_ptr()
+    del tensor
+    assert bytes(encoded.buffers[0]) == bytes(400_000)  # the view keeps the memory
+
+
+def test_value_that_contains_itself() -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    back = over_the_wire(loop)
+    assert back[1] is back
+
+
+def test_deep_value() -> None:
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    assert over_the_wire(deep) == deep
+
+
+@pytest.mark.parametrize(
+    "value", [lambda: 1, (each for each in [1]), Box(lambda: 1)], ids=["lambda", "generator", "inside"]
+)
+def test_what_cannot_be_pickled_says_so(value: object) -> None:
+    with pytest.raises(UsageError, match=r"cannot be sent: .*Send plain data"):
+        encode([1, value])
+
+
+def reference(code: int, content: object) -> bytes:
+    packed: bytes = msgpack.packb(msgpack.ExtType(code, msgpack.packb(content)))
+    return packed
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd\xff\xff\xff\xff",  # a list of four thousand million
+        b"\xc9\xff\xff\xff\xff\x01",  # an extension longer than the frame
+        reference(4, 3),  # buffer 3 of none
+        reference(4, -1),
+        reference(7, ["<f8", [1 << 40], False, b""]),  # a shape that its bytes do not hold
+        reference(7, ["<f8", [-1], False, b"12345678"]),
+        reference(7, ["|O", [1], False, b"12345678"]),
+        reference(8, ["float32", [2], False, b"1234"]),
+        reference(8, ["nn", [], False, b""]),
+        reference(9, [0, 5, b""]),
+        reference(99, None),
+        msgpack.packb(msgpack.ExtType(1, msgpack.packb(5))),  # a tuple of no list
+    ],
+    ids=repr,
+)
+def test_hostile_body_is_a_protocol_error(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(body)
+
+
+def test_deeply_nested_extension_is_a_protocol_error() -> None:
+    body = msgpack.packb([])
+    for _ in range(3000):
+        body = msgpack.packb(msgpack.ExtType(1, body))
+    with pytest.raises(ProtocolError):
+        decode(body)
+
+
+def test_object_of_a_class_that_is_not_here_is_a_protocol_error() -> None:
+    encoded = encode(datetime.date(2026, 1, 1))
+    with pytest.raises(ProtocolError, match="datetimeX"):
+        decode(encoded.body.replace(b"datetime", b"datetimeX").replace(b"\x8c\x08", b"\x8c\x09"))
+
+
+def test_codec_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from unified.bus.codec import decode, encode\n"
+        "assert decode(encode([(1, {2}), range(3)]).body) == [(1, {2}), range(3)]\n"
+        "sys.exit(', '.join({'torch', 'numpy', 'ctypes'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_size_counts_body_and_buffers() -> None:
+    assert Encoded(b"123", [memoryview(bytearray(10)), b"12"]).nbytes == 15

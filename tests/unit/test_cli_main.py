@@ -1,0 +1,142 @@
+"""Exit codes and messages of the `unified` command that need no master."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unified.cli.main import guarded, main
+from unified.cli.status import status_lines
+from unified.cli.submit import load_job
+from unified.cli.text import table
+from unified.errors import JobFailedError, RefusedError, UsageError
+from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
+from unified.protocol.records import Stage, WorkerState
+
+
+@pytest.fixture(autouse=True)
+def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNIFIED_MASTER", raising=False)
+
+
+@pytest.mark.parametrize("command", ["jobs", "nodes", "status x", "logs x", "stop x", "explain x"])
+def test_without_a_master_the_message_says_how_to_give_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "--master tcp://HOST:PORT" in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["--version"], ["run", "--help"], ["status", "--help"]])
+def test_asking_for_help_is_no_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["nope"], ["jobs", "--nope"], ["status"], ["run", "--nope", "x.py"], ["run"]])
+def test_a_wrong_command_line_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert 0 < len(capsys.readouterr().err.splitlines()) <= 5
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("you"), 2),
+        (RefusedError("name-taken", "a job of that name runs."), 1),
+        (JobFailedError("it failed"), 1),
+        (TimeoutError("too long"), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(130), 130),
+        (SystemExit(), 0),
+    ],
+)
+def test_errors_are_exit_codes(error: BaseException, code: int) -> None:
+    def fail() -> int:
+        raise error
+
+    assert guarded(fail) == code
+
+
+def test_detaching_needs_a_master_that_stays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", "--detach", "train.py"]) == 2
+    assert main(["submit", "--detach", str(tmp_path / "job.py")]) == 2
+    assert capsys.readouterr().err.count("needs a master that goes on") == 2
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+JOB = "class Job:\n    def submit(self): return 7\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix"),
+    [
+        (JOB + "job = Job()\n", ""),
+        (JOB + "def build(): return Job()\n", ""),
+        (JOB + "class Builder:\n    def build(self): return Job()\njob = Builder()\n", ""),
+        (JOB + "def other(): return Job()\n", ":other"),
+    ],
+)
+def test_a_job_file_gives_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, suffix: str) -> None:
+    monkeypatch.setattr("sys.path", [])
+    assert load_job(write(tmp_path / "file.py", text) + suffix).submit() == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "message"),
+    [
+        ("x = 1\n", "", "defines neither 'job' nor 'build'"),
+        ("my_job = 1\n", ":my_jbo", "Did you mean 'my_job'?"),
+        ("job = 1\n", "", "is of type int, not a DLJob"),
+        ("def f(:\n", "", r"file\.py:1: .*invalid syntax"),
+        ("import os\n\n1 / 0\n", "", r"file\.py:3: ZeroDivisionError"),
+    ],
+)
+def test_a_bad_job_file_is_one_line_that_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, suffix: str, message: str
+) -> None:
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(UsageError, match=message) as caught:
+        load_job(write(tmp_path / "file.py", text) + suffix)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_columns_line_up() -> None:
+    assert table(["A", "BB"], [["long", 1], ["x", ""]]) == ["A     BB", "long  1", "x"]
+
+
+def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many() -> None:
+    def worker(rank: int) -> WorkerStatus:
+        return WorkerStatus(
+            name=f"t_50-{rank}_50-{rank}",
+            role="t",
+            rank=rank,
+            local_rank=rank,
+            node_rank=0,
+            incarnation=0,
+            state=WorkerState.STARTING if rank == 49 else WorkerState.RUNNING,
+            node="n1",
+        )
+
+    status = JobStatus(
+        job_id="a-1",
+        name="a",
+        stage=Stage.RUNNING,
+        version=1,
+        reason="all run",
+        submitted_at=1000.0,
+        roles=[RoleStatus(name="t", kind="simple", total=50, is_driver=True)],
+        workers=[worker(rank) for rank in range(50)],
+    )
+    lines = status_lines(status, 1012.0)
+    assert lines[:2] == ["job a-1 is RUNNING, for 12 s", "  all run"]
+    assert "  t: 1 STARTING, 49 RUNNING" in lines
+    first = next(index for index, line in enumerate(lines) if "WORKER" in line) + 1
+    assert lines[first].split()[:3] == ["t-49", "0", "STARTING"]
+    assert lines[-1].strip() == "… 10 more; --json has them all"

@@ -1,0 +1,95 @@
+"""What a person sees, on a terminal and off it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from unified.client.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
+from unified.errors import UsageError
+from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
+from unified.protocol.records import Progress, Stage, WorkerState
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def running(step: int, restarts: int = 0, reason: str = "all workers run") -> JobStatus:
+    worker = WorkerStatus(
+        name="trainer_1-0_1-0",
+        role="trainer",
+        rank=0,
+        local_rank=0,
+        node_rank=0,
+        incarnation=0,
+        state=WorkerState.RUNNING,
+        progress=Progress(step=step, total=10, metrics={"loss": 1.5}),
+    )
+    role = RoleStatus(name="trainer", kind="elastic", total=1, is_driver=True, round=1, num_restarts=restarts)
+    return JobStatus(
+        job_id="gpt-1", name="gpt", stage=Stage.RUNNING, version=step, reason=reason, roles=[role], workers=[worker]
+    )
+
+
+def test_plain_says_the_stage_once_and_steps_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("unified.client.display.time.monotonic", lambda: now[0])
+    out, err = io.StringIO(), io.StringIO()
+    with PlainDisplay(out, err) as display:
+        display.update(running(1))
+        display.update(running(2))
+        now[0] += 6
+        display.update(running(3))
+        display.update(running(4, restarts=1))
+        display.log(["[trainer-0] hello"])
+    assert err.getvalue().splitlines() == [
+        "gpt-1  RUNNING  all workers run",
+        "gpt-1  trainer: 1 RUNNING, round 1, step 1/10, loss 1.5",
+        "gpt-1  trainer: 1 RUNNING, round 1, step 3/10, loss 1.5",
+        "gpt-1  trainer: 1 RUNNING, round 1, step 4/10, loss 1.5, 1 restart",
+    ]
+    assert out.getvalue() == "[trainer-0] hello\n"
+
+
+def test_live_draws_a_line_a_role_and_lets_output_scroll_above() -> None:
+    terminal = Terminal()
+    with open_display({"TERM": "xterm"}, out=terminal, err=terminal) as display:
+        assert isinstance(display, LiveDisplay)
+        display.update(running(3, reason="it [runs]"))
+        display.log(["[trainer-0] hello [bold]world[/bold]"])
+        display.note("gpt-1  stopping in order")
+    text = terminal.getvalue()
+    assert "gpt-1  RUNNING  it [runs]" in text
+    assert "step 3/10" in text
+    assert "loss 1.5" in text
+    assert "[trainer-0] hello [bold]world[/bold]" in text  # a worker's brackets are no markup
+    assert "stopping in order" in text
+
+
+def test_live_writes_output_to_a_file_untouched() -> None:
+    out, terminal = io.StringIO(), Terminal()
+    with LiveDisplay(out, terminal) as display:
+        display.log(["\x1b[31m[trainer-0] red\x1b[0m"])
+    assert out.getvalue() == "\x1b[31m[trainer-0] red\x1b[0m\n"
+    assert "red" not in terminal.getvalue()
+
+
+def test_the_environment_chooses() -> None:
+    file, terminal = io.StringIO(), Terminal()
+    assert type(open_display({}, out=file, err=file)) is PlainDisplay
+    assert type(open_display({"TERM": "dumb"}, out=terminal, err=terminal)) is PlainDisplay
+    assert type(open_display({"UNIFIED_PROGRESS": "plain"}, out=terminal, err=terminal)) is PlainDisplay
+    assert type(open_display({"UNIFIED_PROGRESS": "0"}, out=terminal, err=terminal)) is QuietDisplay
+    with pytest.raises(UsageError, match="UNIFIED_PROGRESS='maybe'"):
+        open_display({"UNIFIED_PROGRESS": "maybe"})
+
+
+def test_quiet_says_nothing_about_progress() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with QuietDisplay(out, err) as display:
+        display.update(running(1))
+        display.log(["[trainer-0] hello"])
+    assert (out.getvalue(), err.getvalue()) == ("[trainer-0] hello\n", "")

@@ -1,0 +1,119 @@
+"""The last words about a job, and the line a role."""
+
+from __future__ import annotations
+
+from unified.client.report import end_lines
+from unified.client.summary import duration_text, size_text, summarise
+from unified.protocol.client_master import EndReport, JobStatus, RoleStatus, WorkerStatus
+from unified.protocol.records import Failure, Progress, Stage, WorkerState
+
+
+def ended(exit_code: int | None, **fields: object) -> JobStatus:
+    status = JobStatus(job_id="gpt-1", name="gpt", stage=Stage.STOPPED, version=9, exit_code=exit_code)
+    return JobStatus(**{**{name: getattr(status, name) for name in status.__struct_fields__}, **fields})
+
+
+def worker(rank: int, state: WorkerState = WorkerState.RUNNING, progress: Progress | None = None) -> WorkerStatus:
+    return WorkerStatus(
+        name=f"trainer_3-{rank}_3-{rank}",
+        role="trainer",
+        rank=rank,
+        local_rank=rank,
+        node_rank=0,
+        incarnation=0,
+        state=state,
+        progress=progress,
+    )
+
+
+def test_success_is_one_line_with_the_time() -> None:
+    assert end_lines(ended(0, submitted_at=100.0, ended_at=112.4)) == ["job gpt-1 finished after 12 s"]
+
+
+def test_success_says_restarts() -> None:
+    assert end_lines(ended(0, num_restarts=1)) == ["job gpt-1 finished, with 1 restart"]
+
+
+def test_a_stop_by_the_user_is_no_failure() -> None:
+    lines = end_lines(ended(130, reason="Ctrl-C in its driver"))
+    assert lines == ["job gpt-1 was stopped: Ctrl-C in its driver"]
+
+
+def test_a_failure_names_worker_node_limit_log_and_what_to_do_next() -> None:
+    failure = Failure(summary="ValueError: no", traceback="Traceback:\n  File x\nValueError: no\n")
+    end = EndReport(
+        worker="trainer_2-1_2-1",
+        incarnation=2,
+        node="n1",
+        failure=failure,
+        limit="max_restart of role trainer is 2",
+        log_file="/logs/2.err",
+    )
+    assert end_lines(ended(1, end=end, reason="no restart is left")) == [
+        "job gpt-1 failed with exit code 1",
+        "  worker   trainer_2-1_2-1 (life 2; the first is 0) on node n1",
+        "  failure  ValueError: no",
+        "  limit    max_restart of role trainer is 2",
+        "  reason   no restart is left",
+        "",
+        "    Traceback:",
+        "      File x",
+        "    ValueError: no",
+        "",
+        "  log      /logs/2.err (on node n1)",
+        "  next     unified explain gpt-1",
+    ]
+
+
+def test_a_reason_that_repeats_the_failure_is_said_once() -> None:
+    end = EndReport(worker="w_1-0_1-0", incarnation=0, node="n", failure=Failure(summary="E: x"), limit="max_restart")
+    lines = end_lines(ended(1, end=end, reason="failed: w_1-0_1-0 on n: E: x; the limit max_restart=0 is used up"))
+    assert lines[2:4] == ["  failure  E: x", "  limit    the limit max_restart=0 is used up"]
+    assert len(lines) == 5
+
+
+def test_a_failure_without_a_worker_still_has_a_reason_and_a_next_step() -> None:
+    assert end_lines(ended(1, reason="refused")) == [
+        "job gpt-1 failed with exit code 1",
+        "  reason   refused",
+        "  next     unified explain gpt-1",
+    ]
+
+
+def test_a_huge_traceback_fits_a_screen() -> None:
+    failure = Failure(summary="E: " + "y" * 10_000 + "\nsecond", traceback="\n".join("x" * 5000 for _ in range(500)))
+    end = EndReport(worker="w_1-0_1-0", incarnation=0, node="n", failure=failure)
+    lines = end_lines(ended(1, end=end))
+    assert len(lines) <= 30
+    assert max(len(line) for line in lines) <= 420
+    assert "    … 480 lines above, in the log" in lines
+
+
+def test_a_role_is_summed_up_in_one_line() -> None:
+    status = ended(
+        None,
+        roles=[RoleStatus(name="trainer", kind="elastic", total=3, is_driver=True, round=2, num_restarts=1)],
+        workers=[
+            worker(2, WorkerState.STARTING),
+            worker(1, progress=Progress(step=99)),
+            worker(0, progress=Progress(step=340, total=2000, metrics={"loss": 2.30999, "epoch": 3})),
+        ],
+    )
+    (role,) = summarise(status)
+    assert role.text == "trainer: 1 STARTING, 2 RUNNING, round 2, step 340/2000, loss 2.31  epoch 3, 1 restart"
+
+
+def test_a_role_without_workers_says_that_it_waits() -> None:
+    status = ended(None, roles=[RoleStatus(name="actor", kind="simple", total=4, is_driver=False)])
+    assert summarise(status)[0].text == "actor: 4 waiting"
+
+
+def test_durations_and_sizes_are_words() -> None:
+    assert [duration_text(s) for s in (0.42, 12.3, 59.7, 200, 7500)] == [
+        "0.4 s",
+        "12 s",
+        "1 min 0 s",
+        "3 min 20 s",
+        "2 h 5 min",
+    ]
+    assert [size_text(n) for n in (5, 95_400_000, 2_000)] == ["5 bytes", "95.4 MB", "2 kB"]

@@ -1,0 +1,246 @@
+"""Where workers go, and why they do not: units, rooms and plans, without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
+from unified.protocol.records import Device, NodeResources
+from unified_master.core.placement import Plan, plan, units_of
+from unified_master.core.room import Room
+from unified_master.core.state import SeatClaim
+
+ENTRY = EntryPoint(kind="attribute", target="m", attribute="f")
+
+
+def role(
+    name: str, total: int, accelerator: float = 0, *, per_group: int = 1, collocation: str | None = None, **needs: Any
+) -> RoleSpec:
+    return RoleSpec(
+        name=name,
+        kind="simple",
+        entry_point=ENTRY,
+        total=total,
+        per_group=per_group,
+        collocation=collocation,
+        resources=Resources(accelerator=accelerator, **needs),
+    )
+
+
+def job(*roles: RoleSpec, device_per_node: int = 8, isolation: str = "") -> JobSpec:
+    return JobSpec(name="j", roles=list(roles), device_per_node=device_per_node, worker_isolation_resource=isolation)
+
+
+def node(cpu: float = 8, devices: int = 0, kind: str = "cuda", **user: float) -> NodeResources:
+    return NodeResources(
+        cpu=cpu,
+        memory_mb=1000,
+        disk_mb=1000,
+        devices=[Device(index=index, kind=kind) for index in range(devices)],
+        user_defined=user,
+    )
+
+
+def rooms(spec: JobSpec, nodes: Sequence[NodeResources]) -> list[Room]:
+    return [
+        Room(f"n{number}", offered, spec.accelerator_type, spec.device_per_node)
+        for number, offered in enumerate(nodes, 1)
+    ]
+
+
+def place(spec: JobSpec, *nodes: NodeResources) -> Plan:
+    return plan(units_of(spec), rooms(spec, nodes))
+
+
+def seats(found: Plan) -> dict[str, tuple[str, list[int]]]:
+    """Worker by role-rank → node and device numbers."""
+    assert found.fits, found.reason
+    short = {}
+    for seat in found.seats:
+        name, world_rank, _ = seat.worker.rsplit("_", 2)
+        short[f"{name}-{world_rank.split('-')[1]}"] = (seat.node, [index for _, index in seat.claim.devices])
+    return dict(sorted(short.items()))
+
+
+def test_whole_devices_are_packed_on_as_few_nodes_as_hold_them() -> None:
+    assert seats(place(job(role("a", 3, 1)), node(devices=2), node(devices=2))) == {
+        "a-0": ("n1", [0]),
+        "a-1": ("n1", [1]),
+        "a-2": ("n2", [0]),
+    }
+
+
+def test_the_node_that_fits_best_is_taken() -> None:
+    assert seats(place(job(role("a", 1, 2)), node(devices=8), node(devices=2), node(devices=4)))["a-0"][0] == "n2"
+
+
+def test_large_units_are_placed_before_small_ones() -> None:
+    found = place(job(role("small", 2, 1), role("large", 1, 4)), node(devices=4), node(devices=2))
+    assert seats(found) == {"large-0": ("n1", [0, 1, 2, 3]), "small-0": ("n2", [0]), "small-1": ("n2", [1])}
+
+
+def test_workers_without_devices_are_spread() -> None:
+    assert seats(place(job(role("a", 4)), node(), node())) == {
+        "a-0": ("n1", []),
+        "a-1": ("n2", []),
+        "a-2": ("n1", []),
+        "a-3": ("n2", []),
+    }
+
+
+def test_a_group_lands_on_one_node() -> None:
+    found = place(job(role("a", 4, 1, per_group=2)), node(devices=3), node(devices=3))
+    assert seats(found) == {"a-0": ("n1", [0]), "a-1": ("n1", [1]), "a-2": ("n2", [0]), "a-3": ("n2", [1])}
+
+
+def test_a_group_is_not_cut_in_two() -> None:
+    found = place(job(role("a", 4, 1, per_group=4)), node(devices=3), node(devices=3))
+    assert found.reason == "role a needs 1 group of 4 devices; the largest free node n1 has 3"
+
+
+def test_two_shares_of_one_worker_each_fill_a_device() -> None:
+    assert seats(place(job(role("a", 4, 0.5)), node(devices=4))) == {
+        "a-0": ("n1", [0]),
+        "a-1": ("n1", [0]),
+        "a-2": ("n1", [1]),
+        "a-3": ("n1", [1]),
+    }
+
+
+def test_shares_that_do_not_add_up_to_one_stay_apart() -> None:
+    assert seats(place(job(role("a", 2, 0.6)), node(devices=2))) == {"a-0": ("n1", [0]), "a-1": ("n1", [1])}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.33])
+def test_collocated_workers_of_one_local_rank_share_a_device(share: float) -> None:
+    names = ["a", "b"] if share == 0.5 else ["a", "b", "c"]
+    roles = [role(name, 4, share, per_group=2, collocation="x") for name in names]
+    found = seats(place(job(*roles), node(devices=2), node(devices=2)))
+    for name in names:
+        assert [found[f"{name}-{rank}"] for rank in range(4)] == [("n1", [0]), ("n1", [1]), ("n2", [0]), ("n2", [1])]
+
+
+def test_collocated_groups_of_different_sizes_share_what_they_can() -> None:
+    found = seats(place(job(role("a", 4, 0.5, per_group=2, collocation="x"), role("b", 2, 0.5, collocation="x")),
+                        node(devices=2), node(devices=2)))  # fmt: skip
+    assert found["b-0"] == found["a-0"] == ("n1", [0])
+    assert found["b-1"] == found["a-2"] == ("n2", [0])
+    assert (found["a-1"], found["a-3"]) == (("n1", [1]), ("n2", [1]))
+
+
+def test_a_fraction_above_one_takes_whole_devices() -> None:
+    assert seats(place(job(role("a", 1, 1.5)), node(devices=2)))["a-0"] == ("n1", [0, 1])
+
+
+def test_at_most_device_per_node_devices_of_a_node_are_used() -> None:
+    spec = job(role("a", 4, 1), device_per_node=2)
+    assert {name: where for name, (where, _) in seats(place(spec, node(devices=8), node(devices=8))).items()} == {
+        "a-0": "n1",
+        "a-1": "n1",
+        "a-2": "n2",
+        "a-3": "n2",
+    }
+    assert place(spec, node(devices=8)).reason == (
+        "role a needs 4 groups of 1 device; there is room for 2 of them, and the largest free node n1 has 0"
+    )
+    assert place(job(role("a", 1, 4), device_per_node=2), node(devices=8)).reason == (
+        "role a needs 1 group of 4 devices; the job may use 2 of a node (device_per_node)"
+    )
+
+
+def test_shares_on_devices_already_used_do_not_count_twice_against_the_cap() -> None:
+    assert seats(place(job(role("a", 4, 0.25), device_per_node=1), node(devices=2))).keys() == {
+        "a-0", "a-1", "a-2", "a-3",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "offered", "expected"),
+    [
+        ("GPU", node(devices=2), [("device", 0), ("device", 1)]),
+        ("GPU", node(devices=2, kind="virtual"), [("device", 0), ("device", 1)]),
+        ("CPU", node(cpu=3, devices=2, kind="virtual"), [("device", 0), ("device", 1)]),
+        ("CPU", node(cpu=3.5, devices=2), [("slot", 0), ("slot", 1), ("slot", 2)]),
+        ("TPU", node(cpu=3), []),
+    ],
+)
+def test_the_pool_of_devices_depends_on_the_accelerator_type(
+    accelerator: str, offered: NodeResources, expected: list[tuple[str, int]]
+) -> None:
+    assert list(Room("n1", offered, accelerator, 8).devices) == expected
+
+
+def test_real_devices_are_preferred_over_virtual_ones() -> None:
+    devices = [Device(index=0, kind="virtual"), Device(index=1, kind="npu")]
+    mixed = msgspec.structs.replace(node(), devices=devices)
+    assert list(Room("n1", mixed, "GPU", 8).devices) == [("device", 1)]
+    assert list(Room("n1", mixed, "CPU", 8).devices) == [("device", 0)]
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        ({"cpu": 6}, "role a needs 2 groups of 6 CPU cores; there is room for 1 of them, and "
+                     "the largest free node n1 has 2"),
+        ({"memory_mb": 2000}, "role a needs 2 groups of 2000 MB of memory; the largest free node n1 has 1000"),
+        ({"disk_mb": 1001}, "role a needs 2 groups of 1001 MB of disk; the largest free node n1 has 1000"),
+        ({"user_defined": {"MR": 1.0}}, "role a needs 2 groups of 1 MR; no node has any left"),
+        ({"user_defined": {"DB": 2.0}}, "role a needs 2 groups of 2 DB; the node with most, n1, has 1"),
+    ],
+)  # fmt: skip
+def test_the_reason_names_what_is_short(needs: dict[str, Any], reason: str) -> None:
+    assert place(job(role("a", 2, **needs)), node(DB=1)).reason == reason
+
+
+def test_what_no_single_node_has_together_is_said() -> None:
+    spec = job(role("a", 1, 2, cpu=4))
+    assert place(spec, node(cpu=8), node(cpu=2, devices=2)).reason == (
+        "role a needs 1 group; no node has all that one needs at once"
+    )
+
+
+def test_user_defined_resources_choose_the_node() -> None:
+    spec = job(role("reader", 2, user_defined={"DB": 1.0}), role("b", 1))
+    assert seats(place(spec, node(), node(DB=2)))["reader-1"][0] == "n2"
+
+
+def test_the_isolation_resource_is_needed_by_every_worker() -> None:
+    spec = job(role("a", 2), isolation="MR")
+    assert {where for where, _ in seats(place(spec, node(), node(MR=2))).values()} == {"n2"}
+    assert "1 MR" in place(spec, node(), node(MR=1)).reason
+
+
+def test_what_does_not_matter_is_not_counted() -> None:
+    assert place(job(role("a", 50)), node(cpu=0)).fits
+
+
+def test_a_job_without_workers_fits_nowhere_and_everywhere() -> None:
+    assert plan(units_of(job(role("a", 0))), []).fits
+
+
+def test_no_nodes_no_place() -> None:
+    assert not plan(units_of(job(role("a", 1))), []).fits
+
+
+def test_claims_of_others_make_a_room_smaller() -> None:
+    room = Room("n1", node(cpu=4, devices=2, MR=1), "GPU", 8)
+    claim = SeatClaim(cpu=3, memory_mb=10, user_defined={"MR": 1.0}, devices=(("device", 0),), share=0.5)
+    room.take(claim, is_own=False)
+    assert (room.cpu, room.memory_mb, room.user_defined["MR"], room.free_devices) == (1, 990, 0, 1)
+    (unit,) = units_of(job(role("a", 1, 0.5)))
+    chosen = room.choose_devices(unit)
+    assert chosen is not None
+    assert list(chosen.values()) == [(("device", 0),)]
+
+
+def test_units_of_collocated_roles_hold_the_runs_of_each() -> None:
+    units = units_of(job(role("a", 4, per_group=2, collocation="x"), role("b", 2, collocation="x"), role("c", 1)))
+    assert [(unit.label, [member.worker for member in unit.members]) for unit in units] == [
+        ("roles a, b (collocated)", ["a_4-0_2-0", "a_4-1_2-1", "b_2-0_1-0"]),
+        ("roles a, b (collocated)", ["a_4-2_2-0", "a_4-3_2-1", "b_2-1_1-0"]),
+        ("role c", ["c_1-0_1-0"]),
+    ]

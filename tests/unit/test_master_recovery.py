@@ -1,0 +1,398 @@
+"""What follows from a failure, rule by rule and budget by budget, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.sim.sim_agent import SimAgent, resources
+from tests.sim.world import World
+from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
+from unified.protocol.client_master import RestartWorkers, SubmitJob
+from unified.protocol.records import Failure, Reachability, Stage, WorkerState
+from unified_master.core.state import JobRecord, WorkerRecord
+
+CRASH = Failure(summary="killed by SIGKILL", category="crash", signal=9)
+USER = Failure(summary="ValueError: boom", category="user", exception_type="ValueError")
+SETUP = Failure(summary="no run()", category="setup")
+
+
+class Bench:
+    """One job, whose workers fail as told."""
+
+    def __init__(self, *roles: RoleSpec, nodes: int = 1, devices: int = 8, **options: Any) -> None:
+        self.world = World()
+        for number in range(1, nodes + 1):
+            self.world.add(SimAgent(f"n{number}", resources(devices=devices)))
+        self.world.run(0.1)
+        self.world.ask(SubmitJob(spec=JobSpec(name="job", roles=list(roles), **options)))
+        self.running()
+        self.world.run(2.0)
+
+    @property
+    def job(self) -> JobRecord:
+        return self.world.job("job")
+
+    def worker(self, role: str, rank: int = 0) -> WorkerRecord:
+        return self.job.ranks(role)[rank]
+
+    def lives(self) -> dict[str, int]:
+        return {f"{one.role}-{one.rank}": one.incarnation for one in self.job.workers.values() if one.kind == "worker"}
+
+    def end(self, role: str, rank: int, failure: Failure | None) -> None:
+        self.end_worker(self.worker(role, rank), failure)
+
+    def end_worker(self, worker: WorkerRecord, failure: Failure | None) -> None:
+        agent = self.world.agents[worker.node]
+        assert isinstance(agent, SimAgent)
+        self.world.say(agent.node, agent.end("job-1", worker.name, failure))
+        self.world.run(0.002)
+
+    def finish(self, role: str, rank: int = 0) -> None:
+        worker = self.worker(role, rank)
+        agent = self.world.agents[worker.node]
+        assert isinstance(agent, SimAgent)
+        self.world.say(agent.node, agent.finish("job-1", worker.name))
+        self.world.run(0.002)
+
+    def running(self) -> None:
+        def all_run() -> bool:
+            workers = [worker for worker in self.job.workers.values() if worker.kind == "worker"]
+            return all(worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) for worker in workers)
+
+        self.world.until(all_run, "all workers to run")
+
+    def stopped(self) -> JobRecord:
+        self.world.until_stage("job", Stage.STOPPED)
+        return self.job
+
+    def limit(self) -> str:
+        job = self.stopped()
+        assert job.exit_code == 1
+        assert job.end is not None
+        return job.end.limit
+
+
+def simple(name: str = "s", total: int = 1, **more: Any) -> RoleSpec:
+    return RoleSpec(
+        name=name,
+        kind="simple",
+        entry_point=EntryPoint(kind="attribute", target="m", attribute="f"),
+        total=total,
+        **more,
+    )
+
+
+def elastic(name: str = "e", total: int = 2, accelerator: float = 0, **more: Any) -> RoleSpec:
+    entry = EntryPoint(kind="attribute", target="m", attribute="f")
+    needs = Resources(accelerator=accelerator)
+    return RoleSpec(name=name, kind="elastic", entry_point=entry, total=total, resources=needs, **more)
+
+
+def test_a_crash_of_an_elastic_worker_restarts_its_role_alone() -> None:
+    bench = Bench(elastic(), simple())
+    bench.end("e", 1, CRASH)
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
+    assert [bench.worker("e", rank).round for rank in (0, 1)] == [2, 2]
+    assert bench.job.roles["e"].round == 2
+    assert bench.worker("e").run != bench.worker("e", 1).run
+    prefixes = {worker.run.store_prefix for worker in bench.job.ranks("e") if worker.run}
+    assert prefixes == {"job-1/e/2"}
+    assert (bench.worker("e", 1).num_failures, bench.worker("e", 0).num_failures) == (1, 0)
+    assert bench.job.num_restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("exec_strategy", "failure", "expected"),
+    [
+        (1, USER, {"s-0": 1, "s-1": 1, "e-0": 1}),
+        (1, CRASH, {"s-0": 1, "s-1": 1, "e-0": 1}),
+        (2, USER, {"s-0": 1, "s-1": 0, "e-0": 0}),
+        (2, CRASH, {"s-0": 1, "s-1": 0, "e-0": 0}),
+    ],
+)
+def test_a_failure_of_a_simple_worker_follows_the_strategy(
+    exec_strategy: Any, failure: Failure, expected: dict[str, int]
+) -> None:
+    bench = Bench(simple(total=2), elastic(total=1), failover_exec=exec_strategy)
+    bench.end("s", 0, failure)
+    bench.running()
+    assert bench.lives() == expected
+    assert bench.job.num_restarts == (1 if exec_strategy == 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("exec_strategy", "expected"), [(1, {"e-0": 1, "e-1": 1, "s-0": 1}), (2, {"e-0": 1, "e-1": 1, "s-0": 0})]
+)
+def test_an_exception_in_an_elastic_worker_follows_the_strategy(exec_strategy: Any, expected: dict[str, int]) -> None:
+    bench = Bench(elastic(), simple(), failover_exec=exec_strategy)
+    bench.end("e", 0, USER)
+    bench.running()
+    assert bench.lives() == expected
+
+
+def test_strategy_0_stops_the_job() -> None:
+    bench = Bench(simple(), failover_exec=0)
+    bench.end("s", 0, USER)
+    assert bench.limit() == "failover_exec_strategy=0"
+
+
+def test_trigger_0_never_restarts() -> None:
+    bench = Bench(simple(), failover_trigger=0)
+    bench.end("s", 0, CRASH)
+    assert bench.limit() == "failover_trigger_strategy=0"
+
+
+def test_the_strategies_do_not_forbid_an_elastic_crash_its_restart() -> None:
+    bench = Bench(elastic(), failover_trigger=0, failover_exec=0)
+    bench.end("e", 0, CRASH)
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1}
+
+
+def test_trigger_1_waits_for_the_others_of_the_role() -> None:
+    bench = Bench(simple(total=3), failover_trigger=1, failover_exec=2)
+    bench.end("s", 0, USER)
+    bench.finish("s", 1)
+    bench.world.run(10)
+    assert bench.lives() == {"s-0": 0, "s-1": 0, "s-2": 0}
+    assert "decided when the others of role s are done" in bench.job.reason
+    bench.finish("s", 2)
+    bench.running()
+    assert bench.lives() == {"s-0": 1, "s-1": 0, "s-2": 0}
+
+
+def test_trigger_1_does_not_wait_for_workers_that_wait_for_the_failed_one() -> None:
+    bench = Bench(elastic(), failover_trigger=1, failover_exec=2)
+    bench.end("e", 0, CRASH)
+    bench.world.until(lambda: bench.worker("e", 0).state is WorkerState.READY, "rank 0 to be ready")
+    bench.end("e", 0, USER)
+    bench.running()
+    assert bench.lives() == {"e-0": 2, "e-1": 2}
+
+
+def test_a_setup_failure_is_never_repaired() -> None:
+    bench = Bench(elastic())
+    bench.end("e", 0, SETUP)
+    assert bench.limit() == "not restarted: a setup failure would happen again"
+
+
+def test_the_end_names_worker_life_node_failure_and_limit() -> None:
+    bench = Bench(elastic(max_restart=1))
+    bench.end("e", 1, CRASH)
+    bench.running()
+    bench.world.run(2)
+    bench.end("e", 1, CRASH)
+    assert bench.limit() == "max_restart"
+    end = bench.job.end
+    assert end is not None
+    assert (end.worker, end.incarnation, end.node, end.failure) == ("e_2-1_1-0", 1, "n1", CRASH)
+    assert end.log_file == "/logs/job-1/e_2-1_1-0/1.err"
+    assert "max_restart=1" in bench.job.reason
+    assert "killed by SIGKILL" in bench.job.reason
+
+
+def test_max_restart_is_counted_for_each_worker() -> None:
+    bench = Bench(elastic(max_restart=1))
+    bench.end("e", 0, CRASH)
+    bench.running()
+    bench.world.run(2)
+    bench.end("e", 1, CRASH)
+    bench.running()
+    assert bench.lives() == {"e-0": 2, "e-1": 2}
+
+
+def test_max_restart_0_ends_the_job_at_the_first_failure() -> None:
+    bench = Bench(elastic(max_restart=0))
+    bench.end("e", 0, CRASH)
+    assert bench.limit() == "max_restart"
+
+
+def test_a_node_with_too_many_failures_is_excluded_and_its_group_moves() -> None:
+    bench = Bench(elastic(total=1, accelerator=1, per_node_max_failure=0), nodes=2, devices=1)
+    assert bench.worker("e").node == "n1"
+    bench.end("e", 0, CRASH)
+    bench.running()
+    assert (bench.worker("e").node, bench.job.excluded) == ("n2", ["n1"])
+    assert bench.worker("e").past[0].node == "n1"
+
+
+def test_a_node_too_many_ends_the_job_if_there_is_no_other() -> None:
+    bench = Bench(elastic(per_node_max_failure=1))
+    bench.end("e", 0, CRASH)
+    bench.running()
+    bench.world.run(2)
+    bench.end("e", 1, CRASH)
+    assert bench.limit() == "per_node_max_failure"
+
+
+def test_an_excluded_job_waits_if_the_others_are_only_busy() -> None:
+    bench = Bench(elastic(total=1, accelerator=1, per_node_max_failure=0), nodes=2, devices=1)
+    other = JobSpec(name="other", roles=[elastic("x", 1, 1)])
+    bench.world.ask(SubmitJob(spec=other))
+    bench.world.until_stage("other", Stage.RUNNING)
+    bench.end("e", 0, CRASH)
+    bench.world.run(1)
+    assert bench.job.is_waiting
+    assert "n1 failed too often" in bench.job.reason
+    agent = bench.world.agents["n2"]
+    assert isinstance(agent, SimAgent)
+    bench.world.say("n2", agent.finish("other-2", "x_1-0_1-0"))
+    bench.running()
+    assert bench.worker("e").node == "n2"
+
+
+def test_a_lost_node_is_charged_to_the_job_and_not_to_the_worker() -> None:
+    bench = Bench(elastic(accelerator=1), nodes=3, devices=1)
+    bench.world.kill_agent("n2")
+    bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
+    bench.running()
+    assert [worker.node for worker in bench.job.ranks("e")] == ["n1", "n3"]
+    assert bench.job.num_node_restarts == 1
+    assert all(worker.num_failures == 0 for worker in bench.job.workers.values())
+    assert bench.job.store is not None
+    assert (bench.job.store.node, bench.job.store.incarnation) == ("n1", 0)
+
+
+def test_node_max_restart_ends_the_job() -> None:
+    bench = Bench(elastic(accelerator=1), nodes=3, devices=1, node_max_restart=0)
+    bench.world.kill_agent("n1")
+    assert bench.limit() == "node_max_restart"
+    assert bench.job.end is not None
+    assert bench.job.end.failure.category == "node"
+
+
+def test_a_lost_node_with_simple_workers_follows_the_strategy() -> None:
+    bench = Bench(simple(total=2), nodes=2, failover_exec=2)
+    bench.world.kill_agent("n2")
+    bench.world.until(lambda: bench.lives() == {"s-0": 0, "s-1": 1}, "the restart")
+    bench.running()
+    assert bench.worker("s", 1).node == "n1"
+    bench = Bench(simple(total=2), nodes=2, failover_exec=0)
+    bench.world.kill_agent("n2")
+    assert bench.limit() == "failover_exec_strategy=0"
+    bench = Bench(simple(total=2), nodes=2, failover_exec=1)
+    bench.world.kill_agent("n2")
+    bench.world.until(lambda: bench.lives() == {"s-0": 1, "s-1": 1}, "the restart")
+
+
+def test_job_max_restart_ends_the_job() -> None:
+    bench = Bench(simple(), job_max_restart=1)
+    bench.end("s", 0, USER)
+    bench.running()
+    bench.world.run(2)
+    bench.end("s", 0, USER)
+    assert bench.limit() == "job_max_restart"
+    assert bench.job.num_restarts == 1
+
+
+def test_only_the_root_cause_is_charged_in_whatever_order_failures_come() -> None:
+    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
+    bench = Bench(elastic(total=3))
+    bench.end("e", 1, collateral)
+    bench.end("e", 2, collateral)
+    assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 0}
+    bench.end("e", 0, CRASH)
+    bench.running()
+    assert [worker.num_failures for worker in bench.job.ranks("e")] == [1, 0, 0]
+    bench.world.run(2)
+    bench.end("e", 0, CRASH)
+    bench.running()
+    assert [worker.num_failures for worker in bench.job.ranks("e")] == [2, 0, 0]
+
+
+def test_a_suspect_waits_for_the_lease_of_a_node_that_is_late() -> None:
+    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
+    bench = Bench(elastic(accelerator=1), nodes=3, devices=1)
+    bench.world.cut.add("n2")
+    bench.world.run(2.5)
+    bench.end("e", 0, collateral)
+    bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
+    assert [worker.num_failures for worker in bench.job.ranks("e")] == [0, 0]
+    assert bench.job.num_node_restarts == 1
+
+
+def test_a_driver_that_has_finished_cannot_fail_any_more() -> None:
+    bench = Bench(simple(total=2))
+    bench.finish("s", 0)
+    bench.end("s", 0, CRASH)
+    bench.world.run(2)
+    assert bench.lives() == {"s-0": 0, "s-1": 0}
+    bench.finish("s", 1)
+    assert bench.stopped().exit_code == 0
+
+
+def test_a_service_that_has_returned_and_then_crashes_is_restarted() -> None:
+    bench = Bench(simple("driver"), simple("service", is_driver=False), failover_exec=2)
+    bench.finish("service")
+    bench.end("service", 0, CRASH)
+    bench.running()
+    assert bench.lives() == {"driver-0": 0, "service-0": 1}
+
+
+def test_services_end_with_the_drivers() -> None:
+    bench = Bench(simple("driver", 2), simple("service", is_driver=False))
+    bench.finish("driver", 0)
+    bench.end("driver", 1, None)
+    assert bench.stopped().exit_code == 0
+    entry = bench.worker("service").entry
+    assert entry is not None
+    assert entry.state is Reachability.ENDED
+
+
+def test_a_lost_store_gives_the_elastic_roles_a_new_round() -> None:
+    bench = Bench(elastic(), simple())
+    assert bench.job.store is not None
+    bench.end_worker(bench.job.store, CRASH)
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
+    assert bench.job.store.incarnation == 1
+    assert bench.job.roles["e"].round == 2
+
+
+def test_a_worker_that_never_says_hello_is_a_crash() -> None:
+    bench = Bench(elastic())
+    agent = bench.world.agents["n1"]
+    assert isinstance(agent, SimAgent)
+    agent.never_starts = True
+    bench.end("e", 0, CRASH)
+    bench.world.run(100)
+    assert bench.lives() == {"e-0": 1, "e-1": 1}
+    agent.never_starts = False
+    bench.world.run(40)
+    bench.running()
+    assert bench.lives() == {"e-0": 2, "e-1": 2}
+    assert any("did not start within 120 s" in event.reason for event in bench.world.log)
+
+
+def test_the_directory_follows_the_lives() -> None:
+    bench = Bench(simple(total=2), failover_exec=2)
+    entry = bench.worker("s").entry
+    assert entry is not None
+    assert (entry.incarnation, entry.state) == (0, Reachability.ALIVE)
+    assert entry.inbox == bench.worker("s").inbox
+    bench.end("s", 0, USER)
+    dead = bench.worker("s").entry
+    assert dead is not None
+    assert (dead.incarnation, dead.state, dead.reason) == (0, Reachability.DEAD, "ValueError: boom")
+    bench.running()
+    alive = bench.worker("s").entry
+    assert alive is not None
+    assert (alive.incarnation, alive.state) == (1, Reachability.ALIVE)
+    bench.finish("s", 0)
+    bench.finish("s", 1)
+    bench.stopped()
+    assert all(worker.entry and worker.entry.state is Reachability.ENDED for worker in bench.job.workers.values())
+
+
+def test_a_restart_on_request_is_not_charged() -> None:
+    bench = Bench(elastic(max_restart=0), simple(), job_max_restart=0, failover_exec=2)
+    bench.world.ask(RestartWorkers(job="job", workers=["e-1"]))
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
+    bench.world.ask(RestartWorkers(job="job", workers=[]))
+    bench.running()
+    assert bench.lives() == {"e-0": 2, "e-1": 2, "s-0": 1}
+    assert (bench.job.num_restarts, bench.job.num_charged_restarts) == (1, 0)

@@ -1,0 +1,124 @@
+"""current_worker(): what it says, and what it says outside a worker."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from unified.errors import NotInWorkerError
+from unified.job.payload import encode
+from unified.job.spec import Blob, EntryPoint, JobSpec, RoleSpec
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.records import DirectoryEntry, Progress, Reachability
+from unified.protocol.worker_agent import Launch
+from unified.worker.context import Worker, current_worker, set_current_worker
+from unified.worker.reporting import Reporter
+from unified.worker.stop import StopState
+
+ENTRY = EntryPoint(kind="attribute", target="train", attribute="run")
+
+
+def launch(user_config: Blob | None = None) -> Launch:
+    spec = JobSpec(
+        name="job",
+        accelerator_type="CPU",
+        user_config=encode({"lr": 0.1}) if user_config is None else user_config,
+        roles=[
+            RoleSpec(name="trainer", kind="elastic", entry_point=ENTRY, total=4, per_group=2),
+            RoleSpec(name="reward", kind="simple", entry_point=ENTRY),
+        ],
+    )
+    return Launch(
+        job_id="job-1",
+        spec=spec,
+        kind="worker",
+        name=spec.role("trainer").worker(3),
+        incarnation=2,
+        role="trainer",
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=1,
+        node="n1",
+        host_id="h",
+        address="127.0.0.1",
+        master="tcp://127.0.0.1:7077",
+        relay="",
+        run_dir="/run",
+        log_file="/log/x.err",
+    )
+
+
+def make(given: Launch, sent: list[Progress] | None = None) -> Worker:
+    reporter = Reporter((sent if sent is not None else []).append)
+    return Worker(given, stop=StopState(), reporter=reporter, bus=cast(Any, SimpleNamespace()), device="cuda:1")
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = make(launch())
+    set_current_worker(worker)
+    yield worker
+    set_current_worker(None)
+
+
+def test_outside_a_worker() -> None:
+    with pytest.raises(NotInWorkerError, match=r"outside a worker.*not in the driver"):
+        current_worker()
+
+
+def test_says_who_it_is(worker: Worker) -> None:
+    found = current_worker()
+    assert found is worker
+    info = found.actor_info
+    assert (info.name, info.role, info.rank, info.world_size) == ("trainer_4-3_2-1", "trainer", 3, 4)
+    assert (info.local_rank, info.local_world_size, info.node_rank, info.node) == (1, 2, 1, "n1")
+    assert (info.sub_master, info.spec.kind) == ("elastic", "elastic")
+    assert (found.incarnation, found.round, found.device) == (2, 0, "cuda:1")
+    assert (found.master_address, found.log_file) == ("tcp://127.0.0.1:7077", "/log/x.err")
+    assert found.job_info.user_config == {"lr": 0.1}
+    assert (found.job_info.name, found.job_info.job_id, found.job_info.accelerator_type) == ("job", "job-1", "CPU")
+
+
+def test_prints_readably(worker: Worker) -> None:
+    assert (
+        str(worker.job_info) == "JobInfo(name='job', job_id='job-1', accelerator_type='CPU', user_config={'lr': 0.1})"
+    )
+    assert str(worker.actor_info).startswith("ActorInfo(name='trainer_4-3_2-1', role='trainer', rank=3, ")
+    assert "entry_point" not in str(worker.actor_info)
+    assert str(worker) == "Worker('trainer_4-3_2-1', job='job-1', incarnation=2)"
+
+
+def test_config_that_cannot_be_decoded_is_still_printable() -> None:
+    broken = make(launch(Blob(codec="pickle", data=b"nonsense")))
+    assert "user_config=<cannot be decoded: " in str(broken.job_info)
+
+
+def test_config_is_decoded_once(worker: Worker) -> None:
+    assert worker.job_info.user_config is worker.job_info.user_config
+
+
+def test_knows_the_other_workers(worker: Worker) -> None:
+    assert worker.roles == ["trainer", "reward"]
+    assert [actor.rank for actor in worker.workers_of("trainer")] == [0, 1, 2, 3]
+    assert worker.workers_of("reward")[0].name == "reward_1-0_1-0"
+    assert worker.workers_of("reward")[0].sub_master is None
+    assert worker.workers_of("nobody") == []
+
+
+def test_learns_nodes_from_the_newest_life(worker: Worker) -> None:
+    name = "reward_1-0_1-0"
+
+    def entry(incarnation: int, node: str) -> DirectoryEntry:
+        return DirectoryEntry(worker=name, incarnation=incarnation, state=Reachability.ALIVE, node=node)
+
+    worker._learn([entry(1, "n7"), entry(0, "n2")])
+    assert worker.workers_of("reward")[0].node == "n7"
+
+
+def test_round_changes_rank_and_world_size(worker: Worker) -> None:
+    worker._begin_round(RunOrder(round=5, rank=1, world_size=2))
+    assert (worker.round, worker.actor_info.rank, worker.actor_info.world_size) == (5, 1, 2)
+    assert worker.actor_info.name == "trainer_4-3_2-1"

@@ -1,0 +1,256 @@
+"""Entry points: what is found, how it is called, and what is said when it cannot be."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unified.errors import EntryPointError
+from unified.job.spec import EntryPoint
+from unified.worker.entrypoint import Entry, load
+from unified.worker.failure import describe
+
+CODE = """
+import functools
+seen = []
+
+def plain():
+    seen.append("plain")
+
+def with_config(args):
+    seen.append(args)
+
+def with_default(argv=None):
+    seen.append(argv)
+
+def too_many(a, b):
+    pass
+
+def keyword(*, where):
+    pass
+
+async def coroutine(args):
+    seen.append(("async", args))
+
+bound = functools.partial(with_config, "bound")
+number = 3
+
+class Service:
+    def __init__(self):
+        seen.append("made")
+
+    def run(self):
+        seen.append("ran")
+
+class Configured:
+    def run(self, args):
+        seen.append(args)
+
+class NoRun:
+    pass
+
+class NeedsArguments:
+    def __init__(self, model, *, size):
+        pass
+
+    def run(self):
+        pass
+
+class Outer:
+    class Inner:
+        def run(self):
+            seen.append("inner")
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory on the path with a module `wk_entry`; whatever modules the test imports are forgotten after it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["test"])
+    before = dict(sys.modules)
+    (tmp_path / "wk_entry.py").write_text(CODE)
+    yield tmp_path
+    for name in set(sys.modules) - set(before):
+        del sys.modules[name]
+    sys.modules["__main__"] = before["__main__"]
+
+
+def attribute(name: str, module: str = "wk_entry", *, is_driver: bool = True) -> Entry:
+    return load(EntryPoint(kind="attribute", target=module, attribute=name), is_driver=is_driver)
+
+
+def run(entry: Entry, config: Any = "config") -> list[Any]:
+    entry.construct()
+    entry.run(lambda: config)
+    return list(entry.module.__dict__["seen"])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("plain", ["plain"]),
+        ("with_config", ["config"]),
+        ("with_default", [None]),
+        ("coroutine", [("async", "config")]),
+        ("bound", ["bound"]),
+        ("Service", ["made", "ran"]),
+        ("Configured", ["config"]),
+        ("Outer.Inner", ["inner"]),
+    ],
+)
+def test_calls_functions_and_classes(module: Path, name: str, expected: list[Any]) -> None:
+    assert run(attribute(name)) == expected
+
+
+def test_config_is_not_decoded_for_those_who_do_not_take_it(module: Path) -> None:
+    entry = attribute("plain")
+    entry.construct()
+
+    def config() -> None:
+        raise AssertionError("asked for")
+
+    entry.run(config)
+
+
+def test_class_without_run_serves_where_it_is_no_driver(module: Path) -> None:
+    entry = attribute("NoRun", is_driver=False)
+    entry.construct()
+    entry.run(lambda: None)
+    assert type(entry.instance).__name__ == "NoRun"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoRun", r"wk_entry\.NoRun' has no run\(\) method.*driver.*not_driver"),
+        ("NeedsArguments", r"constructor needs model, size"),
+        ("too_many", r"needs the arguments a, b"),
+        ("keyword", r"needs the arguments where"),
+        ("number", r"is a int: it must be a function or a class"),
+        ("plian", r"'wk_entry' has no attribute 'plian'\. Did you mean 'plain'\?.*wk_entry\.py"),
+        ("Outer.Iner", r"'wk_entry\.Outer' has no attribute 'Iner'\. Did you mean 'Inner'\?"),
+    ],
+)
+def test_refuses_what_cannot_be_called(module: Path, name: str, message: str) -> None:
+    with pytest.raises(EntryPointError, match=message):
+        attribute(name)
+
+
+def test_missing_module_names_the_nearest_and_where_it_looked(module: Path) -> None:
+    with pytest.raises(EntryPointError, match=r"no module 'wk_entri'.*Did you mean 'wk_entry'\?") as caught:
+        attribute("run", "wk_entri")
+    assert str(module) in str(caught.value)
+
+
+def test_missing_module_inside_a_package(module: Path) -> None:
+    (module / "wk_pack").mkdir()
+    (module / "wk_pack" / "__init__.py").touch()
+    (module / "wk_pack" / "train.py").touch()
+    with pytest.raises(EntryPointError, match=r"no module 'wk_pack\.trian'.*Did you mean 'train'\?"):
+        attribute("run", "wk_pack.trian")
+
+
+def test_a_dependency_that_is_missing_is_named(module: Path) -> None:
+    (module / "wk_needs.py").write_text("import nowhere_to_be_found\n")
+    with pytest.raises(EntryPointError, match=r"'wk_needs' imports 'nowhere_to_be_found'.*python=") as caught:
+        attribute("run", "wk_needs")
+    failure = describe(caught.value)
+    assert failure.category == "setup"
+    assert failure.exception_type == "ModuleNotFoundError"
+    assert "wk_needs.py" in failure.traceback
+    assert "unified/worker" not in failure.traceback
+
+
+def test_syntax_error_shows_file_line_and_place(module: Path) -> None:
+    (module / "wk_broken.py").write_text("def run():\n    return (1,\n")
+    with pytest.raises(EntryPointError, match=r"wk_broken\.py:2: SyntaxError: '\(' was never closed") as caught:
+        attribute("run", "wk_broken")
+    failure = describe(caught.value)
+    assert failure.category == "setup"
+    assert failure.traceback.count("^") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise RuntimeError('no licence')", "raised RuntimeError while it was imported: no licence"),
+        ("raise SystemExit(2)", "exited with 2 while it was imported.*__main__"),
+    ],
+)
+def test_module_that_raises_at_import(module: Path, code: str, message: str) -> None:
+    (module / "wk_raises.py").write_text(code)
+    with pytest.raises(EntryPointError, match=message):
+        attribute("run", "wk_raises")
+
+
+def script(path: Path, *argv: str) -> Entry:
+    return load(EntryPoint(kind="script", target=str(path), argv=list(argv)), is_driver=True)
+
+
+def test_script_runs_as_main(module: Path) -> None:
+    path = module / "scripts" / "wk_script.py"
+    path.parent.mkdir()
+    (path.parent / "wk_beside.py").write_text("value = 7\n")
+    path.write_text(
+        "import pickle, sys, wk_beside\n"
+        "class Thing: pass\n"
+        "copy = pickle.loads(pickle.dumps(Thing()))\n"
+        "seen = [__name__, __file__, sys.argv, sys.path[0], wk_beside.value, type(copy)]\n"
+    )
+    seen = run(script(path, "--lr", "3"))
+    directory = str(path.parent)
+    assert seen[:5] == ["__main__", str(path), [str(path), "--lr", "3"], directory, 7]
+    assert seen[5].__module__ == "__main__"
+
+
+def test_script_that_is_missing_names_the_nearest(module: Path) -> None:
+    with pytest.raises(EntryPointError, match=r"cannot be read.*No such file.*Did you mean 'wk_entry\.py'\?"):
+        script(module / "wk_enty.py")
+
+
+def test_script_with_a_syntax_error_is_refused_before_it_runs(module: Path) -> None:
+    path = module / "wk_bad.py"
+    path.write_text("print('never')\nif True\n    pass\n")
+    with pytest.raises(EntryPointError, match=r"wk_bad\.py:2: SyntaxError: expected ':'"):
+        script(path)
+
+
+def test_script_whose_import_fails_at_the_top_is_a_setup_failure(module: Path) -> None:
+    path = module / "wk_top.py"
+    path.write_text("import nowhere_to_be_found\n")
+    with pytest.raises(EntryPointError, match="No module named 'nowhere_to_be_found'"):
+        run(script(path))
+
+
+def test_script_whose_import_fails_later_is_its_own_failure(module: Path) -> None:
+    path = module / "wk_later.py"
+    path.write_text("def work():\n    import nowhere_to_be_found\nwork()\n")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        run(script(path))
+    assert describe(caught.value).category == "user"
+
+
+def program(name: str, *argv: str) -> Entry:
+    return load(EntryPoint(kind="module", target=name, argv=list(argv)), is_driver=True)
+
+
+def test_module_and_package_run_as_main(module: Path) -> None:
+    (module / "wk_prog").mkdir()
+    (module / "wk_prog" / "__init__.py").touch()
+    (module / "wk_prog" / "part.py").write_text("value = 5\n")
+    code = "import sys\nfrom . import part\nseen = [__name__, __spec__.name, part.value, sys.argv]\n"
+    for file in ("__main__.py", "tool.py"):
+        (module / "wk_prog" / file).write_text(code)
+    main = str(module / "wk_prog" / "__main__.py")
+    assert run(program("wk_prog", "-x")) == ["__main__", "wk_prog.__main__", 5, [main, "-x"]]
+    assert run(program("wk_prog.tool"))[:3] == ["__main__", "wk_prog.tool", 5]
+
+
+def test_missing_program_module(module: Path) -> None:
+    with pytest.raises(EntryPointError, match="no module 'wk_nothing'"):
+        program("wk_nothing")
+    with pytest.raises(EntryPointError, match="no module 'wk_nothing'"):
+        program("wk_nothing.tool")

@@ -1,0 +1,99 @@
+"""Variables and module path of a worker."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.worker_agent import Launch
+from unified.worker import environment
+
+
+def launch(*, role: dict[str, Any] | None = None, spec: dict[str, Any] | None = None, **changes: Any) -> Launch:
+    entry = EntryPoint(kind="attribute", target="train", attribute="run")
+    trainer: dict[str, Any] = {
+        "name": "trainer", "kind": "elastic", "entry_point": entry, "total": 4, "per_group": 2, **(role or {})
+    }  # fmt: skip
+    given: dict[str, Any] = {
+        "job_id": "job-1",
+        "spec": JobSpec(name="job", roles=[RoleSpec(**trainer)], **(spec or {})),
+        "kind": "worker",
+        "name": "trainer_4-3_2-1",
+        "incarnation": 1,
+        "role": "trainer",
+        "rank": 3,
+        "world_size": 4,
+        "local_rank": 1,
+        "local_world_size": 2,
+        "node_rank": 1,
+        "node": "n1",
+        "host_id": "h",
+        "address": "127.0.0.1",
+        "master": "tcp://127.0.0.1:7077",
+        "relay": "",
+        "run_dir": "/run",
+        "log_file": "",
+        **changes,
+    }
+    return Launch(**given)
+
+
+def test_device_is_what_the_agent_says() -> None:
+    assert environment.device({"ACCELERATE_TORCH_DEVICE": "cuda:1"}) == "cuda:1"
+    assert environment.device({}) == "cpu"
+
+
+def test_identity_variables() -> None:
+    assert environment.identity(launch()) == {
+        "JOB": "job",
+        "NAME": "trainer_4-3_2-1",
+        "ROLE": "trainer",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "NODE_RANK": "1",
+        "UNIFIED_JOB_ID": "job-1",
+        "UNIFIED_NODE": "n1",
+        "UNIFIED_INCARNATION": "1",
+        "UNIFIED_MASTER": "tcp://127.0.0.1:7077",
+    }
+
+
+def test_elastic_variables_are_those_of_torchrun() -> None:
+    given = launch()
+    order = RunOrder(round=2, rank=1, world_size=2, store_host="10.0.0.1", store_port=9, store_prefix="r2")
+    variables = environment.elastic(given, given.spec.role("trainer"), order, 4711)
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "4711")
+    assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]) == ("1", "2", "1")
+    assert variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert variables["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert variables["GROUP_RANK"] == "1"
+
+
+def test_working_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = launch(spec={"working_dir": str(tmp_path)})
+    assert environment.working_directory(own, {}) == tmp_path
+    assert environment.working_directory(own, {"DLROVER_WORKING_DIR": "/"}) == Path("/")
+    assert environment.working_directory(own, {"DLROVER_WORKING_DIR": "/no/such"}) == tmp_path
+    assert "/no/such does not exist on node n1" in capsys.readouterr().err
+    assert environment.working_directory(launch(), {}) is None
+
+
+def test_module_path_has_the_working_directory_first_and_nothing_twice(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    given = launch(
+        spec={"sys_path": [str(tmp_path), "/no/such", "/usr", str(tmp_path / "lib")]},
+        role={"envs": {"PYTHONPATH": os.pathsep.join(["/opt/a", str(tmp_path)])}},
+    )
+    entries = environment.new_path_entries(given, tmp_path, ["/usr", str(tmp_path)])
+    assert entries == [str(tmp_path), str(tmp_path / "lib"), "/opt/a"]
+
+
+@pytest.mark.parametrize(("given", "expected"), [("7", 7), ("4,2", 4), ("", None), ("0", None), ("many", None)])
+def test_threads(given: str, expected: int | None) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert environment.thread_count({"OMP_NUM_THREADS": given}) == (expected or cores)

@@ -1,0 +1,128 @@
+"""Exceptions become records that say what happened, without the runtime's own frames."""
+
+import pytest
+
+from unified.errors import RemoteError, WorkerDiedError
+from unified.protocol.records import Failure
+from unified.worker.failure import describe, exit_code
+
+
+class DistBackendError(RuntimeError):
+    """Stands in for torch's, by its name and module."""
+
+    __module__ = "torch.distributed"
+
+
+class DistNetworkError(RuntimeError):
+    __module__ = "torch.distributed"
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_summary_is_one_line() -> None:
+    failure = describe(raised(ValueError("\n  first\nsecond")))
+    assert failure.summary == "ValueError: first"
+    assert failure.category == "user"
+    assert failure.exception_type == "ValueError"
+    assert "raise error" in failure.traceback
+    assert not failure.is_collateral
+
+
+def test_summary_of_an_exception_without_words() -> None:
+    assert describe(raised(KeyboardInterrupt())).summary == "KeyboardInterrupt"
+
+
+def test_summary_of_a_very_long_message_is_clipped() -> None:
+    failure = describe(raised(ValueError("x" * 5000)))
+    assert len(failure.summary) < 330
+    assert failure.summary.endswith("…")
+
+
+def test_message_that_cannot_be_shown() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no")
+
+    assert "cannot be shown" in describe(raised(Mute())).summary
+
+
+def test_cause_is_part_of_the_traceback() -> None:
+    try:
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ValueError("outer") from inner
+    except ValueError as error:
+        failure = describe(error)
+    assert "KeyError: 'inner'" in failure.traceback
+    assert failure.traceback.rstrip().endswith("ValueError: outer")
+
+
+def test_long_traceback_is_cut_in_the_middle() -> None:
+    failure = describe(raised(ValueError("begin " + "x" * 100_000 + " end")))
+    assert len(failure.traceback) < 25_000
+    assert "left out" in failure.traceback
+    assert failure.traceback.rstrip().endswith("end")
+
+
+def test_remote_error_carries_the_far_traceback() -> None:
+    error = raised(RemoteError("KeyError: 3", traceback="Traceback: far away", worker="actor-0"))
+    assert "worker actor-0:\nTraceback: far away" in describe(error).traceback
+
+
+@pytest.mark.parametrize(
+    ("code", "summary", "number"),
+    [(3, "exited with code 3", 3), ("no data", "exited with code 1: no data", 1)],
+)
+def test_system_exit(code: object, summary: str, number: int) -> None:
+    error = SystemExit(code)
+    assert describe(error) == Failure(
+        summary=summary, exception_type="SystemExit", exit_code=number, traceback=describe(error).traceback
+    )
+
+
+def test_exit_codes_that_are_success() -> None:
+    assert exit_code(SystemExit()) == exit_code(SystemExit(0)) == exit_code(SystemExit(None)) == 0
+    assert exit_code(SystemExit(False)) == 0
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31999"
+NCCL = "NCCL error in: NCCLUtils.hpp:133, remote process exited or there was a network error, NCCL version 2.21"
+
+
+@pytest.mark.parametrize(
+    ("error", "has_group", "expected"),
+    [
+        (RuntimeError(GLOO), True, True),
+        (RuntimeError(GLOO), False, False),
+        (DistBackendError(NCCL), False, True),
+        (DistBackendError("NCCL error: unhandled cuda error, out of memory"), True, False),
+        (DistNetworkError("anything"), False, True),
+        (RuntimeError("shape mismatch"), True, False),
+        (ConnectionResetError("Connection reset by peer"), True, False),
+        (WorkerDiedError("actor-1 died"), False, True),
+    ],
+)
+def test_collateral(error: Exception, has_group: bool, expected: bool) -> None:
+    assert describe(error, has_process_group=has_group).is_collateral is expected
+
+
+def test_collateral_behind_a_wrapper() -> None:
+    try:
+        try:
+            raise RuntimeError(GLOO)
+        except RuntimeError as inner:
+            raise ValueError("training step 7 failed") from inner
+    except ValueError as error:
+        failure = describe(error, has_process_group=True)
+    assert failure.is_collateral
+
+
+def test_double_init_gets_advice() -> None:
+    error = raised(ValueError("trying to initialize the default process group twice!"))
+    assert "no_setup_process_group()" in describe(error).summary

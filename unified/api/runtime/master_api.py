@@ -1,0 +1,141 @@
+"""What a worker asks of the master about its own job."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, ParamSpec, TypeVar
+
+from unified.api.runtime.actors import actor_named, actors_of
+from unified.client.connection import MasterConnection
+from unified.job.enums import MasterStage
+from unified.protocol.client_master import (
+    ClientToMaster,
+    Done,
+    GetJob,
+    JobStatus,
+    MasterAnswer,
+    RestartWorkers,
+    StopJob,
+)
+from unified.protocol.records import Stage
+from unified.worker.context import ActorInfo, current_worker
+
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A", bound=MasterAnswer)
+POLL_S = 30.0
+"""How long the master holds an answer back while nothing changes."""
+
+
+@dataclass(frozen=True)
+class MasterStatus:
+    """How the job stands."""
+
+    stage: MasterStage
+    exit_code: int | None = None
+    """None before the job has ended."""
+    job_restart_count: int = 0
+
+
+class MasterCall(Generic[P, R]):
+    """A function that asks the master, and its twin for an event loop."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+        self.__name__ = function.__name__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._function(*args, **kwargs)
+
+    async def async_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The same, waiting on a thread, so that the event loop goes on."""
+        return await asyncio.to_thread(self._function, *args, **kwargs)
+
+
+def get_status() -> MasterStatus:
+    """Stage, exit code and number of restarts of this worker's job."""
+    job = _ask(GetJob(job=_job_id()), JobStatus)
+    return MasterStatus(MasterStage(job.stage), job.exit_code, job.num_restarts)
+
+
+def get_actor_info(name: str) -> ActorInfo:
+    """The worker of this name (full or ``role-rank``); ValueError if there is none."""
+    return actor_named(name)
+
+
+def get_workers_by_role(role: str, optional: bool = False) -> list[ActorInfo]:
+    """The workers of a role by rank; ValueError if there are none, unless `optional`."""
+    return actors_of(role, optional=optional)
+
+
+def get_all_roles() -> dict[str, list[ActorInfo]]:
+    """The workers of every role of the job."""
+    worker = current_worker()
+    return {role: worker.workers_of(role) for role in worker.roles}
+
+
+def restart_actors(names: Iterable[str]) -> None:
+    """Give these workers (full names or ``role-rank``) a new life each."""
+    workers = [actor_named(name).name for name in names]
+    if workers:  # to the master an empty list means all
+        _ask(RestartWorkers(job=_job_id(), workers=workers), Done)
+
+
+def restart() -> None:
+    """Restart the whole job, this worker included."""
+    _ask(RestartWorkers(job=_job_id(), workers=[]), Done)
+
+
+def stop() -> None:
+    """Stop the whole job, this worker included."""
+    _ask(StopJob(job=_job_id(), reason=f"asked by worker {current_worker().actor_info.name}"), Done)
+
+
+def wait() -> int:
+    """Wait until the job has ended, and return its exit code.
+
+    A driver's own entry point must return before that can be: this is for the workers beside it.
+    """
+    version = -1
+    while True:
+        job = _ask(GetJob(job=_job_id(), after_version=version, wait_s=POLL_S), JobStatus)
+        if job.stage is Stage.STOPPED:
+            return job.exit_code or 0
+        version = job.version
+
+
+class PrimeMasterApi:
+    """The master, as a worker asks about its own job. Every function can be awaited as ``….async_call(…)``.
+
+    Raises:
+        RefusedError: the master said no.
+        MasterUnreachableError: it did not answer.
+        NotInWorkerError: this process is not a worker.
+    """
+
+    get_status = MasterCall(get_status)
+    get_actor_info = MasterCall(get_actor_info)
+    get_workers_by_role = MasterCall(get_workers_by_role)
+    get_all_roles = MasterCall(get_all_roles)
+    restart_actors = MasterCall(restart_actors)
+    restart = MasterCall(restart)
+    stop = MasterCall(stop)
+    wait = MasterCall(wait)
+
+
+def _job_id() -> str:
+    return current_worker().job_info.job_id
+
+
+def _ask(message: ClientToMaster, expected: type[A]) -> A:
+    return _connected(current_worker().master_address).ask(message, expected)
+
+
+@functools.cache
+def _connected(address: str) -> MasterConnection:
+    """One connection a process, made when first asked for; a worker has one master all its life."""
+    return MasterConnection(address)

@@ -1,0 +1,18 @@
+"""All about rpc in one place: the registry, the decorator, exports, proxies, role groups."""
+
+from unified.api.runtime.future_sequence import FutureSequence
+from unified.api.runtime.proxy import UserRpcProxy, create_rpc_proxy
+from unified.api.runtime.role_group import RoleActor, RoleGroup
+from unified.bus.registry import RPC_REGISTRY, export_rpc_instance, export_rpc_method, rpc
+
+__all__ = [
+    "RPC_REGISTRY",
+    "FutureSequence",
+    "RoleActor",
+    "RoleGroup",
+    "UserRpcProxy",
+    "create_rpc_proxy",
+    "export_rpc_instance",
+    "export_rpc_method",
+    "rpc",
+]

@@ -1,0 +1,5 @@
+"""Who this process is: `current_worker()` and what it returns."""
+
+from unified.worker.context import ActorInfo, JobInfo, Worker, current_worker
+
+__all__ = ["ActorInfo", "JobInfo", "Worker", "current_worker"]

@@ -1,0 +1,311 @@
+"""Pending calls: what is decided about them. No socket, no clock, no thread.
+
+Every call ends exactly once. While it is open it is in one of three states: it *waits* for a life of its target, it is
+*sent* to one life, or it is to be *sent again* because a relay said that it had not been delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from unified.bus.directory import Directory, LifeBegan, LifeEnded, WorkerEnded
+from unified.core.timers import TimerTable
+from unified.errors import BusOverloadedError, RpcCancelledError, RpcError, RpcTimeoutError, WorkerDiedError
+from unified.job.spec import Value
+from unified.protocol.records import DirectoryEntry, Inbox
+
+FIRST_RETRY_S = 0.02
+LAST_RETRY_S = 1.0
+
+
+class CallMade(Value, frozen=True, kw_only=True):
+    """A caller wants `method` of `target` (a worker's full name)."""
+
+    call_id: int
+    target: str
+    method: str
+    timeout_s: float | None = None
+
+
+class NewsCame(Value, frozen=True, kw_only=True):
+    """Entries of the directory that are new, or perhaps not."""
+
+    entries: list[DirectoryEntry]
+
+
+class AnswerCame(Value, frozen=True, kw_only=True):
+    """A result or an error, from the inbox `sender`."""
+
+    call_id: int
+    sender: str
+
+
+class DeliveryFailed(Value, frozen=True, kw_only=True):
+    """A relay gave a call up: surely it was not delivered."""
+
+    call_id: int
+    code: Literal["unknown-target", "overloaded"]
+
+
+class SendFailed(Value, frozen=True, kw_only=True):
+    """It could not be sent: there is no route, or the queue to the peer stayed full."""
+
+    call_id: int
+    error: RpcError
+
+
+class CallCancelled(Value, frozen=True, kw_only=True):
+    """By its caller."""
+
+    call_id: int
+
+
+class TimePassed(Value, frozen=True, kw_only=True):
+    """A deadline may have come."""
+
+
+class BusClosed(Value, frozen=True, kw_only=True):
+    """This process's bus is closing."""
+
+    reason: str
+
+
+Event = CallMade | NewsCame | AnswerCame | DeliveryFailed | SendFailed | CallCancelled | TimePassed | BusClosed
+
+
+class SendCall(Value, frozen=True, kw_only=True):
+    """Put the call on its way; its target has `timeout_s` seconds left."""
+
+    call_id: int
+    inbox: Inbox
+    timeout_s: float | None
+
+
+class AcceptAnswer(Value, frozen=True, kw_only=True):
+    """The answer is the one waited for: decode it and end the call with it."""
+
+    call_id: int
+
+
+class FailCall(Value, frozen=True, kw_only=True):
+    """End the call with this error."""
+
+    call_id: int
+    error: RpcError
+
+
+class SendCancel(Value, frozen=True, kw_only=True):
+    """Tell the callee that nobody waits any more."""
+
+    call_id: int
+    inbox: Inbox
+
+
+class DropPeer(Value, frozen=True, kw_only=True):
+    """Close what leads to this inbox: its process is gone."""
+
+    inbox_id: str
+
+
+Action = SendCall | AcceptAnswer | FailCall | SendCancel | DropPeer
+TimerKey = tuple[Literal["deadline", "retry"], int]
+
+
+class _OpenCall(msgspec.Struct):
+    call_id: int
+    target: str
+    method: str
+    made_at: float
+    timeout_s: float | None
+    inbox: Inbox | None = None
+    """Of the life that it was sent to; None while it waits."""
+    incarnation: int = -1
+    sent_at: float = 0.0
+    num_refused: int = 0
+    """How often a relay did not know its target."""
+
+    def left(self, now: float) -> float | None:
+        return None if self.timeout_s is None else max(self.made_at + self.timeout_s - now, 0.0)
+
+
+class CallTable:
+    """The open calls of one process. `step(now, event)` takes any event in any state and says what to do."""
+
+    def __init__(self) -> None:
+        self.directory = Directory()
+        self._open: dict[int, _OpenCall] = {}
+        self._by_target: dict[str, dict[int, _OpenCall]] = {}
+        self._timers: TimerTable[TimerKey] = TimerTable()
+        self._closed = ""
+        self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
+            CallMade: self._on_made,
+            NewsCame: self._on_news,
+            AnswerCame: self._on_answer,
+            DeliveryFailed: self._on_delivery_failed,
+            SendFailed: self._on_send_failed,
+            CallCancelled: self._on_cancelled,
+            TimePassed: self._on_time,
+            BusClosed: self._on_closed,
+        }
+
+    def step(self, now: float, event: Event) -> list[Action]:
+        return self._handlers[type(event)](now, event)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `TimePassed` is due."""
+        return self._timers.next_deadline
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def check(self) -> list[str]:
+        """Invariants that do not hold; none, unless this file has a defect."""
+        indexed = {call_id: call for calls in self._by_target.values() for call_id, call in calls.items()}
+        broken = [] if indexed == self._open else ["the index by target does not match the open calls"]
+        for call in self._open.values():
+            if (call.timeout_s is not None) != (("deadline", call.call_id) in self._timers):
+                broken.append(f"call {call.call_id} has no timer for its deadline, or one for none")
+            if call.inbox is not None and self.directory.inbox(call.inbox.inbox_id) is None:
+                broken.append(f"call {call.call_id} waits for an answer of a life that is over")
+            if call.inbox is None and self.directory.reachable(call.target) is not None:
+                broken.append(f"call {call.call_id} waits though {call.target} can be reached")
+        return broken
+
+    def _on_made(self, now: float, event: CallMade) -> list[Action]:
+        if self._closed:
+            return [FailCall(call_id=event.call_id, error=RpcCancelledError(self._closed))]
+        call = _OpenCall(event.call_id, event.target, event.method, now, event.timeout_s)
+        ended = self.directory.get(call.target) if self.directory.is_ended(call.target) else None
+        if ended is not None:
+            return [FailCall(call_id=call.call_id, error=_hopeless(call, ended))]
+        self._open[call.call_id] = call
+        self._by_target.setdefault(call.target, {})[call.call_id] = call
+        if call.timeout_s is not None:
+            self._timers.arm(("deadline", call.call_id), now + call.timeout_s)
+        inbox = self.directory.reachable(call.target)
+        return [] if inbox is None else [self._send(now, call, inbox)]
+
+    def _on_news(self, now: float, event: NewsCame) -> list[Action]:
+        actions: list[Action] = []
+        for change in self.directory.merge(event.entries):
+            match change:
+                case LifeBegan(entry, inbox):
+                    waiting = [call for call in self._calls_to(entry.worker) if call.inbox is None]
+                    actions += [self._send(now, call, inbox) for call in waiting]
+                case LifeEnded(old, reason):
+                    sent = [call for call in self._calls_to(old.worker) if call.incarnation == old.incarnation]
+                    actions += [self._fail(call, _died(call, old, reason)) for call in sent]
+                    if old.inbox is not None:
+                        actions.append(DropPeer(inbox_id=old.inbox.inbox_id))
+                case WorkerEnded(entry):
+                    actions += [self._fail(call, _hopeless(call, entry)) for call in self._calls_to(entry.worker)]
+        return actions
+
+    def _on_answer(self, now: float, event: AnswerCame) -> list[Action]:
+        call = self._open.get(event.call_id)
+        if call is None or call.inbox is None or call.inbox.inbox_id != event.sender:
+            return []  # late, or from another life than the one that was asked
+        self._close(call)
+        return [AcceptAnswer(call_id=call.call_id)]
+
+    def _on_delivery_failed(self, now: float, event: DeliveryFailed) -> list[Action]:
+        call = self._open.get(event.call_id)
+        if call is None or call.inbox is None:
+            return []
+        if event.code == "overloaded":
+            error = BusOverloadedError(
+                f"the relay dropped the call of {call.method!r} to worker {call.target}: too many bytes already wait "
+                "there for that worker. Call less at once, or send smaller arguments."
+            )
+            return [self._fail(call, error)]
+        # It lives, says the directory, but has not connected to the relay yet, or again.
+        self._timers.arm(("retry", call.call_id), now + min(FIRST_RETRY_S * 2**call.num_refused, LAST_RETRY_S))
+        call.num_refused += 1
+        return []
+
+    def _on_send_failed(self, now: float, event: SendFailed) -> list[Action]:
+        call = self._open.get(event.call_id)
+        return [] if call is None else [self._fail(call, event.error)]
+
+    def _on_cancelled(self, now: float, event: CallCancelled) -> list[Action]:
+        call = self._open.get(event.call_id)
+        if call is None:
+            return []
+        error = RpcCancelledError(f"the call of {call.method!r} to worker {call.target} was cancelled by its caller.")
+        return self._give_up(call, error)
+
+    def _on_time(self, now: float, event: TimePassed) -> list[Action]:
+        actions: list[Action] = []
+        for kind, call_id in self._timers.due(now):
+            call = self._open.get(call_id)
+            if call is None:
+                continue
+            if kind == "deadline":
+                actions += self._give_up(call, self._late(now, call))
+            elif call.inbox is not None:
+                actions.append(SendCall(call_id=call_id, inbox=call.inbox, timeout_s=call.left(now)))
+        return actions
+
+    def _on_closed(self, now: float, event: BusClosed) -> list[Action]:
+        self._closed = event.reason
+        return [self._fail(call, RpcCancelledError(event.reason)) for call in list(self._open.values())]
+
+    def _send(self, now: float, call: _OpenCall, inbox: Inbox) -> Action:
+        entry = self.directory.get(call.target)
+        call.inbox, call.sent_at = inbox, now
+        call.incarnation = entry.incarnation if entry is not None else -1
+        return SendCall(call_id=call.call_id, inbox=inbox, timeout_s=call.left(now))
+
+    def _give_up(self, call: _OpenCall, error: RpcError) -> list[Action]:
+        actions: list[Action] = [self._fail(call, error)]
+        if call.inbox is not None:
+            actions.append(SendCancel(call_id=call.call_id, inbox=call.inbox))
+        return actions
+
+    def _fail(self, call: _OpenCall, error: RpcError) -> Action:
+        self._close(call)
+        return FailCall(call_id=call.call_id, error=error)
+
+    def _close(self, call: _OpenCall) -> None:
+        del self._open[call.call_id]
+        calls = self._by_target[call.target]
+        del calls[call.call_id]
+        if not calls:
+            del self._by_target[call.target]
+        self._timers.cancel(("deadline", call.call_id))
+        self._timers.cancel(("retry", call.call_id))
+
+    def _calls_to(self, worker: str) -> list[_OpenCall]:
+        return list(self._by_target.get(worker, {}).values())
+
+    def _late(self, now: float, call: _OpenCall) -> RpcTimeoutError:
+        if call.inbox is None:
+            state = self.directory.why_waiting(call.target)
+        elif call.num_refused:
+            state = f"the relay has not known it in {call.num_refused} attempts"
+        else:
+            state = f"life {call.incarnation} has had the call for {now - call.sent_at:.3g} s"
+        return RpcTimeoutError(
+            f"worker {call.target} did not answer {call.method!r} within {call.timeout_s:g} s: {state}. "
+            f"`unified explain {call.target}` says what it does."
+        )
+
+
+def _died(call: _OpenCall, life: DirectoryEntry, reason: str) -> WorkerDiedError:
+    where = f" on node {life.node}" if life.node else ""
+    return WorkerDiedError(
+        f"worker {call.target} (life {life.incarnation}{where}) died before it answered {call.method!r}: {reason}. "
+        f"`unified explain {call.target}` says more."
+    )
+
+
+def _hopeless(call: _OpenCall, entry: DirectoryEntry) -> WorkerDiedError:
+    return WorkerDiedError(
+        f"worker {call.target} has ended for good, so {call.method!r} cannot be called: "
+        f"{entry.reason or f'life {entry.incarnation} was its last'}. `unified explain {call.target}` says more."
+    )

@@ -1,0 +1,210 @@
+"""Which functions of this process others may call, and by what name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
+
+from unified.errors import RpcNotFoundError, nearest
+
+F = TypeVar("F", bound=Callable[..., Any])
+MARK = "__unified_rpc__"
+MAX_NAMED = 50
+
+
+class RpcMark(NamedTuple):
+    """What `@rpc` leaves on a function."""
+
+    name: str
+    is_async: bool
+
+
+class MarkedOrDecorator(Protocol):
+    """What bare `@rpc` makes of a function, or the decorator that `rpc(stub)` returns: types cannot tell which."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class MethodRegistry(dict[str, Callable[..., Any]]):
+    """Functions by the name under which they are called."""
+
+    def register(self, name: str, function: Callable[..., Any]) -> None:
+        """Make `function` callable as `name`.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        if name in self:
+            raise ValueError(f"RPC method '{name}' already registered.")
+        self[name] = function
+
+    def unregister(self, name: str) -> None:
+        """Forget a name; one that is not registered is no error."""
+        self.pop(name, None)
+
+    def adopt(self, name: str, function: Callable[..., Any]) -> None:
+        """Register what the runtime found by itself: a function that is there already stays, and a bound method takes
+        the place of its own plain function (``@rpc(export=True)`` inside a class registers that one)."""
+        there = self.get(name)
+        if there == function or (there is not None and there is getattr(function, "__func__", None)):
+            self[name] = function
+            return
+        self.register(name, function)
+
+    def find(self, name: str, worker: str) -> Callable[..., Any]:
+        """The function of this name.
+
+        Raises:
+            RpcNotFoundError: there is none; the message names those that there are.
+        """
+        function = self.get(name)
+        if function is None:
+            raise RpcNotFoundError(f"worker {worker} has no rpc method {name!r}.{nearest(name, self)} {self._named()}")
+        return function
+
+    def _named(self) -> str:
+        if not self:
+            return "Nothing is registered there: is the function marked with @rpc, in the module of the entry point?"
+        names = sorted(self)
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return f"Registered there: {', '.join(names[:MAX_NAMED])}{more}."
+
+
+RPC_REGISTRY = MethodRegistry()
+"""The methods of this process."""
+
+
+@overload
+def rpc(name: Callable[..., Any], /) -> MarkedOrDecorator: ...
+@overload
+def rpc(name: str | Callable[..., Any] | None = None, export: bool = ...) -> Callable[[F], F]: ...
+def rpc(name: Any = None, export: bool = False) -> Any:
+    """Mark a function or method as callable by other workers of the job.
+
+    ``@rpc``, ``@rpc()``, ``@rpc("name")``, ``@rpc(stub)`` (the name is that of the function `stub`; see the
+    ``remote_call.py`` pattern), ``@rpc(name=…, export=True)``. The runtime exports the marked functions of the entry
+    point's module and the marked methods of its instance; with `export` the function is registered at once.
+
+    Raises:
+        ValueError: `export` was asked for, and the name is taken.
+    """
+    if callable(name) and not export and not _is_bound(name, sys._getframe(1)):
+        return _mark(name, None)  # bare @rpc: the function is being defined, so nothing is bound to it yet
+
+    def decorate(function: F) -> F:
+        if not callable(_plain(function)):
+            raise TypeError(
+                f"rpc(…) decorates a function, not {function!r}. (Given a function that has a name already, "
+                "rpc takes it for a stub and returns a decorator.)"
+            )
+        _mark(function, method_name(name) if callable(name) else name)
+        if export:
+            export_rpc_method(method_name(function), _plain(function))
+        return function
+
+    return decorate
+
+
+def method_name(method: str | Callable[..., Any]) -> str:
+    """The name a method is called by: a string as it is, a function by its `@rpc` name or else its own."""
+    if isinstance(method, str):
+        return method
+    mark = mark_of(method)
+    if mark is not None:
+        return mark.name
+    name = getattr(method, "__name__", None)
+    if not isinstance(name, str):
+        raise TypeError(f"an rpc method is given by name or as a function, not as {method!r}.")
+    return name
+
+
+def mark_of(function: object) -> RpcMark | None:
+    """What `@rpc` left on a function, or None."""
+    mark = getattr(_plain(function), MARK, None)
+    return mark if isinstance(mark, RpcMark) else None
+
+
+def export_rpc_method(name: str, func: Callable[..., Any]) -> None:
+    """Make any function callable by other workers, as `name`.
+
+    Raises:
+        ValueError: ``RPC method 'x' already registered.``
+    """
+    RPC_REGISTRY.register(name, func)
+
+
+def export_rpc_instance(ns: str | None, instance: Any) -> None:
+    """Make the `@rpc` methods of an object callable as ``ns.method``, or as ``method`` when `ns` is None.
+
+    A method that a subclass overrides without a mark of its own keeps the name that its base class gave it.
+
+    Raises:
+        ValueError: one of the names is taken.
+    """
+    for attribute, mark in marked_methods(type(instance)).items():
+        name = f"{ns}.{mark.name}" if ns else mark.name
+        RPC_REGISTRY.adopt(name, getattr(instance, attribute))
+
+
+def export_rpc_module(module: ModuleType | Mapping[str, Any]) -> None:
+    """Make the `@rpc` functions among the top-level names of a module callable.
+
+    Raises:
+        ValueError: one of the names is taken by another function.
+    """
+    names = vars(module) if isinstance(module, ModuleType) else module
+    for value in list(names.values()):
+        mark = mark_of(value) if inspect.isroutine(value) else None
+        if mark is not None:
+            RPC_REGISTRY.adopt(mark.name, value)
+
+
+def marked_methods(cls: type) -> dict[str, RpcMark]:
+    """`@rpc` methods of a class by attribute, with what the nearest class in its MRO marked them as."""
+    found: dict[str, RpcMark] = {}
+    for base in cls.__mro__:
+        for attribute, value in vars(base).items():
+            mark = mark_of(value)
+            if mark is not None:
+                found.setdefault(attribute, mark)
+    return found
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call of it returns a coroutine."""
+    mark = mark_of(function)
+    if mark is not None:
+        return mark.is_async
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _mark(function: F, name: str | None) -> F:
+    plain = _plain(function)
+    setattr(plain, MARK, RpcMark(name or plain.__name__, inspect.iscoroutinefunction(plain)))
+    return function
+
+
+def _plain(function: Any) -> Any:
+    """Inside a staticmethod, classmethod or bound method."""
+    return getattr(function, "__func__", function)
+
+
+def _is_bound(function: Callable[..., Any], frame: FrameType) -> bool:
+    """Whether a name leads to the function already, so that it is a stub and not what is being decorated."""
+    return any(value is function for value in _reachable(function, frame))
+
+
+def _reachable(function: Callable[..., Any], frame: FrameType) -> Iterator[object]:
+    value: object = sys.modules.get(getattr(function, "__module__", None) or "")
+    for part in getattr(function, "__qualname__", "").split("."):
+        value = inspect.getattr_static(value, part, None)
+        value = getattr(value, "__func__", value)
+    yield value
+    yield from frame.f_locals.values()
+    yield from frame.f_globals.values()

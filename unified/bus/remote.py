@@ -1,0 +1,170 @@
+"""An exception's way home: what the callee writes down of it, and what the caller raises."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+import msgspec
+
+from unified.bus.tensors import Buffer
+from unified.errors import (
+    BusOverloadedError,
+    ProtocolError,
+    RemoteError,
+    RpcCancelledError,
+    RpcError,
+    RpcNotFoundError,
+)
+from unified.job.spec import Value
+from unified.protocol.envelope import UNREADABLE
+
+MAX_TEXT = 64 * 1024
+_OURS: dict[str, type[RpcError]] = {
+    cls.__name__: cls for cls in (RpcNotFoundError, BusOverloadedError, RpcCancelledError)
+}
+"""What the callee's bus itself says; the caller gets it as it is."""
+_made: dict[type[Exception], Any] = {}
+_UNFIT = (StopIteration, StopAsyncIteration)
+"""A future of asyncio refuses these; GeneratorExit and the like are no `Exception` and left out anyway."""
+
+
+class Raised(Value, frozen=True, kw_only=True):
+    """Body of an ERROR."""
+
+    from_bus: bool
+    """The callee's bus says this; no handler raised it."""
+    type_name: str
+    message: str
+    traceback: str = ""
+    worker: str = ""
+    node: str = ""
+    pickled: bytes = b""
+    """The exception itself, where it can be pickled."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Raised)
+
+
+def describe(error: BaseException, *, worker: str, node: str) -> bytes:
+    """The body of an ERROR for what a handler raised. It never fails, whatever the exception's own methods do."""
+    raised = Raised(
+        from_bus=False,
+        type_name=_type_name(type(error)),
+        message=_text(error),
+        traceback=_trace(error),
+        worker=worker,
+        node=node,
+        pickled=_pickled(error),
+    )
+    return _encoder.encode(raised)
+
+
+def describe_ours(error: RpcError) -> bytes:
+    """The body of an ERROR for what the bus itself has to say."""
+    return _encoder.encode(Raised(from_bus=True, type_name=type(error).__name__, message=str(error)))
+
+
+def rebuild(body: Buffer, what: str) -> RpcError:
+    """The error that the caller of `what` gets.
+
+    Raises:
+        ProtocolError: the body is none of `describe`'s.
+    """
+    try:
+        raised = _decoder.decode(body)
+    except UNREADABLE as unreadable:
+        raise ProtocolError(f"not the body of an ERROR: {unreadable}") from None
+    if raised.from_bus:
+        return _OURS.get(raised.type_name, RpcError)(raised.message)
+    facts = {name: getattr(raised, name) for name in ("type_name", "traceback", "worker", "node")}
+    far = _unpickled(raised.pickled)
+    error = RemoteError(raised.message, **facts) if far is None else raise_as(far, raised.message, facts)
+    where = f"worker {raised.worker}" + (f" on node {raised.node}" if raised.node else "")
+    error.add_note(f"{what} raised {raised.type_name} in {where}:\n{raised.traceback.rstrip()}")
+    return error
+
+
+def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError:
+    """A `RemoteError` that is also an instance of the class of `far`, with its arguments and attributes."""
+    base: type[Exception] = getattr(type(far), "far_class", type(far))
+    try:
+        cls = _both(base)
+        native = _native(base)
+        arguments = native.__reduce__(far)[1]  # with what `args` leaves out, such as the filename of an OSError
+        both = native.__new__(cls, *arguments)
+        native.__init__(both, *arguments)
+        both.args = far.args
+        both.__dict__.update(far.__dict__)
+    except Exception:  # the class is the user's, and need not like being subclassed
+        return RemoteError(message, **facts)
+    both.message, both.far = message, far
+    for name, value in facts.items():
+        setattr(both, name, value)
+    error: RemoteError = both
+    return error
+
+
+def _both(cls: type[Exception]) -> Any:
+    """The class under both RemoteError and `cls`, the same each time."""
+    if cls not in _made:
+        _made[cls] = _make_both(cls)
+    return _made[cls]
+
+
+def _make_both(cls: type[Exception]) -> Any:
+
+    def to_text(self: RemoteError) -> str:
+        return self.message
+
+    def reduce(self: Any) -> Any:
+        facts = {name: getattr(self, name) for name in ("type_name", "traceback", "worker", "node")}
+        return raise_as, (self.far, self.message, facts)
+
+    body = {"__str__": to_text, "__reduce__": reduce, "far_class": cls, "__module__": RemoteError.__module__}
+    return type(f"Remote{cls.__name__}", (RemoteError, cls), body)
+
+
+def _native(cls: type[Exception]) -> Any:
+    """The nearest base that is written in C: its fields (`errno` of OSError) are set by its own `__init__`."""
+    return next(base for base in cls.__mro__ if base.__module__ == "builtins")
+
+
+def _pickled(error: BaseException) -> bytes:
+    if not isinstance(error, Exception) or isinstance(error, _UNFIT):
+        return b""
+    try:
+        return pickle.dumps(error, protocol=5)
+    except Exception:  # a lock in it, a local class: type, message and traceback arrive all the same
+        return b""
+
+
+def _unpickled(data: bytes) -> Exception | None:
+    if not data:
+        return None
+    try:
+        error = pickle.loads(data)
+    except Exception:  # its class is not importable here, or its __init__ wants other arguments
+        return None
+    return error if isinstance(error, Exception) else None
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:MAX_TEXT]
+    except Exception as second:
+        return f"<its __str__ raised {type(second).__name__}>"
+
+
+def _trace(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))[-MAX_TEXT:]
+    except Exception as second:
+        return f"<its traceback cannot be formatted: {type(second).__name__}>"
+
+
+def _type_name(cls: type) -> str:
+    far = getattr(cls, "far_class", cls)
+    return far.__qualname__ if far.__module__ == "builtins" else f"{far.__module__}.{far.__qualname__}"

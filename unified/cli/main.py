@@ -1,0 +1,71 @@
+"""The `unified` command: finds the subcommand, turns errors into exit codes.
+
+Exit codes: 0 all well, 1 the job failed or the cluster said no, 2 the command line is wrong, 130 stopped by the user.
+`run` starts training, so it goes round typer: its first word to the master leaves 60 ms earlier.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from unified.errors import ProtocolError, UnifiedError, UsageError
+
+COMMANDS = ("submit", "run", "jobs", "status", "logs", "stop", "nodes", "explain")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["run"]:
+        from unified.cli.run import run
+
+        return guarded(lambda: run(words[1:]))
+    if words[:1] == ["--version"]:
+        print(f"unified-runtime {release()}")
+        return 0
+    return guarded(lambda: _typer(words))
+
+
+def release() -> str:
+    """The installed release, such as ``0.1.0``."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("unified-runtime")
+    except PackageNotFoundError:  # a source tree on the path, not installed
+        return "unknown (not installed)"
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """The exit code of a command, whose errors become a line or two on stderr."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except SystemExit as end:  # --help, and a second Ctrl-C
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except UsageError as error:
+        return _say(error, 2)
+    except (UnifiedError, TimeoutError) as error:
+        return _say(error, 1)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `| head` has seen enough; nothing may be flushed at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _say(error: Exception, code: int) -> int:
+    text = str(error)
+    hint = " (unified --version tells yours)" if isinstance(error, ProtocolError) else ""
+    print(f"{'' if text.startswith('unified') else 'unified: '}{text}{hint}", file=sys.stderr)
+    return code
+
+
+def _typer(words: list[str]) -> int:
+    from unified.cli.commands import execute
+
+    return execute(words)

@@ -1,0 +1,43 @@
+"""``unified nodes``: the nodes that the master knows, and what is free on them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from unified.cli.options import Json, Master, connect
+from unified.cli.text import amount, first_line, print_json, table
+from unified.protocol.client_master import ListNodes, NodeList, NodeStatus
+from unified.protocol.records import NodeState
+
+HEADER = ["NODE", "STATE", "ADDRESS", "WORKERS", "CPU FREE", "MEMORY FREE", "DEVICES FREE", "ALSO", "SEEN", "REASON"]
+
+
+def nodes(master: Master = None, json: Json = False) -> None:
+    """List nodes: what each has, and what of it no job holds."""
+    with connect(master) as connection:
+        found = connection.ask(ListNodes(), NodeList).nodes
+    if json:
+        print_json(found)
+    elif not found:
+        print("no nodes: start `unified-agent --master tcp://HOST:PORT` on a host")
+    else:
+        print("\n".join(table(HEADER, [_row(node) for node in sorted(found, key=lambda node: node.node)])))
+
+
+def _row(node: NodeStatus) -> list[object]:
+    has, free = node.resources, node.free
+    kinds = ", ".join(sorted(Counter(device.kind for device in has.devices)))
+    extras = [f"{name}={amount(value)}" for name, value in sorted(has.user_defined.items())]
+    extras += [f"{name}={value}" for name, value in sorted(node.labels.items())]
+    return [
+        node.node,
+        node.state,
+        node.address,
+        node.num_workers,
+        f"{amount(free.cpu)}/{amount(has.cpu)}",
+        f"{free.memory_mb / 1024:.1f}/{has.memory_mb / 1024:.1f} GB",
+        f"{len(free.devices)}/{len(has.devices)} {kinds}".rstrip(),
+        " ".join(extras) or "-",
+        f"{node.seen_s_ago:.1f} s ago",
+        first_line(node.reason) if node.state != NodeState.ALIVE else "",
+    ]

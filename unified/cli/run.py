@@ -1,0 +1,93 @@
+"""``unified run``: a script as torchrun would run it, on a cluster.
+
+Its own options stand before the script, among torchrun's; everything after the script is the script's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from unified import settings
+from unified.api.builder.torchrun_options import table_parser
+from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
+from unified.cli.quick import quick_spec
+from unified.client.address import find_master
+from unified.errors import UsageError
+from unified.job.driver import Driver
+from unified.job.spec import JobSpec
+
+_OWN = ("master", "name", "detach", "no_wait")
+_MASTER_HELP = "The master's address; else $UNIFIED_MASTER; else a cluster of its own on this host, for the job's life."
+_NAME_VARIABLES = ("UNIFIED_JOB_NAME", "DLROVER_UNIFIED_JOB_NAME")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run it; the exit code.
+
+    Raises:
+        UsageError, ClusterError: as `DLJob.submit`.
+        SystemExit: ``--help``.
+    """
+    parser = run_parser(os.environ)
+    arguments = parser.parse_args(list(argv))
+    own = {name: vars(arguments).pop(name) for name in _OWN}
+    if own["detach"] and find_master(own["master"]) is None:
+        raise UsageError(NO_CLUSTER_TO_LEAVE)
+    name = own["name"] or _name_from(os.environ) or job_name(arguments.training_script)
+    kind: Literal["GPU", "CPU"] = "GPU" if settings.has_accelerator() else "CPU"
+    driver = Driver.here()._replace(sys_path=[os.getcwd()])  # not where the `unified` command lies
+    waits = not own["no_wait"]
+    spec = quick_spec(arguments, parser, name, kind, driver, os.environ)
+    if spec is None:
+        spec, may_wait = full_spec(arguments, parser, name, kind, driver)
+        waits = waits and may_wait
+    from unified.client.submission import submit_job
+
+    return outcome(submit_job(spec, master=own["master"], blocking=not own["detach"], wait=waits))
+
+
+def run_parser(env: Mapping[str, str]) -> ArgumentParser:
+    """torchrun's options and four of our own."""
+    parser = table_parser("torchrun", env, "unified run")
+    parser.description = "Run a script as torchrun would, on a cluster."
+    own = parser.add_argument_group("where and how to run it")
+    own.add_argument("--master", metavar="tcp://HOST:PORT", help=_MASTER_HELP)
+    own.add_argument("--name", help="The job's name; else $UNIFIED_JOB_NAME, else made from the script's.")
+    own.add_argument("--detach", action="store_true", help="Return when the job was accepted, and print its id.")
+    own.add_argument("--no-wait", action="store_true", help="An error at once if the job does not fit now.")
+    return parser
+
+
+def full_spec(
+    arguments: Namespace,
+    parser: ArgumentParser,
+    name: str,
+    accelerator_type: Literal["GPU", "CPU"],
+    driver: Driver,
+) -> tuple[JobSpec, bool]:
+    """The job as the models make it, options from the environment included, and whether it may wait for its place."""
+    from unified.api.builder.builder import DLJobBuilder
+    from unified.api.builder.launcher import describe
+    from unified.job.options import submit_options
+    from unified.job.to_spec import to_spec
+
+    builder = DLJobBuilder().device_type(accelerator_type)
+    builder.skip_node_check()
+    describe(builder, arguments, parser, "torchrun")
+    config = submit_options(builder.build(), {"job_name": name}, os.environ)
+    return to_spec(config, driver), config.wait
+
+
+def _name_from(env: Mapping[str, str]) -> str:
+    return next((env[variable] for variable in _NAME_VARIABLES if env.get(variable)), "")
+
+
+def job_name(script: str) -> str:
+    """``train-3f2a`` for train.py: two runs of one script are two jobs."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script).stem).lstrip("._-")[:50] or "run"
+    return f"{stem}-{os.urandom(2).hex()}"

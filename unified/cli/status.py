@@ -1,0 +1,94 @@
+"""``unified status JOB``: its stage, its roles, its workers, and why it is where it is."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from unified.cli.options import Job, Json, Master, connect
+from unified.cli.text import first_line, moment, print_json, table
+from unified.client.connection import MasterConnection
+from unified.client.report import end_lines
+from unified.client.summary import duration_text, number_text, short_name, summarise
+from unified.protocol.client_master import GetJob, JobStatus, WorkerStatus
+from unified.protocol.records import Stage, WorkerState
+
+MAX_ROWS = 40
+
+
+def status(
+    job: Job,
+    master: Master = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live until it has ended.")] = False,
+    json: Json = False,
+) -> None:
+    """Show a job. With --watch the exit code is the job's."""
+    with connect(master) as connection:
+        found = connection.ask(GetJob(job=job), JobStatus)
+        if watch and found.stage != Stage.STOPPED:
+            found = _watch(connection, found.job_id)
+    if json:
+        print_json(found)
+    else:
+        print("\n".join(status_lines(found, time.time())))
+    if watch and found.exit_code:
+        raise typer.Exit(found.exit_code)
+
+
+def _watch(connection: MasterConnection, job_id: str) -> JobStatus:
+    from unified.client.display import open_display
+    from unified.client.watch import Watch
+
+    with open_display() as display:
+        return Watch(connection, job_id, display, with_logs=False, stops_job=False).run()
+
+
+def status_lines(status: JobStatus, now: float) -> list[str]:
+    """All of it as text. `now` is the wall clock."""
+    if status.stage == Stage.STOPPED:
+        lines = end_lines(status)
+    else:
+        since = duration_text(now - status.submitted_at) if status.submitted_at else "-"
+        lines = [f"job {status.job_id} is {status.stage}, for {since}"]
+        if status.reason:
+            lines.append(f"  {first_line(status.reason)}")
+    lines.append(f"  submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}")
+    lines += ["", *(f"  {role.text}" for role in summarise(status))]
+    if status.workers:
+        lines += ["", *(f"  {line}" for line in _worker_lines(status.workers))]
+    return lines
+
+
+def _worker_lines(workers: list[WorkerStatus]) -> list[str]:
+    odd_first = sorted(workers, key=lambda worker: (worker.state == WorkerState.RUNNING, worker.role, worker.rank))
+    shown = odd_first[:MAX_ROWS] if len(workers) > MAX_ROWS else workers
+    header = ["WORKER", "LIFE", "STATE", "NODE", "PID", "DEVICES", "FAILURES", "PROGRESS", "REASON"]
+    lines = table(header, [_row(worker) for worker in shown])
+    if len(workers) > len(shown):
+        lines.append(f"… {len(workers) - len(shown)} more; --json has them all")
+    return lines
+
+
+def _row(worker: WorkerStatus) -> list[object]:
+    return [
+        short_name(worker),
+        worker.incarnation,
+        worker.state,
+        worker.node or "-",
+        worker.pid or "-",
+        ",".join(str(index) for index in worker.devices) or "-",
+        worker.num_failures,
+        _progress(worker),
+        first_line(worker.reason),
+    ]
+
+
+def _progress(worker: WorkerStatus) -> str:
+    if worker.progress is None:
+        return "-"
+    step, total = worker.progress.step, worker.progress.total
+    parts = [] if step is None else [f"{step}/{total}" if total else f"{step}"]
+    parts += [f"{name}={number_text(value)}" for name, value in worker.progress.metrics.items()]
+    return " ".join(parts) or "-"

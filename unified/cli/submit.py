@@ -1,0 +1,104 @@
+"""``unified submit FILE.py[:NAME]``: submit a job that a Python file describes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from unified.cli.options import Master
+from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
+from unified.client.address import find_master
+from unified.errors import UnifiedError, UsageError, nearest
+
+DEFAULT_NAMES = ("job", "build")
+MODULE = "unified_job_file"
+
+
+def submit(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py[:NAME]",
+            help="A file with a job: a DLJob, a builder, or a function that returns one, called NAME "
+            "('job' or 'build' if not said).",
+        ),
+    ],
+    master: Master = None,
+    name: Annotated[str | None, typer.Option(help="The job's name; else $UNIFIED_JOB_NAME, else made up.")] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="An error at once if it does not fit now.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when it was accepted, and print its id.")] = False,
+) -> None:
+    """Submit the job of a file, and show it until it has ended. The exit code is the job's."""
+    if detach and find_master(master) is None:
+        raise UsageError(NO_CLUSTER_TO_LEAVE)
+    job = load_job(file)
+    options: dict[str, object] = {"master": master} if master else {}
+    if no_wait:
+        options["wait"] = False
+    raise typer.Exit(outcome(job.submit(name, blocking=not detach, **options)))
+
+
+def load_job(text: str) -> Any:
+    """The job that ``FILE.py[:NAME]`` means: something with `submit`.
+
+    Raises:
+        UsageError: no such file or name, or the file raises; the message says where.
+    """
+    path_text, colon, name = text.rpartition(":")
+    path = Path(path_text if colon and path_text.endswith(".py") else text)
+    wanted = name if colon and path_text.endswith(".py") else ""
+    if not path.is_file():
+        raise UsageError(f"{path} is not a file: give a Python file that describes a job.")
+    found = _look_up(_load(path), path, wanted)
+    if not hasattr(found, "submit") and not hasattr(found, "build") and callable(found):
+        found = _run_user_code(found, path)
+    if not hasattr(found, "submit") and hasattr(found, "build"):
+        found = _run_user_code(found.build, path)
+    if not hasattr(found, "submit"):
+        raise UsageError(
+            f"{text} is of type {type(found).__name__}, not a DLJob, a builder, or a function that returns one."
+        )
+    return found
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file: its name must end with .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = module
+    sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` has it
+    loader = spec.loader
+    _run_user_code(lambda: loader.exec_module(module), path)
+    return module
+
+
+def _look_up(module: ModuleType, path: Path, wanted: str) -> object:
+    names = [wanted] if wanted else DEFAULT_NAMES
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    public = [name for name in vars(module) if not name.startswith("_")]
+    if wanted:
+        raise UsageError(f"{path} has no {wanted!r}.{nearest(wanted, public)}")
+    raise UsageError(f"{path} defines neither 'job' nor 'build': call the job one of them, or write {path}:NAME.")
+
+
+def _run_user_code(function: Any, path: Path) -> Any:
+    """Call it; an error of the user's is one line that says where."""
+    try:
+        return function()
+    except UnifiedError:
+        raise
+    except SyntaxError as error:
+        raise UsageError(f"{error.filename}:{error.lineno}: {error.msg}.") from None
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f"{path}:{frames[-1].lineno}" if frames else str(path)
+        raise UsageError(f"{where}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,39 @@
+"""Plain text for terminals and pipes: columns, moments, JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Rows under a header, columns two spaces apart; the last one is not padded."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def moment(at: float | None) -> str:
+    """``07:49:42`` today, ``2025-03-01 07:49`` before; ``-`` for None."""
+    if at is None or at <= 0:
+        return "-"
+    then, today = time.localtime(at), time.localtime()
+    is_today = then[:3] == today[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M", then)
+
+
+def first_line(text: str) -> str:
+    """The first line of a text that may have none."""
+    return text.partition("\n")[0]
+
+
+def print_json(value: object) -> None:
+    """A record, or a list of them, as indented JSON on stdout."""
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def amount(value: float) -> str:
+    """``8``, ``0.5``: no trailing zeros."""
+    return f"{value:.6g}"

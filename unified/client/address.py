@@ -1,0 +1,50 @@
+"""Where the master is: from an argument, from the environment, as a person would write it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from unified.errors import UsageError
+from unified.settings import DEFAULT_PORT
+
+MASTER_VARIABLE = "UNIFIED_MASTER"
+_ADDRESS = re.compile(r"(?:tcp://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?\Z")
+
+
+def parse_address(text: str) -> str:
+    """``tcp://HOST:PORT`` from that, from ``HOST:PORT`` or from ``HOST`` (port 7077).
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    found = _ADDRESS.match(text.strip())
+    port = int(found["port"] or DEFAULT_PORT) if found else 0
+    if found is None or not 0 < port < 65536:
+        raise UsageError(
+            f"{text!r} is not the address of a master: write tcp://HOST:PORT, such as tcp://10.0.0.1:7077."
+        )
+    return f"tcp://{found['host']}:{port}"
+
+
+def find_master(given: str | None, env: Mapping[str, str] | None = None) -> str | None:
+    """The master's address from `given`, else from ``UNIFIED_MASTER``, else None."""
+    env = os.environ if env is None else env
+    text = given or env.get(MASTER_VARIABLE) or ""
+    return parse_address(text) if text else None
+
+
+def require_master(given: str | None, env: Mapping[str, str] | None = None) -> str:
+    """As `find_master`, where there is nothing to do without one.
+
+    Raises:
+        UsageError: neither is given; the message says how to give it.
+    """
+    address = find_master(given, env)
+    if address is None:
+        raise UsageError(
+            f"which master? Give its address with --master tcp://HOST:PORT, or once with "
+            f"`export {MASTER_VARIABLE}=tcp://HOST:PORT`. (`unified-master` prints it when it starts.)"
+        )
+    return address

@@ -1,0 +1,291 @@
+"""One connection to a master: requests from any thread, each with exactly one answer or one error.
+
+A DEALER socket belongs to one thread of its own; callers hand it requests and wait. Requests that change nothing,
+or change the same thing twice, are sent again when the master is silent, because a master that restarts loses what
+was on its way. A request waits in this process (not in ZeroMQ) until the master is really connected, so that one that
+timed out never arrives late.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import zmq
+
+from unified.client.address import parse_address
+from unified.errors import MasterUnreachableError, ProtocolError, RefusedError, UnifiedError, VersionMismatchError
+from unified.protocol.client_master import (
+    ClientToMaster,
+    GetJob,
+    MasterToClient,
+    Refused,
+    RestartWorkers,
+    SubmitJob,
+    client_to_master,
+    master_to_client,
+)
+
+RESEND_S = 2.0
+_NOT_TWICE = (SubmitJob, RestartWorkers)
+_FOREVER_MS = 3_600_000
+
+A = TypeVar("A")
+
+
+class Reply:
+    """The answer to one request, once it is there."""
+
+    def __init__(self, request_id: int, message: ClientToMaster, timeout_s: float) -> None:
+        self.request_id = request_id
+        self.message = message
+        self.timeout_s = timeout_s
+        self.patience_s = RESEND_S + (message.wait_s if isinstance(message, GetJob) else 0.0)
+        self.deadline = time.monotonic() + timeout_s
+        self.resend_at = float("inf")
+        self.is_sent = False
+        self._done = threading.Event()
+        self._answer: MasterToClient | None = None
+        self._error: UnifiedError | None = None
+
+    def resolve(self, answer: MasterToClient | None, error: UnifiedError | None = None) -> None:
+        """End the wait. The connection calls it, once."""
+        self._answer, self._error = answer, error
+        self._done.set()
+
+    def result(self) -> MasterToClient:
+        """Wait for the answer.
+
+        Raises:
+            RefusedError, MasterUnreachableError, VersionMismatchError, ProtocolError: as `MasterConnection.request`.
+        """
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        answer = self._answer
+        if answer is None:
+            raise ProtocolError("a request ended without an answer and without an error.")
+        if isinstance(answer, Refused):
+            if answer.code == "version":
+                raise VersionMismatchError(answer.reason)
+            raise RefusedError(answer.code, answer.reason)
+        return answer
+
+
+class MasterConnection:
+    """A client's connection to one master. Any thread may use it; `close` it, or use it as a context manager.
+
+    Args:
+        address: ``tcp://HOST:PORT`` of the master.
+        timeout_s: how long a request waits for its answer when it names no time of its own.
+
+    Raises:
+        UsageError: `address` is not an address. Whether anybody listens there shows with the first request.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+        self.address = parse_address(address)
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._next_id = 1
+        self._outbox: deque[Reply] = deque()
+        self._waiting: dict[int, Reply] = {}
+        self._is_closed = False
+        self._ended_by: UnifiedError | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def request(self, message: ClientToMaster, *, timeout_s: float | None = None) -> MasterToClient:
+        """Send one request and wait for its answer.
+
+        Args:
+            timeout_s: seconds to wait; None means the connection's own. What a `GetJob` waits on purpose is added.
+
+        Raises:
+            RefusedError: the master said no; the error carries its code and reason.
+            MasterUnreachableError: nobody answered in time.
+            VersionMismatchError: the master is of another release.
+            ProtocolError: what answered is not a master.
+        """
+        return self.send(message, timeout_s=timeout_s).result()
+
+    def ask(self, message: ClientToMaster, expected: type[A], *, timeout_s: float | None = None) -> A:
+        """As `request`, for an answer of one kind; any other is a `ProtocolError`."""
+        answer = self.request(message, timeout_s=timeout_s)
+        if not isinstance(answer, expected):
+            raise ProtocolError(
+                f"the master at {self.address} answered {type(message).__name__} with {type(answer).__name__}, "
+                f"not with {expected.__name__}: install the same release of unified-runtime on both."
+            )
+        return answer
+
+    def send(self, message: ClientToMaster, *, timeout_s: float | None = None) -> Reply:
+        """Send one request and do not wait yet; many may be on their way together."""
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        if isinstance(message, GetJob):
+            seconds += message.wait_s
+        with self._lock:
+            reply = Reply(self._next_id, message, seconds)
+            self._next_id += 1
+            if self._is_closed or self._ended_by is not None:
+                reply.resolve(None, self._ended_by or self._closed())
+                return reply
+            self._outbox.append(reply)
+            self._waiting[reply.request_id] = reply
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="unified-connection", daemon=True)
+                self._thread.start()
+        os.eventfd_write(self._wake, 1)
+        return reply
+
+    def close(self) -> None:
+        """Close the socket. Requests still waiting fail; a second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            thread = self._thread
+        os.eventfd_write(self._wake, 1)
+        if thread is not None:
+            thread.join()
+        os.close(self._wake)
+
+    def _serve(self) -> None:
+        """The thread that owns the socket."""
+        error: UnifiedError = self._closed()
+        try:
+            with zmq.Context() as context, _dealer(context, self.address) as socket:
+                poller = zmq.Poller()
+                poller.register(self._wake, zmq.POLLIN)
+                while not self._is_closed:
+                    self._turn(socket, poller)
+        except zmq.ZMQError as problem:  # such as no descriptors left
+            error = MasterUnreachableError(f"the socket to the master at {self.address} cannot be used: {problem}.")
+        finally:
+            with self._lock:
+                self._ended_by = error
+            self._fail_all(error)
+
+    def _turn(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
+        poller.register(socket, zmq.POLLIN | zmq.POLLOUT if self._outbox else zmq.POLLIN)
+        ready = dict(poller.poll(self._patience_ms()))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        if ready.get(socket, 0) & zmq.POLLIN:
+            self._receive(socket)
+        self._look_at_clock(time.monotonic())
+        if self._outbox:
+            self._flush(socket)
+
+    def _patience_ms(self) -> int:
+        """Milliseconds until something must be sent again, or given up."""
+        with self._lock:
+            moments = [min(reply.deadline, reply.resend_at) for reply in self._waiting.values()]
+        if not moments:
+            return _FOREVER_MS
+        return max(0, int((min(moments) - time.monotonic()) * 1000)) + 1
+
+    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        while self._outbox:
+            reply = self._outbox[0]
+            if reply.request_id in self._waiting:
+                try:
+                    socket.send_multipart(client_to_master.encode(reply.message, reply.request_id), zmq.DONTWAIT)
+                except zmq.Again:
+                    return
+                reply.is_sent = True
+                if not isinstance(reply.message, _NOT_TWICE):
+                    reply.resend_at = time.monotonic() + reply.patience_s
+            self._outbox.popleft()
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._take(frames)
+
+    def _take(self, frames: Sequence[bytes]) -> None:
+        try:
+            request_id = master_to_client.read_header(frames[0])
+        except VersionMismatchError as error:
+            self._fail_all(VersionMismatchError(f"the master at {self.address}: {error}"))
+            return
+        except ProtocolError as error:
+            self._fail_all(self._not_a_master(error))
+            return
+        with self._lock:
+            reply = self._waiting.pop(request_id, None)
+        if reply is None:
+            return
+        try:
+            reply.resolve(master_to_client.decode(frames).message)
+        except ProtocolError as error:
+            reply.resolve(None, self._not_a_master(error))
+
+    def _look_at_clock(self, now: float) -> None:
+        with self._lock:
+            late = [reply for reply in self._waiting.values() if reply.deadline <= now]
+            for reply in late:
+                del self._waiting[reply.request_id]
+            silent = [reply for reply in self._waiting.values() if reply.resend_at <= now]
+            for reply in silent:
+                reply.resend_at = float("inf")
+                self._outbox.append(reply)
+        for reply in late:
+            reply.resolve(None, self._unreachable(reply))
+
+    def _fail_all(self, error: UnifiedError) -> None:
+        with self._lock:
+            replies = list(self._waiting.values())
+            self._waiting.clear()
+            self._outbox.clear()
+        for reply in replies:
+            reply.resolve(None, error)
+
+    def _closed(self) -> MasterUnreachableError:
+        return MasterUnreachableError(f"the connection to the master at {self.address} is closed.")
+
+    def _unreachable(self, reply: Reply) -> MasterUnreachableError:
+        if isinstance(reply.message, _NOT_TWICE) and reply.is_sent:
+            return MasterUnreachableError(
+                f"the master at {self.address} got {type(reply.message).__name__} and did not answer within "
+                f"{reply.timeout_s:g} s. It may have done it: look with `unified jobs` before you try again."
+            )
+        return MasterUnreachableError(
+            f"no master answers at {self.address} after {reply.timeout_s:g} s: is `unified-master` running there? "
+            "Another address is given with --master or UNIFIED_MASTER."
+        )
+
+    def _not_a_master(self, error: ProtocolError) -> ProtocolError:
+        return ProtocolError(
+            f"what answers at {self.address} is not a master of this release ({error}): check the address, "
+            "and that unified-runtime is the same release on both sides."
+        )
+
+
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.immediate = True  # nothing is queued for a master that is not there
+    socket.ipv6 = "[" in address
+    socket.reconnect_ivl = 50
+    socket.reconnect_ivl_max = 1000
+    socket.heartbeat_ivl = 2000  # notices a cut that TCP would not
+    socket.heartbeat_timeout = 6000
+    socket.connect(address)
+    return socket

@@ -1,0 +1,144 @@
+"""Child processes that are our own daemons: started, watched by pidfd, ended within a time."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from unified import settings
+from unified.process import describe_end, every_process, has_environment
+
+LAST_LINES = 5
+
+
+class Daemon:
+    """One ``python -m`` child in a session of its own, so that Ctrl-C at the terminal does not reach it.
+
+    Args:
+        log_file: its stdout and stderr are appended there.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str]) -> None:
+        self.log_file = log_file
+        with log_file.open("ab") as log:
+            # -P: a user's own select.py in the working directory is not for us
+            self._process = subprocess.Popen(
+                [settings.python(), "-P", "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(env),
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    @property
+    def is_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False if it still runs."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if not self.is_ended:
+            self._process.send_signal(number)
+
+    def last_words(self) -> str:
+        """How it ended, for a sentence that begins with its name, and the last lines of its log."""
+        try:
+            with self.log_file.open("rb") as log:
+                log.seek(max(0, self.log_file.stat().st_size - 4096))
+                lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        except OSError:
+            lines = []
+        code = self._process.returncode or 0
+        how = f"was {describe_end(code)}" if code < 0 else describe_end(code)
+        said = " ends with:" + "".join(f"\n    {line}" for line in lines) if lines else " is empty."
+        return f"{how}; its log {self.log_file}{said}"
+
+    @staticmethod
+    def wait_any(daemons: Sequence[Daemon], wake: int) -> None:
+        """Wait until one of them has ended, or `wake` (an eventfd) is readable."""
+        poller = select.poll()
+        poller.register(wake, select.POLLIN)
+        descriptors: list[int] = []
+        try:
+            for daemon in daemons:
+                if daemon.is_ended:
+                    return
+                descriptors.append(os.pidfd_open(daemon.pid))
+                poller.register(descriptors[-1], select.POLLIN)
+            poller.poll()
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    @staticmethod
+    def end_all(daemons: Sequence[Daemon], timeout_s: float) -> None:
+        """SIGTERM to all, SIGKILL to those that are left after `timeout_s`; all are reaped."""
+        deadline = time.monotonic() + timeout_s
+        if timeout_s > 0:
+            for daemon in daemons:
+                daemon.signal(signal.SIGTERM)
+        for daemon in daemons:
+            if not daemon.wait(max(0.0, deadline - time.monotonic())):
+                daemon.signal(signal.SIGKILL)
+        for daemon in daemons:
+            daemon.wait(10.0)
+
+
+class Marked(NamedTuple):
+    """A process whose environment has a certain setting."""
+
+    pid: int
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.pid} ({self.command})"
+
+
+def marked_processes(setting: str) -> list[Marked]:
+    """Living processes that were started with ``NAME=value`` in their environment. Zombies do not count."""
+    return [
+        Marked(process.pid, _command(process.pid))
+        for process in every_process()
+        if process.is_alive and has_environment(process.pid, setting)
+    ]
+
+
+def kill_marked(setting: str, patience_s: float) -> list[Marked]:
+    """Wait for marked processes to end by themselves, then kill them. Those that had to be killed."""
+    deadline = time.monotonic() + patience_s
+    while left := marked_processes(setting):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    killed = left
+    while left:
+        for process in left:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.01)
+        left = marked_processes(setting)
+    return killed
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:120]
+    except OSError:
+        return ""

@@ -1,0 +1,285 @@
+"""A cluster of its own for one driver: a master and agents as child processes on this host.
+
+One thread starts all of them, watches them and ends them. It lives as long as the cluster does, because the kernel
+sends the parent-death signal when the *thread* that started a child ends. So a driver that is killed takes its
+cluster with it, and one that ends in order stops agents before the master and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from unified import settings
+from unified.client.connection import MasterConnection
+from unified.client.daemons import Daemon, kill_marked, marked_processes
+from unified.errors import ClusterError, MasterUnreachableError
+from unified.protocol.client_master import ListNodes, NodeList
+from unified.protocol.records import NodeState
+
+CLUSTER_VARIABLE = "UNIFIED_CLUSTER_ID"
+"""In the environment of every process of an embedded cluster, workers included."""
+KEPT_HOMES = 10
+LOCK_NAME = "owner.lock"
+"""In the run folder; locked while its cluster lives, in whichever pid namespace."""
+READY_S = 30.0
+POLL_S = 0.01
+MASTER_STOP_S = 3.0
+LEFTOVER_S = 1.0
+
+
+class EmbeddedCluster:
+    """A master and agents on this host, for as long as this process lives.
+
+    Args:
+        nodes: how many agents; they are called node-1, node-2, …
+        devices_per_node: virtual devices of each; None means the accelerators that the host really has.
+        home: where logs and state go; None means a new folder below ``<unified home>/embedded``, of which the newest
+            ten are kept.
+        env: more environment for the daemons, and so for the workers.
+        max_agent_restarts: how often an agent that died is started again, each.
+
+    Attributes:
+        cluster_id: the value of ``UNIFIED_CLUSTER_ID`` in all its processes.
+        problem: why the cluster is of no use any more, or None.
+        leftovers: after `stop`: processes that had to be killed and sockets that nobody removed.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 1,
+        devices_per_node: int | None = 1,
+        *,
+        home: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        max_agent_restarts: int = 5,
+    ) -> None:
+        self.cluster_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
+        self.home = settings.home() / "embedded" / self.cluster_id if home is None else home
+        self.node_names = [f"node-{index + 1}" for index in range(nodes)]
+        self.devices_per_node = devices_per_node
+        self.problem: str | None = None
+        self.leftovers: list[str] = []
+        self._is_own_home = home is None
+        self._env = dict(env or {})
+        self._max_agent_restarts = max_agent_restarts
+        self._address = ""
+        self._run_dir = settings.run_root() / f"e{os.getpid()}-{self.cluster_id[-6:]}"
+        self._master: Daemon | None = None
+        self._agents: list[Daemon] = []
+        self._stopping = threading.Event()
+        self._spawned = threading.Event()
+        self._stop_timeout_s = 0.0
+        self._wake = -1
+        self._lock_file: int | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def address(self) -> str:
+        """``tcp://127.0.0.1:PORT`` of the master."""
+        return self._address
+
+    @property
+    def master_pid(self) -> int:
+        return self._master.pid if self._master is not None else 0
+
+    @property
+    def agent_pids(self) -> list[int]:
+        """By node; the pid of an agent changes when it is started again."""
+        return [agent.pid for agent in self._agents]
+
+    def start(self, timeout_s: float = READY_S) -> Self:
+        """Start everything and wait until every agent is registered.
+
+        Raises:
+            ClusterError: a daemon ended or was not ready in time; the message has its last words.
+        """
+        self._prepare()
+        self._thread = threading.Thread(target=self._supervise, name="unified-embedded", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+        try:
+            self._wait_until_ready(time.monotonic() + timeout_s, timeout_s)
+        except BaseException:
+            self.stop(timeout_s=1.0)
+            raise
+        return self
+
+    def stop(self, timeout_s: float = 15.0) -> None:
+        """End the agents, then the master, and wait for it. Safe to call twice.
+
+        Args:
+            timeout_s: how long the agents may take to stop their workers; then everything is killed.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._stop_timeout_s = timeout_s
+        self._stopping.set()
+        os.eventfd_write(self._wake, 1)
+        thread.join()
+        os.close(self._wake)
+        atexit.unregister(self.stop)
+
+    def _prepare(self) -> None:
+        if self._is_own_home:
+            _prune(self.home.parent, KEPT_HOMES - 1)
+        self.home.mkdir(parents=True, exist_ok=True)
+        settings.make_private(self._run_dir.parent)
+        _sweep_run_dirs(self._run_dir.parent)
+        settings.make_private(self._run_dir)
+        self._lock_file = _lock(self._run_dir / LOCK_NAME)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
+        while not self._spawned.wait(POLL_S):
+            self._check(deadline, timeout_s, "the master did not write its address")
+        with MasterConnection(self._address, timeout_s=timeout_s) as connection:
+            while True:
+                try:
+                    nodes = connection.ask(ListNodes(), NodeList, timeout_s=1.0).nodes
+                except MasterUnreachableError:  # it may have died: `_check` knows
+                    nodes = []
+                alive = {node.node for node in nodes if node.state == NodeState.ALIVE}
+                if alive.issuperset(self.node_names):
+                    return
+                missing = ", ".join(name for name in self.node_names if name not in alive)
+                self._check(deadline, timeout_s, f"the master does not know {missing}")
+                self._stopping.wait(POLL_S)
+
+    def _check(self, deadline: float, timeout_s: float, waits_for: str) -> None:
+        if self.problem is not None:
+            raise ClusterError(self.problem)
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"the embedded cluster was not ready after {timeout_s:g} s: {waits_for}. Its logs are in {self.home}."
+            )
+
+    def _supervise(self) -> None:
+        """The thread that owns the daemons."""
+        try:
+            self._start_master()
+            if self._address:
+                for name in self.node_names:
+                    self._agents.append(self._start_agent(name))
+                self._spawned.set()
+                self._watch()
+        except OSError as error:
+            self.problem = f"the embedded cluster cannot be started: {error}."
+        finally:
+            self._stopping.wait()  # children die with this thread, so it outlives them
+            self._tear_down()
+
+    def _start_master(self) -> None:
+        address_file = self.home / "master.address"
+        address_file.unlink(missing_ok=True)
+        arguments = ["--bind", "tcp://127.0.0.1:0", "--state-dir", str(self.home / "master")]
+        arguments += ["--address-file", str(address_file), "--die-with-parent"]
+        self._master = Daemon("unified_master", arguments, self.home / "master.log", self._environment())
+        while not self._stopping.is_set():
+            if address_file.exists() and (text := address_file.read_text()).endswith("\n"):
+                self._address = text.strip()
+                return
+            if self._master.wait(POLL_S):
+                self.problem = f"the embedded master {self._master.last_words()}"
+                return
+
+    def _start_agent(self, name: str) -> Daemon:
+        arguments = ["--master", self._address, "--node-id", name]
+        arguments += ["--state-dir", str(self.home / name), "--die-with-parent"]
+        if self.devices_per_node is not None:
+            arguments += ["--devices", str(self.devices_per_node)]
+        return Daemon("unified_agent", arguments, self.home / f"{name}.log", self._environment())
+
+    def _environment(self) -> dict[str, str]:
+        own = {
+            CLUSTER_VARIABLE: self.cluster_id,
+            "UNIFIED_HOME": str(self.home),
+            "UNIFIED_RUN_DIR": str(self._run_dir),
+        }
+        return {**os.environ, **self._env, **own}
+
+    def _watch(self) -> None:
+        """Until `stop`: start again what died, within limits."""
+        restarts = [0] * len(self._agents)
+        while not self._stopping.is_set():
+            Daemon.wait_any([self._master, *self._agents] if self._master else self._agents, self._wake)
+            if self._stopping.is_set():
+                return
+            if self._master is not None and self._master.is_ended and self.problem is None:
+                self.problem = f"the embedded master {self._master.last_words()}"
+            for index, agent in enumerate(self._agents):
+                if agent.is_ended and self.problem is None:
+                    if restarts[index] >= self._max_agent_restarts:
+                        self.problem = (
+                            f"the embedded agent {self.node_names[index]} ended {restarts[index] + 1} times; the last "
+                            f"time it {agent.last_words()}"
+                        )
+                    else:
+                        restarts[index] += 1
+                        self._agents[index] = self._start_agent(self.node_names[index])
+            if self.problem is not None:
+                return
+
+    def _tear_down(self) -> None:
+        Daemon.end_all(self._agents, self._stop_timeout_s)
+        if self._master is not None:
+            Daemon.end_all([self._master], min(MASTER_STOP_S, max(self._stop_timeout_s, 0.5)))
+        self.leftovers = [
+            f"process {process}" for process in kill_marked(f"{CLUSTER_VARIABLE}={self.cluster_id}", LEFTOVER_S)
+        ]
+        self.leftovers += [f"socket {path}" for path in _sockets(self._run_dir)]
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock on a file, or None where somebody else does."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _sockets(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if stat.S_ISSOCK(path.lstat().st_mode)]
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove the oldest homes of clusters that have ended."""
+    if not folder.is_dir():
+        return
+    homes = sorted(path for path in folder.iterdir() if path.is_dir())
+    for home in homes[: max(0, len(homes) - keep)]:
+        if not marked_processes(f"{CLUSTER_VARIABLE}={home.name}"):
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _sweep_run_dirs(folder: Path) -> None:
+    """Remove run folders of embedded clusters whose driver was killed."""
+    for lock_file in folder.glob(f"e*-*/{LOCK_NAME}"):
+        descriptor = _lock(lock_file)
+        if descriptor is not None:
+            shutil.rmtree(lock_file.parent, ignore_errors=True)
+            os.close(descriptor)

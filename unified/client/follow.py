@@ -1,0 +1,142 @@
+"""Two threads that follow a job for a display: its status by long poll, its workers' output by pulls.
+
+Both put what they find in one queue, which one consumer empties, so that a display is touched by one thread alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from unified.client.connection import MasterConnection
+from unified.client.logs import DRAIN_S, LogReader
+from unified.errors import MasterUnreachableError, UnifiedError
+from unified.protocol.client_master import GetJob, JobStatus
+from unified.protocol.records import Stage
+
+POLL_S = 5.0
+"""How long the master may keep a question about the status."""
+STATUS_PAUSE_S = 0.05
+"""Between two answers, so that a job that reports every step does not flood its driver."""
+MAX_UNSHOWN = 4
+
+
+class StatusChanged(NamedTuple):
+    status: JobStatus
+
+
+class LinesRead(NamedTuple):
+    lines: list[str]
+
+
+class MasterSilent(NamedTuple):
+    """The master does not answer, for the first time since it last did, or still."""
+
+    error: MasterUnreachableError
+    since: float
+    """Monotonic."""
+
+
+class FollowFailed(NamedTuple):
+    """Following cannot go on."""
+
+    error: UnifiedError
+
+
+class Interrupted(NamedTuple):
+    """Ctrl-C. A signal handler puts it: the queue is safe for that."""
+
+
+class Drained(NamedTuple):
+    """No more output will come."""
+
+
+News = StatusChanged | LinesRead | MasterSilent | FollowFailed | Interrupted | Drained
+
+
+class Follower:
+    """Follows one job until it is STOPPED or `request_stop` is called."""
+
+    def __init__(self, connection: MasterConnection, job: str, reader: LogReader | None) -> None:
+        self.news: SimpleQueue[News] = SimpleQueue()
+        self._connection = connection
+        self._job = job
+        self._reader = reader
+        self._stop = threading.Event()
+        self._status: JobStatus | None = None
+        self._unshown = threading.BoundedSemaphore(MAX_UNSHOWN)
+        self._threads = [threading.Thread(target=self._follow_status, name="unified-status", daemon=True)]
+        if reader is not None:
+            self._threads.append(threading.Thread(target=self._follow_logs, name="unified-logs", daemon=True))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def shown(self) -> None:
+        """The consumer has shown one `LinesRead`: a reader that waits for a slow terminal may go on."""
+        self._unshown.release()
+
+    def request_stop(self) -> None:
+        """Nobody listens any more. The threads end with their present request, or when the connection is closed."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait for both threads, after `request_stop` and the closing of the connection."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _follow_status(self) -> None:
+        version = -1
+        silent_since: float | None = None
+        while not self._stop.is_set():
+            try:
+                status = self._connection.ask(
+                    GetJob(job=self._job, after_version=version, wait_s=POLL_S if version >= 0 else 0.0), JobStatus
+                )
+            except MasterUnreachableError as error:
+                silent_since = time.monotonic() if silent_since is None else silent_since
+                self.news.put(MasterSilent(error, silent_since))
+                self._stop.wait(STATUS_PAUSE_S)
+                continue
+            except UnifiedError as error:
+                self.news.put(FollowFailed(error))
+                return
+            silent_since = None
+            if status.version > version:
+                version = status.version
+                self._status = status
+                self.news.put(StatusChanged(status))
+            if status.stage == Stage.STOPPED:
+                return
+            self._stop.wait(STATUS_PAUSE_S)
+
+    def _follow_logs(self) -> None:
+        reader = self._reader
+        while reader is not None and not self._stop.is_set():
+            try:
+                status = self._status
+                if status is not None:
+                    reader.update(status)
+                self._put_lines(reader.pull())
+                if status is not None and status.stage == Stage.STOPPED:
+                    for lines in reader.drain(DRAIN_S):
+                        self._put_lines(lines)
+                    break
+            except UnifiedError as error:
+                self.news.put(FollowFailed(error))
+                break
+            self._stop.wait(max(reader.pause_s(), 0.01))
+        self.news.put(Drained())
+
+    def _put_lines(self, lines: list[str]) -> None:
+        if not lines:
+            return
+        while not self._unshown.acquire(timeout=0.1):
+            if self._stop.is_set():
+                return
+        self.news.put(LinesRead(lines))

@@ -1,0 +1,123 @@
+"""A submitted job, in the hands of whoever submitted it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from unified.client.connection import MasterConnection
+from unified.client.logs import LogReader
+from unified.errors import ClusterError, MasterUnreachableError
+from unified.protocol.client_master import GetJob, JobStatus, StopJob
+from unified.protocol.records import Stage
+
+if TYPE_CHECKING:
+    from unified.client.embedded import EmbeddedCluster
+
+POLL_S = 5.0
+MASTER_GRACE_S = 300.0
+"""How long a wait bears a master that is away; the job does not need it meanwhile."""
+
+
+class JobHandle:
+    """A job that was submitted and was not waited for. Close it, or use it as a context manager.
+
+    Where the job runs in an embedded cluster, the cluster belongs to the handle: closing the handle, or the end of this
+    process, ends the cluster and with it the job. A job on a master of its own goes on.
+
+    Attributes:
+        job_id: as ``unified status`` takes it.
+    """
+
+    def __init__(self, connection: MasterConnection, job_id: str, *, cluster: EmbeddedCluster | None = None) -> None:
+        self.job_id = job_id
+        self.connection = connection
+        self.cluster = cluster
+
+    def __repr__(self) -> str:
+        return f"JobHandle({self.job_id!r}, master={self.connection.address!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def status(self) -> JobStatus:
+        """The job as the master sees it now."""
+        return self.connection.ask(GetJob(job=self.job_id), JobStatus)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the job has ended, and return its exit code: 0, 1 for a failure, 130 for a stop by a user.
+
+        Args:
+            timeout: seconds; None waits as long as the job runs.
+
+        Raises:
+            TimeoutError: it still runs after `timeout`.
+            MasterUnreachableError: the master was away for 5 minutes.
+            ClusterError: the embedded cluster broke down.
+        """
+        status = self._wait_for_end(timeout)
+        return 1 if status.exit_code is None else status.exit_code
+
+    def logs(self, follow: bool = False, role: str | None = None, rank: int | None = None) -> Iterator[str]:
+        """Lines that the workers printed, each as ``[trainer-0] line``.
+
+        Args:
+            follow: go on until the job has ended; a reader far behind skips ahead, and a line says so.
+            role, rank: only those workers.
+        """
+        reader = LogReader(self.connection, self.job_id, role=role, rank=rank, is_live=follow)
+        if follow:
+            yield from reader.follow(self.status)
+        else:
+            reader.update(self.status())
+            yield from reader.rest()
+
+    def stop(self, force: bool = False) -> None:
+        """Ask the master to stop the job, and return at once; `wait` tells when it has ended.
+
+        Args:
+            force: kill its workers at once, without a grace period.
+
+        Raises:
+            RefusedError: it has ended already, or is not known.
+        """
+        self.connection.request(StopJob(job=self.job_id, force=force, reason="asked by its driver"))
+
+    def close(self) -> None:
+        """Let go of the job: close the connection, and end the embedded cluster if there is one."""
+        self.connection.close()
+        if self.cluster is not None:
+            self.cluster.stop()
+
+    def _wait_for_end(self, timeout: float | None) -> JobStatus:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        version = -1
+        answered_at = time.monotonic()
+        while True:
+            left = POLL_S if deadline is None else deadline - time.monotonic()
+            request = GetJob(job=self.job_id, after_version=version, wait_s=max(0.0, min(POLL_S, left)))
+            try:
+                status = self.connection.ask(request, JobStatus)
+            except MasterUnreachableError:
+                self._check_cluster()
+                if time.monotonic() - answered_at > MASTER_GRACE_S:
+                    raise
+            else:
+                answered_at, version = time.monotonic(), status.version
+                if status.stage == Stage.STOPPED:
+                    return status
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"job {self.job_id} still runs after {timeout:g} s: look at `unified status {self.job_id}`."
+                )
+
+    def _check_cluster(self) -> None:
+        if self.cluster is not None and self.cluster.problem is not None:
+            raise ClusterError(self.cluster.problem)

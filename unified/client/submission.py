@@ -1,0 +1,87 @@
+"""Submitting a job: to the master that was named, or to an embedded cluster of its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Literal, overload
+
+from unified import settings
+from unified.client.address import find_master
+from unified.client.connection import MasterConnection
+from unified.client.handle import JobHandle
+from unified.job.spec import JobSpec
+from unified.protocol.client_master import Accepted, SubmitJob
+
+if TYPE_CHECKING:
+    from unified.client.embedded import EmbeddedCluster
+
+
+@overload
+def submit_job(
+    spec: JobSpec, *, master: str | None = None, blocking: Literal[True] = True, wait: bool = True
+) -> int: ...
+
+
+@overload
+def submit_job(
+    spec: JobSpec, *, master: str | None = None, blocking: Literal[False], wait: bool = True
+) -> JobHandle: ...
+
+
+@overload
+def submit_job(spec: JobSpec, *, master: str | None = None, blocking: bool, wait: bool = True) -> int | JobHandle: ...
+
+
+def submit_job(
+    spec: JobSpec, *, master: str | None = None, blocking: bool = True, wait: bool = True
+) -> int | JobHandle:
+    """Submit a job.
+
+    Args:
+        master: ``tcp://HOST:PORT``; None means ``UNIFIED_MASTER``, and without that an embedded cluster of
+            `spec.node_num` agents with `spec.device_per_node` virtual devices each, which ends with the job. (A GPU
+            job for one node, on a host that has accelerators, gets the real ones.)
+        blocking: show progress and output until the job has ended. Ctrl-C stops it, a second one ends it at once.
+        wait: let a job that does not fit now wait for its place; False has it refused.
+
+    Returns:
+        The exit code (0, 1 for a failure, 130 for a stop by the user) if `blocking`, else a handle.
+
+    Raises:
+        RefusedError: the master did not take it; the message says why.
+        MasterUnreachableError: no master answers there.
+        ClusterError: the embedded cluster could not be started.
+    """
+    address = find_master(master)
+    handle = _send(spec, address, wait, None) if address is not None else _send_embedded(spec, wait)
+    if not blocking:
+        return handle
+    from unified.client.foreground import run_in_foreground
+
+    return run_in_foreground(handle)
+
+
+def _send(spec: JobSpec, address: str, wait: bool, cluster: EmbeddedCluster | None) -> JobHandle:
+    connection = MasterConnection(address, timeout_s=settings.intervals().connect_s)
+    try:
+        accepted = connection.ask(SubmitJob(spec=spec, wait=wait), Accepted)
+    except BaseException:
+        connection.close()
+        raise
+    return JobHandle(connection, accepted.job_id, cluster=cluster)
+
+
+def _send_embedded(spec: JobSpec, wait: bool) -> JobHandle:
+    from unified.client.embedded import EmbeddedCluster
+
+    # One agent may have the host's real devices; several would each take all of them.
+    is_real = spec.accelerator_type == "GPU" and spec.node_num == 1 and settings.has_accelerator()
+    cluster = EmbeddedCluster(spec.node_num, None if is_real else spec.device_per_node)
+    if sys.stderr.isatty():
+        print(f"starting an embedded cluster; its logs: {cluster.home}", file=sys.stderr)
+    cluster.start()
+    try:
+        return _send(spec, cluster.address, wait, cluster)
+    except BaseException:
+        cluster.stop(timeout_s=1.0)
+        raise

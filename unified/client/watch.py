@@ -1,0 +1,179 @@
+"""Waiting for a job in front of a person: news to the display, Ctrl-C to the job."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty
+from types import FrameType
+
+from unified.client.connection import MasterConnection
+from unified.client.display import Display
+from unified.client.follow import (
+    Drained,
+    Follower,
+    FollowFailed,
+    Interrupted,
+    LinesRead,
+    MasterSilent,
+    News,
+    StatusChanged,
+)
+from unified.client.handle import MASTER_GRACE_S
+from unified.client.logs import LogReader
+from unified.errors import ClusterError, MasterUnreachableError, UnifiedError
+from unified.protocol.client_master import JobStatus, StopJob
+from unified.protocol.records import Stage
+
+DRAINED_S = 5.0
+"""After the job's end, how long its last output may take."""
+FORCE_S = 2.0
+MAX_FOLLOWED = 16
+SILENT_EVERY_S = 30.0
+
+
+class Watch:
+    """One wait for the end of one job.
+
+    Args:
+        problem: says why waiting is of no use any more (an embedded master that died), or None.
+    """
+
+    def __init__(
+        self,
+        connection: MasterConnection,
+        job_id: str,
+        display: Display,
+        *,
+        with_logs: bool = True,
+        problem: Callable[[], str | None] = lambda: None,
+        stops_job: bool = True,
+    ) -> None:
+        self._connection = connection
+        self._job_id = job_id
+        self._display = display
+        self._problem = problem
+        self._stops_job = stops_job
+        self._reader = LogReader(connection, job_id, is_live=True, max_workers=MAX_FOLLOWED) if with_logs else None
+        self._follower = Follower(connection, job_id, self._reader)
+        self._ended: JobStatus | None = None
+        self._ended_at = 0.0
+        self._is_drained = self._reader is None
+        self._num_interrupts = 0
+        self._silent_said_at = float("-inf")
+        self._left_out = 0
+
+    def run(self) -> JobStatus:
+        """The job's last status.
+
+        Raises:
+            SystemExit: 130, after a second Ctrl-C (the job was told to end at once), or after the first where
+                watching does not own the job.
+            MasterUnreachableError: the master was away for longer than `MASTER_GRACE_S`.
+            ClusterError: waiting is of no use any more.
+        """
+        self._follower.start()
+        try:
+            with _interrupts(self._follower):
+                while True:
+                    self._take(self._next())
+                    if self._ended and (self._is_drained or time.monotonic() - self._ended_at > DRAINED_S):
+                        return self._ended
+        finally:
+            self._follower.request_stop()
+
+    def join(self) -> None:
+        """Wait for the threads behind it; call it after the connection was closed, which ends their requests."""
+        self._follower.join()
+
+    def _next(self) -> News | None:
+        try:
+            return self._follower.news.get(timeout=1.0)
+        except Empty:
+            return None
+
+    def _take(self, news: News | None) -> None:
+        match news:
+            case None:
+                self._check_cluster()
+            case StatusChanged(status):
+                self._show_status(status)
+            case LinesRead(lines):
+                self._display.log(lines)
+                self._follower.shown()
+            case MasterSilent(error, since):
+                self._check_cluster()
+                self._bear_silence(error, since)
+            case FollowFailed(error):
+                raise error
+            case Interrupted():
+                self._interrupt()
+            case Drained():
+                self._is_drained = True
+
+    def _show_status(self, status: JobStatus) -> None:
+        self._display.update(status)
+        left_out = self._reader.left_out if self._reader is not None else 0
+        if left_out and left_out != self._left_out:
+            self._display.note(
+                f"{status.job_id}  shows the output of {MAX_FOLLOWED} workers and not of {left_out} more: "
+                f"unified logs {status.job_id} --role ROLE --rank RANK"
+            )
+        self._left_out = left_out
+        if status.stage == Stage.STOPPED:
+            self._ended, self._ended_at = status, time.monotonic()
+
+    def _check_cluster(self) -> None:
+        problem = self._problem()
+        if problem is not None:
+            raise ClusterError(problem)
+
+    def _bear_silence(self, error: MasterUnreachableError, since: float) -> None:
+        now = time.monotonic()
+        if now - since > MASTER_GRACE_S:
+            raise MasterUnreachableError(
+                f"the master at {self._connection.address} was away for {MASTER_GRACE_S:g} s. Job {self._job_id} goes "
+                f"on without it; when it is back, `unified status {self._job_id}` shows it."
+            ) from error
+        if now - self._silent_said_at > SILENT_EVERY_S:
+            self._silent_said_at = now
+            self._display.note(
+                f"{self._job_id}  the master at {self._connection.address} does not answer; the job goes on, "
+                "and so does this wait"
+            )
+
+    def _interrupt(self) -> None:
+        self._num_interrupts += 1
+        if not self._stops_job:
+            raise SystemExit(130)
+        is_second = self._num_interrupts > 1
+        request = StopJob(job=self._job_id, force=is_second, reason="Ctrl-C in its driver")
+        if is_second:
+            self._display.note(f"{self._job_id}  ended at once")
+            try:
+                self._connection.request(request, timeout_s=FORCE_S)
+            except UnifiedError as error:
+                self._display.note(f"{self._job_id}  could not be told to end: {error}")
+            raise SystemExit(130)
+        self._display.note(f"{self._job_id}  stopping in order; Ctrl-C again ends it at once")
+        self._connection.send(request)  # its effect shows in the status; waiting here would hold up the second Ctrl-C
+
+
+@contextmanager
+def _interrupts(follower: Follower) -> Iterator[None]:
+    """Turn SIGINT into news, where this thread is one that may."""
+
+    def handle(signal_number: int, frame: FrameType | None) -> None:
+        follower.news.put(Interrupted())
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)

@@ -1,0 +1,133 @@
+"""What Linux knows about processes and Python does not say: parent-death signals, subreapers, who is really alive.
+
+At the bottom of the tree, because daemons, the zygote and workers all need it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(sig: int = signal.SIGKILL, parent: int | None = None) -> None:
+    """Have the kernel send `sig` to this process when the *thread* that made it ends.
+
+    Args:
+        sig: the signal.
+        parent: pid that the parent must still have; if it has gone already, `sig` is raised here and now.
+
+    Call it first thing in a child. It survives `exec`, and is not inherited by children.
+    """
+    _prctl(_PR_SET_PDEATHSIG, sig)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), sig)
+
+
+def become_subreaper() -> None:
+    """Adopt orphaned descendants instead of letting them go to PID 1."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_title(title: str) -> None:
+    """Name this process for `ps -o comm` and `top`; the kernel keeps 15 bytes."""
+    _prctl(_PR_SET_NAME, title.encode()[:15])
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+class ProcessFacts(NamedTuple):
+    """A line of ``/proc/PID/stat``."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+    start_ticks: int
+    """Start time in clock ticks since boot: with the pid, it names one process for ever."""
+
+    @property
+    def is_alive(self) -> bool:
+        """A zombie has ended: nobody has looked at its exit code yet, and PID 1 may take a second to."""
+        return self.state not in "ZX"
+
+
+def facts(pid: int) -> ProcessFacts | None:
+    """What the kernel says of a process, or None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            line = file.read()
+    except OSError:
+        return None
+    # The name is in brackets and may itself hold brackets and spaces.
+    fields = line[line.rindex(b")") + 2 :].split()
+    return ProcessFacts(pid, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+
+
+def is_alive(pid: int) -> bool:
+    """True if the process exists and is no zombie."""
+    found = facts(pid)
+    return found is not None and found.is_alive
+
+
+def every_process() -> Iterator[ProcessFacts]:
+    """All processes that this one can see, by pid."""
+    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        found = facts(pid)
+        if found is not None:
+            yield found
+
+
+def has_environment(pid: int, setting: str) -> bool:
+    """Whether the process was started with ``NAME=value`` in its environment; False where that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return setting.encode() in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def num_threads() -> int:
+    """Threads of this process, those of C libraries included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def close_all_but(keep: Iterable[int]) -> None:
+    """Close every descriptor above 2 that is not in `keep`."""
+    low = 3
+    for descriptor in sorted(set(keep)):
+        if descriptor >= low:
+            os.closerange(low, descriptor)
+            low = descriptor + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+
+
+def signal_group(leader: int, sig: int) -> bool:
+    """Signal a whole process group; False if nobody is left in it."""
+    try:
+        os.killpg(leader, sig)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def describe_end(code: int) -> str:
+    """``killed by SIGKILL`` or ``exited with code 3``, from an exit code that is minus the signal."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,135 @@
+"""The outside of a bus message: all that a relay reads, and the first frame of every message.
+
+A message is ``[envelope][body][buffer…]``. What body and buffers hold is `unified.bus.codec`'s business, except for the
+two kinds whose body is a record of this file: HELLO (an `Inbox`) and UNDELIVERABLE (an `Undelivered`).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Literal
+
+import msgspec
+
+from unified.errors import ProtocolError, VersionMismatchError
+from unified.job.spec import Value
+from unified.protocol.records import Inbox
+
+Bytes = bytes | bytearray | memoryview
+BUS_VERSION = 1
+MAX_ENVELOPE_BYTES = 8192
+"""Names are short; a first frame longer than this is no envelope and is not looked at."""
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    CALL = 1
+    """Body: arguments. Ends in one RESULT or ERROR."""
+    RESULT = 2
+    """Body: the value."""
+    ERROR = 3
+    """Body: what was raised."""
+    CANCEL = 4
+    """The caller no longer wants the answer to `call_id`."""
+    UNDELIVERABLE = 5
+    """From a relay: it could not forward a message of the receiver's. Body: `Undelivered`."""
+    HELLO = 6
+    """First message on a new direct connection. Body: the sender's `Inbox`, so that answers find their way back even
+    before the directory tells of it."""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """Sender and target are inbox ids, so a message is for one life of one worker and for no other."""
+
+    version: int
+    kind: Kind
+    call_id: int
+    """Chosen by the caller; with the caller's inbox id it names the call."""
+    sender: str
+    worker: str
+    """Name of the sender, for people."""
+    target: str
+    method: str = ""
+    timeout_s: float | None = None
+    """Seconds left when it was sent (clocks of two hosts differ); None: no deadline."""
+    trace_id: str = ""
+    """The same for a call and for the calls that its handler makes."""
+
+
+class Undelivered(Value, frozen=True, kw_only=True):
+    """Why a relay did not forward a message."""
+
+    kind: Kind
+    """Of the message that it gave up."""
+    target: str
+    code: Literal["unknown-target", "overloaded"]
+
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not the record: for text that is not UTF-8 it is no error of its own."""
+_encoder = msgspec.msgpack.Encoder()
+_envelope = msgspec.msgpack.Decoder(Envelope)
+_any = msgspec.msgpack.Decoder(list)
+_inbox = msgspec.msgpack.Decoder(Inbox)
+_undelivered = msgspec.msgpack.Decoder(Undelivered)
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """The first frame of a message."""
+    return _encoder.encode(envelope)
+
+
+def decode_envelope(frame: Bytes) -> Envelope:
+    """Read a first frame.
+
+    Raises:
+        VersionMismatchError: the peer speaks another version of the bus; the error says both.
+        ProtocolError: this is no envelope.
+    """
+    size = len(frame)
+    if size > MAX_ENVELOPE_BYTES:
+        raise ProtocolError(f"an envelope of {size} bytes is refused; at most {MAX_ENVELOPE_BYTES}.")
+    try:
+        envelope = _envelope.decode(frame)
+    except UNREADABLE as error:
+        _check_version(_first_number(frame))
+        raise ProtocolError(f"the first frame is not an envelope: {error}") from None
+    _check_version(envelope.version)
+    return envelope
+
+
+def encode_record(record: Inbox | Undelivered) -> bytes:
+    """The body of a HELLO or of an UNDELIVERABLE."""
+    return _encoder.encode(record)
+
+
+def decode_hello(body: Bytes) -> Inbox:
+    """The body of a HELLO; ProtocolError if it is none."""
+    try:
+        return _inbox.decode(body)
+    except UNREADABLE as error:
+        raise ProtocolError(f"not the body of a HELLO: {error}") from None
+
+
+def decode_undelivered(body: Bytes) -> Undelivered:
+    """The body of an UNDELIVERABLE; ProtocolError if it is none."""
+    try:
+        return _undelivered.decode(body)
+    except UNREADABLE as error:
+        raise ProtocolError(f"not the body of an UNDELIVERABLE: {error}") from None
+
+
+def _first_number(frame: Bytes) -> object:
+    try:
+        return next(iter(_any.decode(frame)), None)
+    except UNREADABLE:
+        return None
+
+
+def _check_version(version: object) -> None:
+    if type(version) is int and version != BUS_VERSION:
+        raise VersionMismatchError(
+            f"the peer speaks bus version {version}, this side speaks {BUS_VERSION}: "
+            "install the same release of unified-runtime on both."
+        )

@@ -1,0 +1,301 @@
+"""A real cluster for tests, on this machine, that fails the test which leaves anything behind.
+
+Installing unified makes the fixture known to pytest; there is nothing to import::
+
+    def test_my_job(local_cluster):
+        cluster = local_cluster(nodes=2, devices=2)
+        handle = cluster.submit(my_job, "demo")
+        assert handle.wait(timeout=30) == 0
+
+`local_cluster` is a factory: each call starts a master and `nodes` agents with `devices` virtual devices each, with
+short intervals, and returns a `LocalCluster`. At the end of the test every cluster is stopped, and the test fails if a
+process, a socket, an open descriptor, a thread or a file in /dev/shm is left. Zombies count as dead.
+
+`eventually` awaits what has no event to wait for::
+
+    eventually(lambda: handle.status().stage == "RUNNING", timeout=10, message="the job did not run")
+
+Nothing here imports torch, and nothing but pytest and the standard library is imported before the fixture is used.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import pytest
+
+if TYPE_CHECKING:
+    from unified.client.connection import MasterConnection
+    from unified.client.handle import JobHandle
+    from unified.job.spec import JobSpec
+    from unified.protocol.client_master import JobLine, JobStatus, NodeStatus
+
+FAST = {"UNIFIED_HEARTBEAT_S": "0.2", "UNIFIED_LEASE_S": "2", "UNIFIED_SETTLE_S": "0.2"}
+"""Environment of a test's cluster, so that a lost node is noticed soon."""
+SETTLE_S = 3.0
+POLL_S = 0.01
+SHARED_MEMORY = Path("/dev/shm")
+
+T = TypeVar("T")
+
+
+class Submittable(Protocol):
+    """A `DLJob`, or anything else with its `submit`."""
+
+    def submit(self, job_name: str | None = None, /, blocking: bool = True, **options: Any) -> Any: ...
+
+
+def eventually(predicate: Callable[[], T], timeout: float = 10.0, message: str = "") -> T:
+    """Wait until `predicate()` is true, and return what it returned.
+
+    Args:
+        predicate: asked every 10 ms.
+        timeout: seconds.
+        message: what did not come true, for the error.
+
+    Raises:
+        AssertionError: it did not become true in time.
+    """
+    deadline = time.monotonic() + timeout
+    while not (value := predicate()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{message or 'it did not come true'} (waited {timeout:g} s; last: {value!r})")
+        time.sleep(POLL_S)
+    return value
+
+
+class LocalCluster:
+    """A master and agents, for one test.
+
+    Args:
+        nodes: how many agents; they are called node-1, node-2, …
+        devices: virtual devices of each.
+        home: for logs and state.
+        env: more environment for daemons and workers, above the short intervals.
+        restart_agents: how often an agent that dies is started again; 0 leaves it dead.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        devices: int = 2,
+        *,
+        home: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        restart_agents: int = 0,
+    ) -> None:
+        from unified.client.embedded import EmbeddedCluster
+
+        self._cluster = EmbeddedCluster(
+            nodes, devices, home=home, env={**FAST, **(env or {})}, max_agent_restarts=restart_agents
+        )
+        self._connection: MasterConnection | None = None
+        self._handles: list[JobHandle] = []
+        self.was_hurt = False
+        """A daemon was killed on purpose, so its sockets may be left for its next life to remove."""
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def address(self) -> str:
+        """``tcp://127.0.0.1:PORT`` of the master."""
+        return self._cluster.address
+
+    @property
+    def home(self) -> Path:
+        """Where the daemons' logs and state are."""
+        return self._cluster.home
+
+    @property
+    def master_pid(self) -> int:
+        return self._cluster.master_pid
+
+    @property
+    def agent_pids(self) -> list[int]:
+        """By node."""
+        return self._cluster.agent_pids
+
+    @property
+    def connection(self) -> MasterConnection:
+        """A connection to the master, closed with the cluster."""
+        from unified.client.connection import MasterConnection
+
+        if self._connection is None:
+            self._connection = MasterConnection(self.address)
+        return self._connection
+
+    @property
+    def nodes(self) -> list[NodeStatus]:
+        """The nodes as the master sees them now."""
+        from unified.protocol.client_master import ListNodes, NodeList
+
+        return self.connection.ask(ListNodes(), NodeList).nodes
+
+    @property
+    def jobs(self) -> list[JobLine]:
+        """The jobs that the master knows."""
+        from unified.protocol.client_master import JobList, ListJobs
+
+        return self.connection.ask(ListJobs(), JobList).jobs
+
+    def start(self) -> Self:
+        """Start everything and wait until every agent is registered."""
+        self._cluster.start()
+        return self
+
+    def submit(self, job: Submittable | JobSpec, name: str | None = None, **options: Any) -> JobHandle:
+        """Submit a job without waiting for it.
+
+        Args:
+            job: a `DLJob` (or its builder after ``build()``), or a `JobSpec`, which has its name already.
+            options: as `DLJob.submit` takes them; for a `JobSpec`, ``wait`` alone.
+        """
+        from unified.client.submission import submit_job
+        from unified.job.spec import JobSpec
+
+        if isinstance(job, JobSpec):
+            handle = submit_job(job, master=self.address, blocking=False, **options)
+        else:
+            handle = job.submit(name, blocking=False, master=self.address, **options)
+        self._handles.append(handle)
+        return handle
+
+    def status(self, job: str) -> JobStatus:
+        """A job of this cluster, by id or name."""
+        from unified.protocol.client_master import GetJob, JobStatus
+
+        return self.connection.ask(GetJob(job=job), JobStatus)
+
+    def workers(self, job: str | JobHandle) -> dict[str, int]:
+        """Pids of a job's workers that have a process, by full name."""
+        from unified.protocol.records import WorkerState
+
+        status = self.status(job if isinstance(job, str) else job.job_id)
+        return {
+            worker.name: worker.pid for worker in status.workers if worker.pid and worker.state != WorkerState.EXITED
+        }
+
+    def kill_agent(self, index: int, sig: int = signal.SIGKILL) -> int:
+        """Send a signal to the agent of the node at `index`; its pid."""
+        pid = self.agent_pids[index]
+        self.was_hurt = True
+        os.kill(pid, sig)
+        return pid
+
+    def processes(self) -> list[str]:
+        """Every living process of the cluster, daemons and workers, as ``pid (command)``."""
+        from unified.client.daemons import marked_processes
+        from unified.client.embedded import CLUSTER_VARIABLE
+
+        return [str(found) for found in marked_processes(f"{CLUSTER_VARIABLE}={self._cluster.cluster_id}")]
+
+    def stop(self) -> list[str]:
+        """Stop everything. Safe to call twice.
+
+        Returns:
+            What was left behind and had to be removed: nothing, if all is well.
+        """
+        for handle in self._handles:
+            handle.close()
+        if self._connection is not None:
+            self._connection.close()
+        self._cluster.stop()
+        return [
+            left for left in self._cluster.leftovers if not (self.was_hurt and left.startswith("socket"))
+        ] + self.processes()
+
+
+class Belongings:
+    """What a process and its machine have: to be compared before and after."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.threads = {thread for thread in threading.enumerate() if thread.is_alive()}
+        self.descriptors = _descriptors()
+        self.shared_memory = _shared_memory()
+
+    def left_since(self, before: Belongings) -> list[str]:
+        """What is there now and was not before."""
+        threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
+        descriptors = [
+            f"descriptor {number} ({target})"
+            for number, target in sorted(self.descriptors.items())
+            if before.descriptors.get(number) != target
+        ]
+        shared = [f"{SHARED_MEMORY / name}" for name in sorted(self.shared_memory - before.shared_memory)]
+        return threads + descriptors + [path for path in shared if not _is_in_use(path)]
+
+
+def _descriptors() -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the one that listed the folder
+            continue
+    return found
+
+
+def _shared_memory() -> set[str]:
+    uid = os.getuid()
+    found: set[str] = set()
+    for entry in os.scandir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ():
+        try:
+            if entry.stat(follow_symlinks=False).st_uid == uid:
+                found.add(entry.name)
+        except OSError:  # gone already
+            continue
+    return found
+
+
+def _is_in_use(path: str) -> bool:
+    """Whether a living process has it mapped: then it is of another program that runs beside this test."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                if path in Path(f"/proc/{entry}/maps").read_text():
+                    return True
+            except OSError:
+                continue
+    return False
+
+
+def left_behind(before: Belongings, settle_s: float = SETTLE_S) -> list[str]:
+    """What a test left, once things had a moment to end; empty if all is well."""
+    deadline = time.monotonic() + settle_s
+    while (left := Belongings().left_since(before)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
+
+
+@pytest.fixture
+def local_cluster(tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
+    """A factory of clusters: ``local_cluster(nodes=2, devices=2, **options)``, options as `LocalCluster` takes them."""
+    clusters: list[LocalCluster] = []
+    before = Belongings()
+
+    def start(nodes: int = 2, devices: int = 2, **options: Any) -> LocalCluster:
+        options.setdefault("home", tmp_path / f"cluster-{len(clusters) + 1}")
+        cluster = LocalCluster(nodes, devices, **options)
+        clusters.append(cluster)
+        return cluster.start()
+
+    yield start
+    left = [thing for cluster in reversed(clusters) for thing in cluster.stop()]
+    left += left_behind(before)
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)

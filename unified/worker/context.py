@@ -1,0 +1,197 @@
+"""`current_worker()`: who this process is, what its job was given, whether it shall stop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from unified.errors import NotInWorkerError
+from unified.job.payload import decode
+from unified.job.spec import Blob, JobSpec, RoleSpec
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.records import DirectoryEntry
+from unified.protocol.worker_agent import Launch
+from unified.worker.reporting import Reporter
+from unified.worker.stop import StopState
+
+if TYPE_CHECKING:
+    from unified.bus.endpoint import BusEndpoint
+
+
+class JobInfo:
+    """The job this worker belongs to.
+
+    Attributes:
+        name: as submitted.
+        job_id: unique in the cluster: the name and a number.
+        accelerator_type: ``GPU``, ``CPU`` or ``TPU``.
+    """
+
+    def __init__(self, *, name: str, job_id: str, accelerator_type: str, user_config: Blob) -> None:
+        self.name = name
+        self.job_id = job_id
+        self.accelerator_type = accelerator_type
+        self._blob = user_config
+
+    @cached_property
+    def user_config(self) -> Any:
+        """What the driver gave to `config(…)`: a resolved DictConfig, or the object itself. Decoded at first use."""
+        return decode(self._blob)
+
+    def __repr__(self) -> str:
+        try:
+            config = repr(self.user_config)
+        except Exception as error:  # a config that cannot be decoded here must not make this unprintable
+            config = f"<cannot be decoded: {error}>"
+        return (
+            f"JobInfo(name={self.name!r}, job_id={self.job_id!r}, "
+            f"accelerator_type={self.accelerator_type!r}, user_config={config})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorInfo:
+    """One worker of the job."""
+
+    name: str
+    """Full name: ``{role}_{world_size}-{rank}_{local_world_size}-{local_rank}``."""
+    role: str
+    rank: int
+    """In the role, from 0."""
+    world_size: int
+    local_rank: int
+    """In its group."""
+    local_world_size: int
+    node_rank: int
+    """Of its group in the role."""
+    node: str = ""
+    """Id of the node it runs on; empty while that is not known here."""
+    sub_master: str | None = None
+    """``"elastic"`` for a role that trains together, else None."""
+    spec: RoleSpec = field(repr=False)
+
+
+class Worker:
+    """This process, as its own code sees it. Made by the runtime; read it through `current_worker()`."""
+
+    def __init__(self, launch: Launch, *, stop: StopState, reporter: Reporter, bus: BusEndpoint, device: str) -> None:
+        self._launch = launch
+        self._spec: JobSpec = launch.spec
+        self._stop = stop
+        self._reporter = reporter
+        self._pid = os.getpid()
+        self._nodes: dict[str, tuple[int, str]] = {launch.name: (launch.incarnation, launch.node)}
+        self.bus = bus
+        """The endpoint of this worker on the bus."""
+        self.incarnation = launch.incarnation
+        """Which life of this worker this is, from 0."""
+        self.round = 0
+        """The elastic round it runs in; 0 before the order to run."""
+        self.device = device
+        """As torch names it: ``cuda:0``, ``npu:1``, ``cpu``."""
+        self.master_address = launch.master
+        self.log_file = launch.log_file
+        """Its stderr, on this node."""
+        self.job_info = JobInfo(
+            name=launch.spec.name,
+            job_id=launch.job_id,
+            accelerator_type=launch.spec.accelerator_type,
+            user_config=launch.spec.user_config,
+        )
+        self.actor_info = self._actor(launch.spec.role(launch.role), launch.rank)
+
+    @property
+    def roles(self) -> list[str]:
+        """Names of all roles of the job, in the order of their definition."""
+        return [role.name for role in self._spec.roles]
+
+    def workers_of(self, role: str) -> list[ActorInfo]:
+        """The workers of a role, by rank; empty when there is no such role."""
+        return [self._actor(spec, rank) for spec in self._spec.roles if spec.name == role for rank in range(spec.total)]
+
+    @property
+    def should_stop(self) -> bool:
+        """True once this worker was asked to stop.
+
+        A loop that looks here gets the job's grace period (10 s unless set) to end by itself. A worker that never
+        looks, and registers no callback, is ended at once.
+        """
+        return self._stop.should_stop
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        """Have `callback()` called, in a thread of its own, when this worker is asked to stop."""
+        self._stop.on_stop(callback)
+
+    def report(self, step: int | None = None, total: int | None = None, **metrics: Any) -> None:
+        """Say how far this worker is; shown by the driver and by `unified status`.
+
+        Cheap: at most ten a second are sent, and the last one always is. What is not named keeps its last value.
+        In a process that this worker forked (a data loader) it does nothing.
+
+        Args:
+            step: steps done.
+            total: steps to do.
+            metrics: numbers, texts, or tensors and arrays with one element.
+
+        Raises:
+            TypeError: a value of another kind.
+        """
+        if os.getpid() == self._pid:
+            self._reporter.report(step, total, metrics)
+
+    def _begin_round(self, order: RunOrder) -> None:
+        self.round = order.round
+        spec = self.actor_info.spec
+        self.actor_info = self._actor(spec, self._launch.rank, rank=order.rank, world_size=order.world_size)
+
+    def _learn(self, entries: Iterable[DirectoryEntry]) -> None:
+        """Remember on which node each worker's newest life is."""
+        for entry in entries:
+            if entry.node and entry.incarnation >= self._nodes.get(entry.worker, (0, ""))[0]:
+                self._nodes[entry.worker] = (entry.incarnation, entry.node)
+
+    def _actor(
+        self, spec: RoleSpec, index: int, *, rank: int | None = None, world_size: int | None = None
+    ) -> ActorInfo:
+        name = spec.worker(index)
+        return ActorInfo(
+            name=name,
+            role=spec.name,
+            rank=index if rank is None else rank,
+            world_size=spec.total if world_size is None else world_size,
+            local_rank=index % spec.per_group,
+            local_world_size=spec.per_group,
+            node_rank=index // spec.per_group,
+            node=self._nodes.get(name, (0, ""))[1],
+            sub_master="elastic" if spec.kind == "elastic" else None,
+            spec=spec,
+        )
+
+    def __repr__(self) -> str:
+        return f"Worker({self.actor_info.name!r}, job={self.job_info.job_id!r}, incarnation={self.incarnation})"
+
+
+_current: Worker | None = None
+
+
+def current_worker() -> Worker:
+    """The worker that this process is.
+
+    Raises:
+        NotInWorkerError: this process is not a worker of a job.
+    """
+    if _current is None:
+        raise NotInWorkerError(
+            "current_worker() was called outside a worker: it works in code that a job's workers run "
+            "(an entry point, or what it calls), not in the driver that builds and submits the job."
+        )
+    return _current
+
+
+def set_current_worker(worker: Worker | None) -> None:
+    """Make `worker` what `current_worker()` returns; the runtime calls it once, tests as they need."""
+    global _current
+    _current = worker

@@ -1,0 +1,113 @@
+"""The worker's end of the socket pair it was born with: orders come in, words go out.
+
+End of file on it means that the agent is gone. Nobody watches this worker then and nobody would ever stop it, so the
+process ends at once, whatever its main thread is doing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from unified.errors import ProtocolError
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.framing import StreamBuffer, encode_stream
+from unified.protocol.records import DirectoryEntry
+from unified.protocol.worker_agent import (
+    AgentToWorker,
+    DirectoryNews,
+    Launch,
+    Run,
+    Stop,
+    WorkerWord,
+    agent_to_worker,
+)
+
+_CHUNK = 256 * 1024
+
+
+class Handlers(NamedTuple):
+    """What to do with each order. They run in the control thread, so they must not block."""
+
+    on_run: Callable[[RunOrder], None]
+    on_directory: Callable[[list[DirectoryEntry]], None]
+    on_stop: Callable[[Stop], None]
+
+
+class ControlChannel:
+    """Reads orders in a thread of its own; `send` may be called from any thread."""
+
+    def __init__(self, control: socket.socket) -> None:
+        control.setblocking(True)
+        control.set_inheritable(False)  # a program that the user starts must not hold the agent's socket open
+        self._socket = control
+        self._buffer = StreamBuffer()
+        self._waiting: list[AgentToWorker] = []
+        self._sending = threading.Lock()
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called, from the control thread, when the agent is gone; it must be quick and must not block."""
+
+    def receive_launch(self) -> Launch:
+        """Wait for the first order. The process ends if the agent hangs up before."""
+        while not self._waiting:
+            self._waiting += self._receive()
+        first = self._waiting.pop(0)
+        if not isinstance(first, Launch):
+            self._give_up(f"the first order was {type(first).__name__}, not Launch")
+        return first
+
+    def start(self, handlers: Handlers) -> None:
+        """Hand every further order to `handlers`, in a daemon thread."""
+        threading.Thread(target=self._serve, args=(handlers,), name="unified-control", daemon=True).start()
+
+    def send(self, word: WorkerWord) -> None:
+        """Say one word to the agent. Blocks while the socket is full; ends the process if the agent is gone."""
+        data = encode_stream(word)
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError:
+            self._give_up(None)
+
+    def _serve(self, handlers: Handlers) -> None:
+        while True:
+            for order in self._waiting:
+                self._hand_over(order, handlers)
+            self._waiting = self._receive()
+
+    def _hand_over(self, order: AgentToWorker, handlers: Handlers) -> None:
+        match order:
+            case Run():
+                handlers.on_run(order.order)
+            case DirectoryNews():
+                handlers.on_directory(order.entries)
+            case Stop():
+                handlers.on_stop(order)
+            case Launch():  # a worker is launched once; saying it again changes nothing
+                pass
+
+    def _receive(self) -> list[AgentToWorker]:
+        try:
+            data = self._socket.recv(_CHUNK)
+        except OSError:
+            data = b""
+        if not data:
+            self._give_up(None)
+        try:
+            return [agent_to_worker.decode(body) for body in self._buffer.feed(data)]
+        except (ProtocolError, msgspec.DecodeError) as error:
+            self._give_up(f"cannot read an order: {error}")
+
+    def _give_up(self, reason: str | None) -> NoReturn:
+        try:
+            self.before_exit()
+            if reason is not None:
+                print(f"unified: this worker ends, its agent speaks otherwise: {reason}.", file=sys.stderr, flush=True)
+        finally:
+            os._exit(1)

@@ -1,0 +1,296 @@
+"""What a worker runs: found, checked and called.
+
+Everything that can be wrong with an entry point itself is an `EntryPointError`, raised before any of it runs where
+possible: the same would happen again, so nobody restarts a worker for it. What the user's code raises while it runs
+goes through as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from unified.errors import EntryPointError, nearest
+from unified.job.spec import EntryPoint
+
+_RUNTIME = str(Path(__file__).parent)
+
+
+class Entry(ABC):
+    """An entry point that was found.
+
+    Attributes:
+        module: the module whose `@rpc` functions are exported.
+        instance: the object whose `@rpc` methods are exported, once `construct` was called; None for other kinds.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+        self.instance: object | None = None
+
+    @abstractmethod
+    def construct(self) -> None:
+        """Make the instance, if this kind has one."""
+
+    @abstractmethod
+    def run(self, config: Callable[[], Any]) -> None:
+        """Run to the end. `config` gives the user's configuration to those that take it."""
+
+
+def load(entry: EntryPoint, *, is_driver: bool) -> Entry:
+    """Find an entry point: import its module, or compile its file.
+
+    Raises:
+        EntryPointError: it cannot be imported, compiled or called.
+    """
+    if entry.kind == "attribute":
+        return _load_attribute(entry, is_driver)
+    if entry.kind == "script":
+        return _load_script(entry)
+    return _load_module(entry)
+
+
+# Functions and classes
+
+
+class _Function(Entry):
+    def __init__(self, module: ModuleType, function: Callable[..., Any], what: str) -> None:
+        super().__init__(module)
+        self._call = _caller(function, what)
+
+    def construct(self) -> None:
+        pass
+
+    def run(self, config: Callable[[], Any]) -> None:
+        self._call(config)
+
+
+class _Class(Entry):
+    def __init__(self, module: ModuleType, cls: type, what: str, is_driver: bool) -> None:
+        super().__init__(module)
+        self._cls = cls
+        self._what = what
+        if _required(cls):
+            raise EntryPointError(
+                f"{what} is a class whose constructor needs {', '.join(_required(cls))}: a worker calls it without "
+                "arguments. Give them defaults, and read current_worker().job_info.user_config inside."
+            )
+        self._has_run = callable(getattr(cls, "run", None))
+        if is_driver and not self._has_run:
+            raise EntryPointError(
+                f"{what} has no run() method, and its role is a driver: the job would never end. "
+                "Give it a run(), or call not_driver() on the role if it only answers calls."
+            )
+
+    def construct(self) -> None:
+        self.instance = self._cls()
+
+    def run(self, config: Callable[[], Any]) -> None:
+        if self._has_run:
+            run: Callable[..., Any] = getattr(self.instance, "run")  # noqa: B009  # `object` has no such attribute
+            _caller(run, f"{self._what}.run")(config)
+
+
+def _load_attribute(entry: EntryPoint, is_driver: bool) -> Entry:
+    sys.argv = [entry.target, *entry.argv]  # not those of the process that was started for it
+    module = _import(entry.target)
+    found: Any = module
+    for depth, name in enumerate(entry.attribute.split(".")):
+        if not hasattr(found, name):
+            owner = ".".join([entry.target, *entry.attribute.split(".")[:depth]])
+            raise EntryPointError(
+                f"{owner!r} has no attribute {name!r}.{nearest(name, dir(found))} It was read from "
+                f"{getattr(module, '__file__', None) or 'a namespace package, which has no code of its own'}."
+            )
+        found = getattr(found, name)
+    what = f"entry point '{entry.target}.{entry.attribute}'"
+    if inspect.isclass(found):
+        return _Class(module, found, what, is_driver)
+    if callable(found):
+        return _Function(module, found, what)
+    raise EntryPointError(f"{what} is a {type(found).__name__}: it must be a function or a class.")
+
+
+def _caller(function: Callable[..., Any], what: str) -> Callable[[Callable[[], Any]], None]:
+    """How to call a function that takes nothing, or the user's configuration."""
+    needed = _required(function)
+    keywords = [name for name, parameter in _parameters(function).items() if parameter.kind is parameter.KEYWORD_ONLY]
+    if len(needed) > 1 or set(needed) & set(keywords):
+        raise EntryPointError(
+            f"{what} needs the arguments {', '.join(needed)}: a worker calls it with none, or with one, the user's "
+            "configuration. Read the rest from current_worker()."
+        )
+
+    def call(config: Callable[[], Any]) -> None:
+        result = function(config()) if needed else function()
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
+
+    return call
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (ValueError, TypeError):  # written in C, without a signature: the call itself will tell
+        return {}
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that a caller must give."""
+    return [
+        name
+        for name, parameter in _parameters(function).items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except SyntaxError as error:
+        raise EntryPointError(_syntax(error)) from error
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise EntryPointError(_missing(name, error.name)) from None
+        raise EntryPointError(
+            f"module {name!r} imports {error.name!r}, which is not installed for {sys.executable}: install it there, "
+            "or give the job an interpreter that has it (python=)."
+        ) from error
+    except SystemExit as error:
+        raise EntryPointError(
+            f"module {name!r} exited with {error.code!r} while it was imported: put what it runs as a program under "
+            "`if __name__ == '__main__':`, or use the file itself as the entry point."
+        ) from error
+    except Exception as error:
+        raise EntryPointError(
+            f"module {name!r} raised {type(error).__name__} while it was imported: {_first_line(error)}"
+        ) from error
+
+
+def _missing(name: str, missing: str) -> str:
+    parent, _, last = missing.rpartition(".")
+    path = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else sys.path[:4]
+    hint = nearest(last, (module.name for module in pkgutil.iter_modules(path)))
+    if not hint and not name.isascii():
+        hint = " Module names are best written in ASCII."
+    places = ", ".join(entry or "." for entry in path)
+    return (
+        f"there is no module {missing!r} for the entry point {name!r}.{hint} Looked first in: {places}. "
+        "Set DLROVER_WORKING_DIR, or submit from the directory that holds it."
+    )
+
+
+# Scripts and modules
+
+
+class _Program(Entry):
+    """Code that runs as `__main__`."""
+
+    def __init__(self, code: CodeType, module: ModuleType, argv: list[str], directory: str | None) -> None:
+        super().__init__(module)
+        self._code = code
+        self._argv = argv
+        self._directory = directory
+
+    def construct(self) -> None:
+        """Make this program the process's `__main__`, so that pickle and multiprocessing find its names."""
+        sys.modules["__main__"] = self.module
+        sys.argv = self._argv
+        if self._directory is not None:
+            sys.path.insert(0, self._directory)
+
+    def run(self, config: Callable[[], Any]) -> None:
+        try:
+            exec(self._code, self.module.__dict__)
+        except (ImportError, SyntaxError) as error:
+            if _is_top_level(error):
+                advice = _syntax(error) if isinstance(error, SyntaxError) else _first_line(error)
+                raise EntryPointError(f"{self._argv[0]} cannot be run with {sys.executable}: {advice}") from error
+            raise
+
+
+def _load_script(entry: EntryPoint) -> Entry:
+    path = Path(entry.target).absolute()
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        names = [found.name for found in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise EntryPointError(
+            f"script {entry.target} cannot be read on this node ({error.strerror}).{nearest(path.name, names)} "
+            f"It was looked for at {path}; DLROVER_WORKING_DIR says where relative names begin."
+        ) from None
+    module = _new_main(str(path))
+    return _Program(_compile(source, str(path)), module, [entry.target, *entry.argv], str(path.parent))
+
+
+def _load_module(entry: EntryPoint) -> Entry:
+    name = entry.target
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        raise EntryPointError(_missing(name, error.name or name)) from None
+    except Exception as error:
+        raise EntryPointError(f"the package of {name!r} cannot be imported: {_first_line(error)}") from error
+    if spec is None:
+        raise EntryPointError(_missing(name, name))
+    get_code = getattr(spec.loader, "get_code", None)
+    try:
+        code = None if get_code is None else get_code(name)
+    except SyntaxError as error:
+        raise EntryPointError(_syntax(error)) from error
+    if code is None:
+        raise EntryPointError(f"module {name!r} has no Python code that could run as a program.")
+    module = _new_main(spec.origin or name)
+    module.__spec__ = spec  # multiprocessing's spawn reads it to import this program again
+    module.__package__ = spec.parent
+    module.__loader__ = spec.loader
+    return _Program(code, module, [spec.origin or name, *entry.argv], None)
+
+
+def _new_main(file: str) -> ModuleType:
+    module = ModuleType("__main__")
+    module.__file__ = file
+    return module
+
+
+def _compile(source: bytes, path: str) -> CodeType:
+    try:
+        return compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise EntryPointError(_syntax(error)) from error
+    except ValueError as error:  # null bytes
+        raise EntryPointError(f"{path} is not Python source: {error}") from None
+
+
+def _is_top_level(error: BaseException) -> bool:
+    """Was it raised by an import statement at the top level of the program, so that it would be again?"""
+    frame = error.__traceback__
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        is_machinery = code.co_filename.startswith(("<frozen importlib", _RUNTIME))
+        if not is_machinery and code.co_name != "<module>":
+            return False
+        frame = frame.tb_next
+    return True
+
+
+def _syntax(error: SyntaxError) -> str:
+    return f"{error.filename or '<unknown>'}:{error.lineno or 0}: {type(error).__name__}: {error.msg}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__

@@ -1,0 +1,110 @@
+"""What a worker's environment says: who it is, where it works, which round it is in.
+
+The agent decides what depends on the node (visible devices, network interface, threads) and sends it in `Launch.env`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from unified.job.spec import RoleSpec
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.worker_agent import Launch
+
+
+def apply(launch: Launch) -> None:
+    """Put a launch into this process: variables, directory, module path."""
+    environ = os.environ
+    environ.update(launch.spec.role(launch.role).envs)
+    environ.update(launch.env)
+    environ.update(identity(launch))
+    if "TZ" in launch.env:
+        time.tzset()
+    directory = working_directory(launch, environ)
+    if directory is not None:
+        os.chdir(directory)
+    sys.path[:0] = new_path_entries(launch, directory, sys.path)
+    importlib.invalidate_caches()  # the zygote may have looked into these directories before the user wrote there
+
+
+def identity(launch: Launch) -> dict[str, str]:
+    """The variables that say who a worker is."""
+    return {
+        "JOB": launch.spec.name,
+        "NAME": launch.name,
+        "ROLE": launch.role,
+        **_ranks(launch, launch.rank, launch.world_size),
+        "UNIFIED_JOB_ID": launch.job_id,
+        "UNIFIED_NODE": launch.node,
+        "UNIFIED_INCARNATION": str(launch.incarnation),
+        **({"UNIFIED_MASTER": launch.master} if launch.master else {}),
+    }
+
+
+def elastic(launch: Launch, role: RoleSpec, order: RunOrder, store_port: int) -> dict[str, str]:
+    """The variables of a rank in a round, by the names torchrun gives them."""
+    return {
+        **_ranks(launch, order.rank, order.world_size),
+        "ROLE_RANK": str(order.rank),
+        "ROLE_WORLD_SIZE": str(order.world_size),
+        "ROLE_NAME": role.name,
+        "GROUP_RANK": str(launch.node_rank),
+        "GROUP_WORLD_SIZE": str(max(1, order.world_size // launch.local_world_size)),
+        "MASTER_ADDR": order.store_host,
+        "MASTER_PORT": str(store_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client: the store is not in rank 0
+        "TORCHELASTIC_RESTART_COUNT": str(launch.incarnation),
+        "TORCHELASTIC_MAX_RESTARTS": str(role.max_restart),
+        "TORCHELASTIC_RUN_ID": launch.job_id,
+    }
+
+
+def _ranks(launch: Launch, rank: int, world_size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(launch.local_rank),
+        "LOCAL_WORLD_SIZE": str(launch.local_world_size),
+        "NODE_RANK": str(launch.node_rank),
+    }
+
+
+def device(environ: Mapping[str, str]) -> str:
+    """The worker's first device as torch names it. The agent counted it among those that it made visible."""
+    return environ.get("ACCELERATE_TORCH_DEVICE") or "cpu"
+
+
+def working_directory(launch: Launch, environ: Mapping[str, str]) -> Path | None:
+    """Where the worker works: ``DLROVER_WORKING_DIR``, else the job's `working_dir`, if it exists on this node."""
+    for given in (environ.get("DLROVER_WORKING_DIR"), launch.spec.working_dir):
+        if given:
+            directory = Path(given)
+            if directory.is_dir():
+                return directory
+            print(f"unified: working directory {given} does not exist on node {launch.node}.", file=sys.stderr)
+    return None
+
+
+def new_path_entries(launch: Launch, directory: Path | None, path: Sequence[str]) -> list[str]:
+    """What goes in front of `sys.path`: the working directory, the driver's path, and the job's own PYTHONPATH.
+
+    A forked worker's interpreter was started before its environment was known, so PYTHONPATH is read here.
+    """
+    wanted = [str(directory)] if directory is not None else []
+    wanted += [entry for entry in launch.spec.sys_path if Path(entry).exists()]
+    own = launch.env.get("PYTHONPATH") or launch.spec.role(launch.role).envs.get("PYTHONPATH", "")
+    wanted += [entry for entry in own.split(os.pathsep) if entry]
+    front = list(dict.fromkeys(wanted))
+    first = front[:1] if directory is not None else []
+    return first + [entry for entry in front[len(first) :] if entry not in path]
+
+
+def thread_count(environ: Mapping[str, str]) -> int:
+    """How many threads a computation of this worker may use: ``OMP_NUM_THREADS``, else all cores."""
+    first = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP allows one number for each level of nesting
+    return int(first) if first.isdigit() and int(first) > 0 else len(os.sched_getaffinity(0))

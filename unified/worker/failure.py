@@ -1,0 +1,155 @@
+"""From an exception to the record that tells a person what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from unified.errors import EntryPointError, RemoteError, WorkerDiedError
+from unified.protocol.records import Failure
+
+_RUNTIME = str(Path(__file__).parent) + os.sep
+_MACHINERY = (
+    _RUNTIME,
+    "<frozen importlib",
+    importlib.__file__,
+    str(Path(asyncio.__file__).parent) + os.sep,
+)
+_MAX_SUMMARY = 300
+_MAX_TRACEBACK = 24_000
+
+_BROKEN_PEER = (
+    # gloo
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "connectfullmesh failed",
+    "timed out waiting",
+    "third_party/gloo",
+    # NCCL, and torch's watchdog over it
+    "remote process exited",
+    "ncclremoteerror",
+    "nccl communicator was aborted",
+    "connection closed by remote peer",
+    "watchdog caught collective operation timeout",
+    # the round's store
+    "failed to recv, got 0 bytes",
+    "store is not available",
+)
+"""What torch says, in lower case, when a collective broke because another rank is gone."""
+
+
+def describe(error: BaseException, *, category: str = "user", has_process_group: bool = False) -> Failure:
+    """The failure that an exception of the entry point amounts to.
+
+    Args:
+        error: what was raised; `SystemExit` included.
+        category: of an error that says nothing else of itself.
+        has_process_group: this worker was part of a torch.distributed group, so that an error of a collective
+            probably means that another rank died.
+    """
+    if isinstance(error, SystemExit):
+        return _exit(error)
+    shown: BaseException | None = error
+    if isinstance(error, EntryPointError):
+        category = "setup"
+        shown = error.__cause__  # what the user's code raised, if it did: ours says all in its message
+    return Failure(
+        summary=_summary(error),
+        category=category,
+        exception_type=_type_name(type(shown or error)),
+        traceback="" if shown is None else render(shown),
+        is_collateral=_is_collateral(error, has_process_group),
+    )
+
+
+def exit_code(error: SystemExit) -> int:
+    """What the interpreter would exit with."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def render(error: BaseException) -> str:
+    """Its traceback without our own frames, with the far side's if it came from there; cut in the middle if long."""
+    frames = _skip_ours(error.__traceback__)
+    if frames is None and not isinstance(error, SyntaxError):  # which names its place itself
+        frames = error.__traceback__
+    lines = traceback.TracebackException(type(error), error, frames, compact=True).format()
+    text = "".join(lines)
+    if isinstance(error, RemoteError) and error.traceback and error.traceback not in text:
+        text += f"\nIt was raised in worker {error.worker or '?'}:\n{error.traceback}"
+    if len(text) > _MAX_TRACEBACK:
+        half = _MAX_TRACEBACK // 2
+        text = f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+    return text
+
+
+def _exit(error: SystemExit) -> Failure:
+    code = exit_code(error)
+    said = f": {_clip(str(error.code))}" if isinstance(error.code, str) else ""
+    return Failure(
+        summary=f"exited with code {code}{said}",
+        category="user",
+        exception_type="SystemExit",
+        traceback=render(error),
+        exit_code=code,
+    )
+
+
+def _summary(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its message cannot be shown: {broken})"
+    if isinstance(error, EntryPointError):
+        return _clip(text)
+    name = type(error).__qualname__
+    text = _clip(text)
+    if "initialize the default process group twice" in text:
+        text += " Unified did it before your code began: leave it out, or call no_setup_process_group() on the job."
+    return f"{name}: {text}" if text else name
+
+
+def _clip(text: str) -> str:
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= _MAX_SUMMARY else f"{line[: _MAX_SUMMARY - 1]}…"
+
+
+def _type_name(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _skip_ours(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the leading frames: the runtime's, and those of what it calls user code through."""
+    first = frames
+    while first is not None and first.tb_frame.f_code.co_filename.startswith(_MACHINERY):
+        first = first.tb_next
+    return first
+
+
+def _is_collateral(error: BaseException, has_process_group: bool) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, WorkerDiedError):
+            return True
+        if _is_broken_collective(seen, has_process_group):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def _is_broken_collective(error: BaseException, has_process_group: bool) -> bool:
+    kind = type(error)
+    is_torch = kind.__module__.startswith("torch") and kind.__name__.startswith("Dist")
+    if is_torch and kind.__name__ == "DistNetworkError":
+        return True
+    if not isinstance(error, RuntimeError) or not (is_torch or has_process_group):
+        return False
+    text = str(error).lower()
+    return any(sign in text for sign in _BROKEN_PEER)

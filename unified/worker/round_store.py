@@ -1,0 +1,134 @@
+"""Every elastic round gets a TCPStore of its own, opened on request in the job's store host.
+
+Why not one store and a prefix for each round? Our own `init_process_group` could use a prefix, but a plain
+`init_process_group()` in a user's script goes through torch's `env://`, and since torch 2.13 that connects to
+``MASTER_ADDR:MASTER_PORT`` and uses no prefix for the attempt (`torch/distributed/rendezvous.py`: "We create a new
+TCPStore for every retry so no need to add prefix for each attempt"). In a store that outlives the round, a restarted
+rank would read the address of a dead peer and hang. Replacing torch's ``env`` handler would be patching torch, and so
+would be intercepting `init_process_group`. A store for each round is what torch itself expects, costs 2 ms, and serves
+libraries that read ``MASTER_PORT`` on their own just as well.
+
+The job's store (the port in RunOrder) is the place to ask. A request is one atomic `compare_set`, so that a rank that
+is killed while it asks leaves either a whole request or none; the host waits for the slots in turn.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from unified.errors import ClusterError
+from unified.protocol.agent_master import RunOrder
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+
+KEPT_ROUNDS = 2
+"""Stores of one role that stay open: the newest round's, and the one before, whose ranks may still be leaving."""
+STORE_WITHIN_S = 300.0
+"""torch's own limit for one operation of a store."""
+_SLOW_S = 2.0
+_NEXT_SLOT = "unified/next-slot"
+"""The host keeps it, so that a rank need not try all slots from the first."""
+
+
+class RoundStores:
+    """The host's side: the job's store, and one for each round that is asked for; those nobody needs are closed.
+
+    Args:
+        address: of this node, by which ranks everywhere reach it.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._main = self._open()
+        self._slot = 1
+        self._main.set(_NEXT_SLOT, "1")
+        self._ports: dict[str, int] = {}
+        self._stores: dict[str, deque[TCPStore]] = {}
+
+    @property
+    def port(self) -> int:
+        """Of the job's store."""
+        return int(self._main.port)
+
+    def serve_one(self, within: timedelta = timedelta(days=1)) -> bool:
+        """Wait for the next request and answer it; False if none came in time."""
+        from torch.distributed import DistStoreError
+
+        try:
+            self._main.wait([_slot(self._slot)], within)
+        except DistStoreError:
+            return False
+        role, _, prefix = self._main.get(_slot(self._slot)).decode().partition("\n")
+        self._slot += 1
+        self._main.set(_NEXT_SLOT, str(self._slot))
+        if prefix not in self._ports:
+            store = self._open()
+            self._ports[prefix] = store.port
+            self._stores.setdefault(role, deque(maxlen=KEPT_ROUNDS)).append(store)
+        self._main.set(_port_key(prefix), str(self._ports[prefix]))
+        return True
+
+    def _open(self) -> TCPStore:
+        import torch.distributed as distributed
+
+        return distributed.TCPStore(  # type: ignore[attr-defined]  # as above
+            self._address, 0, is_master=True, wait_for_workers=False
+        )
+
+
+def open_round(order: RunOrder, role: str, timeout_s: float) -> int:
+    """The port, at `order.store_host`, of the store of this round. Rank 0 asks for it, all wait for the answer.
+
+    Raises:
+        ClusterError: no answer in time; the message says from whom.
+    """
+    from torch.distributed import DistError  # elastic roles alone need torch
+
+    begun = time.monotonic()
+    where = f"{order.store_host}:{order.store_port}"
+    try:
+        main = connect(order.store_host, order.store_port, timeout_s)
+        connected_s = time.monotonic() - begun
+        if order.rank == 0:
+            _ask(main, f"{role}\n{order.store_prefix}")
+        port = int(main.get(_port_key(order.store_prefix)))
+    except DistError as error:
+        raise ClusterError(
+            f"round {order.round} of role {role} did not begin: rank {order.rank} waited {timeout_s:g} s for the job's "
+            f"store at {where}. Look whether the job's store process lives and whether rank 0 reached this point."
+        ) from error
+    if connected_s > _SLOW_S:
+        print(
+            f"unified: connecting to the store at {where} took {connected_s:.1f} s; torch looks up its peers' names, "
+            "so a name server that does not answer is the usual cause (put the nodes into /etc/hosts).",
+            file=sys.stderr,
+        )
+    return port
+
+
+def connect(host: str, port: int, timeout_s: float = STORE_WITHIN_S) -> TCPStore:
+    """A client of a TCPStore; connecting, and each operation of it, waits at most `timeout_s`."""
+    import torch.distributed as distributed
+
+    return distributed.TCPStore(  # type: ignore[attr-defined]  # as above
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def _ask(main: TCPStore, request: str) -> None:
+    slot = int(main.get(_NEXT_SLOT))
+    while main.compare_set(_slot(slot), "", request).decode() != request:
+        slot += 1  # another role was quicker
+
+
+def _slot(number: int) -> str:
+    return f"unified/round-request/{number}"
+
+
+def _port_key(prefix: str) -> str:
+    return f"unified/round-port/{prefix}"

@@ -1,0 +1,231 @@
+"""The life of a worker process, from its first order to its exit.
+
+A forked worker comes here from the zygote, which calls `main`; a spawned one by ``python -m unified.worker.start`` with
+the number of its control socket in ``UNIFIED_CONTROL_FD``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import socket
+import sys
+import weakref
+from typing import NoReturn
+
+from unified import process
+from unified.bus.endpoint import BusEndpoint
+from unified.bus.registry import export_rpc_instance, export_rpc_module
+from unified.errors import EntryPointError
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.records import DirectoryEntry, Inbox, Progress
+from unified.protocol.worker_agent import Failed, Finished, Hello, Launch, Reported, Running, Stop
+from unified.worker import environment, process_group
+from unified.worker.context import Worker, set_current_worker
+from unified.worker.control import ControlChannel, Handlers
+from unified.worker.entrypoint import Entry, load
+from unified.worker.failure import describe, exit_code
+from unified.worker.leave import leave
+from unified.worker.reporting import Reporter
+from unified.worker.round_store import open_round
+from unified.worker.stop import StopState, flush_output
+from unified.worker.store_host import serve_stores
+
+PRELOAD = (
+    "numpy",
+    "numpy.random",
+    "torch",
+    "torch.distributed",
+    "omegaconf",
+    "unified.worker.start",
+    "unified.api.runtime.worker",
+    "unified.api.runtime.role_group",
+)
+"""What a zygote imports, where it is installed, so that a forked worker need not. None of it starts a thread."""
+
+
+def main(control: socket.socket) -> NoReturn:
+    """Live as the worker that the agent at the other end of `control` launches; never returns."""
+    _prepare_output()
+    _disown_finalizers()
+    channel = ControlChannel(control)
+    launch = channel.receive_launch()
+    process.set_title("unified-store" if launch.kind == "store" else f"{launch.role}-{launch.rank}")
+    if launch.kind == "store":
+        serve_stores(channel, launch)
+    _Life(channel, launch).live()
+
+
+class _Life:
+    def __init__(self, channel: ControlChannel, launch: Launch) -> None:
+        self._channel = channel
+        self._launch = launch
+        self._role = launch.spec.role(launch.role)
+        self._orders: queue.SimpleQueue[RunOrder | None] = queue.SimpleQueue()
+        self._stop = StopState(clean_up=self._forget_sockets, on_settled=lambda: self._orders.put(None))
+        self._reporter = Reporter(self._send_progress)
+        self._bus: BusEndpoint | None = None
+        self._inbox: Inbox | None = None
+        self._category = "crash"
+        """Of an error that happens now: the runtime's until user code runs."""
+        self._has_group = False
+        channel.before_exit = self._forget_sockets
+
+    def live(self) -> NoReturn:
+        try:
+            worker = self._be_born()
+            entry = self._load()
+            order = self._orders.get()
+            if order is None:
+                self._leave(0, self._stop.grace_s)
+            self._channel.send(Running(round=order.round))
+            self._join(worker, order)
+            self._run(worker, entry)
+        except SystemExit as error:
+            if exit_code(error) != 0:
+                self._fail(error)
+        except BaseException as error:
+            self._fail(error)
+        self._finish()
+        self._leave(0, self._stop.wait())
+
+    def _be_born(self) -> Worker:
+        launch = self._launch
+        self._stop.install()
+        environment.apply(launch)
+        _settle_libraries(environment.thread_count(os.environ))
+        self._bus = bus = BusEndpoint(
+            job_id=launch.job_id,
+            worker=launch.name,
+            incarnation=launch.incarnation,
+            node=launch.node,
+            host_id=launch.host_id,
+            run_dir=launch.run_dir,
+            address=launch.address,
+            relay=launch.relay,
+            default_timeout_s=launch.spec.call_timeout_s,
+        )
+        self._inbox = bus.start()
+        bus.update_directory(launch.directory)
+        device = environment.device(os.environ)
+        worker = Worker(launch, stop=self._stop, reporter=self._reporter, bus=bus, device=device)
+        worker._learn(launch.directory)
+        set_current_worker(worker)
+
+        def on_directory(entries: list[DirectoryEntry]) -> None:
+            worker._learn(entries)
+            bus.update_directory(entries)
+
+        self._channel.start(Handlers(on_run=self._orders.put, on_directory=on_directory, on_stop=self._on_stop))
+        self._channel.send(Hello(pid=os.getpid(), inbox=self._inbox))
+        return worker
+
+    def _load(self) -> Entry:
+        """Import the user's code while the master gathers the other workers: it need not wait for the order to run."""
+        if self._role.kind == "elastic":
+            process_group.require_torch(self._role.name)
+        return load(self._role.entry_point, is_driver=self._role.is_driver)
+
+    def _join(self, worker: Worker, order: RunOrder) -> None:
+        worker._begin_round(order)
+        if self._role.kind != "elastic":
+            return
+        self._has_group = order.world_size > 1
+        communication = self._role.communication
+        port = open_round(order, self._role.name, communication.timeout_s or process_group.OPEN_ROUND_WITHIN_S)
+        os.environ.update(environment.elastic(self._launch, self._role, order, port))
+        if communication.auto_setup:
+            process_group.set_up(order, port, communication, worker.device)
+
+    def _run(self, worker: Worker, entry: Entry) -> None:
+        self._category = "user"
+        entry.construct()
+        _export(entry)
+        worker.bus.open()
+        entry.run(lambda: worker.job_info.user_config)
+        _export(entry)  # a script defines its functions only now
+
+    def _finish(self) -> None:
+        self._stop.finish()
+        self._reporter.flush()
+        flush_output(within_s=1.0)
+        self._channel.send(Finished())
+        process_group.destroy()
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        failure = describe(
+            error, category=self._category, has_process_group=self._has_group or process_group.is_set_up()
+        )
+        print(failure.traceback, end="", file=sys.stderr)
+        if failure.category == "setup":
+            print(f"unified: {failure.summary}", file=sys.stderr)
+        flush_output(within_s=1.0)
+        self._reporter.flush()
+        self._channel.send(Failed(failure=failure))
+        self._leave(exit_code(error) if isinstance(error, SystemExit) else 1)
+
+    def _leave(self, code: int, within_s: float | None = None) -> NoReturn:
+        self._stop.leave()
+        leave(code, within_s=within_s, last=self._close_bus)
+
+    def _on_stop(self, stop: Stop) -> None:
+        self._stop.request(stop.grace_s)
+
+    def _send_progress(self, progress: Progress) -> None:
+        self._channel.send(Reported(progress=progress))
+
+    def _close_bus(self) -> None:
+        if self._bus is not None:
+            self._bus.close()
+        self._forget_sockets()
+
+    def _forget_sockets(self) -> None:
+        """Remove the inbox's socket file, which a process that ends at once would leave behind."""
+        for route in self._inbox.routes if self._inbox is not None else ():
+            if route.startswith("ipc://"):
+                with contextlib.suppress(OSError):
+                    os.unlink(route.removeprefix("ipc://"))
+
+
+def _export(entry: Entry) -> None:
+    try:
+        export_rpc_module(entry.module)
+        if entry.instance is not None:
+            export_rpc_instance(None, entry.instance)
+    except ValueError as error:
+        raise EntryPointError(f"the @rpc functions of {entry.module.__name__!r} cannot be exported: {error}") from error
+
+
+def _prepare_output() -> None:
+    """Line by line, and never an error for a character: stdout and stderr are pipes to the agent."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()  # a crash in C++ leaves a Python traceback in the log
+
+
+def _disown_finalizers() -> None:
+    """Finalizers that a fork inherits are the zygote's to run; torch's alone would take 35 ms of each worker's exit."""
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):  # there is no public way to list them
+        finalizer.atexit = False
+
+
+def _settle_libraries(threads: int) -> None:
+    """What numpy and torch decided when the zygote imported them, with one thread, is decided anew in each fork."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()  # else all workers of a node would draw the same "random" numbers
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+def _spawned() -> NoReturn:
+    process.die_with_parent(signal.SIGKILL, os.getppid())
+    main(socket.socket(fileno=int(os.environ.pop("UNIFIED_CONTROL_FD"))))
+
+
+if __name__ == "__main__":
+    _spawned()

@@ -1,0 +1,168 @@
+"""How a worker is stopped.
+
+A stop comes twice: as a Stop order on the control channel and as SIGTERM. The order reaches the control thread even
+while the main thread is stuck in C++ (a collective that will never end), where Python cannot run a signal handler.
+
+Who waits? User code that reads `should_stop`, registers a callback or brings its own SIGTERM handler has asked for the
+time to end by itself, and gets it: SIGKILL comes from the agent when the grace period is over. Anybody else would only
+waste that time, so the process ends at once. After the entry point has returned nobody computes any more, and a stop is
+a normal exit of the interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import FrameType
+
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+class StopState:
+    """Whether this worker shall stop, who cares, and what happens then.
+
+    Args:
+        clean_up: called before the process is ended at once; must be quick and must not block.
+        on_settled: called when a stop was asked for and all callbacks have run.
+    """
+
+    def __init__(
+        self, clean_up: Callable[[], None] = lambda: None, on_settled: Callable[[], None] = lambda: None
+    ) -> None:
+        self.clean_up = clean_up
+        self.on_settled = on_settled
+        self.grace_s = 10.0
+        self._is_asked = False
+        self._is_watched = False
+        self._is_finished = False
+        self._is_leaving = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._deciding = threading.Lock()
+        self._settled = threading.Event()
+        # SimpleQueue.put is re-entrant, so the signal handler may use it wherever it interrupts the main thread.
+        self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._fork = threading.local()
+
+    @property
+    def should_stop(self) -> bool:
+        """True once a stop was asked for. Reading it is a promise to look again, so the worker is given its time."""
+        self._is_watched = True
+        return self._is_asked
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        """Run `callback` when a stop is asked for; at once if it was already."""
+        with self._deciding:
+            is_late = self._settled.is_set()
+            self._is_watched = True
+            if not is_late:
+                self._callbacks.append(callback)
+        if is_late:
+            callback()
+
+    def install(self) -> None:
+        """Take SIGTERM and start the thread that carries a stop out. Main thread only."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        # A process that user code forks (a data loader) is not this worker: SIGTERM shall just end it. The signal is
+        # held back while it is born, because Python forgets one that a handler took before the hook below ran.
+        os.register_at_fork(
+            before=self._hold_signal, after_in_parent=self._release_signal, after_in_child=self._forget_signal
+        )
+        threading.Thread(target=self._serve, name="unified-stop", daemon=True).start()
+
+    def request(self, grace_s: float | None = None) -> None:
+        """Ask for a stop; a second time changes nothing. Any thread."""
+        if grace_s is not None:
+            self.grace_s = grace_s
+        self._is_asked = True
+        self._requests.put(None)
+
+    def finish(self) -> None:
+        """The entry point has returned: from now on a stop is a normal exit."""
+        with self._deciding:
+            self._is_finished = True
+
+    def wait(self) -> float:
+        """Block until a stop was asked for and the callbacks have run; the grace period in seconds."""
+        self._settled.wait()
+        return self.grace_s
+
+    def leave(self) -> None:
+        """The process is on its way out: a further SIGTERM says nothing new."""
+        self._is_leaving = True
+
+    def _serve(self) -> None:
+        self._requests.get()
+        with self._deciding:
+            if self._nobody_cares():
+                self._end_now()
+        while callbacks := self._take_callbacks():
+            for callback in callbacks:
+                try:
+                    callback()
+                except Exception:  # the others are still owed their call
+                    traceback.print_exc()
+        self.on_settled()
+
+    def _take_callbacks(self) -> list[Callable[[], None]]:
+        """Those that have not run yet; when there are none left, the stop is settled."""
+        with self._deciding:
+            callbacks, self._callbacks = self._callbacks, []
+            if not callbacks:
+                self._settled.set()
+        return callbacks
+
+    def _nobody_cares(self) -> bool:
+        return not (
+            self._is_watched
+            or self._is_finished
+            or self._is_leaving
+            or signal.getsignal(signal.SIGTERM) != self._on_signal
+        )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_leaving:
+            return
+        if self._is_watched or self._is_finished:
+            self.request()
+            return
+        # Nobody cares: end as SIGTERM ends a program by default, so that whoever looks sees the signal. No thread is
+        # started here: the main thread may have been interrupted while it held the lock that starting one takes.
+        self.clean_up()
+        _flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _end_now(self) -> None:
+        self.clean_up()
+        flush_output(within_s=0.2)
+        os._exit(EXIT_TERMINATED)
+
+    def _hold_signal(self) -> None:
+        self._fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def _release_signal(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._fork.mask)
+
+    def _forget_signal(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._release_signal()
+
+
+def flush_output(within_s: float) -> None:
+    """Flush stdout and stderr, for at most so many seconds: a full pipe or a held lock must not keep us."""
+    helper = threading.Thread(target=_flush, name="unified-flush", daemon=True)
+    helper.start()
+    helper.join(within_s)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+            stream.flush()

@@ -1,0 +1,269 @@
+"""The zygote: a process that has imported everything a worker needs, and forks on demand.
+
+    python -m unified.worker.zygote FD [--parent PID] [--entry MODULE:FUNCTION]
+
+`FD` is a Unix stream socket to the agent. The zygote has one thread, never touches an accelerator, and outlives none of
+its children: when its agent goes away (end of file, or SIGTERM by parent-death signal) it kills every worker's process
+group and leaves. A worker whose zygote is killed is killed by the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from unified import process
+from unified.errors import ProtocolError
+from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteUp, ZygoteWord, agent_to_zygote
+from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
+from unified.worker.leave import leave
+from unified.worker.warm import for_later, import_one, warm_up
+
+QUIET_S = 1.0
+"""After so long without a fork or an exit the zygote imports what is worth having but not worth waiting for."""
+DEFAULT_ENTRY = "unified.worker.start:main"
+FDS_PER_FORK = 3
+_PASSED_BYTES = socket.CMSG_SPACE(FDS_PER_FORK * array.array("i").itemsize)
+_OWN_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+
+
+class Zygote:
+    """Serves one agent until it goes away."""
+
+    def __init__(self, control: socket.socket, entry: str) -> None:
+        self._control = control
+        self._module, _, self._function = entry.partition(":")
+        self._buffer = StreamBuffer()
+        self._descriptors: deque[int] = deque()
+        self._children: dict[int, Fork] = {}
+        self._later = deque(for_later(self._module))
+        self._is_quiet = False
+        self._is_asked_to_end = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+
+    def serve(self) -> None:
+        """Fork and reap until the agent goes away; then nothing is left of any worker."""
+        for number in _OWN_SIGNALS:
+            signal.signal(number, self._note_signal)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._wake_read, select.POLLIN)
+        try:
+            has_torch = "torch" in sys.modules
+            self._say(ZygoteUp(pid=os.getpid(), has_torch=has_torch, protocol_version=PROTOCOL_VERSION))
+            while not self._is_asked_to_end:
+                self._is_quiet = not poll.poll(self._patience_ms())
+                if self._is_quiet:
+                    self._warm_further()
+                    continue
+                self._reap()
+                if not self._take_orders():
+                    break
+        except (OSError, ProtocolError) as error:
+            print(f"zygote: the agent's socket failed: {error}", file=sys.stderr)
+        finally:
+            self._kill_all()
+
+    def _patience_ms(self) -> float | None:
+        if not self._later:
+            return None
+        return 0 if self._is_quiet else QUIET_S * 1000
+
+    def _warm_further(self) -> None:
+        import_one(self._later.popleft())
+        if not self._later:
+            gc.freeze()
+
+    def _note_signal(self, number: int, _frame: object) -> None:
+        """The byte in the wake-up socket does the waking; a signal without a handler would not make one."""
+        if number == signal.SIGTERM:
+            self._is_asked_to_end = True
+
+    def _say(self, word: ZygoteWord) -> None:
+        self._control.sendall(encode_stream(word))
+
+    def _take_orders(self) -> bool:
+        """Carry out what has arrived. False at end of file."""
+        while True:
+            try:
+                data, passed, _, _ = self._control.recvmsg(65536, _PASSED_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            for _, _, numbers in passed:
+                self._descriptors.extend(array.array("i", numbers))
+            if not data:
+                return False
+            for body in self._buffer.feed(data):
+                order = agent_to_zygote.decode(body)
+                given = [self._descriptors.popleft() for _ in range(FDS_PER_FORK)]
+                self._fork(order, given)
+
+    def _fork(self, order: Fork, descriptors: list[int]) -> None:
+        is_fresh = order.fresh
+        if not is_fresh and process.num_threads() > 1:
+            print("zygote: an import started threads, so workers start as new interpreters.", file=sys.stderr)
+            is_fresh = True  # locks held by another thread would stay locked in a forked child
+        sys.stdout.flush()
+        sys.stderr.flush()
+        own_pid = os.getpid()
+        # A signal meant for the child must not meet the zygote's handlers, which would swallow it.
+        mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)}
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._be_child(is_fresh, descriptors, own_pid, mask)
+        except OSError as error:
+            self._say(ForkFailed(child=order.child, error=f"fork: {error.strerror}"))
+        else:
+            self._children[pid] = order
+            self._say(Forked(child=order.child, pid=pid))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _be_child(self, is_fresh: bool, descriptors: list[int], zygote: int, mask: set[int]) -> NoReturn:
+        """The forked child's life. Nothing of the zygote's may run after it, so it ends here in every case."""
+        code = 1
+        try:
+            os.setsid()
+            process.die_with_parent(signal.SIGKILL, zygote)
+            for number in _OWN_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+            control = self._keep_only(descriptors)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if is_fresh:
+                self._exec(control)
+            code = self._run_entry(control)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            leave(code)
+
+    def _keep_only(self, descriptors: list[int]) -> int:
+        """Close what the zygote has open, put the child's own streams in place; return the control descriptor."""
+        # As objects first: one that is collected later would close a number that has a new owner by then.
+        for end in (self._control, self._wake_read, self._wake_write):
+            end.close()
+        control, out, err = descriptors
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        process.close_all_but([control])
+        return control
+
+    def _exec(self, control: int) -> NoReturn:
+        os.dup2(control, FDS_PER_FORK)
+        os.set_inheritable(FDS_PER_FORK, True)
+        os.environ["UNIFIED_CONTROL_FD"] = str(FDS_PER_FORK)
+        os.execv(sys.executable, [sys.executable, "-m", self._module])
+
+    def _run_entry(self, control: int) -> int:
+        """Run the worker's main; its exit code."""
+        # The zygote's own streams know that they write to a file and can seek; these write to pipes.
+        for name, descriptor in (("stdout", 1), ("stderr", 2)):
+            stream = open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115  # open for life
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        entry = getattr(importlib.import_module(self._module), self._function)
+        try:
+            entry(socket.socket(fileno=control))
+        except SystemExit as error:
+            if error.code is None or isinstance(error.code, int):
+                return error.code or 0
+            print(error.code, file=sys.stderr)
+            return 1
+        return 0
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_read.recv(4096):
+                pass
+        ended: dict[int, Fork] = {}
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = found
+                order = self._children.pop(pid, None)
+                if order is None:
+                    continue  # an orphan that we had adopted
+                process.signal_group(pid, signal.SIGKILL)
+                self._say(ChildExited(child=order.child, pid=pid, code=os.waitstatus_to_exitcode(status)))
+                ended[pid] = order
+        if ended:
+            kill_remains(ended)  # looks at every process of the host, so that the word is said before
+
+    def _kill_all(self) -> None:
+        for pid in self._children:
+            process.signal_group(pid, signal.SIGKILL)
+        kill_remains(self._children)
+        own = os.getpid()
+        # What left its worker's session: we adopted it when its parent died.
+        _kill_until_none(lambda: [found.pid for found in process.every_process() if found.parent == own])
+
+
+def kill_remains(workers: Mapping[int, Fork]) -> None:
+    """Kill what dead workers left: their sessions, and orphans that carry a marker of theirs."""
+    own = os.getpid()
+    markers = [order.marker for order in workers.values() if order.marker]
+    _kill_until_none(
+        lambda: [
+            found.pid
+            for found in process.every_process()
+            if found.session in workers
+            or (found.parent == own and any(process.has_environment(found.pid, marker) for marker in markers))
+        ]
+    )
+
+
+def _kill_until_none(find: Callable[[], list[int]]) -> None:
+    """Kill what `find` names, again while there is more: killing a parent hands us its children."""
+    for _ in range(5):
+        alive = [pid for pid in find() if process.is_alive(pid)]
+        if not alive:
+            return
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m unified.worker.zygote", description="Forks workers for an agent.")
+    parser.add_argument("fd", type=int, metavar="FD", help="socket to the agent")
+    parser.add_argument("--parent", type=int, help="pid of the agent")
+    parser.add_argument("--entry", default=DEFAULT_ENTRY, metavar="MODULE:FUNCTION", help="what a child runs")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments()
+    process.die_with_parent(signal.SIGTERM, arguments.parent)
+    process.become_subreaper()
+    process.set_title("unified-zygote")
+    control = socket.socket(fileno=arguments.fd)
+    control.set_inheritable(False)
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]  # put there by `-m`: where the agent happens to stand is no place for a worker's imports
+    warm_up(arguments.entry.partition(":")[0])
+    gc.collect()
+    gc.freeze()  # a collection in a child must not touch, and so copy, the pages that all share
+    Zygote(control, arguments.entry).serve()
+
+
+if __name__ == "__main__":
+    main()
