@@ -83,7 +83,7 @@ class MasterDaemon:
             router = self._bind()
             try:
                 address = self._advertised(router.get_string(zmq.LAST_ENDPOINT))
-                relay, relay_address = self._start_relay(address)
+                relay, relay_address = self._start_relay(address, store)
                 try:
                     return self._serve(router, store, address, relay_address)
                 finally:
@@ -109,10 +109,23 @@ class MasterDaemon:
             raise ClusterError(_why_not_bound(self.options.bind, error)) from None
         return router
 
-    def _start_relay(self, address: str) -> tuple[BusRelay, str]:
-        host = self.options.bind.rpartition(":")[0]
-        relay = BusRelay(self.options.relay_bind or f"{host}:0", host=address.removeprefix("tcp://").rpartition(":")[0])
-        return relay, relay.start()
+    def _start_relay(self, address: str, store: Store) -> tuple[BusRelay, str]:
+        """The relay, on the port that it had in this master's last life if that can be had: workers that live on
+        since then know no other.
+        """
+        shown = address.removeprefix("tcp://").rpartition(":")[0]
+        where = self.options.relay_bind or f"{self.options.bind.rpartition(':')[0]}:0"
+        last_port = store.note("relay-port")
+        if where.endswith(":0") and last_port:
+            relay = BusRelay(where.removesuffix("0") + last_port, host=shown)
+            try:
+                return relay, relay.start()
+            except UnifiedError as error:
+                _log.warning("event=relay-moved reason=%r", str(error))
+        relay = BusRelay(where, host=shown)
+        relay_address = relay.start()
+        store.write_note("relay-port", relay_address.rpartition(":")[2])
+        return relay, relay_address
 
     def _advertised(self, endpoint: str) -> str:
         """The address for others: a wildcard becomes an address of this host."""

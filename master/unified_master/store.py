@@ -88,8 +88,9 @@ class Store:
             raise
 
     def records(self) -> list[tuple[str, str, bytes]]:
-        """Everything saved: kind, key, data."""
-        return list(self._database.execute("select kind, key, data from records order by kind, key"))
+        """Everything that the core saved: kind, key, data."""
+        query = "select kind, key, data from records where kind != 'shell' order by kind, key"
+        return list(self._database.execute(query))
 
     def events(self) -> list[EventRecord]:
         """The event log, oldest first; its oldest part is dropped when it is too long."""
@@ -100,6 +101,15 @@ class Store:
             return [msgspec.msgpack.decode(data, type=EventRecord) for (data,) in rows]
         except msgspec.DecodeError as error:
             raise StoreError(f"the event log in {self.path} is damaged: {error}. Restore it from a copy.") from None
+
+    def note(self, name: str) -> str:
+        """What the shell itself wrote down under a name; empty if nothing."""
+        found = self._database.execute("select data from records where kind = 'shell' and key = ?", (name,)).fetchone()
+        return bytes(found[0]).decode() if found else ""
+
+    def write_note(self, name: str, text: str) -> None:
+        """Keep something of the shell's own beside the core's records, which never have the kind ``shell``."""
+        self.commit([Save(kind="shell", key=name, data=text.encode())], [])
 
     def close(self) -> None:
         self._database.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -284,8 +285,13 @@ def test_sigterm_ends_it_cleanly(start: Start, connect: Connect) -> None:
     assert expect(client.ask(ListNodes()), NodeList).nodes == []
     master.process.send_signal(signal.SIGTERM)
     assert master.process.wait(10) == 0
-    assert "event=master-stopped" in master.log.read_text()
-    assert start().address
+    log = master.log.read_text()
+    assert "event=master-stopped" in log
+    (relay,) = re.findall(r"relay=(tcp://\S+)", log)
+    again = start()
+    assert again.address
+    both = re.findall(r"relay=(tcp://\S+)", again.log.read_text())
+    assert both == [relay, relay], "workers that lived on know no other relay"
 
 
 def test_a_wildcard_address_is_advertised_as_one_that_can_be_reached(start: Start, connect: Connect) -> None:

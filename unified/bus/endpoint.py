@@ -123,6 +123,7 @@ class BusEndpoint:
         self._last_call_at = 0.0
         self._is_closing = False
         self._inbox_id = ""
+        self._pid = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._thread: threading.Thread | None = None
 
@@ -139,6 +140,7 @@ class BusEndpoint:
         policy = read_policy(self._route, os.environ)
         if policy == "relay" and not self._relay:
             raise UsageError("the bus is to use the relay, and there is none: unset UNIFIED_BUS_ROUTE.")
+        self._pid = os.getpid()
         self._inbox_id = secrets.token_hex(12)  # from the kernel: forked siblings share the state of `random`
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
@@ -203,6 +205,11 @@ class BusEndpoint:
         """
         if self._thread is None:
             raise UsageError(f"the bus of worker {self.worker} has not been started.")
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"the bus of worker {self.worker} belongs to process {self._pid}: this one ({os.getpid()}) was forked "
+                "from it and cannot call. Call in the worker itself, and hand results to its children."
+            )
         if len(method) > MAX_METHOD_NAME:
             raise UsageError(f"the method name {method[:40]!r}… has {len(method)} characters.")
         timeout = self._default_timeout_s if timeout is None else timeout
@@ -230,7 +237,7 @@ class BusEndpoint:
         A handler that is inside user code is hardly waited for; its thread ends with the process.
         """
         with self._lock:
-            if self._is_closing or self._context is None or self._thread is None:
+            if self._is_closing or self._context is None or self._thread is None or self._pid != os.getpid():
                 return
             self._is_closing = True
         self._step(calls.BusClosed(reason=f"the bus of worker {self.worker} was closed."), may_wait=False)
@@ -345,6 +352,8 @@ class BusEndpoint:
             with self._lock:
                 now = time.monotonic()
                 due = self._table.next_deadline
+                if self._is_closing:  # asked again under the lock: `close` rings only once
+                    return
                 if due is None or due > now:
                     self._wakes_at = self._next_look(now, due)
                     self._alarm.wait(None if self._wakes_at == _NEVER else self._wakes_at - now)

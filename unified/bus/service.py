@@ -159,7 +159,11 @@ class CallService:
         raise ProtocolError(f"the body of the call of {call.method!r} does not hold arguments.")
 
     def _described(self, error: BaseException) -> Encoded:
-        return Encoded(describe(error, worker=self._worker, node=self._node), [])
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals is globals():  # ours say nothing to the caller
+            trace = trace.tb_next
+        theirs = error.with_traceback(trace or error.__traceback__)
+        return Encoded(describe(theirs, worker=self._worker, node=self._node), [])
 
     def _answer(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool) -> None:
         self._forget(call)

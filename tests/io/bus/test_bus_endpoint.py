@@ -116,6 +116,7 @@ def test_error_is_remote_and_what_was_raised(world: World, is_async: bool) -> No
     assert (error.type_name, error.message, error.worker, error.node) == ("KeyError", "'key'", "b", "n1")
     assert error.args == ("key",)
     assert "raise error" in error.traceback
+    assert "service.py" not in error.traceback
     (note,) = error.__notes__
     assert note.startswith("the call of 'missing' to worker b raised KeyError in worker b on node n1:\nTraceback")
 
@@ -437,6 +438,18 @@ def test_method_name_of_silly_length_is_refused_here(world: World) -> None:
     a, _ = world.endpoint("a")
     with pytest.raises(UsageError, match="has 10000 characters"):
         a.call("b", "x" * 10_000, (), {})
+
+
+def test_forked_child_is_told_that_the_bus_is_not_its_own(tmp_path: Path) -> None:
+    world = World(tmp_path, "auto", "")
+    a, _ = world.endpoint("a")
+    a._pid += 1  # as a child that was forked from here sees it
+    with pytest.raises(UsageError, match="was forked from it and cannot call"):
+        a.call("b", "m", (), {})
+    a.close()
+    assert list(tmp_path.iterdir()), "the child closed its parent's inbox"
+    a._pid -= 1
+    world.close()
 
 
 def test_inbox_is_private_and_says_how_to_reach_it(tmp_path: Path) -> None:
