@@ -14,6 +14,7 @@ import zmq
 from unified.errors import ProtocolError
 from unified.protocol.agent_master import AgentToMaster, agent_to_master, master_to_agent
 from unified.protocol.client_master import Refused
+from unified.protocol.framing import UNREADABLE
 from unified_agent.core.events import AgentEvent, MasterReached, MasterSaid, MasterUnreadable
 from unified_agent.sources import Sources
 
@@ -95,6 +96,6 @@ class MasterChannel:
         """A master that cannot read us answers as it answers clients."""
         try:
             refused = msgspec.msgpack.decode(frames[-1], type=Refused)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return f"the master at {self._address} cannot be understood: {error}"
         return f"the master at {self._address} refuses this agent: {refused.reason}"

@@ -19,7 +19,7 @@ import zmq
 from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMismatchError
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.client_master import ClientToMaster, Refused
-from unified.protocol.framing import Codec
+from unified.protocol.framing import UNREADABLE, Codec
 from unified.protocol.records import EventRecord
 from unified.settings import Intervals
 from unified_master.core.actions import MasterAction, Report, Save, Send
@@ -199,7 +199,7 @@ class MasterDaemon:
         code = "version" if isinstance(error, VersionMismatchError) else "bad-request"
         try:
             version, request_id = _loose_header.decode(frames[0] if frames else b"")
-        except msgspec.DecodeError:
+        except UNREADABLE:
             version, request_id = 1, 0
         answer = _codec.encode(Refused(code=code, reason=str(error)), request_id, version=version)
         _send(router, [peer, *answer])

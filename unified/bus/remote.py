@@ -18,7 +18,7 @@ from unified.errors import (
     RpcNotFoundError,
 )
 from unified.job.spec import Value
-from unified.protocol.envelope import UNREADABLE
+from unified.protocol.framing import UNREADABLE
 
 MAX_TEXT = 64 * 1024
 _OURS: dict[str, type[RpcError]] = {

@@ -13,6 +13,7 @@ import msgspec
 
 from unified.errors import ProtocolError, VersionMismatchError
 from unified.job.spec import Value
+from unified.protocol.framing import UNREADABLE
 from unified.protocol.records import Inbox
 
 Bytes = bytes | bytearray | memoryview
@@ -66,8 +67,6 @@ class Undelivered(Value, frozen=True, kw_only=True):
     code: Literal["unknown-target", "overloaded"]
 
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not the record: for text that is not UTF-8 it is no error of its own."""
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(Envelope)
 _any = msgspec.msgpack.Decoder(list)

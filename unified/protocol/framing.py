@@ -18,6 +18,9 @@ import msgspec
 from unified.errors import ProtocolError, VersionMismatchError
 
 PROTOCOL_VERSION = 1
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises for bytes that are not what they should be: text that is not UTF-8, and nesting without end,
+have errors of their own."""
 MAX_STREAM_MESSAGE = 256 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -58,7 +61,7 @@ class Codec(Generic[M]):
         """The request id, after a check of the version."""
         try:
             version, request_id = _header.decode(frame)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"the header is not [version, request id]: {error}") from None
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(
@@ -70,7 +73,7 @@ class Codec(Generic[M]):
     def decode_body(self, frame: bytes) -> M:
         try:
             return self._decoder.decode(frame)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"not a message of this conversation: {error}") from None
 
 
