@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -44,10 +46,8 @@ def test_a_body_that_is_no_message_is_a_protocol_error(body: bytes) -> None:
 
 @given(st.lists(st.binary(max_size=64), max_size=4))
 def test_rubbish_is_a_message_or_a_protocol_error(frames: list[bytes]) -> None:
-    try:
-        client_to_master.decode(frames)
-    except ProtocolError as error:
-        assert str(error)
+    with contextlib.suppress(ProtocolError):
+        assert client_to_master.decode(frames).message
 
 
 @given(st.lists(st.binary(max_size=50), max_size=20), st.integers(min_value=1, max_value=17))
