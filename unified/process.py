@@ -5,15 +5,18 @@ At the bottom of the tree, because daemons, the zygote and workers all need it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_KILL_ROUNDS = 5
+_COMM_BYTES = 15
 
 
 def die_with_parent(sig: int = signal.SIGKILL, parent: int | None = None) -> None:
@@ -35,9 +38,29 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def set_title(title: str) -> None:
-    """Name this process for `ps -o comm` and `top`; the kernel keeps 15 bytes."""
-    _prctl(_PR_SET_NAME, title.encode()[:15])
+def set_title(title: str, suffix: str = "") -> None:
+    """Name this process for `ps -o comm` and `top`. The kernel keeps 15 bytes: of a long title the end is cut away,
+    of the suffix nothing.
+    """
+    end = suffix.encode()
+    _prctl(_PR_SET_NAME, title.encode()[: max(0, _COMM_BYTES - len(end))] + end)
+
+
+def set_command_line(text: str) -> None:
+    """Replace what `ps` shows as this process's command line, which a fork has from its parent; cut to its length.
+
+    The kernel shows the memory in which the arguments were at the start. It is overwritten only where it can be found
+    and still holds them, so at worst nothing changes.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        with open("/proc/self/cmdline", "rb") as file:
+            shown = file.read()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end: 48 and 49 in proc(5)
+        size = end - start
+        if start > 0 and size > 0 and size == len(shown) and ctypes.string_at(start, size) == shown:
+            ctypes.memmove(start, text.encode()[: size - 1].ljust(size, b"\0"), size)
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
@@ -121,6 +144,17 @@ def signal_group(leader: int, sig: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def kill_until_none(find: Callable[[], Iterable[int]]) -> None:
+    """SIGKILL every process that `find` names, again while there is more: a dead parent's children come to light."""
+    for _ in range(_KILL_ROUNDS):
+        alive = [pid for pid in find() if is_alive(pid)]
+        if not alive:
+            return
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: it became another user
+                os.kill(pid, signal.SIGKILL)
 
 
 def describe_end(code: int) -> str:

@@ -15,6 +15,7 @@ from typing import assert_never
 
 from unified.job.spec import Value
 from unified.protocol.agent_master import LogRead
+from unified.protocol.records import Failure
 from unified.settings import Intervals
 from unified_agent.channel import MasterChannel
 from unified_agent.core.actions import (
@@ -120,8 +121,7 @@ class AgentDaemon:
             case Reconnect():
                 self._channel.reconnect()
             case StartWorker():
-                streams = self._output.open(action.life)
-                self._processes.start(action.life, action.launch, action.python, action.is_fresh, streams)
+                self._start(action)
             case TellWorker():
                 self._processes.tell(action.life, action.message)
             case SignalWorker():
@@ -136,6 +136,14 @@ class AgentDaemon:
                 self._exit = action
             case _:
                 assert_never(action)
+
+    def _start(self, order: StartWorker) -> None:
+        try:
+            streams = self._output.open(order.life)
+            self._processes.start(order.life, order.launch, order.python, order.is_fresh, streams)
+        except OSError as error:
+            failure = Failure(category="crash", summary=f"could not be started: {error.strerror}")
+            self._events.append(WorkerNotStarted(life=order.life, failure=failure))
 
     def _on_output(self) -> None:
         for result in self._output.take():

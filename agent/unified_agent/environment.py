@@ -1,4 +1,4 @@
-"""The environment of a worker, from what is desired and what the node is. No I/O: the same in, the same out."""
+"""What the node says in a worker's environment, from what is desired and what it is. No I/O."""
 
 from __future__ import annotations
 
@@ -76,40 +76,24 @@ def worker_environment(
     group: Sequence[Device] = (),
     num_local_workers: int = 1,
 ) -> dict[str, str]:
-    """All that is to be set in a worker's `os.environ` before anything of the user's is imported.
+    """What the node says in a worker's `os.environ`. The worker adds what its role sets, which wins, and who it is.
 
     Args:
         group: devices of all workers of its group on this node, for `rank_based_gpu_selection`.
         num_local_workers: workers that share this node's CPUs.
-
-    The user's own settings for the role win over ours.
     """
-    env = {
-        "JOB": spec.name,
-        "UNIFIED_JOB_ID": worker.job_id,
-        "NAME": worker.name,
-        "UNIFIED_WORKER": marker_of(worker),
-        "UNIFIED_MASTER": node.master,
-    }
+    env = {"UNIFIED_WORKER": marker_of(worker)}
     if "RES_OPTIONS" not in node.inherited:
         env["RES_OPTIONS"] = RESOLVER
     if worker.kind == "store":
         return env
     role = spec.role(worker.role)
-    env |= {
-        "ROLE": worker.role,
-        "RANK": str(worker.rank),
-        "WORLD_SIZE": str(worker.world_size),
-        "LOCAL_RANK": str(worker.local_rank),
-        "LOCAL_WORLD_SIZE": str(worker.local_world_size),
-        "NODE_RANK": str(worker.node_rank),
-    }
     env |= _network_environment(node)
     own = devices_of(spec, worker, node)
     env |= _device_environment(own, seen_devices(role, own, group, node), node)
     if "OMP_NUM_THREADS" not in node.inherited:  # as torchrun does, but with a share of the node instead of 1
         env["OMP_NUM_THREADS"] = str(max(1, int(node.resources.cpu) // max(1, num_local_workers)))
-    return env | role.envs
+    return env
 
 
 def marker_of(worker: DesiredWorker) -> str:

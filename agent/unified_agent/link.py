@@ -12,7 +12,6 @@ from unified.protocol.framing import StreamBuffer, encode_stream
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 """Beyond this a peer that does not read is given up."""
 
-
 _READS_A_CALL = 16
 """A peer that never stops talking must not keep the loop from its other work; a dead one's buffer holds less."""
 
@@ -30,7 +29,7 @@ class Link:
         self.descriptor = end.fileno()
         """For pollers; still known when the link has closed."""
         self._buffer = StreamBuffer()
-        self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._waiting: deque[tuple[bytes | memoryview, Sequence[int]]] = deque()
         self._num_waiting_bytes = 0
         self.is_open = True
 
@@ -77,7 +76,7 @@ class Link:
             if count == len(data):
                 self._waiting.popleft()
             else:
-                self._waiting[0] = (data[count:], ())
+                self._waiting[0] = (memoryview(data)[count:], ())  # a long one is sent in many parts
 
     def receive(self) -> list[bytes]:
         """Message bodies that have arrived, up to about 1 MiB a call. At end of file the link closes.

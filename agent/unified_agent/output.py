@@ -23,6 +23,7 @@ from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
 
 log = logging.getLogger("unified_agent")
 PIPE_BYTES = 256 * 1024
+CLOSE_S = 5.0
 _CHUNK_BYTES = 65536
 _LAST_BYTES = 16 * 1024 * 1024
 """At most this much is taken from the pipe of a dead worker, which a stray of its own may still be filling."""
@@ -87,9 +88,18 @@ class OutputReader:
         self._thread.start()
 
     def open(self, life: Life) -> tuple[int, int]:
-        """Pipes for a life's stdout and stderr; the ends to write to are the caller's."""
+        """Pipes for a life's stdout and stderr; the ends to write to are the caller's.
+
+        Raises:
+            OSError: there are no descriptors left.
+        """
         out_read, out_write = _pipe()
-        err_read, err_write = _pipe()
+        try:
+            err_read, err_write = _pipe()
+        except OSError:
+            os.close(out_read)
+            os.close(out_write)
+            raise
         self._order(_Watch(life, out_read, err_read))
         return out_write, err_write
 
@@ -111,9 +121,12 @@ class OutputReader:
         return taken
 
     def close(self) -> None:
-        """Drain every pipe and end the thread."""
+        """Drain every pipe and end the thread; one that a dead disk holds is left behind."""
         self._order(None)
-        self._thread.join()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.error("event=output-stuck the disk under %s has not answered for %g s", self._log_dir, CLOSE_S)
+            return
         for descriptor in (self._wake, self.ready):
             os.close(descriptor)
 
@@ -136,7 +149,7 @@ class OutputReader:
                 if key.fd == self._wake:
                     if not self._obey():
                         return
-                elif key.fd in self._selector.get_map():  # an order of this turn may have closed it
+                elif self._selector.get_map().get(key.fd) is key:  # an order of this turn may have given it to another
                     self._copy(key.data)
 
     def _obey(self) -> bool:
@@ -205,7 +218,7 @@ class OutputReader:
 
     def _slice(self, order: ReadAgentLog) -> LogSlice:
         parts = (order.job_id, order.worker)
-        if any(not part or "/" in part or part in (".", "..") for part in parts):
+        if any(not part or "/" in part or "\0" in part or part in (".", "..") for part in parts):
             return LogSlice(error=f"{'/'.join(parts)} is no worker of this node")
         if order.stream == "both":
             return LogSlice(

@@ -8,6 +8,7 @@ so that their exit codes are still known.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -25,7 +26,7 @@ from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteToAgent, ZygoteUp
 from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import Failure
-from unified.protocol.worker_agent import AgentToWorker, Launch, worker_to_agent
+from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.core.events import AgentEvent, Life, WorkerNotStarted, WorkerSaid, WorkerStarted
 from unified_agent.link import Link, LinkOverflowError
 from unified_agent.sources import Sources
@@ -34,6 +35,10 @@ from unified_agent.zygote import Zygote
 log = logging.getLogger("unified_agent")
 CLOSE_S = 2.0
 """How long zygotes have to kill their workers and leave, before they are killed themselves."""
+SETTLED_S = 10.0
+"""A zygote that ends sooner is replaced when a worker needs one and not at once: what ended it may end the next."""
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""Reasons why a process cannot be started now, that say nothing of its interpreter."""
 
 
 class _Child:
@@ -49,6 +54,8 @@ class _Child:
         self.pid = 0
         self.pidfd = -1
         self.is_kill_asked = False
+        self.routes: list[str] = []
+        """To its inbox, since its hello."""
 
 
 class Processes:
@@ -104,8 +111,17 @@ class Processes:
     def start(
         self, life: Life, launch: Launch, python: str | None, is_fresh: bool, descriptors: tuple[int, int]
     ) -> None:
-        """Have a worker's process made. `descriptors`, its stdout and stderr, are closed here once passed on."""
-        ours, theirs = socket.socketpair()
+        """Have a worker's process made. `descriptors`, its stdout and stderr, are closed here in every case.
+
+        Raises:
+            OSError: there are no descriptors left.
+        """
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
         link = Link(ours)
         self._count += 1
         marker = f"UNIFIED_WORKER={launch.env.get('UNIFIED_WORKER', '')}"
@@ -117,8 +133,11 @@ class Processes:
         link.send(launch)
         try:
             zygote = self._zygote(python or self._python)
-        except OSError as error:
-            self._fail(child, "setup", f"the interpreter {python or self._python} cannot be started: {error.strerror}")
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            is_passing = isinstance(error, OSError) and error.errno in _PASSING
+            why = error.strerror if isinstance(error, OSError) else error
+            text = f"the interpreter {python or self._python} cannot be started: {why}"
+            self._fail(child, "crash" if is_passing else "setup", text)
             return
         child.zygote = zygote
         if zygote.is_up:
@@ -133,7 +152,7 @@ class Processes:
             child.link.send(message)
         except LinkOverflowError as error:
             log.warning("event=worker-killed life=%s reason=%r", life, str(error))
-            self._sources.unwatch(child.link.descriptor)
+            self._sources.unwatch_link(child.link)
             self.signal(life, "kill")
 
     def signal(self, life: Life, how: Literal["terminate", "kill"]) -> None:
@@ -172,14 +191,15 @@ class Processes:
         zygotes = list(self._running.values())
         deadline = time.monotonic() + CLOSE_S
         for zygote in zygotes:
-            self._sources.unwatch(zygote.link.descriptor)
+            self._sources.unwatch_link(zygote.link)
             zygote.close()
         for zygote in zygotes:
             self._await_end(zygote, deadline)
+        self._running.clear()
+        self._kill_strays()
         for child in list(self._children.values()):
             self._drop(child)
         self._zygotes.clear()
-        self._running.clear()
 
     def _await_end(self, zygote: Zygote, deadline: float) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -213,7 +233,7 @@ class Processes:
             words = []
             zygote.close()
         if not zygote.link.is_open:
-            self._sources.unwatch(zygote.link.descriptor)
+            self._sources.unwatch_link(zygote.link)
         for word in words:
             self._on_zygote_word(zygote, word)
 
@@ -243,6 +263,8 @@ class Processes:
                 versions = f"its unified speaks protocol version {word.protocol_version}, the agent {PROTOCOL_VERSION}"
                 text = f"the interpreter {zygote.python} cannot start workers: {versions}; install the same release."
                 self._fail(child, "setup", text)
+        if not zygote.is_up:  # whoever needs it next shall be told the same, and not wait for it
+            self._dismiss(zygote)
 
     def _order(self, child: _Child) -> None:
         assert child.zygote is not None
@@ -263,11 +285,10 @@ class Processes:
 
     def _on_zygote_ended(self, zygote: Zygote, code: int) -> None:
         self._hear_zygote(zygote)  # its last words may say how a worker ended
-        self._sources.unwatch(zygote.link.descriptor)
+        self._dismiss(zygote)
         zygote.reaped(code)
-        zygote.close()
-        if self._zygotes.get(zygote.python) is zygote:
-            del self._zygotes[zygote.python]
+        if code != 0:
+            self._kill_strays()
         how = process.describe_end(code)
         children = [child for child in self._children.values() if child.zygote is zygote]
         if code != 0 or children:
@@ -281,23 +302,40 @@ class Processes:
                 self._adopt(child)
             else:
                 self._fail(child, "crash", f"could not be started: its zygote was {how}")
-        if zygote.is_up and zygote.python in self._kept:
+        if code == 0:
+            zygote.remove_log()
+        if zygote.is_up and zygote.python in self._kept and zygote.age_s > SETTLED_S:
             with contextlib.suppress(OSError):
                 self._zygote(zygote.python)
 
     def _adopt(self, child: _Child) -> None:
         """Its zygote is dead. It is ours to reap now, unless that zygote reaped it and could not say so any more."""
-        process.signal_group(child.pid, signal.SIGKILL)
         found = process.facts(child.pid)
         if found is None or found.parent != os.getpid():
             self._end(child, -signal.SIGKILL)
+        else:
+            process.signal_group(child.pid, signal.SIGKILL)
+
+    def _kill_strays(self) -> None:
+        """What workers of a dead zygote have left became the agent's children, and nobody else will ever end it."""
+        own = os.getpid()
+        process.kill_until_none(
+            lambda: [
+                found.pid for found in process.every_process() if found.parent == own and found.pid not in self._running
+            ]
+        )
 
     def _close_if_idle(self, python: str) -> None:
         zygote = self._zygotes.get(python)
         if zygote is None or python in self._kept or any(child.zygote is zygote for child in self._children.values()):
             return
-        del self._zygotes[python]
-        self._sources.unwatch(zygote.link.descriptor)
+        self._dismiss(zygote)
+
+    def _dismiss(self, zygote: Zygote) -> None:
+        """It takes no more orders; `reap` sees its end."""
+        if self._zygotes.get(zygote.python) is zygote:
+            del self._zygotes[zygote.python]
+        self._sources.unwatch_link(zygote.link)
         zygote.close()
 
     # Workers
@@ -309,13 +347,16 @@ class Processes:
     def _hear(self, child: _Child) -> None:
         try:
             for body in child.link.receive():
-                self._on_event(WorkerSaid(life=child.life, word=worker_to_agent.decode(body)))
+                word = worker_to_agent.decode(body)
+                if isinstance(word, Hello) and word.inbox is not None:
+                    child.routes = word.inbox.routes
+                self._on_event(WorkerSaid(life=child.life, word=word))
         except (msgspec.DecodeError, ProtocolError) as error:
             log.error("event=worker-killed life=%s reason=%r", child.life, f"it said no message of ours: {error}")
             child.link.close()
             self.signal(child.life, "kill")
         if not child.link.is_open:
-            self._sources.unwatch(child.link.descriptor)
+            self._sources.unwatch_link(child.link)
 
     def _signal_pidfd(self, child: _Child, number: int) -> bool:
         if child.pidfd < 0:
@@ -336,7 +377,7 @@ class Processes:
         self._on_end(child.life, code)
 
     def _drop(self, child: _Child) -> None:
-        self._sources.unwatch(child.link.descriptor)
+        self._sources.unwatch_link(child.link)
         child.link.close()
         for descriptor in child.descriptors:
             os.close(descriptor)
@@ -347,6 +388,15 @@ class Processes:
         self._children.pop(child.order.child, None)
         if self._numbers.get(child.life) == child.order.child:
             del self._numbers[child.life]
+        self._remove_sockets(child)
+
+    def _remove_sockets(self, child: _Child) -> None:
+        """A worker that was killed leaves the file of its inbox behind."""
+        for route in child.routes:
+            path = Path(route.removeprefix("ipc://"))
+            if route.startswith("ipc://") and path.is_relative_to(self._run_dir) and ".." not in path.parts:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def _why_no_zygote(zygote: Zygote, how: str) -> str:

@@ -34,8 +34,12 @@ class Sources:
         """Forget a source, before its descriptor number can belong to another."""
         if self._calls.pop(source, None) is not None:
             self._poller.unregister(source)
-        if isinstance(source, int):
-            self._links.pop(source, None)
+
+    def unwatch_link(self, link: Link) -> None:
+        """Forget a link; once it has closed, another may have its descriptor's number, and is left alone."""
+        if self._links.get(link.descriptor) is link:
+            del self._links[link.descriptor]
+            self.unwatch(link.descriptor)
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until something is ready, or for `timeout_s`, and make the calls."""

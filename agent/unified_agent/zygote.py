@@ -6,17 +6,17 @@ import contextlib
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from unified.protocol.agent_zygote import Fork, ZygoteToAgent, zygote_to_agent
 from unified_agent.link import Link
+from unified_agent.logfile import last_lines
 
 MARKER_NODE = "UNIFIED_AGENT_NODE"
 MARKER_LIFE = "UNIFIED_AGENT_LIFE"
 """In the environment of everything an agent starts, so that its next life knows what its last one left."""
-
-_LAST_WORDS_BYTES = 4096
 
 
 class Zygote:
@@ -26,6 +26,7 @@ class Zygote:
         """Start it. Raises OSError where the interpreter cannot be started."""
         self.python = python
         self.is_up = False
+        self._began_at = time.monotonic()
         self._log = run_dir / f"zygote-{number}.log"
         options = ["--parent", str(os.getpid()), "--entry", entry]
         ours, theirs = socket.socketpair()
@@ -62,11 +63,17 @@ class Zygote:
 
     def last_words(self) -> str:
         """The last line of its own output: why it could not start."""
+        lines = last_lines(self._log).strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._began_at
+
+    def remove_log(self) -> None:
+        """It ended in order, so that nobody will want to read it."""
         with contextlib.suppress(OSError):
-            lines = self._log.read_bytes()[-_LAST_WORDS_BYTES:].decode(errors="replace").strip().splitlines()
-            if lines:
-                return lines[-1]
-        return "it said nothing"
+            self._log.unlink()
 
     def close(self) -> None:
         """End of file: it kills its workers and leaves."""

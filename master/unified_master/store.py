@@ -16,7 +16,9 @@ from unified_master.core.actions import Report, Save
 
 SCHEMA_VERSION = 1
 MAX_EVENTS = 200_000
-"""Lines of the event log that are kept over a restart."""
+"""Lines of the event log that are kept."""
+TRIM_EVERY = 10_000
+"""Lines after which those beyond `MAX_EVENTS` are dropped."""
 _SCHEMA = """
 create table records (kind text not null, key text not null, data blob not null, primary key (kind, key)) without rowid;
 create table events (sequence integer primary key, job text not null, data blob not null);
@@ -81,6 +83,8 @@ class Store:
                 record = report.record
                 data = msgspec.msgpack.encode(record)
                 database.execute("replace into events values (?, ?, ?)", (record.sequence, record.job, data))
+                if record.sequence % TRIM_EVERY == 0:
+                    self._trim(database)
             database.execute("commit")
         except BaseException:
             if database.in_transaction:
@@ -95,12 +99,16 @@ class Store:
     def events(self) -> list[EventRecord]:
         """The event log, oldest first; its oldest part is dropped when it is too long."""
         database = self._database
-        database.execute("delete from events where sequence <= (select max(sequence) from events) - ?", (MAX_EVENTS,))
+        self._trim(database)
         rows = database.execute("select data from events order by sequence")
         try:
             return [msgspec.msgpack.decode(data, type=EventRecord) for (data,) in rows]
         except msgspec.DecodeError as error:
             raise StoreError(f"the event log in {self.path} is damaged: {error}. Restore it from a copy.") from None
+
+    @staticmethod
+    def _trim(database: sqlite3.Connection) -> None:
+        database.execute("delete from events where sequence <= (select max(sequence) from events) - ?", (MAX_EVENTS,))
 
     def note(self, name: str) -> str:
         """What the shell itself wrote down under a name; empty if nothing."""

@@ -61,7 +61,10 @@ def main(control: socket.socket) -> None:
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     port = 4242 if mode == "store" else None
-    orders.say(Hello(pid=os.getpid(), inbox=Inbox(inbox_id=f"inbox-{os.getpid()}"), store_port=port))
+    socket_file = os.path.join(launch.run_dir, f"{os.getpid()}.sock")
+    open(socket_file, "w").close()
+    inbox = Inbox(inbox_id=f"inbox-{os.getpid()}", routes=[f"ipc://{socket_file}"])
+    orders.say(Hello(pid=os.getpid(), inbox=inbox, store_port=port))
     while True:
         match orders.next():
             case Run(order=order):

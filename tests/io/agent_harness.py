@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -47,6 +49,8 @@ class PlayedMaster:
         self.listen("tcp://127.0.0.1:*")
         self.generation = 0
         self.peer = b""
+        self.seen: dict[str, ObservedWorker] = {}
+        """The observed set that was heard last."""
 
     def listen(self, address: str = "") -> None:
         self._socket = self._context.socket(zmq.ROUTER)
@@ -75,6 +79,8 @@ class PlayedMaster:
             message = agent_to_master.decode(frames).message
             if isinstance(message, Heartbeat):
                 self.say(HeartbeatSeen())
+            if isinstance(message, ObservedWorkers):
+                self.seen = by_life(message)
             if isinstance(message, kind):
                 last = message
                 if is_so(message):
@@ -100,7 +106,12 @@ class PlayedMaster:
         return by_life(found)
 
     def reaches(self, life: str, state: WorkerState) -> ObservedWorker:
-        return self.observe(lambda workers: life in workers and workers[life].state is state)[life]
+        """The worker in that state, which the set heard last may already show."""
+
+        def is_there(workers: dict[str, ObservedWorker]) -> bool:
+            return life in workers and workers[life].state is state
+
+        return (self.seen if is_there(self.seen) else self.observe(is_there))[life]
 
     def close(self) -> None:
         self._socket.close()
@@ -127,6 +138,19 @@ class AgentProcess:
 
     def wait(self) -> int:
         return self.process.wait(PATIENCE_S)
+
+    def inbox_file(self, worker: ObservedWorker) -> Path:
+        """The socket of a worker's inbox."""
+        assert worker.inbox is not None
+        return Path(worker.inbox.routes[0].removeprefix("ipc://"))
+
+    def allow_no_more_descriptors(self) -> tuple[int, int]:
+        """Let every further one fail; the limits that were in force."""
+        used = {int(entry) for entry in os.listdir(f"/proc/{self.process.pid}/fd")}
+        first_free = next(number for number in itertools.count() if number not in used)
+        before = resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (first_free, before[1]))
+        return before
 
     def descendants(self) -> list[int]:
         """Everything that carries this agent's mark, itself excluded."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -173,6 +175,32 @@ def test_another_interpreter_has_a_zygote_while_its_job_lives(
     assert eventually(lambda: len(agent.descendants()) == 1)
 
 
+def test_an_interpreter_with_another_protocol_is_a_failure_of_setup_each_time(
+    start: Start, master: PlayedMaster, tmp_path: Path
+) -> None:
+    python = tmp_path / "python-old"
+    python.write_text(OLD_PYTHON)
+    python.chmod(0o755)
+    agent = start()
+    master.welcome()
+    for incarnation in range(2):
+        master.desire(a_worker(incarnation=incarnation), jobs=[a_job("finish", python=str(python))])
+        failure = master.reaches(f"w-0#{incarnation}", WorkerState.EXITED).failure
+        assert failure is not None
+        assert failure.category == "setup"
+        assert "its unified speaks protocol version 99, the agent 1; install the same release." in failure.summary
+    assert eventually(lambda: len(agent.descendants()) == 1), "its zygote is sent away"
+
+
+OLD_PYTHON = f"""#!{sys.executable}
+import os, socket, sys
+sys.path.insert(0, {str(HERE.parents[1])!r})
+from unified.protocol.agent_zygote import ZygoteUp
+from unified.protocol.framing import encode_stream
+control = socket.socket(fileno=int(sys.argv[3]))
+control.sendall(encode_stream(ZygoteUp(pid=os.getpid(), has_torch=False, protocol_version=99)))
+control.recv(1)
+"""
 BROKEN_PYTHON = "#!/bin/sh\necho \"$0: No module named 'unified'\" >&2; exit 1\n"
 
 
@@ -181,18 +209,21 @@ BROKEN_PYTHON = "#!/bin/sh\necho \"$0: No module named 'unified'\" >&2; exit 1\n
     [
         (BROKEN_PYTHON, "No module named 'unified'.*Install it there: .*python-bad -m pip install unified-runtime"),
         (None, "the interpreter .*python-bad cannot be started: No such file or directory"),
+        ("\0", "the interpreter .*python-bad\0 cannot be started: embedded null byte"),
     ],
 )
 def test_an_interpreter_without_unified_is_a_failure_of_setup(
     start: Start, master: PlayedMaster, tmp_path: Path, script: str | None, summary: str
 ) -> None:
-    python = tmp_path / "python-bad"
-    if script is not None:
-        python.write_text(script)
-        python.chmod(0o755)
+    python = str(tmp_path / "python-bad")
+    if script == "\0":
+        python += script
+    elif script is not None:
+        Path(python).write_text(script)
+        Path(python).chmod(0o755)
     start()
     master.welcome()
-    master.desire(a_worker(), jobs=[a_job("finish", python=str(python))])
+    master.desire(a_worker(), jobs=[a_job("finish", python=python)])
     failure = master.reaches("w-0#0", WorkerState.EXITED).failure
     assert failure is not None
     assert failure.category == "setup"
@@ -254,6 +285,40 @@ def test_a_killed_zygote_takes_its_workers_and_is_replaced(start: Start, master:
     assert {worker.failure.summary for worker in workers.values() if worker.failure} == {"killed by SIGKILL"}
     master.desire(a_worker(0, incarnation=1), jobs=[job])
     master.reaches("w-0#1", WorkerState.RUNNING)
+
+
+def test_what_workers_of_a_killed_zygote_left_is_ended(start: Start, master: PlayedMaster) -> None:
+    agent = start()
+    master.welcome()
+    job = a_job("children")
+    master.desire(a_worker(0), a_worker(1), jobs=[job])
+    workers = master.observe(lambda workers: [w.state for w in workers.values()] == [WorkerState.FINISHED] * 2)
+    inboxes = [agent.inbox_file(worker) for worker in workers.values()]
+    assert all(inbox.exists() for inbox in inboxes)
+    found = process.facts(workers["w-0#0"].pid)
+    assert found is not None
+    os.kill(found.parent, signal.SIGKILL)
+    master.observe(lambda workers: [w.state for w in workers.values()] == [WorkerState.EXITED] * 2)
+    assert eventually(lambda: not agent.descendants()), "children in sessions of their own outlived it"
+    assert not any(inbox.exists() for inbox in inboxes)
+    master.desire(a_worker(0, incarnation=1), jobs=[job])
+    master.reaches("w-0#1", WorkerState.FINISHED)
+
+
+def test_an_agent_without_descriptors_fails_a_worker_and_lives(start: Start, master: PlayedMaster) -> None:
+    agent = start()
+    master.welcome()
+    job = a_job("finish")
+    master.desire(a_worker(), jobs=[job])
+    master.reaches("w-0#0", WorkerState.FINISHED)
+    before = agent.allow_no_more_descriptors()
+    master.desire(a_worker(), a_worker(1), jobs=[job])
+    failure = master.reaches("w-1#0", WorkerState.EXITED).failure
+    assert failure is not None
+    assert (failure.summary, failure.category) == ("could not be started: Too many open files", "crash")
+    resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE, before)
+    master.desire(a_worker(), a_worker(1, incarnation=1), jobs=[job])
+    master.reaches("w-1#1", WorkerState.FINISHED)
 
 
 def test_a_second_agent_of_one_node_is_refused(start: Start, master: PlayedMaster) -> None:
@@ -319,8 +384,8 @@ def test_workers_outlive_a_master_and_are_told_to_the_next(start: Start, master:
     master.say(RegisterAgain())
     master.hear(RegisterAgent)
     master.say(AgentRegistered(lease_s=2.0, heartbeat_s=0.1))
-    seen = master.reaches("w-0#0", WorkerState.FINISHED)
-    assert seen.pid == pid
+    seen = master.observe(lambda workers: bool(workers))["w-0#0"]
+    assert (seen.state, seen.pid) == (WorkerState.FINISHED, pid)
     master.generation = 0  # a master that lost its memory begins anew, and is listened to
     master.desire(jobs=[])
     master.reaches("w-0#0", WorkerState.EXITED)
@@ -346,10 +411,14 @@ def test_a_refusal_ends_it_with_one_line(
     assert reason in last
 
 
-def test_it_gives_up_where_nobody_answers_if_asked_to(start: Start) -> None:
-    agent = start("--connect-timeout", "0.5", master="tcp://127.0.0.1:9")
-    assert agent.wait() == 1
-    assert "cannot reach the master at tcp://127.0.0.1:9" in agent.stderr.splitlines()[-1]
+def test_it_gives_up_where_nobody_answers_if_asked_to(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIFIED_HEARTBEAT_S", "0.1")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        agent = start("--connect-timeout", "0.2", master=address)
+        assert agent.wait() == 1
+    assert f"cannot reach the master at {address}" in agent.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

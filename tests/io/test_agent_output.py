@@ -111,7 +111,7 @@ def test_many_lives_at_once_do_not_mix(desk: Desk, tmp_path: Path) -> None:
             os.close(descriptor)
 
 
-@pytest.mark.parametrize("name", ["../w-0", "..", "", "a/b"])
+@pytest.mark.parametrize("name", ["../w-0", "..", "", "a/b", "a\0b"])
 def test_only_workers_output_can_be_read(desk: Desk, name: str) -> None:
     assert "is no worker of this node" in desk.read(life=Life("job-1", name, 0)).error
     assert "is no worker of this node" in desk.read(life=Life(name, "w-0", 0)).error

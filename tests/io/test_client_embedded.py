@@ -22,7 +22,7 @@ from unified.process import die_with_parent
 from unified.protocol.client_master import NodeList, NodeStatus, client_to_master, master_to_client
 from unified.protocol.records import NodeResources, NodeState
 die_with_parent(signal.SIGTERM)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # no answer on its way may hold up the end
 if os.environ.get("FAKE_MASTER") == "port-taken":
     print("unified-master: tcp://127.0.0.1:0 is taken", file=sys.stderr)
     sys.exit(1)
@@ -137,6 +137,23 @@ def test_a_daemon_that_cannot_start_is_an_error_with_its_last_words(
         cluster.start()
     assert processes(cluster.cluster_id) == []
     assert left_behind(before) == []
+
+
+def test_a_home_that_cannot_be_made_is_an_error_of_ours(stand_ins: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ClusterError, match=r"cannot be prepared: .*file/home"):
+        EmbeddedCluster(home=tmp_path / "file" / "home").start()
+
+
+def test_a_forked_child_of_the_driver_does_not_end_the_cluster(
+    stand_ins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EmbeddedCluster() as cluster:
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            cluster.stop()
+        assert len(processes(cluster.cluster_id)) == 2
+    assert processes(cluster.cluster_id) == []
 
 
 @pytest.mark.parametrize("how", ["stubborn", "leaves"])

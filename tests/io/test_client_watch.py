@@ -16,11 +16,11 @@ import pytest
 from unified import process
 from unified.cli.main import main
 from unified.client.connection import MasterConnection
-from unified.client.display import PlainDisplay
+from unified.client.display import PlainDisplay, QuietDisplay
 from unified.client.handle import JobHandle
 from unified.client.submission import submit_job
 from unified.client.watch import Watch
-from unified.errors import ClusterError, RefusedError
+from unified.errors import ClusterError, MasterUnreachableError, RefusedError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.client_master import (
     Accepted,
@@ -300,6 +300,51 @@ def test_ctrl_c_stops_in_order_and_a_second_one_at_once(job: Job, fake_master: F
         assert said.splitlines()[-1] == "job gpt-1 was stopped: Ctrl-C in its driver"
 
 
+def test_ctrl_c_is_heard_by_a_master_that_was_away(
+    job: Job, fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unified.client.connection.RESEND_S", 0.02)
+    asked: list[ClientToMaster] = []
+
+    def respond(message: ClientToMaster) -> MasterAnswer | None:
+        if isinstance(message, StopJob):
+            asked.append(message)
+            if len(asked) < 10:  # longer away than an ordinary request waits
+                return None
+        return job.respond(message)
+
+    fake_master.respond = respond
+
+    class Impatient(QuietDisplay):
+        def update(self, status: JobStatus) -> None:
+            if not asked and status.stage == Stage.RUNNING:
+                signal.raise_signal(signal.SIGINT)
+
+    with MasterConnection(fake_master.address, timeout_s=0.1) as connection:
+        watch = Watch(connection, "gpt-1", Impatient(io.StringIO(), io.StringIO()), with_logs=False)
+        assert watch.run().exit_code == 130
+    watch.join()
+    assert len(asked) == 10
+
+
+def test_a_wait_on_a_handle_that_is_closed_ends(job: Job, fake_master: FakeMaster) -> None:
+    handle = JobHandle(MasterConnection(fake_master.address), "gpt-1")
+    ended: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            handle.wait()
+        except MasterUnreachableError as error:
+            ended.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    eventually(lambda: fake_master.requests_of(GetJob), message="nobody waits")
+    handle.close()
+    waiter.join(5.0)
+    assert [str(error).endswith("is closed.") for error in ended] == [True]
+
+
 def test_commands_print_what_the_master_knows(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*words: str) -> list[str]:
         assert main(words) == 0
@@ -317,6 +362,7 @@ def test_commands_print_what_the_master_knows(job: Job, capsys: pytest.CaptureFi
     assert run("explain", "trainer-0") == run("explain", "gpt-1", "trainer-0")
     assert run("explain", "gpt-1/trainer-0") == run("explain", "gpt-1", "trainer-0")
     assert run("stop", "gpt") == ["gpt-1 is stopped"]
+    assert run("stop", "gpt") == ["gpt-1 had already ended with exit code 130"]
     assert [stop.job for stop in job.stops] == ["gpt-1"]
     assert run("status", "gpt")[0] == "job gpt-1 was stopped: unified stop"
 

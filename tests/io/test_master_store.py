@@ -80,3 +80,16 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be used"):
         Store(tmp_path / "file" / "state")
+
+
+def test_the_event_log_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unified_master.store.MAX_EVENTS", 10)
+    monkeypatch.setattr("unified_master.store.TRIM_EVERY", 5)
+    store = Store(tmp_path)
+    for sequence in range(1, 43):
+        store.commit([], [Report(record=EventRecord(at=0, event="e", reason="r", sequence=sequence))])
+    store.close()
+    database = sqlite3.connect(tmp_path / "master.sqlite")
+    kept = [sequence for (sequence,) in database.execute("select sequence from events order by sequence")]
+    database.close()
+    assert kept == list(range(31, 43))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from tests.sim.real_agent import RealAgent
 from tests.sim.sim_agent import Delays, SimAgent, resources
 from tests.sim.world import World
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
@@ -31,7 +32,8 @@ FAILURES = [
 class Chaos:
     """Does one random thing after another to a world."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_real: bool = False) -> None:
+        self.is_real = is_real
         self.rng = random.Random(seed)
         self.world = World(seed=seed)
         self.lives = 0
@@ -63,7 +65,12 @@ class Chaos:
     def start(self, node: str) -> None:
         self.lives += 1
         delays = Delays(start=self.rng.uniform(0.01, 0.3), run=0.01, stop=self.rng.uniform(0.01, 3))
-        agent = SimAgent(node, resources(devices=4, MR=2), incarnation=str(self.lives), delays=delays)
+        offered, incarnation = resources(devices=4, MR=2), str(self.lives)
+        agent = (
+            RealAgent(node, offered, lambda: self.world.now, incarnation=incarnation, delays=delays)
+            if self.is_real
+            else SimAgent(node, offered, incarnation=incarnation, delays=delays)
+        )
         agent.is_stuck = self.rng.random() < 0.2
         self.world.add(agent)
 
@@ -115,13 +122,13 @@ class Chaos:
             per_node_max_failure=rng.choice((0, 1, 3)),
         )
 
-    def living(self) -> list[tuple[JobRecord, WorkerRecord, SimAgent]]:
+    def living(self) -> list[tuple[JobRecord, WorkerRecord, SimAgent | RealAgent]]:
         """Workers of which an agent runs a life."""
         found = []
         for job in self.world.core.cluster.jobs.values():
             for worker in job.workers.values():
                 agent = self.world.agents.get(worker.node)
-                if worker.is_desired and isinstance(agent, SimAgent) and worker.life in agent.lives:
+                if worker.is_desired and isinstance(agent, SimAgent | RealAgent) and worker.life in agent.lives:
                     found.append((job, worker, agent))
         return found
 
@@ -178,9 +185,12 @@ class Chaos:
                     self.world.ask(StopJob(job=job.job_id))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_invariants_hold_and_all_jobs_end(seed: int) -> None:
-    chaos = Chaos(seed)
+@pytest.mark.parametrize("is_real", [False, True], ids=["stand-in", "real-agents"])
+@pytest.mark.parametrize("seed", range(4))
+def test_invariants_hold_and_all_jobs_end(seed: int, is_real: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if seed % 2:  # work in batches, as in a large cluster
+        monkeypatch.setattr("unified_master.core.batching.BATCH_FROM", 1)
+    chaos = Chaos(seed, is_real=is_real)
     chaos.run(220)
     chaos.calm()
     chaos.finish_all()
@@ -195,7 +205,7 @@ def test_invariants_hold_and_all_jobs_end(seed: int) -> None:
     for node in cluster.nodes.values():
         assert (node.lives, node.claims, node.leaving) == ({}, {}, {}), f"seed {seed}: {node.name} holds something"
         agent = chaos.world.agents[node.name]
-        assert isinstance(agent, SimAgent)
+        assert isinstance(agent, SimAgent | RealAgent)
         assert agent.lives == {}, f"seed {seed}: {node.name} still runs something"
     assert (cluster.polls, cluster.reads) == ({}, {})
     answered = [request for request, _ in chaos.world.answers]

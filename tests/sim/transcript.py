@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.sim.real_agent import RealAgent
 from tests.sim.sim_agent import SimAgent, resources
 from tests.sim.world import World
 from unified.job.spec import Communication, EntryPoint, JobSpec, Resources, RoleSpec
@@ -69,12 +70,17 @@ class Transcript:
     # -- commands ----------------------------------------------------------------------------------------------------
 
     def _node(self, words: list[str], options: dict[str, str]) -> None:
-        """``node n1 n2 devices=2 cpu=4 host=other incarnation=b``."""
+        """``node n1 n2 devices=2 cpu=4 host=other incarnation=b core=real``."""
         offered = resources(cpu=float(options.get("cpu", "8")), devices=int(options.get("devices", "0")))
         for name in words:
             self._states.pop(name, None)
             incarnation = options.get("incarnation", "a")
-            self.world.add(SimAgent(name, offered, incarnation=incarnation, host_id=options.get("host", "")))
+            host = options.get("host", "")
+            self.world.add(
+                RealAgent(name, offered, lambda: self.world.now, incarnation=incarnation, host_id=host)
+                if options.get("core") == "real"
+                else SimAgent(name, offered, incarnation=incarnation, host_id=host)
+            )
         self.world.run(0.01)
 
     def _submit(self, words: list[str], options: dict[str, str]) -> None:
@@ -123,14 +129,14 @@ class Transcript:
 
     def _leave(self, words: list[str], options: dict[str, str]) -> None:
         agent = self.world.agents[words[0]]
-        assert isinstance(agent, SimAgent)
+        assert isinstance(agent, SimAgent | RealAgent)
         self.world.say(words[0], agent.leave())
         self.world.run(0.01)
         self.world.kill_agent(words[0])
 
     def _stuck(self, words: list[str], options: dict[str, str]) -> None:
         agent = self.world.agents[words[0]]
-        assert isinstance(agent, SimAgent)
+        assert isinstance(agent, SimAgent | RealAgent)
         agent.is_stuck = True
 
     def _master(self, words: list[str], options: dict[str, str]) -> None:
@@ -220,11 +226,11 @@ def _short(name: str) -> str:
     return f"{role}-{world_rank.split('-')[1]}"
 
 
-def _worker(world: World, job: str, short: str) -> tuple[str, str, str, SimAgent]:
+def _worker(world: World, job: str, short: str) -> tuple[str, str, str, SimAgent | RealAgent]:
     record = world.job(job)
     found = next(worker for worker in record.workers.values() if _short(worker.name) == short)
     agent = world.agents[found.node]
-    assert isinstance(agent, SimAgent)
+    assert isinstance(agent, SimAgent | RealAgent)
     return record.job_id, found.name, found.node, agent
 
 

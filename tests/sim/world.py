@@ -69,7 +69,7 @@ class World:
         """A client asks; the answer will be in `answers` under the id returned."""
         self._request += 1
         number = self._request
-        self._step(Received(peer=CLIENT, request_id=number, message=request))
+        self.step(Received(peer=CLIENT, request_id=number, message=request))
         return number
 
     def answer(self, number: int) -> MasterToClient | None:
@@ -142,7 +142,7 @@ class World:
             if agent.next_deadline is not None and agent.next_deadline <= self.now:
                 self.say(agent.node, agent.tick(self.now))
         if (deadline := self.core.next_deadline) is not None and deadline <= self.now:
-            self._step(TimePassed())
+            self.step(TimePassed())
 
     def _deliver(self, channel: str, what: Callable[[], None]) -> None:
         """After a delay, in order within a channel."""
@@ -156,9 +156,10 @@ class World:
         is_current = node in self._connection and event.peer == self._peer(node)
         if node not in self.cut and is_current:
             self.watch(self.now, node, event.message)
-            self._step(event)
+            self.step(event)
 
-    def _step(self, event: Received | TimePassed) -> None:
+    def step(self, event: Received | TimePassed) -> None:
+        """The master takes in an event, and its invariants are checked."""
         self.num_steps += 1
         self._perform(self.core.step(self.now, event))
         self._check(event)

@@ -230,6 +230,18 @@ def test_a_worker_that_never_says_hello_is_killed() -> None:
     assert failure == Failure(category="crash", summary="did not answer within 60 s of its start")
 
 
+def test_news_of_a_start_does_not_cut_a_graceful_stop_short() -> None:
+    """The worker's own hello may overtake what its zygote says of it."""
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.say(W0, Hello(pid=7))
+    driver.desire()
+    assert driver.state(W0) is WorkerState.STOPPING
+    driver.take()
+    driver.step(WorkerStarted(life=W0, pid=7))
+    assert driver.notable() == []
+
+
 def test_a_worker_that_cannot_be_started_has_ended() -> None:
     driver = Driver()
     driver.desire(wanted(W0))

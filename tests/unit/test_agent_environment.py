@@ -1,4 +1,4 @@
-"""A worker's environment: who it is, which devices it sees, which interface it uses."""
+"""What a node says in a worker's environment: which devices it sees, which interface it uses."""
 
 from __future__ import annotations
 
@@ -55,20 +55,10 @@ def node(
     )
 
 
-def test_it_says_who_the_worker_is() -> None:
+def test_it_says_what_the_node_is() -> None:
     env = worker_environment(job(), WORKER, node(), num_local_workers=2)
     expected = {
-        "JOB": "job",
-        "NAME": "trainer_4-3_2-1",
-        "ROLE": "trainer",
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "NODE_RANK": "1",
-        "UNIFIED_JOB_ID": "job-1",
         "UNIFIED_WORKER": "job-1/trainer_4-3_2-1/2",
-        "UNIFIED_MASTER": "tcp://m:1",
         "RES_OPTIONS": RESOLVER,
         "OMP_NUM_THREADS": "4",
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -80,15 +70,9 @@ def test_it_says_who_the_worker_is() -> None:
     assert env == expected
 
 
-def test_the_users_own_settings_win() -> None:
-    envs = {"RANK": "7", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MINE": "x"}
-    env = worker_environment(job(msgspec.structs.replace(ROLE, envs=envs)), WORKER, node())
-    assert {name: env[name] for name in envs} == envs
-
-
 def test_a_store_host_needs_little() -> None:
     store = DesiredWorker(job_id="job-1", name="store", worker_incarnation=0, kind="store")
-    assert "RANK" not in worker_environment(job(), store, node())
+    assert worker_environment(job(), store, node()) == {"UNIFIED_WORKER": "job-1/store/0", "RES_OPTIONS": RESOLVER}
 
 
 @pytest.mark.parametrize(

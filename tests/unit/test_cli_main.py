@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from unified.cli.main import guarded, main
+from unified.cli.nodes import HEADER, _row
 from unified.cli.status import status_lines
 from unified.cli.submit import load_job
 from unified.cli.text import table
 from unified.errors import JobFailedError, RefusedError, UsageError
-from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
-from unified.protocol.records import Stage, WorkerState
+from unified.protocol.client_master import JobStatus, NodeStatus, RoleStatus, WorkerStatus
+from unified.protocol.records import Device, NodeResources, NodeState, Stage, WorkerState
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,22 @@ def test_errors_are_exit_codes(error: BaseException, code: int) -> None:
         raise error
 
     assert guarded(fail) == code
+
+
+def test_the_last_words_of_a_job_file_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def leave() -> int:
+        raise SystemExit("set DATA_DIR first")
+
+    assert guarded(leave) == 1
+    assert capsys.readouterr().err == "set DATA_DIR first\n"
+
+
+def test_an_interval_that_is_no_number_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIFIED_LEASE_S", "soon")
+    assert main(["jobs", "--master", "tcp://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err == "unified: UNIFIED_LEASE_S='soon' is not a number of seconds.\n"
 
 
 def test_detaching_needs_a_master_that_stays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -109,6 +126,32 @@ def test_a_bad_job_file_is_one_line_that_says_where(
 
 def test_columns_line_up() -> None:
     assert table(["A", "BB"], [["long", 1], ["x", ""]]) == ["A     BB", "long  1", "x"]
+
+
+def test_on_a_terminal_no_line_wraps_and_empty_columns_make_room() -> None:
+    rows = [["a-1", "-", "", "because " * 20], ["b-1", "-", "", "short"]]
+    lines = table(["JOB", "EXIT", "ENDED", "REASON"], rows, 40)
+    assert lines[0] == "JOB  REASON"
+    assert [len(line) <= 40 for line in lines] == [True] * 3
+    assert lines[1].endswith("…")
+    assert lines[2] == "b-1  short"
+    assert table(["JOB", "EXIT"], [["a-1", "-"]]) == ["JOB  EXIT", "a-1  -"]
+
+
+def node(number: int) -> NodeStatus:
+    offered = NodeResources(
+        cpu=128, memory_mb=1024.0 * 1007, disk_mb=0, devices=[Device(index=index, kind="cuda") for index in range(8)]
+    )
+    return NodeStatus(
+        node=f"gpu-{number:03}", state=NodeState.ALIVE, hostname="h", address=f"10.0.12.{number}", resources=offered,
+        free=offered, num_workers=8, seen_s_ago=0.4,
+    )  # fmt: skip
+
+
+def test_a_common_list_of_nodes_fits_80_columns() -> None:
+    lines = table(HEADER, [_row(node(number)) for number in (1, 17)], 80)
+    assert lines[0].split()[-1] == "SEEN"
+    assert all(line.endswith("0.4 s ago") for line in lines[1:])
 
 
 def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many() -> None:

@@ -76,6 +76,26 @@ def test_what_was_rotated_away_is_said() -> None:
     ]
 
 
+def test_what_was_begun_before_a_gap_does_not_go_on_behind_it() -> None:
+    stream = cursor()
+    assert stream.take(chunk(b"one\nhalf a li"), 0.0) == ["[trainer-0] one"]
+    assert stream.take(chunk(b"two\n", 5000), 0.0) == [
+        "[trainer-0] half a li",
+        "[trainer-0] … 4.99 kB skipped, whole log: /logs/0.out",
+        "[trainer-0] two",
+    ]
+
+
+def test_reading_what_is_there_ends_although_more_is_printed_all_the_while() -> None:
+    stream = cursor(is_live=False)
+    stream.take(chunk(b"x" * 10 + b"\n", size=20), 0.0)
+    assert not stream.is_caught_up
+    stream.take(chunk(b"y" * 10 + b"\n", 11, size=5000), 0.0)
+    assert stream.is_caught_up
+    stream.take(chunk(b"z\n", 22, size=5000, is_final=True), 0.0)
+    assert not stream.is_final
+
+
 @pytest.mark.parametrize(("start", "expected"), [(0, ["[trainer-0] cut", "[trainer-0] b"]), (50, ["[trainer-0] b"])])
 def test_a_tail_begins_at_a_whole_line(start: int, expected: list[str]) -> None:
     stream = cursor(is_live=False, offset=-100)

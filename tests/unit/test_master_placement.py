@@ -11,7 +11,7 @@ import pytest
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.records import Device, NodeResources
 from unified_master.core.placement import Plan, plan, units_of
-from unified_master.core.room import Room
+from unified_master.core.room import Room, Unit
 from unified_master.core.state import SeatClaim
 
 ENTRY = EntryPoint(kind="attribute", target="m", attribute="f")
@@ -244,3 +244,18 @@ def test_units_of_collocated_roles_hold_the_runs_of_each() -> None:
         ("roles a, b (collocated)", ["a_4-2_2-0", "a_4-3_2-1", "b_2-1_1-0"]),
         ("role c", ["c_1-0_1-0"]),
     ]
+
+
+def test_a_large_job_looks_at_each_room_once_and_then_at_those_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    seat = Room.seat
+
+    def counted(room: Room, unit: Unit) -> dict[str, SeatClaim] | None:
+        looks.append(room.node)
+        return seat(room, unit)
+
+    monkeypatch.setattr(Room, "seat", counted)
+    found = place(job(role("a", 400, 1), role("b", 100, 0, cpu=1)), *[node(devices=8)] * 50)
+    assert found.fits, found.reason
+    assert {len([one for one in found.seats if one.node == f"n{number}"]) for number in range(1, 51)} == {10}
+    assert len(looks) <= 2 * 50 + 2 * 500

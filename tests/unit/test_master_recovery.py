@@ -9,8 +9,9 @@ import pytest
 from tests.sim.sim_agent import SimAgent, resources
 from tests.sim.world import World
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
-from unified.protocol.client_master import RestartWorkers, SubmitJob
-from unified.protocol.records import Failure, Reachability, Stage, WorkerState
+from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
+from unified.protocol.records import Failure, NodeState, Reachability, Stage, WorkerState
+from unified_master.core.events import TimePassed
 from unified_master.core.state import JobRecord, WorkerRecord
 
 CRASH = Failure(summary="killed by SIGKILL", category="crash", signal=9)
@@ -312,6 +313,79 @@ def test_a_suspect_waits_for_the_lease_of_a_node_that_is_late() -> None:
     bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [0, 0]
     assert bench.job.num_node_restarts == 1
+
+
+def test_a_new_master_does_not_settle_before_every_node_has_reported_to_it() -> None:
+    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
+    bench = Bench(elastic(accelerator=1), nodes=2, devices=1)
+    bench.world.cut.add("n2")
+    bench.end("e", 0, collateral)
+    bench.world.restart_master()
+    bench.world.run(3)
+    assert bench.lives() == {"e-0": 0, "e-1": 0}
+    bench.world.cut.clear()
+    bench.running()
+    assert [worker.num_failures for worker in bench.job.ranks("e")] == [1, 0]
+
+
+def test_a_master_that_was_not_there_to_listen_loses_no_node() -> None:
+    bench = Bench(elastic())
+    world = bench.world
+    world.now += 60.0  # its process was stopped, or its machine slept
+    world.step(TimePassed())
+    assert world.core.cluster.nodes["n1"].state is NodeState.ALIVE
+    world.run(20)
+    assert bench.lives() == {"e-0": 0, "e-1": 0}
+    assert bench.job.num_node_restarts == 0
+
+
+def test_a_node_is_spared_once_in_a_silence() -> None:
+    bench = Bench(elastic())
+    world = bench.world
+    world.cut.add("n1")
+    for state in (NodeState.ALIVE, NodeState.LOST):
+        world.now += 60.0
+        world.step(TimePassed())
+        assert world.core.cluster.nodes["n1"].state is state
+
+
+def reasons(bench: Bench) -> dict[str, str]:
+    answer = bench.world.request(GetJob(job="job"))
+    assert isinstance(answer, JobStatus)
+    return {f"{worker.role}-{worker.rank}": worker.reason for worker in answer.workers}
+
+
+def test_a_worker_shows_the_last_decision_that_concerned_it() -> None:
+    bench = Bench(simple("driver", 2), simple("service", is_driver=False), failover_exec=2)
+    bench.end("driver", 0, CRASH)
+    bench.running()
+    assert reasons(bench)["driver-0"].startswith("worker restarts: driver_2-0_1-0 on n1: killed by SIGKILL")
+    bench.finish("driver", 0)
+    bench.end("driver", 1, None)
+    bench.stopped()
+    assert reasons(bench) == {
+        "driver-0": "finished: its entry point returned",
+        "driver-1": "finished: it ended without a failure",
+        "service-0": "stopped with its job: done: every worker that the job waits for has finished",
+    }
+
+
+def test_a_failed_worker_shows_its_failure_and_the_others_why_they_were_stopped() -> None:
+    bench = Bench(simple(total=2), failover_exec=0)
+    bench.end("s", 1, USER)
+    bench.stopped()
+    why = "failed: s_2-1_1-0 on n1: ValueError: boom; failover_exec_strategy=0 stops the job at a failure"
+    assert reasons(bench) == {"s-0": f"stopped with its job: {why}", "s-1": "ValueError: boom"}
+
+
+def test_callers_are_told_why_a_life_ended() -> None:
+    bench = Bench(elastic())
+    bench.end("e", 0, CRASH)
+    entries = [worker.entry for worker in bench.job.ranks("e")]
+    assert [entry and entry.state for entry in entries] == [Reachability.DEAD, Reachability.DEAD]
+    told = [entry.reason if entry else "" for entry in entries]
+    assert told[0] == "killed by SIGKILL"
+    assert told[1].startswith("role e restarts: e_2-0_1-0 on n1: killed by SIGKILL")
 
 
 def test_a_driver_that_has_finished_cannot_fail_any_more() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.sim.sim_agent import SimAgent, resources
 from tests.sim.world import World
-from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
+from unified.job.spec import Blob, EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.agent_master import AgentRefused, DesiredWorkers
 from unified.protocol.client_master import (
     Accepted,
@@ -114,6 +114,8 @@ def test_an_unknown_job_or_worker_is_answered_with_the_nearest(world: World) -> 
     running(world, "train", role("trainer", 2))
     answer = refusal(world, GetJob(job="trian"))
     assert (answer.code, answer.reason) == ("not-found", "there is no job 'trian'. Did you mean 'train'?")
+    assert refusal(world, GetJob(job="tra")).reason == "there is no job 'tra'. Did you mean 'train-1'?"
+    assert refusal(world, GetJob(job="zzz")).reason.endswith("`unified jobs` lists those that are known.")
     assert "Did you mean 'trainer-1'?" in refusal(world, ReadLog(job="train", worker="traner-1")).reason
     assert "write 'role-rank'" in refusal(world, Explain(job="train", worker="what")).reason
     assert refusal(world, RestartWorkers(job="train", workers=["store"])).code == "not-found"
@@ -335,3 +337,13 @@ def test_ended_jobs_are_forgotten_in_the_end(world: World, monkeypatch: pytest.M
     assert list(world.core.cluster.jobs) == ["j2-3", "j3-4"]
     assert {key for kind, key in world.stored if kind in ("job", "spec")} == {"j2-3", "j3-4"}
     assert set(world.core.cluster.events) == {"j2-3", "j3-4"}
+
+
+def test_ended_jobs_are_forgotten_when_they_weigh_too_much(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unified_master.core.jobs.MAX_ENDED_WEIGHT", 50)
+    heavy = role("a", 0, config=Blob(codec="pickle", data=bytes(100 * 1024)))
+    for number, one in enumerate([role("a", 0), role("a", 0), heavy]):
+        world.request(SubmitJob(spec=spec(f"j{number}", one)))
+    assert list(world.core.cluster.jobs) == ["j2-3"]
+    world.request(SubmitJob(spec=spec("j3", role("a", 0))))
+    assert list(world.core.cluster.jobs) == ["j3-4"]

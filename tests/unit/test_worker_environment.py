@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
@@ -61,6 +62,19 @@ def test_identity_variables() -> None:
         "UNIFIED_INCARNATION": "1",
         "UNIFIED_MASTER": "tcp://127.0.0.1:7077",
     }
+
+
+def test_the_users_settings_win_over_the_nodes_and_identity_over_both() -> None:
+    envs = {"OMP_NUM_THREADS": "1", "RANK": "7", "MINE": "m"}
+    given = launch(env={"OMP_NUM_THREADS": "4", "RES_OPTIONS": "x"}, role={"envs": envs})
+    variables = environment.variables(given)
+    assert (variables["OMP_NUM_THREADS"], variables["RES_OPTIONS"], variables["MINE"]) == ("1", "x", "m")
+    assert variables["RANK"] == "3"
+
+
+def test_a_store_host_has_what_the_node_says_and_no_role() -> None:
+    store = msgspec.structs.replace(launch(kind="store", name="store", env={"RES_OPTIONS": "x"}), role="")
+    assert environment.variables(store) == {"RES_OPTIONS": "x"}
 
 
 def test_elastic_variables_are_those_of_torchrun() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unified.cli.options import Json, Master, connect
-from unified.cli.text import first_line, moment, print_json, table
+from unified.cli.text import first_line, moment, print_json, table, terminal_width
 from unified.protocol.client_master import JobList, ListJobs
 
 
@@ -29,4 +29,8 @@ def jobs(master: Master = None, json: Json = False) -> None:
             ]
             for job in found
         ]
-        print("\n".join(table(["JOB", "STAGE", "EXIT", "WORKERS", "SUBMITTED", "ENDED", "REASON"], rows)))
+        print(
+            "\n".join(
+                table(["JOB", "STAGE", "EXIT", "WORKERS", "SUBMITTED", "ENDED", "REASON"], rows, terminal_width())
+            )
+        )

@@ -46,6 +46,8 @@ def guarded(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except SystemExit as end:  # --help, and a second Ctrl-C
+        if isinstance(end.code, str):  # sys.exit("why") in a job's file
+            print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except UsageError as error:
         return _say(error, 2)

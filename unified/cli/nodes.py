@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from unified.cli.options import Json, Master, connect
-from unified.cli.text import amount, first_line, print_json, table
+from unified.cli.text import amount, first_line, print_json, table, terminal_width
 from unified.protocol.client_master import ListNodes, NodeList, NodeStatus
 from unified.protocol.records import NodeState
 
-HEADER = ["NODE", "STATE", "ADDRESS", "WORKERS", "CPU FREE", "MEMORY FREE", "DEVICES FREE", "ALSO", "SEEN", "REASON"]
+HEADER = ["NODE", "STATE", "ADDRESS", "WORKERS", "FREE CPU", "MEMORY", "DEVICES", "ALSO", "SEEN", "REASON"]
 
 
 def nodes(master: Master = None, json: Json = False) -> None:
@@ -21,7 +21,11 @@ def nodes(master: Master = None, json: Json = False) -> None:
     elif not found:
         print("no nodes: start `unified-agent --master tcp://HOST:PORT` on a host")
     else:
-        print("\n".join(table(HEADER, [_row(node) for node in sorted(found, key=lambda node: node.node)])))
+        print(
+            "\n".join(
+                table(HEADER, [_row(node) for node in sorted(found, key=lambda node: node.node)], terminal_width())
+            )
+        )
 
 
 def _row(node: NodeStatus) -> list[object]:
@@ -35,9 +39,14 @@ def _row(node: NodeStatus) -> list[object]:
         node.address,
         node.num_workers,
         f"{amount(free.cpu)}/{amount(has.cpu)}",
-        f"{free.memory_mb / 1024:.1f}/{has.memory_mb / 1024:.1f} GB",
+        f"{_gb(free.memory_mb)}/{_gb(has.memory_mb)} GB",
         f"{len(free.devices)}/{len(has.devices)} {kinds}".rstrip(),
         " ".join(extras) or "-",
         f"{node.seen_s_ago:.1f} s ago",
         first_line(node.reason) if node.state != NodeState.ALIVE else "",
     ]
+
+
+def _gb(megabytes: float) -> str:
+    """``14.9``, ``1007``: three digits are enough, and four fit."""
+    return f"{megabytes / 1024:.{0 if megabytes >= 102400 else 1}f}"

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from unified import settings
-from unified.client.address import require_master
+from unified.client.address import connect_seconds, require_master
 from unified.client.connection import MasterConnection
 
 Master = Annotated[
@@ -22,6 +21,6 @@ def connect(master: str | None) -> MasterConnection:
     """A connection to the master of ``--master`` or ``UNIFIED_MASTER``.
 
     Raises:
-        UsageError: neither is given.
+        UsageError: neither is given, or an interval of the environment is not a number.
     """
-    return MasterConnection(require_master(master), timeout_s=settings.intervals().connect_s)
+    return MasterConnection(require_master(master), timeout_s=connect_seconds())

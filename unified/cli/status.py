@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from unified.cli.options import Job, Json, Master, connect
-from unified.cli.text import first_line, moment, print_json, table
+from unified.cli.text import first_line, moment, print_json, table, terminal_width
 from unified.client.connection import MasterConnection
 from unified.client.report import end_lines
 from unified.client.summary import duration_text, number_text, short_name, summarise
@@ -32,7 +32,7 @@ def status(
     if json:
         print_json(found)
     else:
-        print("\n".join(status_lines(found, time.time())))
+        print("\n".join(status_lines(found, time.time(), terminal_width())))
     if watch and found.exit_code:
         raise typer.Exit(found.exit_code)
 
@@ -45,8 +45,8 @@ def _watch(connection: MasterConnection, job_id: str) -> JobStatus:
         return Watch(connection, job_id, display, with_logs=False, stops_job=False).run()
 
 
-def status_lines(status: JobStatus, now: float) -> list[str]:
-    """All of it as text. `now` is the wall clock."""
+def status_lines(status: JobStatus, now: float, width: int | None = None) -> list[str]:
+    """All of it as text. `now` is the wall clock; the table of workers is cut to `width`."""
     if status.stage == Stage.STOPPED:
         lines = end_lines(status)
     else:
@@ -57,15 +57,15 @@ def status_lines(status: JobStatus, now: float) -> list[str]:
     lines.append(f"  submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}")
     lines += ["", *(f"  {role.text}" for role in summarise(status))]
     if status.workers:
-        lines += ["", *(f"  {line}" for line in _worker_lines(status.workers))]
+        lines += ["", *(f"  {line}" for line in _worker_lines(status.workers, width))]
     return lines
 
 
-def _worker_lines(workers: list[WorkerStatus]) -> list[str]:
+def _worker_lines(workers: list[WorkerStatus], width: int | None) -> list[str]:
     odd_first = sorted(workers, key=lambda worker: (worker.state == WorkerState.RUNNING, worker.role, worker.rank))
     shown = odd_first[:MAX_ROWS] if len(workers) > MAX_ROWS else workers
-    header = ["WORKER", "LIFE", "STATE", "NODE", "PID", "DEVICES", "FAILURES", "PROGRESS", "REASON"]
-    lines = table(header, [_row(worker) for worker in shown])
+    header = ["WORKER", "LIFE", "STATE", "NODE", "PID", "DEVICES", "FAILED", "PROGRESS", "REASON"]
+    lines = table(header, [_row(worker) for worker in shown], None if width is None else width - 2)
     if len(workers) > len(shown):
         lines.append(f"… {len(workers) - len(shown)} more; --json has them all")
     return lines
@@ -79,7 +79,7 @@ def _row(worker: WorkerStatus) -> list[object]:
         worker.node or "-",
         worker.pid or "-",
         ",".join(str(index) for index in worker.devices) or "-",
-        worker.num_failures,
+        worker.num_failures or "-",
         _progress(worker),
         first_line(worker.reason),
     ]

@@ -9,6 +9,7 @@ import typer
 from unified.cli.options import Job, Master, connect
 from unified.client.handle import JobHandle
 from unified.protocol.client_master import StopJob
+from unified.protocol.records import Stage
 
 
 def stop(
@@ -20,7 +21,11 @@ def stop(
 ) -> None:
     """Stop a job and wait until it has ended."""
     with connect(master) as connection:
-        job_id = JobHandle(connection, job).status().job_id  # a name may mean another job a moment later
+        found = JobHandle(connection, job).status()
+        job_id = found.job_id  # a name may mean another job a moment later
+        if found.stage == Stage.STOPPED:
+            print(f"{job_id} had already ended with exit code {found.exit_code}")
+            return
         connection.request(StopJob(job=job_id, force=force, reason="unified stop"))
         if no_wait:
             print(f"{job_id} is stopping")

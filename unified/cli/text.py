@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 
 import msgspec
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Rows under a header, columns two spaces apart; the last one is not padded."""
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> list[str]:
+    """Rows under a header, columns two spaces apart; the last one is not padded.
+
+    With a `width`, columns that say nothing in any row are left out, and what goes beyond it is cut, so that no line
+    wraps. Without one, all columns are there, for programs that count them.
+    """
+    texts = [[str(cell) for cell in row] for row in rows]
+    told = [
+        column for column in range(len(header)) if width is None or any(row[column] not in ("", "-") for row in texts)
+    ]
+    cells = [[row[column] for column in told] for row in (list(header), *texts)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(told))]
+    lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None for a file or a pipe, where nothing need be cut."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def moment(at: float | None) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from unified import settings
 from unified.errors import UsageError
 from unified.settings import DEFAULT_PORT
 
@@ -48,3 +49,15 @@ def require_master(given: str | None, env: Mapping[str, str] | None = None) -> s
             f"`export {MASTER_VARIABLE}=tcp://HOST:PORT`. (`unified-master` prints it when it starts.)"
         )
     return address
+
+
+def connect_seconds() -> float:
+    """How long to try to reach a master.
+
+    Raises:
+        UsageError: ``UNIFIED_CONNECT_S``, or another interval, is not a number above 0.
+    """
+    try:
+        return settings.intervals().connect_s
+    except ValueError as error:
+        raise UsageError(str(error)) from None

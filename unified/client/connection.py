@@ -108,6 +108,11 @@ class MasterConnection:
     ) -> None:
         self.close()
 
+    @property
+    def is_open(self) -> bool:
+        """False once it was closed, or its socket broke: no request will be answered any more."""
+        return not self._is_closed and self._ended_by is None
+
     def request(self, message: ClientToMaster, *, timeout_s: float | None = None) -> MasterToClient:
         """Send one request and wait for its answer.
 

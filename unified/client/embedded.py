@@ -70,6 +70,7 @@ class EmbeddedCluster:
         self.problem: str | None = None
         self.leftovers: list[str] = []
         self._is_own_home = home is None
+        self._owner = os.getpid()
         self._env = dict(env or {})
         self._max_agent_restarts = max_agent_restarts
         self._address = ""
@@ -111,7 +112,10 @@ class EmbeddedCluster:
         Raises:
             ClusterError: a daemon ended or was not ready in time; the message has its last words.
         """
-        self._prepare()
+        try:
+            self._prepare()
+        except OSError as error:
+            raise ClusterError(f"the embedded cluster cannot be prepared: {error}") from None
         self._thread = threading.Thread(target=self._supervise, name="unified-embedded", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -128,6 +132,8 @@ class EmbeddedCluster:
         Args:
             timeout_s: how long the agents may take to stop their workers; then everything is killed.
         """
+        if os.getpid() != self._owner:  # a forked child of the driver ends, not the driver
+            return
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -59,7 +59,7 @@ class JobHandle:
 
         Raises:
             TimeoutError: it still runs after `timeout`.
-            MasterUnreachableError: the master was away for 5 minutes.
+            MasterUnreachableError: the master was away for 5 minutes, or this handle was closed meanwhile.
             ClusterError: the embedded cluster broke down.
         """
         status = self._wait_for_end(timeout)
@@ -86,7 +86,7 @@ class JobHandle:
             force: kill its workers at once, without a grace period.
 
         Raises:
-            RefusedError: it has ended already, or is not known.
+            RefusedError: the master does not know it. (Stopping a job that has ended does nothing.)
         """
         self.connection.request(StopJob(job=self.job_id, force=force, reason="asked by its driver"))
 
@@ -107,7 +107,7 @@ class JobHandle:
                 status = self.connection.ask(request, JobStatus)
             except MasterUnreachableError:
                 self._check_cluster()
-                if time.monotonic() - answered_at > MASTER_GRACE_S:
+                if not self.connection.is_open or time.monotonic() - answered_at > MASTER_GRACE_S:
                     raise
             else:
                 answered_at, version = time.monotonic(), status.version

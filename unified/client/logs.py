@@ -48,12 +48,14 @@ class StreamCursor:
         self.prefix = prefix
         self.is_final = False
         self.is_caught_up = False
+        """All was read that was there when reading began."""
         self.due_at = 0.0
         self._is_live = is_live
         self._offset = offset
         self._pause_s = LIVE_PAUSE_S
         self._drop_to_newline = False
         self._partial = ""
+        self._present: int | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def request(self, job: str) -> ReadLog:
@@ -72,7 +74,9 @@ class StreamCursor:
         lines: list[str] = []
         if self._offset < 0:
             self._drop_to_newline = chunk.offset > 0
-        elif self._offset < chunk.offset:
+        elif self._offset < chunk.offset:  # rotated away: what was begun before the gap does not go on behind it
+            lines += self.flush()
+            self._decoder.reset()
             lines.append(self._skipped(chunk.offset - self._offset, chunk.path))
         lines += self._cut(self._decoder.decode(chunk.data))
         self._offset = chunk.next_offset
@@ -81,8 +85,9 @@ class StreamCursor:
             target = chunk.size - CHUNK_BYTES
             lines.append(self._skipped(target - self._offset, chunk.path))
             self._restart_at(target)
-        self.is_caught_up = self._offset >= chunk.size
-        self.is_final = chunk.is_final and self.is_caught_up
+        self._present = chunk.size if self._present is None else self._present
+        self.is_caught_up = self._offset >= self._present
+        self.is_final = chunk.is_final and self._offset >= chunk.size
         if self.is_final:
             lines += self.flush()
         self._pace(bool(chunk.data), now)

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Literal, overload
 
 from unified import settings
-from unified.client.address import find_master
+from unified.client.address import connect_seconds, find_master
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
 from unified.job.spec import JobSpec
@@ -62,7 +62,7 @@ def submit_job(
 
 
 def _send(spec: JobSpec, address: str, wait: bool, cluster: EmbeddedCluster | None) -> JobHandle:
-    connection = MasterConnection(address, timeout_s=settings.intervals().connect_s)
+    connection = MasterConnection(address, timeout_s=connect_seconds())
     try:
         accepted = connection.ask(SubmitJob(spec=spec, wait=wait), Accepted)
     except BaseException:

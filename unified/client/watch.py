@@ -159,7 +159,9 @@ class Watch:
                 self._display.note(f"{self._job_id}  could not be told to end: {error}")
             raise SystemExit(130)
         self._display.note(f"{self._job_id}  stopping in order; Ctrl-C again ends it at once")
-        self._connection.send(request)  # its effect shows in the status; waiting here would hold up the second Ctrl-C
+        # Its effect shows in the status; waiting here would hold up the second Ctrl-C. A master that is away hears it
+        # when it is back.
+        self._connection.send(request, timeout_s=MASTER_GRACE_S)
 
 
 @contextmanager

@@ -20,16 +20,25 @@ from unified.protocol.worker_agent import Launch
 def apply(launch: Launch) -> None:
     """Put a launch into this process: variables, directory, module path."""
     environ = os.environ
-    environ.update(launch.spec.role(launch.role).envs)
-    environ.update(launch.env)
-    environ.update(identity(launch))
-    if "TZ" in launch.env:
+    given = variables(launch)
+    environ.update(given)
+    if "TZ" in given:
         time.tzset()
     directory = working_directory(launch, environ)
     if directory is not None:
         os.chdir(directory)
     sys.path[:0] = new_path_entries(launch, directory, sys.path)
     importlib.invalidate_caches()  # the zygote may have looked into these directories before the user wrote there
+
+
+def variables(launch: Launch) -> dict[str, str]:
+    """All that a launch sets: what the node says, what the user set for the role, and who the worker is.
+
+    The later wins: nobody may set a rank, and the user may set anything else.
+    """
+    if launch.kind == "store":
+        return dict(launch.env)
+    return {**launch.env, **launch.spec.role(launch.role).envs, **identity(launch)}
 
 
 def identity(launch: Launch) -> dict[str, str]:
@@ -97,7 +106,7 @@ def new_path_entries(launch: Launch, directory: Path | None, path: Sequence[str]
     """
     wanted = [str(directory)] if directory is not None else []
     wanted += [entry for entry in launch.spec.sys_path if Path(entry).exists()]
-    own = launch.env.get("PYTHONPATH") or launch.spec.role(launch.role).envs.get("PYTHONPATH", "")
+    own = launch.spec.role(launch.role).envs.get("PYTHONPATH", "")
     wanted += [entry for entry in own.split(os.pathsep) if entry]
     front = list(dict.fromkeys(wanted))
     first = front[:1] if directory is not None else []

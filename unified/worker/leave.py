@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -24,20 +25,26 @@ def leave(code: int, *, within_s: float | None = None, last: Callable[[], None] 
     interpreter standing (as multiprocessing does): destructors of libraries that hang at exit get no chance to.
     """
     within_s = WITHIN_S if within_s is None else within_s
+    try:
+        try:
+            _watch(code, within_s)
+            # These two are what the interpreter itself calls; there is no public name for either.
+            threading._shutdown()  # type: ignore[attr-defined]  # unknown to typeshed
+            atexit._run_exitfuncs()
+            last()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        flush_output(within_s=1.0)
+    finally:
+        os._exit(code)
+
+
+def _watch(code: int, within_s: float) -> None:
     watchdog = threading.Timer(within_s, _cut, args=(code, within_s))
     watchdog.daemon = True
     watchdog.name = "unified-exit-watchdog"
-    watchdog.start()
-    try:
-        # These two are what the interpreter itself calls; there is no public name for either.
-        threading._shutdown()  # type: ignore[attr-defined]  # unknown to typeshed
-        atexit._run_exitfuncs()
-        last()
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        flush_output(within_s=1.0)
-        os._exit(code)
+    with contextlib.suppress(RuntimeError):  # no more threads for this user; the agent has a deadline of its own
+        watchdog.start()
 
 
 def _cut(code: int, within_s: float) -> None:

@@ -13,7 +13,6 @@ import queue
 import signal
 import socket
 import sys
-import weakref
 from typing import NoReturn
 
 from unified import process
@@ -28,6 +27,7 @@ from unified.worker.context import Worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.entrypoint import Entry, load
 from unified.worker.failure import describe, exit_code
+from unified.worker.inherited import disown_finalizers, settle_libraries
 from unified.worker.leave import leave
 from unified.worker.reporting import Reporter
 from unified.worker.round_store import open_round
@@ -50,10 +50,10 @@ PRELOAD = (
 def main(control: socket.socket) -> NoReturn:
     """Live as the worker that the agent at the other end of `control` launches; never returns."""
     _prepare_output()
-    _disown_finalizers()
+    disown_finalizers()
     channel = ControlChannel(control)
     launch = channel.receive_launch()
-    process.set_title("unified-store" if launch.kind == "store" else f"{launch.role}-{launch.rank}")
+    _show_name(launch)
     if launch.kind == "store":
         serve_stores(channel, launch)
     _Life(channel, launch).live()
@@ -96,7 +96,7 @@ class _Life:
         launch = self._launch
         self._stop.install()
         environment.apply(launch)
-        _settle_libraries(environment.thread_count(os.environ))
+        settle_libraries(environment.thread_count(os.environ))
         self._bus = bus = BusEndpoint(
             job_id=launch.job_id,
             worker=launch.name,
@@ -159,9 +159,10 @@ class _Life:
         failure = describe(
             error, category=self._category, has_process_group=self._has_group or process_group.is_set_up()
         )
-        print(failure.traceback, end="", file=sys.stderr)
-        if failure.category == "setup":
-            print(f"unified: {failure.summary}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # user code may have closed it; the failure is told all the same
+            print(failure.traceback, end="", file=sys.stderr)
+            if failure.category == "setup":
+                print(f"unified: {failure.summary}", file=sys.stderr)
         flush_output(within_s=1.0)
         self._reporter.flush()
         self._channel.send(Failed(failure=failure))
@@ -190,6 +191,15 @@ class _Life:
                     os.unlink(route.removeprefix("ipc://"))
 
 
+def _show_name(launch: Launch) -> None:
+    """For people who look at `ps` and `top`, where every forked worker would look like its zygote."""
+    if launch.kind == "store":
+        process.set_title("unified-store")
+    else:
+        process.set_title(launch.role, f"-{launch.rank}")
+    process.set_command_line(f"unified worker: {launch.name} incarnation {launch.incarnation} of {launch.job_id}")
+
+
 def _export(entry: Entry) -> None:
     try:
         export_rpc_module(entry.module)
@@ -204,22 +214,6 @@ def _prepare_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()  # a crash in C++ leaves a Python traceback in the log
-
-
-def _disown_finalizers() -> None:
-    """Finalizers that a fork inherits are the zygote's to run; torch's alone would take 35 ms of each worker's exit."""
-    for finalizer in list(getattr(weakref.finalize, "_registry", ())):  # there is no public way to list them
-        finalizer.atexit = False
-
-
-def _settle_libraries(threads: int) -> None:
-    """What numpy and torch decided when the zygote imported them, with one thread, is decided anew in each fork."""
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()  # else all workers of a node would draw the same "random" numbers
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(threads)
 
 
 def _spawned() -> NoReturn:

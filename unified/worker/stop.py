@@ -158,7 +158,10 @@ class StopState:
 def flush_output(within_s: float) -> None:
     """Flush stdout and stderr, for at most so many seconds: a full pipe or a held lock must not keep us."""
     helper = threading.Thread(target=_flush, name="unified-flush", daemon=True)
-    helper.start()
+    try:
+        helper.start()
+    except RuntimeError:  # no more threads for this user; the streams are line-buffered, so that little is lost
+        return
     helper.join(within_s)
 
 

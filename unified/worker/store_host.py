@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from unified.protocol.worker_agent import Failed, Hello, Launch
 from unified.worker.control import ControlChannel, Handlers
+from unified.worker.environment import variables
 from unified.worker.failure import describe
 from unified.worker.leave import leave
 from unified.worker.round_store import RoundStores
@@ -23,6 +24,7 @@ def serve_stores(channel: ControlChannel, launch: Launch) -> NoReturn:
     channel.start(
         Handlers(on_run=lambda order: None, on_directory=lambda entries: None, on_stop=lambda stop: os._exit(0))
     )
+    os.environ.update(variables(launch))  # before torch resolves its first name
     try:
         stores = RoundStores(launch.address)
         channel.send(Hello(pid=os.getpid(), store_port=stores.port))

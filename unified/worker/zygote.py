@@ -21,7 +21,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NoReturn
 
 from unified import process
@@ -169,7 +169,9 @@ class Zygote:
         return control
 
     def _exec(self, control: int) -> NoReturn:
-        os.dup2(control, FDS_PER_FORK)
+        if control != FDS_PER_FORK:
+            os.dup2(control, FDS_PER_FORK)
+            os.close(control)
         os.set_inheritable(FDS_PER_FORK, True)
         os.environ["UNIFIED_CONTROL_FD"] = str(FDS_PER_FORK)
         os.execv(sys.executable, [sys.executable, "-m", self._module])
@@ -214,14 +216,14 @@ class Zygote:
         kill_remains(self._children)
         own = os.getpid()
         # What left its worker's session: we adopted it when its parent died.
-        _kill_until_none(lambda: [found.pid for found in process.every_process() if found.parent == own])
+        process.kill_until_none(lambda: [found.pid for found in process.every_process() if found.parent == own])
 
 
 def kill_remains(workers: Mapping[int, Fork]) -> None:
     """Kill what dead workers left: their sessions, and orphans that carry a marker of theirs."""
     own = os.getpid()
     markers = [order.marker for order in workers.values() if order.marker]
-    _kill_until_none(
+    process.kill_until_none(
         lambda: [
             found.pid
             for found in process.every_process()
@@ -229,17 +231,6 @@ def kill_remains(workers: Mapping[int, Fork]) -> None:
             or (found.parent == own and any(process.has_environment(found.pid, marker) for marker in markers))
         ]
     )
-
-
-def _kill_until_none(find: Callable[[], list[int]]) -> None:
-    """Kill what `find` names, again while there is more: killing a parent hands us its children."""
-    for _ in range(5):
-        alive = [pid for pid in find() if process.is_alive(pid)]
-        if not alive:
-            return
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def _arguments() -> argparse.Namespace:

@@ -257,7 +257,7 @@ class AgentCore:
         if worker is None or worker.is_ended:
             return
         worker.pid = pid
-        if worker.state is WorkerState.STOPPING:
+        if worker.is_killed:  # a graceful stop may have overtaken this event
             self._kill(worker)
         self._observe_soon()
 

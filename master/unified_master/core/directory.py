@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unified.protocol.agent_master import DirectoryChanged
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability, Stage, WorkerState
+from unified_master.core import batching
 from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.turn import Turn
 
@@ -17,7 +18,7 @@ def publish(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
         return
     worker.entry = entry
     turn.touch_worker(job, worker)
-    turn.news.setdefault(job.job_id, {})[worker.name] = entry
+    turn.cluster.news.setdefault(job.job_id, {})[worker.name] = entry
 
 
 def whole(job: JobRecord) -> list[DirectoryEntry]:
@@ -27,9 +28,12 @@ def whole(job: JobRecord) -> list[DirectoryEntry]:
 
 def flush(turn: Turn) -> None:
     """Send the news to the nodes of each job that are not about to get the whole directory anyway."""
-    for job_id, entries in turn.news.items():
-        job = turn.cluster.jobs[job_id]
-        if job.stage is Stage.INIT:
+    for job_id in list(turn.cluster.news):
+        job = turn.cluster.jobs.get(job_id)
+        if job is not None and job.stage is not Stage.INIT and not batching.may_pass(turn, ("news", job_id)):
+            continue
+        entries = turn.cluster.news.pop(job_id)
+        if job is None or job.stage is Stage.INIT:
             continue  # nobody runs yet; the order to run brings the whole directory
         names = {worker.node for worker in job.workers.values() if worker.is_desired}
         if job.is_ending:  # workers that are still stopping may wait for one that is gone

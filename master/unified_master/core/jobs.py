@@ -16,6 +16,8 @@ from unified_master.core.turn import Turn, count
 MAX_WORKERS = 100_000
 MAX_ENDED = 1000
 """Jobs that have ended and are still known."""
+MAX_ENDED_WEIGHT = 200_000
+"""And what they may weigh together: a worker, an event or a kilobyte of description weighs 1, about as much memory."""
 
 
 def faults_of(spec: JobSpec) -> Iterator[str]:
@@ -97,16 +99,25 @@ def advance(turn: Turn, job: JobRecord) -> None:
 
 
 def prune(turn: Turn) -> None:
-    """Forget the oldest of the jobs that have ended."""
+    """Forget the oldest of the jobs that have ended; the newest of them is always known."""
     cluster = turn.cluster
     ended = [job for job in cluster.jobs.values() if job.stage is Stage.STOPPED]
-    for job in sorted(ended, key=lambda job: job.sequence)[: max(0, len(ended) - MAX_ENDED)]:
+    weight = 0
+    for number, job in enumerate(sorted(ended, key=lambda job: job.sequence, reverse=True)):
+        weight += len(job.workers) + len(cluster.events.get(job.job_id, ())) + _description_kb(job.spec)
+        if number == 0 or (number < MAX_ENDED and weight <= MAX_ENDED_WEIGHT):
+            continue
         del cluster.jobs[job.job_id]
         cluster.events.pop(job.job_id, None)
+        cluster.batched_at.pop(("news", job.job_id), None)
         turn.save("spec", job.job_id, None)
         turn.save("job", job.job_id, None)
         for worker in job.workers.values():
             turn.save("worker", f"{job.job_id}/{worker.name}", None)
+
+
+def _description_kb(spec: JobSpec) -> int:
+    return sum(len(blob.data) for blob in (spec.user_config, *(role.config for role in spec.roles))) // 1024
 
 
 def _is_starting(worker: WorkerRecord) -> bool:

@@ -15,7 +15,7 @@ from unified.protocol.agent_master import (
 )
 from unified.protocol.records import EventRecord
 from unified.settings import Intervals
-from unified_master.core import desired, directory, jobs, nodes, observing, queue, recovery, requests, restart
+from unified_master.core import batching, desired, directory, jobs, nodes, observing, queue, recovery, requests, restart
 from unified_master.core.actions import MasterAction
 from unified_master.core.events import MasterEvent, Received, TimePassed
 from unified_master.core.restore import Record, restore
@@ -91,8 +91,10 @@ class MasterCore:
                     turn.send(peer, answer, number)
 
     def _time_passed(self, turn: Turn) -> None:
+        due = self.next_deadline
+        is_late = due is not None and turn.now - due > self.cluster.intervals.lease_s / 2
         for name in self.cluster.leases.expired(turn.now):
-            nodes.expire(turn, name)
+            nodes.expire(turn, name, is_late=is_late)
         for key in self.cluster.timers.due(turn.now):
             self._timer_fired(turn, key)
 
@@ -106,6 +108,8 @@ class MasterCore:
                 nodes.forget(turn, key[1])
             case "start":
                 observing.start_overdue(turn, key)
+            case "schedule":
+                turn.wants_schedule = True
             case "settle" | "restart" if (job := self.cluster.jobs.get(key[1])) is not None:
                 if key[0] == "settle":
                     recovery.settle(turn, job, key[2])
@@ -121,8 +125,9 @@ class MasterCore:
                     jobs.advance(turn, job)
             if turn.wants_schedule and not turn.to_advance:
                 turn.wants_schedule = False
-                queue.schedule(turn)
-                jobs.prune(turn)
+                if batching.may_pass(turn, ("schedule",)):
+                    queue.schedule(turn)
+                    jobs.prune(turn)
         for job in turn.flush_saves():
             requests.answer_polls(turn, job)
         directory.flush(turn)

@@ -100,12 +100,21 @@ def leave(turn: Turn, peer: bytes, message: AgentLeaving) -> None:
         lose(turn, node, f"its agent stopped: {message.reason}")
 
 
-def expire(turn: Turn, name: str) -> None:
-    """A lease ran out."""
+def expire(turn: Turn, name: str, *, is_late: bool = False) -> None:
+    """A lease ran out.
+
+    With `is_late` we were not there to listen (the process was stopped, its machine slept, its disk hung): what the
+    agent said may still be on its way in, so it is given one more lease, once in each silence.
+    """
     node = turn.cluster.nodes[name]
-    if node.state is NodeState.ALIVE:
-        silent_s = turn.now - node.seen_at
-        lose(turn, node, f"nothing was heard from its agent for {silent_s:.1f} s")
+    if node.state is not NodeState.ALIVE:
+        return
+    if is_late and node.spared_at != node.seen_at:
+        node.spared_at = node.seen_at
+        turn.cluster.leases.renew(name, turn.now)
+        return
+    silent_s = turn.now - node.seen_at
+    lose(turn, node, f"nothing was heard from its agent for {silent_s:.1f} s")
 
 
 def lose(turn: Turn, node: NodeRecord, reason: str) -> None:

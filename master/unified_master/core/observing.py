@@ -84,6 +84,7 @@ def _moved(turn: Turn, job: JobRecord, worker: WorkerRecord, observed: ObservedW
         worker.running_at = turn.now
     if worker.state is WorkerState.FINISHED:
         text = "its entry point returned; it goes on answering calls"
+        worker.reason = "finished: its entry point returned"
         turn.report("worker-finished", text, job, worker.role, worker.name, worker.node)
     if worker.state is WorkerState.EXITED:
         _exited(turn, job, worker, observed.failure, was)
@@ -95,6 +96,7 @@ def _exited(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure |
     if was is WorkerState.FINISHED and is_driver:
         # Its work was delivered; how its process ends changes nothing.
         text = f"its process ended after its work was done{': ' + failure.summary if failure else ''}"
+        worker.reason = f"finished; {text}"
         turn.report("worker-exited", text, job, worker.role, worker.name, worker.node)
     elif failure is not None:
         recovery.on_failure(turn, job, worker, failure)
@@ -102,6 +104,7 @@ def _exited(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure |
         text = "exited with code 0 before it had been told to run" if worker.kind == "worker" else "exited"
         recovery.on_failure(turn, job, worker, Failure(summary=text, category="crash", exit_code=0))
     else:
+        worker.reason = "finished: it ended without a failure"
         turn.report("worker-exited", "it ended without a failure", job, worker.role, worker.name, worker.node)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from unified.job.spec import JobSpec, Value
+from unified.job.spec import JobSpec, Resources, Value
 from unified_master.core.room import EPSILON, Member, Room, Unit, open_room
 from unified_master.core.state import Cluster, JobRecord, NodeRecord, SeatClaim, needs_of
 from unified_master.core.turn import count
+
+Fitness = tuple[float, float, str]
+"""Of a room for a unit, lower is better; the room's node is last."""
 
 
 class Seat(Value, frozen=True, kw_only=True):
@@ -61,24 +65,23 @@ def plan(units: Sequence[Unit], rooms: Iterable[Room]) -> Plan:
         return Plan(reason="no node may take it")
     seats: list[Seat] = []
     placed: dict[str, int] = {}
+    shape: list[tuple[int, Resources]] = []
+    offers: list[Fitness] = []
     for unit in sorted(units, key=_size, reverse=True):
-        best: tuple[tuple[float, float, str], Room, dict[str, SeatClaim]] | None = None
-        num_whole = _whole_devices(unit)
-        for room in left.values():
-            if num_whole > room.free_devices:  # most rooms of a large cluster are ruled out by this alone
-                continue
-            if (claims := room.seat(unit)) is not None:
-                key = _fitness(room, unit, claims)
-                if best is None or key < best[0]:
-                    best = (key, room, claims)
-                if num_whole and key[0] == 0:  # nothing fits better than without remainder
-                    break
-        if best is None:
+        # Units of one shape come in a row, and a seat changes one room alone: each room is looked at once a shape and
+        # once a seat, not once a unit.
+        if (its_shape := [(member.local_rank, member.needs) for member in unit.members]) != shape:
+            shape = its_shape
+            offers = [offer for room in left.values() if (offer := _offer(room, unit)) is not None]
+            heapq.heapify(offers)
+        if not offers:
             return Plan(reason=_shortage(unit, units, list(left.values()), placed.get(unit.label, 0)))
-        _, room, claims = best
-        for worker, claim in claims.items():
+        room = left[heapq.heappop(offers)[-1]]
+        for worker, claim in (room.seat(unit) or {}).items():
             room.take(claim, is_own=True)
             seats.append(Seat(worker=worker, node=room.node, claim=claim))
+        if (offer := _offer(room, unit)) is not None:
+            heapq.heappush(offers, offer)
         placed[unit.label] = placed.get(unit.label, 0) + 1
     return Plan(seats=tuple(seats))
 
@@ -116,7 +119,15 @@ def _size(unit: Unit) -> tuple[float, float, float, float]:
     return (scarce, unit.total("accelerator"), unit.total("cpu"), unit.total("memory_mb"))
 
 
-def _fitness(room: Room, unit: Unit, claims: dict[str, SeatClaim]) -> tuple[float, float, str]:
+def _offer(room: Room, unit: Unit) -> Fitness | None:
+    """How well the unit would sit in this room; None if it does not fit."""
+    if _whole_devices(unit) > room.free_devices:  # most rooms of a full cluster are ruled out by this alone
+        return None
+    claims = room.seat(unit)
+    return None if claims is None else _fitness(room, unit, claims)
+
+
+def _fitness(room: Room, unit: Unit, claims: dict[str, SeatClaim]) -> Fitness:
     """Lower is better. Units with devices are packed; those without are spread over the nodes."""
     if unit.total("accelerator") <= 0:
         return (float(room.num_workers), 0.0, room.node)

@@ -81,11 +81,11 @@ def requeue(turn: Turn, job: JobRecord, reason: str) -> None:
     for role in job.roles.values():
         role.suspect = role.pending = ""
     for worker in job.workers.values():
+        if worker.state is not WorkerState.EXITED:
+            worker.reason = "the job waits for room"
         lives.end_life(turn, job, worker)
         lives.leave_seat(turn, job, worker)
         worker.is_held = False
-        if worker.state is not WorkerState.EXITED:
-            worker.reason = "the job waits for room"
     turn.wants_schedule = True
     turn.decide("job-requeued", reason, job)
 

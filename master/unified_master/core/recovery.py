@@ -29,6 +29,7 @@ def on_failure(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failur
     """A desired life has ended badly: settle who is to blame, then decide."""
     worker.state = WorkerState.EXITED
     worker.failure = failure
+    worker.reason = failure.summary
     turn.touch_worker(job, worker)
     directory.publish(turn, job, worker)
     turn.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, worker.node)
@@ -250,6 +251,7 @@ def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> lis
         was_living = worker.incarnation >= 0 and worker.state is not WorkerState.EXITED
         if worker.is_desired and was_living and not is_delivered:
             worker.failure = failure
+            worker.reason = failure.summary
         if (worker.is_desired and was_living and not is_delivered) or worker.is_held:
             missed.append(worker)
         if was_living:
@@ -285,7 +287,9 @@ def _late_until(turn: Turn, job: JobRecord, role: str) -> float | None:
     suspect_at = job.roles[role].suspect_at
     for name in sorted({worker.node for worker in job.ranks(role) if worker.is_desired}):
         node = turn.cluster.nodes.get(name)
-        if node is None or node.state is not NodeState.ALIVE or node.seen_at >= suspect_at:
+        if node is None or node.state is not NodeState.ALIVE:
+            continue
+        if node.has_reported and node.seen_at >= suspect_at:  # before its report, a new master has heard nothing of it
             continue
         deadline = turn.cluster.leases.deadline(name)
         if deadline is not None and deadline > turn.now:

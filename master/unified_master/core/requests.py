@@ -33,6 +33,8 @@ from unified_master.core.turn import Turn
 
 MAX_WAIT_S = 300.0
 MAX_READ = 8 * 1024 * 1024
+MAX_NAMED = 3
+"""Jobs that an error about an unknown one names."""
 Answer = MasterToClient | None
 """None: it is answered later."""
 
@@ -62,9 +64,16 @@ def find_job(turn: Turn, word: str) -> JobRecord | Refused:
     named = [job for job in known.values() if job.spec.name == word]
     if named:
         return max(named, key=lambda job: job.sequence)
-    words = [*known, *(job.spec.name for job in known.values())]
-    hint = nearest(word, words) or " `unified jobs` lists those that are known."
-    return Refused(code="not-found", reason=f"there is no job {word[:100]!r}.{hint}")
+    return Refused(code="not-found", reason=f"there is no job {word[:100]!r}.{_hint(known, word)}")
+
+
+def _hint(known: dict[str, JobRecord], word: str) -> str:
+    """Jobs whose id begins like this, newest first; else the name that is most like it."""
+    alike = [job_id for job_id in reversed(known) if word and job_id.lower().startswith(word.lower())][:MAX_NAMED]
+    if alike:
+        return f" Did you mean {' or '.join(repr(job_id) for job_id in alike)}?"
+    names = [*known, *(job.spec.name for job in known.values())]
+    return nearest(word, names) or " `unified jobs` lists those that are known."
 
 
 def find_worker(job: JobRecord, word: str) -> WorkerRecord | Refused:

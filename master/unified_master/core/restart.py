@@ -21,13 +21,13 @@ def restart(turn: Turn, job: JobRecord, names: Iterable[str], reason: str, delay
     scope, moving = _widen(turn, job, set(names))
     workers = [worker for worker in job.workers.values() if worker.name in scope]
     for worker in workers:
+        worker.reason = reason  # first, because callers are told it
         lives.end_life(turn, job, worker)
     found = _move(turn, job, moving)
     if not found.fits:
         return found
     for worker in workers:
         worker.is_held = True
-        worker.reason = reason
         turn.touch_worker(job, worker)
     for name in {worker.role: None for worker in workers}:
         record = job.roles[name]

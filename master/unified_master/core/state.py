@@ -228,6 +228,8 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     generation: int = 0
     sent_at: float = 0.0
     seen_at: float = 0.0
+    spared_at: float = -1.0
+    """The `seen_at` of the silence for which its lease was prolonged, because we ourselves were late."""
     lives: dict[LifeKey, WorkerRecord] = {}
     """Those desired here."""
     claims: dict[tuple[str, str], SeatClaim] = {}
@@ -290,6 +292,10 @@ class Cluster:
         self.leases: LeaseTable[str] = LeaseTable(intervals.lease_s)
         self.polls: dict[str, list[ParkedPoll]] = {}
         self.reads: dict[int, ParkedRead] = {}
+        self.batched_at: dict[TimerKey, float] = {}
+        """When work that large clusters do in batches was last done."""
+        self.news: dict[str, dict[str, DirectoryEntry]] = {}
+        """Changed directory entries by job and worker, to be told."""
 
     @property
     def first_number(self) -> int:

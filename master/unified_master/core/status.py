@@ -103,7 +103,7 @@ def _worker_status(cluster: Cluster, spec: JobSpec, worker: WorkerRecord) -> Wor
         num_failures=worker.num_failures,
         progress=worker.progress,
         log_file=worker.log_file,
-        reason=worker.failure.summary if worker.failure is not None else worker.reason,
+        reason=worker.reason,
     )
 
 

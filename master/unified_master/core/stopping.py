@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unified.protocol.client_master import EndReport
-from unified.protocol.records import JOB_MOVES, Failure, NodeState, Stage
+from unified.protocol.records import JOB_MOVES, Failure, NodeState, Stage, WorkerState
 from unified_master.core import directory, lives
 from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.turn import Turn
@@ -24,6 +24,11 @@ def begin_stop(turn: Turn, job: JobRecord, outcome: int, reason: str) -> None:
         turn.cluster.timers.cancel(("settle", job.job_id, role.name))
     turn.decide("job-stops", reason, job)
     for worker in job.workers.values():
+        if worker.incarnation < 0:
+            worker.reason = f"never started: {reason}"
+            turn.touch_worker(job, worker)
+        elif worker.is_held or (worker.is_desired and worker.state not in (WorkerState.FINISHED, WorkerState.EXITED)):
+            worker.reason = f"stopped with its job: {reason}"
         worker.is_held = False
         lives.end_life(turn, job, worker)
         directory.publish(turn, job, worker)

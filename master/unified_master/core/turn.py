@@ -8,7 +8,7 @@ import msgspec
 
 from unified.protocol.agent_master import MasterToAgent
 from unified.protocol.client_master import MasterToClient
-from unified.protocol.records import DirectoryEntry, EventRecord, Stage
+from unified.protocol.records import EventRecord, Stage
 from unified_master.core.actions import MasterAction, Report, Save, Send
 from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, WorkerRecord
 
@@ -23,7 +23,6 @@ class Turn:
         self.to_advance: dict[str, None] = {}
         self.to_send: dict[str, None] = {}
         self.wants_schedule = False
-        self.news: dict[str, dict[str, DirectoryEntry]] = {}
         self._jobs: dict[str, JobRecord] = {}
         self._workers: dict[tuple[str, str], WorkerRecord] = {}
         self._visible: dict[str, JobRecord] = {}

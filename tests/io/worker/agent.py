@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -83,6 +84,17 @@ class Talk:
         assert self.expect(Running).round == order.round
         return hello
 
+    def until_printed(self, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.output.read_text():
+            assert not self.has_hung_up(), self.errors.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.005)  # a file tells nobody when it grows
+
+    def has_hung_up(self) -> bool:
+        has_something, _, _ = select.select([self._control], [], [], 0)
+        return bool(has_something) and self._control.recv(1, socket.MSG_PEEK) == b""
+
     def failure(self) -> Failure:
         return self.expect(Failed).failure
 
@@ -116,13 +128,6 @@ class Child(Talk):
 
     def exit_code(self) -> int:
         return self.process.wait(PATIENCE_S)
-
-    def until_printed(self, text: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while text not in self.output.read_text():
-            assert self.process.poll() is None, self.errors.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.005)  # a file tells nobody when it grows
 
     def close(self) -> None:
         self.hang_up()
@@ -189,8 +194,37 @@ class Agent:
             child.close()
 
 
+class Forker:
+    """A zygote, and the workers that it forked; it ends them when it is closed."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
+        self._children: list[ForkedChild] = []
+
+    def launch(self, entry: EntryPoint, **given: Any) -> ForkedChild:
+        return self._fork(self._agent.describe(entry, **given))
+
+    def launch_store(self) -> ForkedChild:
+        return self._fork(msgspec.structs.replace(self._agent.describe(attribute("run")), kind="store", name="store"))
+
+    def _fork(self, launch: Launch) -> ForkedChild:
+        self._children.append(ForkedChild(launch, self._agent.folder, self._control))
+        return self._children[-1]
+
+    def close(self) -> None:
+        self._control.close()
+        assert self._process.wait(PATIENCE_S) == 0
+        for child in self._children:
+            child.hang_up()
+
+
 class ForkedChild(Talk):
-    """A worker that a zygote forked; the zygote ends it."""
+    """A worker that a zygote forked."""
 
     def __init__(self, launch: Launch, folder: Path, zygote: socket.socket) -> None:
         self._zygote = zygote

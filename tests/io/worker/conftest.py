@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.worker.agent import Agent
+from tests.io.worker.agent import Agent, Forker
 
 
 @pytest.fixture
@@ -17,3 +17,10 @@ def agent(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     agent = Agent(tmp_path, run_dir)
     yield agent
     agent.close()
+
+
+@pytest.fixture
+def forker(agent: Agent) -> Iterator[Forker]:
+    forker = Forker(agent)
+    yield forker
+    forker.close()

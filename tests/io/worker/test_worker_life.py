@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.io.worker.agent import HOST_ID, PATIENCE_S, Agent, ForkedChild, attribute
+from tests.io.worker.agent import HOST_ID, PATIENCE_S, Agent, Forker, attribute
 from unified.bus.endpoint import BusEndpoint
 from unified.job.payload import encode
 from unified.job.spec import EntryPoint
@@ -164,46 +161,38 @@ def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
         caller.close()
 
 
-def test_forked_workers_are_independent(agent: Agent) -> None:
+def test_forked_workers_are_independent(agent: Agent, forker: Forker) -> None:
     """What they inherit of the zygote's libraries is put right: random numbers, threads, exit functions."""
     agent.write(
         "wp_code.py",
         """
-        import os, random, sys, tempfile
+        import ctypes, os, pathlib, random, sys, tempfile
         import numpy, torch
+
+        bundled = pathlib.Path(numpy.__file__).parent.parent.glob("numpy.libs/*openblas*")
+        blas = [ctypes.CDLL(str(path)).scipy_openblas_get_num_threads64_() for path in bundled]
 
         kept = tempfile.TemporaryDirectory()
 
         def run():
-            print(torch.get_num_threads(), os.path.isdir(kept.name), kept.name)
+            print(torch.get_num_threads(), *blas or [torch.get_num_threads()], os.path.isdir(kept.name), kept.name)
             print(numpy.random.rand(), random.random(), sys.argv)
         """,
     )
-    control, theirs = socket.socketpair()
-    zygote = subprocess.Popen(
-        [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno())], pass_fds=[theirs.fileno()]
-    )
-    theirs.close()
-    try:
-        launches = [agent.describe(attribute("run"), rank=rank, total=2) for rank in range(2)]
-        children = [ForkedChild(launch, agent.folder, control) for launch in launches]
-        lines = []
-        for child in children:
-            child.run()
-            child.expect(Finished)
-            first, second = child.output.read_text().splitlines()
-            assert first.startswith(f"{len(os.sched_getaffinity(0))} True ")
-            lines.append(second)
-            child.say(Stop(grace_s=20, reason="the test is over"))
-            child.until_gone()
-            assert not Path(first.split()[-1]).exists(), "its exit functions ran"
-            assert child.errors.read_text() == ""
-            child.hang_up()
-        assert lines[0] != lines[1]
-        assert [line.partition(" [")[2] for line in lines] == ["'wp_code']"] * 2
-    finally:
-        control.close()
-        zygote.wait(PATIENCE_S)
+    lines = []
+    for child in [forker.launch(attribute("run"), rank=rank, total=2) for rank in range(2)]:
+        child.run()
+        child.expect(Finished)
+        first, second = child.output.read_text().splitlines()
+        cores = len(os.sched_getaffinity(0))
+        assert first.startswith(f"{cores} {cores} True ")
+        lines.append(second)
+        child.say(Stop(grace_s=20, reason="the test is over"))
+        child.until_gone()
+        assert not Path(first.split()[-1]).exists(), "its exit functions ran"
+        assert child.errors.read_text() == ""
+    assert lines[0] != lines[1]
+    assert [line.partition(" [")[2] for line in lines] == ["'wp_code']"] * 2
 
 
 def test_last_progress_comes_before_finished(agent: Agent) -> None:

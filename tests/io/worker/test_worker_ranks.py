@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from typing import Any
 
 import pytest
 
-from tests.io.worker.agent import Agent, Child, attribute
+from tests.io.worker.agent import Agent, ForkedChild, Forker, attribute
 from unified.job.spec import Communication, EntryPoint
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import (
     Finished,
     Hello,
+    Stop,
 )
 
 ELASTIC = """
@@ -47,16 +49,18 @@ ELASTIC = """
     [(attribute("run"), True), (EntryPoint(kind="script", target="wp_code.py"), False)],
     ids=["automatic", "env"],
 )
-def test_rank_that_dies_is_replaced_in_a_new_round(agent: Agent, entry: EntryPoint, auto_setup: bool) -> None:
+def test_rank_that_dies_is_replaced_in_a_new_round(
+    agent: Agent, forker: Forker, entry: EntryPoint, auto_setup: bool
+) -> None:
     agent.write("wp_code.py", ELASTIC)
-    store = agent.launch_store()
+    store = forker.launch_store()
     communication = Communication(auto_setup=auto_setup)
     role: dict[str, Any] = {"kind": "elastic", "total": 2, "per_group": 2, "communication": communication}
 
     port = store.expect(Hello).store_port or 0
 
-    def begin(round_: int) -> list[Child]:
-        ranks = [agent.launch(entry, rank=rank, incarnation=round_ - 1, **role) for rank in range(2)]
+    def begin(round_: int) -> list[ForkedChild]:
+        ranks = [forker.launch(entry, rank=rank, incarnation=round_ - 1, **role) for rank in range(2)]
         for rank, child in enumerate(ranks):
             order = RunOrder(
                 round=round_,
@@ -66,26 +70,27 @@ def test_rank_that_dies_is_replaced_in_a_new_round(agent: Agent, entry: EntryPoi
                 store_port=port,
                 store_prefix=f"job-1/role/{round_}",
             )
-            child.run(order)
+            pids[child.name] = child.run(order).pid
         return ranks
 
+    pids: dict[str, int] = {}
     first = begin(1)
     for child in first:
         child.until_printed("sum 3.0 round 1")
-    first[1].process.kill()
+    os.kill(pids[first[1].name], signal.SIGKILL)
     failure = first[0].failure()
     assert failure.is_collateral, failure
     assert failure.category == "user"
-    assert first[0].exit_code() == 1
+    first[0].until_gone()
 
     for child in begin(2):
         child.expect(Finished)
         assert child.output.read_text() == "sum 3.0 round 2\n"
-        child.stop()
-        assert child.exit_code() == 0
+        child.say(Stop(grace_s=20, reason="the test is over"))
+        child.until_gone()
         assert "Warning" not in child.errors.read_text()
-    store.stop()
-    assert store.exit_code() in (0, -signal.SIGTERM)
+    store.say(Stop(grace_s=20, reason="the test is over"))
+    store.until_gone()
 
 
 def test_round_without_a_store_says_whom_it_awaited(agent: Agent) -> None:

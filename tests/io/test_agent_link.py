@@ -1,0 +1,55 @@
+"""Links to children, and the loop that waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+from unified.protocol.framing import StreamBuffer, encode_stream
+from unified_agent.link import Link
+from unified_agent.sources import Sources
+
+
+def test_forgetting_a_closed_link_twice_does_not_touch_its_descriptors_next_owner() -> None:
+    """A worker's end of file comes before its exit is told; another worker may be started in between."""
+    sources = Sources()
+    ours, theirs = socket.socketpair()
+    old = Link(ours)
+    sources.watch_link(old, lambda: None)
+    theirs.close()
+    assert old.receive() == []
+    sources.unwatch_link(old)
+    next_ours, next_theirs = socket.socketpair()
+    number = os.dup2(next_ours.fileno(), old.descriptor) if next_ours.fileno() != old.descriptor else next_ours.detach()
+    heard: list[bytes] = []
+    with contextlib.closing(next_ours), contextlib.closing(next_theirs):
+        new = Link(socket.socket(fileno=number))
+        assert new.descriptor == old.descriptor
+        sources.watch_link(new, lambda: heard.extend(new.receive()))
+        sources.unwatch_link(old)
+        next_theirs.sendall(encode_stream("hello"))
+        sources.wait(5)
+        assert len(heard) == 1
+        new.close()
+
+
+def test_a_message_larger_than_the_socket_takes_is_sent_as_it_is_read() -> None:
+    sources = Sources()
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(theirs):
+        theirs.setblocking(False)
+        link = Link(ours)
+        sources.watch_link(link, lambda: None)
+        link.send(b"x" * 3_000_000)
+        link.send("after")
+        assert link.has_waiting
+        buffer, bodies = StreamBuffer(), list[bytes]()
+        while len(bodies) < 2:
+            sources.wait(0)
+            with contextlib.suppress(BlockingIOError):
+                while data := theirs.recv(65536):
+                    bodies += buffer.feed(data)
+        assert not link.has_waiting
+        assert len(bodies[0]) > 3_000_000
+        link.close()

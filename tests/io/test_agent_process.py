@@ -1,0 +1,63 @@
+"""What `unified.process` makes of a real process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unified import process
+
+SCRIPT = """
+import os, sys
+from unified import process
+sys.stdin.readline()
+if os.fork() == 0:
+    process.set_title("reward_model_server", "-12")
+    process.set_command_line("unified worker: " + "long " * 100 if sys.argv[1] == "long" else "a worker")
+    own = f"/proc/{os.getpid()}"
+    print(repr(open(own + "/comm").read()), open(own + "/cmdline", "rb").read(), os.environ["MARK"], sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+print(open("/proc/self/cmdline", "rb").read().endswith(b"mark-of-the-parent\\0"))
+"""
+
+
+def look(mode: str) -> list[str]:
+    command = [sys.executable, "-c", SCRIPT, mode, "mark-of-the-parent"]
+    done = subprocess.run(command, input="\n", capture_output=True, text=True, check=True, env={"MARK": "kept"})
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def test_a_fork_shows_what_it_is_and_its_parent_stays() -> None:
+    child, parent = look("short")
+    comm, _, rest = child.partition(" ")
+    assert comm == repr("reward_model-12\n")
+    shown = rest.partition("' kept")[0].removeprefix("b'")
+    assert shown.replace("\\x00", "") == "a worker"
+    assert rest.endswith("kept ['short', 'mark-of-the-parent']")
+    assert parent == "True"
+
+
+def test_a_long_command_line_is_cut_to_the_room_there_is() -> None:
+    child, _ = look("long")
+    assert "unified worker: long long" in child
+    assert child.endswith("kept ['long', 'mark-of-the-parent']"), "neither the environment nor Python's own list"
+    assert Path(sys.executable).name not in child
+
+
+def test_a_process_that_became_another_user_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def refuse(pid: int, number: int) -> None:
+        tries.append(pid)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    process.kill_until_none(lambda: [os.getpid()])
+    assert set(tries) == {os.getpid()}
