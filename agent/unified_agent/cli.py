@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace, parent: int | None) -> int:
     )
     process.set_title("unified-agent")
     options = _options(arguments, parent)
-    with claim(settings.make_private(settings.run_root()), node) as own:
+    with claim(settings.make_private(settings.run_root()), node, master) as own:
         address = arguments.address or _address(host, port, master)
         facts = _facts(arguments, node, own, master, address)
         end = AgentDaemon(facts, settings.intervals(), options, os.environ).run()

@@ -7,13 +7,17 @@ reads there what the last one called itself, and ends the processes that carry t
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import logging
 import os
 import secrets
 import select
 import shutil
 import signal
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,11 +72,7 @@ class NodeLock:
             except BlockingIOError:
                 holder = _read_record(descriptor)
                 os.close(descriptor)
-                who = f" as pid {holder.pid}" if holder is not None else ""
-                raise AgentTakenError(
-                    f"an agent for node {self._node!r} already runs on this host{who}: stop it, or give this one "
-                    "another name with --node-id."
-                ) from None
+                raise _taken(self._node, holder.pid if holder is not None else None) from None
             try:
                 if os.fstat(descriptor).st_ino == self._path.stat().st_ino:
                     return descriptor
@@ -88,6 +88,10 @@ class NodeLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, msgspec.json.encode(record), 0)
 
+    def abandon(self) -> None:
+        """Let go, and leave to the next what the last one left."""
+        os.close(self._descriptor)
+
     def release(self) -> None:
         """The end came in order: nothing is left to clean up."""
         self._path.unlink(missing_ok=True)
@@ -102,14 +106,60 @@ class NodeClaim(NamedTuple):
     """0700; sockets and the like go here."""
 
 
+def hold_name(master: str, node: str) -> socket.socket:
+    """Hold a node id towards one master on this host, for as long as the socket is open.
+
+    The lock file is as private as the run folder, which differs between users and between a login shell and a service;
+    a name in the abstract namespace is the same for all of them, and dies with its process.
+
+    Raises:
+        AgentTakenError: it is held; the message has the holder's pid.
+    """
+    name = "\0unified-agent-" + hashlib.sha256(f"{master} {node}".encode()).hexdigest()[:32]
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        holder.bind(name)
+        holder.listen(1)
+    except OSError as error:
+        holder.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _taken(node, _holder_of(name)) from None
+    return holder
+
+
+def _holder_of(name: str) -> int | None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
+        asker.settimeout(1.0)
+        try:
+            asker.connect(name)
+        except OSError:
+            return None
+        pid, _, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        return int(pid) or None
+
+
+def _taken(node: str, pid: int | None) -> AgentTakenError:
+    who = f" as pid {pid}" if pid is not None else ""
+    return AgentTakenError(
+        f"an agent for node {node!r} already runs on this host{who}: stop it, or give this one another name with "
+        "--node-id."
+    )
+
+
 @contextlib.contextmanager
-def claim(run_root: Path, node: str) -> Iterator[NodeClaim]:
+def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
     """Hold a node id, with a run folder, after what a killed agent left has been cleaned up.
 
     Raises:
         AgentTakenError: an agent of this node id is alive on this host.
     """
     lock = NodeLock(run_root, node)
+    try:
+        name = hold_name(master, node)
+    except BaseException:
+        lock.abandon()
+        raise
     previous = lock.previous()
     if previous is not None:
         killed = clean_up(previous, run_root)
@@ -125,6 +175,7 @@ def claim(run_root: Path, node: str) -> Iterator[NodeClaim]:
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
         lock.release()
+        name.close()
 
 
 def _read_record(descriptor: int) -> LifeRecord | None:

@@ -12,7 +12,7 @@ import pytest
 
 from unified import process
 from unified_agent.inventory import address_towards, cpus, disk_mb, interface_of, memory_mb
-from unified_agent.leftovers import AgentTakenError, LifeRecord, NodeLock, claim, clean_up
+from unified_agent.leftovers import AgentTakenError, LifeRecord, NodeLock, claim, clean_up, hold_name
 
 
 class Sleepers:
@@ -83,12 +83,20 @@ def test_a_node_id_is_held_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "agents").iterdir())
 
 
+def test_a_node_id_is_held_once_whatever_run_folder_each_agent_has() -> None:
+    with hold_name("tcp://127.0.0.1:1", "n1"):
+        with pytest.raises(AgentTakenError, match=f"already runs on this host as pid {os.getpid()}"):
+            hold_name("tcp://127.0.0.1:1", "n1")
+        hold_name("tcp://127.0.0.1:2", "n1").close()
+    hold_name("tcp://127.0.0.1:1", "n1").close()
+
+
 def test_a_claim_takes_over_from_a_killed_agent_and_leaves_nothing(sleepers: Sleepers, tmp_path: Path) -> None:
     old = sleepers.start("n1", "aaa")
     killed = NodeLock(tmp_path, "n1")
     killed.write(record(tmp_path / "a-aaa"))
     os.close(killed._descriptor)  # as the kernel does for a process that is killed
-    with claim(tmp_path, "n1") as own:
+    with claim(tmp_path, "n1", "tcp://127.0.0.1:1") as own:
         assert not process.is_alive(old.pid)
         assert own.run_dir.stat().st_mode & 0o777 == 0o700
     assert not own.run_dir.exists()

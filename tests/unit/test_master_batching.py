@@ -6,7 +6,7 @@ import pytest
 
 from tests.sim.sim_agent import SimAgent, resources
 from tests.sim.world import World
-from tests.unit.test_master_recovery import Bench, simple
+from tests.unit.master_bench import Bench, simple
 from unified.job.spec import JobSpec
 from unified.protocol.agent_master import DirectoryChanged
 from unified.protocol.client_master import SubmitJob

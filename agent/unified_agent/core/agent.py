@@ -267,6 +267,7 @@ class AgentCore:
             return
         if not worker.is_stop_asked:
             worker.failure = worker.failure or failure
+        self._blame_shutdown(worker)
         worker.move(WorkerState.EXITED)
         self._after_end(worker)
 
@@ -292,8 +293,15 @@ class AgentCore:
         worker = self.workers.get(event.life)
         if worker is None or worker.is_ended:
             return
+        self._blame_shutdown(worker)
         worker.exit(event.code, event.last_lines)
         self._after_end(worker)
+
+    def _blame_shutdown(self, worker: LocalWorker) -> None:
+        """A life that is still desired did not end well because we stopped it: the node took it along."""
+        if self.shutdown.has_begun and worker.life in self.desired and not worker.is_finished:
+            text = f"its agent stopped: {self.shutdown.reason}"
+            worker.failure = worker.failure or Failure(category="node", summary=text)
 
     def _after_end(self, worker: LocalWorker) -> None:
         self.timers.cancel(Timer("start", worker.life))

@@ -14,6 +14,7 @@ from unified_master.core.state import JobRecord, RoleRecord, WorkerRecord
 from unified_master.core.turn import Turn, count
 
 MAX_WORKERS = 100_000
+MAX_SPEC_BYTES = 8 * 2**20
 MAX_ENDED = 1000
 """Jobs that have ended and are still known."""
 MAX_ENDED_WEIGHT = 200_000
@@ -38,6 +39,7 @@ def faults_of(spec: JobSpec) -> Iterator[str]:
     if sum(max(0, role.total) for role in spec.roles) > MAX_WORKERS:
         yield f"job {spec.name} has more than {MAX_WORKERS} workers."
         return
+    yield from _weight_faults(spec)
     counts: dict[str, int] = {}
     for role in spec.roles:
         yield from _role_faults(role)
@@ -126,6 +128,23 @@ def _is_starting(worker: WorkerRecord) -> bool:
 
 def _is_done(job: JobRecord) -> bool:
     return all(worker.is_done for role in job.driver_roles() for worker in job.ranks(role.name))
+
+
+def _weight_faults(spec: JobSpec) -> Iterator[str]:
+    """What makes a job too heavy. Each of its nodes and each of its workers is sent all of it, on the connection that
+    also carries heartbeats.
+    """
+    if (total := len(raw(spec))) <= MAX_SPEC_BYTES:
+        return
+    parts = {"the job's config": len(spec.user_config.data)}
+    for role in spec.roles:
+        parts[f"the config of role {role.name}"] = len(role.config.data)
+        parts[f"the environment of role {role.name}"] = sum(len(key) + len(value) for key, value in role.envs.items())
+    heaviest = max(parts, key=lambda name: parts[name])
+    yield (
+        f"job {spec.name} has {total / 2**20:.1f} MiB of description, at most {MAX_SPEC_BYTES / 2**20:g} are allowed; "
+        f"{heaviest} has {parts[heaviest] / 2**20:.1f} of them. Put large data into a file, and its path into the job."
+    )
 
 
 def _role_faults(role: RoleSpec) -> Iterator[str]:

@@ -27,6 +27,7 @@ FORGET_S = 3600.0
 """A lost node is shown for this long."""
 GRACE_LEASES = 3
 """After a restart of the master its nodes have this many leases' time to come back."""
+MAX_REPLACED = 16
 REBORN = "its agent was started again"
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 
@@ -49,6 +50,7 @@ def register(turn: Turn, peer: bytes, request_id: int, info: RegisterAgent, rela
         return
     is_reborn = known is not None and known.state is NodeState.ALIVE and known.info.incarnation != info.incarnation
     if known is not None and is_reborn:
+        known.replaced = [*known.replaced, known.info.incarnation][-MAX_REPLACED:]
         _mark_lost(turn, known, REBORN)
     node = _join(turn, known, info, peer)
     if is_reborn:
@@ -168,6 +170,11 @@ def _refusal(known: NodeRecord | None, info: RegisterAgent) -> str:
     indices = [device.index for device in info.resources.devices]
     if len(set(indices)) != len(indices) or any(index < 0 for index in indices):
         return f"node {info.node} lists two devices with one index, or a negative index."
+    if known is not None and info.incarnation in known.replaced:
+        return (
+            f"node id {info.node} was taken over by the agent on {known.info.hostname} with pid {known.info.pid}: "
+            f"this one, with pid {info.pid}, ends. Give each agent a --node-id of its own."
+        )
     is_other_host = known is not None and known.info.host_id != info.host_id
     if known is not None and known.state is NodeState.ALIVE and is_other_host:
         return (

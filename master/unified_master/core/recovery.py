@@ -33,8 +33,8 @@ def on_failure(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failur
     turn.touch_worker(job, worker)
     directory.publish(turn, job, worker)
     turn.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, worker.node)
-    if job.is_ending:
-        return
+    if job.is_ending or failure.category == "node":
+        return  # an agent that stops says so when all its workers are gone; the node is then dealt with as a whole
     if worker.kind == "store":
         _store_failed(turn, job, worker, failure)
         return
@@ -249,10 +249,11 @@ def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> lis
             continue
         is_delivered = worker.state is WorkerState.FINISHED and worker.role in drivers
         was_living = worker.incarnation >= 0 and worker.state is not WorkerState.EXITED
-        if worker.is_desired and was_living and not is_delivered:
+        is_missed = worker.is_desired and ((was_living and not is_delivered) or _is_taken_along(worker))
+        if is_missed:
             worker.failure = failure
             worker.reason = failure.summary
-        if (worker.is_desired and was_living and not is_delivered) or worker.is_held:
+        if is_missed or worker.is_held:
             missed.append(worker)
         if was_living:
             worker.state = WorkerState.EXITED
@@ -285,16 +286,25 @@ def _late_until(turn: Turn, job: JobRecord, role: str) -> float | None:
     suspect along. The lease ends the wait.
     """
     suspect_at = job.roles[role].suspect_at
-    for name in sorted({worker.node for worker in job.ranks(role) if worker.is_desired}):
+    desired = [worker for worker in job.ranks(role) if worker.is_desired]
+    departing = {worker.node for worker in desired if _is_taken_along(worker)}
+    for name in sorted({worker.node for worker in desired}):
         node = turn.cluster.nodes.get(name)
         if node is None or node.state is not NodeState.ALIVE:
             continue
+        if name in departing:
+            return turn.now + turn.cluster.intervals.settle_s
         if node.has_reported and node.seen_at >= suspect_at:  # before its report, a new master has heard nothing of it
             continue
         deadline = turn.cluster.leases.deadline(name)
         if deadline is not None and deadline > turn.now:
             return min(deadline, turn.now + turn.cluster.intervals.settle_s)
     return None
+
+
+def _is_taken_along(worker: WorkerRecord) -> bool:
+    """Its agent stopped it because the agent itself stops."""
+    return worker.has_failed and worker.failure is not None and worker.failure.category == "node"
 
 
 def _story(worker: WorkerRecord, failure: Failure) -> str:

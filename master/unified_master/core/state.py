@@ -223,6 +223,8 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     peer: bytes = b""
     is_registered: bool = False
     """Its agent has registered with this life of the master."""
+    replaced: list[str] = []
+    """Incarnations of agents that another one took the place of, newest last; they are not let in again."""
     has_reported: bool = False
     """Its agent has told which lives it has; before that, what is free is not known."""
     generation: int = 0

@@ -1,0 +1,94 @@
+"""Nodes whose agents stop in order, are displaced by another, and jobs too heavy to send to any of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tests.sim.sim_agent import SimAgent, resources
+from tests.unit.master_bench import CRASH, Bench, elastic, simple
+from unified.job.spec import Blob, JobSpec
+from unified.protocol.agent_master import AgentLeaving, AgentRefused, RegisterAgent
+from unified.protocol.client_master import Refused, SubmitJob
+from unified.protocol.records import Failure, NodeState, Stage
+from unified_master.core.actions import Send
+from unified_master.core.events import Received
+from unified_master.core.jobs import MAX_SPEC_BYTES
+
+TAKEN_ALONG = Failure(summary="its agent stopped: SIGTERM", category="node")
+COLLATERAL = Failure(summary="connection closed", category="user", is_collateral=True)
+
+
+def leave(bench: Bench, node: str) -> None:
+    agent = bench.world.agents[node]
+    assert isinstance(agent, SimAgent)
+    last_word = AgentLeaving(node=node, incarnation=agent.incarnation, reason="SIGTERM")
+    bench.world.core.step(bench.world.now, Received(peer=bench.world.core.cluster.nodes[node].peer, message=last_word))
+    bench.world.kill_agent(node)
+
+
+def test_an_agent_that_stops_in_order_is_the_root_cause_of_what_its_peers_suffer() -> None:
+    bench = Bench(elastic(accelerator=1, max_restart=0), nodes=3, devices=1)
+    bench.end("e", 1, TAKEN_ALONG)
+    bench.end("e", 0, COLLATERAL)
+    bench.world.run(3.0)  # longer than a suspect waits where nobody leaves; the agent still stops its other workers
+    assert bench.job.stage is Stage.RUNNING
+    leave(bench, bench.worker("e", 1).node)
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1}
+    assert (bench.job.num_node_restarts, [worker.num_failures for worker in bench.job.ranks("e")]) == (1, [0, 0])
+
+
+def test_a_driver_that_its_agent_took_along_has_not_finished() -> None:
+    bench = Bench(simple(), nodes=2, failover_exec=2)
+    bench.end("s", 0, TAKEN_ALONG)
+    leave(bench, bench.worker("s").node)
+    bench.running()
+    assert bench.lives() == {"s-0": 1}
+    assert bench.job.exit_code is None
+
+
+def test_workers_of_an_agent_that_is_killed_while_it_stops_are_missed_too() -> None:
+    bench = Bench(simple(), nodes=2, failover_exec=2)
+    node = bench.worker("s").node
+    bench.end("s", 0, TAKEN_ALONG)
+    bench.world.kill_agent(node)
+    bench.world.until(lambda: bench.world.core.cluster.nodes[node].state is NodeState.LOST, "the lease to run out")
+    bench.running()
+    assert bench.lives() == {"s-0": 1}
+
+
+def test_a_crash_on_a_node_that_stays_is_still_a_crash() -> None:
+    bench = Bench(elastic(accelerator=1), nodes=3, devices=1)
+    bench.end("e", 1, CRASH)
+    bench.running()
+    assert bench.worker("e", 1).num_failures == 1
+
+
+def test_an_agent_that_was_displaced_is_not_let_in_again() -> None:
+    bench = Bench(simple())
+    first = bench.world.core.cluster.nodes["n1"].info
+    second = msgspec.structs.replace(first, incarnation="second", pid=2)
+
+    def register(info: RegisterAgent, peer: bytes) -> list[object]:
+        actions = bench.world.core.step(bench.world.now, Received(peer=peer, request_id=1, message=info))
+        return [action.message for action in actions if isinstance(action, Send) and action.peer == peer]
+
+    assert not any(isinstance(answer, AgentRefused) for answer in register(second, b"second"))
+    (refused,) = register(first, b"first")
+    assert isinstance(refused, AgentRefused)
+    assert refused.retry_after_s is None
+    assert "node id n1 was taken over by the agent on n1.local with pid 2" in refused.reason
+    assert bench.world.core.cluster.nodes["n1"].info.incarnation == "second"
+
+
+def test_a_job_too_heavy_for_the_control_connection_is_refused_by_name() -> None:
+    bench = Bench(simple())
+    bench.world.add(SimAgent("n9", resources()))
+    heavy = simple("big", envs={"BIG": "x" * MAX_SPEC_BYTES})
+    answer = bench.world.request(SubmitJob(spec=JobSpec(name="heavy", roles=[heavy])))
+    assert isinstance(answer, Refused)
+    assert "the environment of role big has 8.0" in answer.reason
+    config = Blob(codec="msgpack", data=b"x" * MAX_SPEC_BYTES)
+    answer = bench.world.request(SubmitJob(spec=JobSpec(name="heavy", roles=[simple()], user_config=config)))
+    assert isinstance(answer, Refused)
+    assert "the job's config has 8.0" in answer.reason
