@@ -227,6 +227,7 @@ class Belongings:
         self.threads = {thread for thread in threading.enumerate() if thread.is_alive()}
         self.descriptors = _descriptors()
         self.shared_memory = _shared_memory()
+        self.children = _children()
 
     def left_since(self, before: Belongings) -> list[str]:
         """What is there now and was not before."""
@@ -237,7 +238,10 @@ class Belongings:
             if before.descriptors.get(number) != target
         ]
         shared = [f"{SHARED_MEMORY / name}" for name in sorted(self.shared_memory - before.shared_memory)]
-        return threads + descriptors + [path for path in shared if not _is_in_use(path)]
+        children = [
+            f"process {self.children[child]}" for child in sorted(self.children.keys() - before.children.keys())
+        ]
+        return threads + descriptors + [path for path in shared if not _is_in_use(path)] + children
 
 
 def _descriptors() -> dict[int, str]:
@@ -247,6 +251,21 @@ def _descriptors() -> dict[int, str]:
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # the one that listed the folder
             continue
+    return found
+
+
+def _children() -> dict[tuple[int, int], str]:
+    """Living children of this process as ``pid (name)``, by pid and start; zombies do not count."""
+    from unified.process import every_process
+
+    found: dict[tuple[int, int], str] = {}
+    for child in every_process():
+        if child.parent == os.getpid() and child.is_alive:
+            try:
+                name = Path(f"/proc/{child.pid}/comm").read_text().strip()
+            except OSError:  # gone already
+                continue
+            found[child.pid, child.start_ticks] = f"{child.pid} ({name})"
     return found
 
 

@@ -45,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--log-max-mb", type=float, default=64.0, metavar="MB", help="rotate a worker's output at this size (64)")
     add("--log-files", type=int, default=4, metavar="N", help="files kept of each stream, the newest included (4)")
     add("--connect-timeout", type=float, metavar="S", help="give up after so long without a master (default: never)")
-    add("--die-with-parent", action="store_true", help="end at once when the process that started this one ends")
+    add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
+        help="end at once when the process that started this one ends, or if PID is not its parent now")  # fmt: skip
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--worker-entry", default="unified.worker.start:main", help=argparse.SUPPRESS)
     return parser
@@ -54,9 +55,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the agent; its exit code."""
     arguments = build_parser().parse_args(argv)
-    parent = os.getppid() if arguments.die_with_parent else None
-    if parent is not None:
-        process.die_with_parent(signal.SIGTERM)
+    parent = None
+    if arguments.die_with_parent is not None:
+        parent = arguments.die_with_parent or os.getppid()
+        process.die_with_parent(signal.SIGTERM, parent)
     try:
         return _run(arguments, parent)
     except (UnifiedError, OSError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 import uuid
@@ -51,7 +52,11 @@ def main() -> int:
     )
     started = time.perf_counter()
     code = job.submit("nanogpt", master=args.master)
-    return show(out, config["run"], time.perf_counter() - started) if code == 0 else code
+    if code != 0:
+        return code
+    if not wrote(out, config["run"]):
+        return missing(out, args.master)
+    return show(out, time.perf_counter() - started)
 
 
 def parse() -> argparse.Namespace:
@@ -69,16 +74,24 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def show(out: Path, run: str, seconds: float) -> int:
+def wrote(out: Path, run: str) -> bool:
+    """Whether the results of this run are there, and not none or those of an earlier one."""
+    metrics = out / "metrics.json"
+    return metrics.exists() and json.loads(metrics.read_text())["run"] == run
+
+
+def missing(out: Path, master: str | None) -> int:
+    """Results that are not here: as it should be if rank 0 was on another host, else a failure."""
+    if master is None or re.match(r"(tcp://)?(localhost|127\.[\d.]+|\[::1\])(:|/|$)", master):
+        print(f"The job ended well, but it has left no results in {out}.", file=sys.stderr)
+        return 1
+    print(f"The results are in {out} on the node of rank 0.")
+    return 0
+
+
+def show(out: Path, seconds: float) -> int:
     """The curve and the sample, from the files that rank 0 wrote; 0 if the model has learnt enough."""
-    if not (out / "metrics.json").exists():
-        print(f"The results are in {out} on the node of rank 0.")
-        return 0
-    results = json.loads((out / "metrics.json").read_text())
-    history = results["history"]
-    if results["run"] != run:
-        print(f"{out} holds the results of another run; those of this one are on the node of rank 0.")
-        return 0
+    history = json.loads((out / "metrics.json").read_text())["history"]
     draw(history)
     print((out / "sample.txt").read_text(), end="\n\n")
     first, last = history[0]["val_loss"], history[-1]["val_loss"]

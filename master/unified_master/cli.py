@@ -35,7 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--relay-bind", metavar="tcp://HOST:PORT",
         help="where the bus relay listens (default: the host of --bind, any free port)")  # fmt: skip
     add("--address-file", type=Path, metavar="FILE", help="write the address here once the master is ready")
-    add("--die-with-parent", action="store_true", help="end when the process that started this one ends")
+    add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
+        help="end when the process that started this one ends, or if PID is not its parent now")  # fmt: skip
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
 
@@ -43,8 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the master; its exit code."""
     arguments = build_parser().parse_args(argv)
-    if arguments.die_with_parent:
-        process.die_with_parent(signal.SIGTERM, os.getppid())
+    if arguments.die_with_parent is not None:
+        process.die_with_parent(signal.SIGTERM, arguments.die_with_parent or os.getppid())
     logging.basicConfig(
         level=arguments.log_level.upper(), stream=sys.stderr, format="%(asctime)s master %(levelname)s %(message)s"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -62,6 +63,17 @@ def test_nanogpt_resumes_after_a_rank_was_killed(local_cluster: Cluster, tmp_pat
     assert (results["steps"], results["ranks"]) == (60, 2)
     assert (tmp_path / "out/nanogpt/curve.png").stat().st_size > 1000
     assert (tmp_path / "out/nanogpt/sample.txt").read_text().startswith("def ")
+
+
+@pytest.mark.parametrize(
+    ("master", "code"), [(None, 1), ("tcp://127.0.0.1:7077", 1), ("localhost:7077", 1), ("tcp://10.0.0.1:7077", 0)]
+)
+def test_nanogpt_results_that_should_be_here_and_are_not(tmp_path: Path, master: str | None, code: int) -> None:
+    submit = runpy.run_path(str(EXAMPLES / "nanogpt" / "submit.py"))
+    assert not submit["wrote"](tmp_path, "this")
+    (tmp_path / "metrics.json").write_text('{"run": "an earlier one"}')
+    assert not submit["wrote"](tmp_path, "this")
+    assert submit["missing"](tmp_path, master) == code
 
 
 def test_nanogpt_without_restarts_names_the_limit(local_cluster: Cluster, tmp_path: Path) -> None:

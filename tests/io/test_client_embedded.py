@@ -201,3 +201,16 @@ def test_the_newest_ten_homes_are_kept(stand_ins: Path) -> None:
     assert len(kept) == 10
     assert kept[-1] == cluster.cluster_id
     assert kept[0] == "20250101-000006-1-abc"
+
+
+@pytest.mark.parametrize(
+    ("daemon", "flags"),
+    [("unified_master", ["--bind", "tcp://127.0.0.1:0"]), ("unified_agent", ["--master", "tcp://127.0.0.1:1"])],
+)
+def test_a_daemon_whose_driver_died_before_it_looked_ends(tmp_path: Path, daemon: str, flags: list[str]) -> None:
+    with subprocess.Popen(["true"]) as driver:
+        pass
+    command = [sys.executable, "-m", daemon, *flags, "--state-dir", str(tmp_path), "--die-with-parent"]
+    done = subprocess.run([*command, str(driver.pid)], capture_output=True, check=False, timeout=20)
+    assert done.returncode == -signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []

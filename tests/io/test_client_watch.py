@@ -272,6 +272,36 @@ def test_a_wait_survives_a_master_that_comes_back(job: Job, fake_master: FakeMas
             again.close()
 
 
+def test_a_master_that_is_away_is_told_once_and_its_return_too(
+    job: Job, fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unified.client.follow.SILENT_S", 0.1)
+    monkeypatch.setattr("unified.client.follow.POLL_S", 0.0)
+    monkeypatch.setattr("unified.client.connection.RESEND_S", 0.02)
+    asked = 0
+
+    def respond(message: ClientToMaster) -> MasterAnswer | None:
+        nonlocal asked
+        asked += isinstance(message, GetJob)
+        if 3 <= asked < 40:  # several requests are given up meanwhile
+            return None
+        if asked == 50:
+            job.finish(0)
+        return job.respond(message)
+
+    fake_master.respond = respond
+    err = io.StringIO()
+    with MasterConnection(fake_master.address, timeout_s=0.2) as connection:
+        watch = Watch(connection, "gpt-1", QuietDisplay(io.StringIO(), err), with_logs=False)
+        assert watch.run().exit_code == 0
+    watch.join()
+    master = f"gpt-1  the master at {fake_master.address}"
+    assert err.getvalue().splitlines() == [
+        f"{master} does not answer; the job goes on, waiting up to 300 s",
+        f"{master} answers again",
+    ]
+
+
 DRIVER = """
 import sys
 from unified.client.submission import submit_job
@@ -409,6 +439,18 @@ def test_a_closed_pipe_is_no_error(job: Job) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.stdout == "[trainer-0] " + "x" * 99 + "\n"
+
+
+def test_a_closed_pipe_does_not_end_the_job(job: Job) -> None:
+    job.output["out"] = (b"x" * 99 + b"\n") * 20_000
+    threading.Timer(1.0, job.finish, (3,)).start()
+    command = f"{sys.executable} -c '{DRIVER}' | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "[trainer-0] " + "x" * 99 + "\n"
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    assert done.stderr.splitlines()[-3].startswith("job gpt-1 failed with exit code 3")
+    assert done.returncode == 3
 
 
 def test_run_sends_the_job_and_detaches(job: Job, fake_master: FakeMaster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,3 +79,14 @@ def test_the_plugin_loads_nothing_of_ours() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() in ("['unified.testing']", "['unified.errors', 'unified.lazy', 'unified.testing']")
+
+
+def test_a_child_that_was_not_ended_is_noticed_and_a_zombie_is_not() -> None:
+    before = Belongings()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            (left,) = left_behind(before, settle_s=0.0)
+            assert left.startswith(f"process {child.pid} (")
+        finally:
+            child.kill()
+        assert left_behind(before) == []  # nobody has waited for it yet

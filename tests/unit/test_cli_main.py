@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,20 @@ def test_a_job_file_gives_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert load_job(write(tmp_path / "file.py", text) + suffix).submit() == 7
 
 
+def test_a_submitted_job_is_named_after_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.path", [])
+    text = "class Job:\n    def submit(self, name, blocking):\n        print(name)\n        return 0\nother = Job()\n"
+    file = write(tmp_path / "my file.py", text) + ":other"
+    monkeypatch.delenv("UNIFIED_JOB_NAME", raising=False)
+    assert main(["submit", file]) == 0
+    assert re.fullmatch(r"my-file-[0-9a-f]{4}\n", capsys.readouterr().out)
+    monkeypatch.setenv("UNIFIED_JOB_NAME", "nightly")
+    assert (main(["submit", file]), capsys.readouterr().out) == (0, "nightly\n")
+    assert (main(["submit", file, "--name", "mine"]), capsys.readouterr().out) == (0, "mine\n")
+
+
 @pytest.mark.parametrize(
     ("text", "suffix", "message"),
     [
@@ -136,6 +151,7 @@ def test_on_a_terminal_no_line_wraps_and_empty_columns_make_room() -> None:
     assert lines[1].endswith("…")
     assert lines[2] == "b-1  short"
     assert table(["JOB", "EXIT"], [["a-1", "-"]]) == ["JOB  EXIT", "a-1  -"]
+    assert table(["JOB", "REASON"], [["a-1", "x" * 300]])[1] == "a-1  " + "x" * 159 + "…"
 
 
 def node(number: int) -> NodeStatus:

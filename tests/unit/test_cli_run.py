@@ -12,8 +12,9 @@ from typing import Literal
 
 import pytest
 
+from unified.cli.naming import job_name
 from unified.cli.quick import quick_spec
-from unified.cli.run import full_spec, job_name, run_parser
+from unified.cli.run import full_spec, run_parser
 from unified.errors import JobNameError, OptionError
 from unified.job.driver import Driver
 from unified.job.spec import JobSpec

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 
 import pytest
 
 from unified.client.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
+from unified.client.streams import lasting, printable
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
 from unified.protocol.records import Progress, Stage, WorkerState
@@ -93,3 +96,36 @@ def test_quiet_says_nothing_about_progress() -> None:
         display.update(running(1))
         display.log(["[trainer-0] hello"])
     assert (out.getvalue(), err.getvalue()) == ("[trainer-0] hello\n", "")
+
+
+def test_a_terminal_gets_colours_and_tabs_and_nothing_else_that_a_worker_prints() -> None:
+    line = "a\tb \x1b[31mred\x1b[0m\x1b[2J\x1b]0;title\x07\x1b[?25l\x1bc\x07\x08\x9b1m\x1b] cut"
+    assert printable(line) == "a\tb \x1b[31mred\x1b[0m1m"
+    assert printable("größe 表") == "größe 表"
+    terminal, file = Terminal(), io.StringIO()
+    QuietDisplay(terminal, file).log([line])
+    QuietDisplay(file, terminal).log([line])
+    assert terminal.getvalue() == f"{printable(line)}\n"
+    assert file.getvalue() == f"{line}\n"
+
+
+@pytest.mark.parametrize("choice", ["plain", "live"])
+def test_a_reader_that_goes_away_is_no_error(choice: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        with open_display({"UNIFIED_PROGRESS": choice}, out=pipe, err=pipe) as display:
+            display.note("gpt-1  submitted")
+            display.update(running(1))
+            display.log(["[trainer-0] hello"])
+        assert os.readlink(f"/proc/self/fd/{writing}") == os.devnull  # so that the flush at exit says nothing either
+
+
+def test_a_full_disk_is_an_error() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        lasting(Full()).write("hello")
+    assert lasting(None).write("hello") == 5

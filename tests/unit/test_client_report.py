@@ -117,3 +117,15 @@ def test_durations_and_sizes_are_words() -> None:
         "2 h 5 min",
     ]
     assert [size_text(n) for n in (5, 95_400_000, 2_000)] == ["5 bytes", "95.4 MB", "2 kB"]
+
+
+def test_a_worker_that_was_killed_may_have_said_something_on_stdout() -> None:
+    end = EndReport(
+        worker="w_1-0_1-0",
+        incarnation=0,
+        node="n",
+        failure=Failure(summary="SIGKILL"),
+        limit="",
+        log_file="/logs/0.err",
+    )
+    assert "  log      /logs/0.err and .out (on node n)" in end_lines(ended(1, end=end))

@@ -14,6 +14,7 @@ from unified.cli.options import Job, Master, connect
 from unified.cli.text import first_line
 from unified.client.handle import JobHandle
 from unified.client.logs import LogReader, Stream
+from unified.client.streams import printable
 from unified.errors import UsageError, nearest
 from unified.job.names import parse_worker
 from unified.protocol.client_master import JobStatus
@@ -61,10 +62,10 @@ def logs(
             connection, status.job_id, role=role, rank=rank, is_live=follow, tail_bytes=tail_bytes, streams=streams
         )
         reader.update(status)
-        is_silent = True
+        is_silent, is_terminal = True, sys.stdout.isatty()
         for line in _lines(reader, handle, follow, tail):
             is_silent = False
-            sys.stdout.write(f"{line}\n")
+            sys.stdout.write(f"{printable(line) if is_terminal else line}\n")
             if follow:
                 sys.stdout.flush()
         if is_silent:

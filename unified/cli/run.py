@@ -6,14 +6,13 @@ Its own options stand before the script, among torchrun's; everything after the 
 from __future__ import annotations
 
 import os
-import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 from unified import settings
 from unified.api.builder.torchrun_options import table_parser
+from unified.cli.naming import chosen_name
 from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
 from unified.cli.quick import quick_spec
 from unified.client.address import find_master
@@ -23,7 +22,6 @@ from unified.job.spec import JobSpec
 
 _OWN = ("master", "name", "detach", "no_wait")
 _MASTER_HELP = "The master's address; else $UNIFIED_MASTER; else a cluster of its own on this host, for the job's life."
-_NAME_VARIABLES = ("UNIFIED_JOB_NAME", "DLROVER_UNIFIED_JOB_NAME")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
     own = {name: vars(arguments).pop(name) for name in _OWN}
     if own["detach"] and find_master(own["master"]) is None:
         raise UsageError(NO_CLUSTER_TO_LEAVE)
-    name = own["name"] or _name_from(os.environ) or job_name(arguments.training_script)
+    name = chosen_name(own["name"], arguments.training_script, os.environ)
     kind: Literal["GPU", "CPU"] = "GPU" if settings.has_accelerator() else "CPU"
     driver = Driver.here()._replace(sys_path=[os.getcwd()])  # not where the `unified` command lies
     waits = not own["no_wait"]
@@ -81,13 +79,3 @@ def full_spec(
     describe(builder, arguments, parser, "torchrun")
     config = submit_options(builder.build(), {"job_name": name}, os.environ)
     return to_spec(config, driver), config.wait
-
-
-def _name_from(env: Mapping[str, str]) -> str:
-    return next((env[variable] for variable in _NAME_VARIABLES if env.get(variable)), "")
-
-
-def job_name(script: str) -> str:
-    """``train-3f2a`` for train.py: two runs of one script are two jobs."""
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script).stem).lstrip("._-")[:50] or "run"
-    return f"{stem}-{os.urandom(2).hex()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from unified.cli.naming import chosen_name
 from unified.cli.options import Master
 from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
 from unified.client.address import find_master
@@ -30,7 +32,7 @@ def submit(
         ),
     ],
     master: Master = None,
-    name: Annotated[str | None, typer.Option(help="The job's name; else $UNIFIED_JOB_NAME, else made up.")] = None,
+    name: Annotated[str | None, typer.Option(help="The job's name; else $UNIFIED_JOB_NAME, else the file's.")] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="An error at once if it does not fit now.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it was accepted, and print its id.")] = False,
 ) -> None:
@@ -41,7 +43,8 @@ def submit(
     options: dict[str, object] = {"master": master} if master else {}
     if no_wait:
         options["wait"] = False
-    raise typer.Exit(outcome(job.submit(name, blocking=not detach, **options)))
+    called = chosen_name(name, str(_parts(file)[0]), os.environ)
+    raise typer.Exit(outcome(job.submit(called, blocking=not detach, **options)))
 
 
 def load_job(text: str) -> Any:
@@ -50,9 +53,7 @@ def load_job(text: str) -> Any:
     Raises:
         UsageError: no such file or name, or the file raises; the message says where.
     """
-    path_text, colon, name = text.rpartition(":")
-    path = Path(path_text if colon and path_text.endswith(".py") else text)
-    wanted = name if colon and path_text.endswith(".py") else ""
+    path, wanted = _parts(text)
     if not path.is_file():
         raise UsageError(f"{path} is not a file: give a Python file that describes a job.")
     found = _look_up(_load(path), path, wanted)
@@ -65,6 +66,12 @@ def load_job(text: str) -> Any:
             f"{text} is of type {type(found).__name__}, not a DLJob, a builder, or a function that returns one."
         )
     return found
+
+
+def _parts(text: str) -> tuple[Path, str]:
+    """The file, and the name in it or nothing."""
+    path, _, name = text.rpartition(":")
+    return (Path(path), name) if path.endswith(".py") else (Path(text), "")
 
 
 def _load(path: Path) -> ModuleType:

@@ -58,6 +58,10 @@ class Reply:
         self._answer, self._error = answer, error
         self._done.set()
 
+    def is_answered(self, timeout_s: float) -> bool:
+        """Wait for the answer, or an error, for at most so long."""
+        return self._done.wait(timeout_s)
+
     def result(self) -> MasterToClient:
         """Wait for the answer.
 
@@ -129,10 +133,14 @@ class MasterConnection:
 
     def ask(self, message: ClientToMaster, expected: type[A], *, timeout_s: float | None = None) -> A:
         """As `request`, for an answer of one kind; any other is a `ProtocolError`."""
-        answer = self.request(message, timeout_s=timeout_s)
+        return self.take(self.send(message, timeout_s=timeout_s), expected)
+
+    def take(self, reply: Reply, expected: type[A]) -> A:
+        """The answer to what was sent with `send`, as `ask` returns it."""
+        answer = reply.result()
         if not isinstance(answer, expected):
             raise ProtocolError(
-                f"the master at {self.address} answered {type(message).__name__} with {type(answer).__name__}, "
+                f"the master at {self.address} answered {type(reply.message).__name__} with {type(answer).__name__}, "
                 f"not with {expected.__name__}: install the same release of unified-runtime on both."
             )
         return answer

@@ -1,6 +1,7 @@
 """What a person sees while a job runs: a live line a role on a terminal, a plain line now and then elsewhere.
 
 The output of workers goes to stdout, everything about the job to stderr, so that ``> out.txt`` keeps the two apart.
+Neither needs to stay: the job does not end because ``| head`` has seen enough.
 rich is imported when a terminal is really there, and after the job was submitted.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
+from unified.client.streams import lasting, printable
 from unified.client.summary import RoleSummary, restarts_text, summarise
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus
@@ -62,8 +64,8 @@ def open_display(
         UsageError: another value.
     """
     env = os.environ if env is None else env
-    out = sys.stdout if out is None else out
-    err = sys.stderr if err is None else err
+    out = lasting(sys.stdout if out is None else out)
+    err = lasting(sys.stderr if err is None else err)
     choice = env.get(PROGRESS_VARIABLE, "")
     if choice == "0":
         return QuietDisplay(out, err)
@@ -93,11 +95,12 @@ class QuietDisplay:
         """Says nothing."""
 
     def log(self, lines: list[str]) -> None:
-        self._out.write("".join(f"{line}\n" for line in lines))
+        shown = map(printable, lines) if self._out.isatty() else lines
+        self._out.write("".join(f"{line}\n" for line in shown))
         self._out.flush()
 
     def note(self, text: str) -> None:
-        self._err.write(f"{text}\n")
+        self._err.write(f"{printable(text) if self._err.isatty() else text}\n")
         self._err.flush()
 
     def close(self) -> None:
@@ -167,10 +170,10 @@ class LiveDisplay:
         from rich.text import Text
 
         for line in lines:
-            self._console.print(Text.from_ansi(line))
+            self._console.print(Text.from_ansi(printable(line)))
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(printable(text), markup=False)
 
     def close(self) -> None:
         self._live.stop()

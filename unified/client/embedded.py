@@ -197,7 +197,7 @@ class EmbeddedCluster:
         address_file = self.home / "master.address"
         address_file.unlink(missing_ok=True)
         arguments = ["--bind", "tcp://127.0.0.1:0", "--state-dir", str(self.home / "master")]
-        arguments += ["--address-file", str(address_file), "--die-with-parent"]
+        arguments += ["--address-file", str(address_file), "--die-with-parent", str(self._owner)]
         self._master = Daemon("unified_master", arguments, self.home / "master.log", self._environment())
         while not self._stopping.is_set():
             if address_file.exists() and (text := address_file.read_text()).endswith("\n"):
@@ -209,7 +209,7 @@ class EmbeddedCluster:
 
     def _start_agent(self, name: str) -> Daemon:
         arguments = ["--master", self._address, "--node-id", name]
-        arguments += ["--state-dir", str(self.home / name), "--die-with-parent"]
+        arguments += ["--state-dir", str(self.home / name), "--die-with-parent", str(self._owner)]
         if self.devices_per_node is not None:
             arguments += ["--devices", str(self.devices_per_node)]
         return Daemon("unified_agent", arguments, self.home / f"{name}.log", self._environment())

@@ -16,8 +16,10 @@ from unified.errors import MasterUnreachableError, UnifiedError
 from unified.protocol.client_master import GetJob, JobStatus
 from unified.protocol.records import Stage
 
-POLL_S = 5.0
+POLL_S = 1.0
 """How long the master may keep a question about the status."""
+SILENT_S = 2.9
+"""After so long without an answer the master counts as silent."""
 STATUS_PAUSE_S = 0.05
 """Between two answers, so that a job that reports every step does not flood its driver."""
 MAX_UNSHOWN = 4
@@ -34,9 +36,14 @@ class LinesRead(NamedTuple):
 class MasterSilent(NamedTuple):
     """The master does not answer, for the first time since it last did, or still."""
 
-    error: MasterUnreachableError
     since: float
     """Monotonic."""
+    error: MasterUnreachableError | None = None
+    """Of a request that was given up."""
+
+
+class MasterAnswers(NamedTuple):
+    """It was silent, and is not any more."""
 
 
 class FollowFailed(NamedTuple):
@@ -53,7 +60,7 @@ class Drained(NamedTuple):
     """No more output will come."""
 
 
-News = StatusChanged | LinesRead | MasterSilent | FollowFailed | Interrupted | Drained
+News = StatusChanged | LinesRead | MasterSilent | MasterAnswers | FollowFailed | Interrupted | Drained
 
 
 class Follower:
@@ -94,19 +101,26 @@ class Follower:
         version = -1
         silent_since: float | None = None
         while not self._stop.is_set():
+            asked_at = time.monotonic()
+            reply = self._connection.send(
+                GetJob(job=self._job, after_version=version, wait_s=POLL_S if version >= 0 else 0.0)
+            )
+            if silent_since is None and not reply.is_answered(SILENT_S):
+                silent_since = asked_at
+                self.news.put(MasterSilent(silent_since))
             try:
-                status = self._connection.ask(
-                    GetJob(job=self._job, after_version=version, wait_s=POLL_S if version >= 0 else 0.0), JobStatus
-                )
+                status = self._connection.take(reply, JobStatus)
             except MasterUnreachableError as error:
-                silent_since = time.monotonic() if silent_since is None else silent_since
-                self.news.put(MasterSilent(error, silent_since))
+                silent_since = asked_at if silent_since is None else silent_since
+                self.news.put(MasterSilent(silent_since, error))
                 self._stop.wait(STATUS_PAUSE_S)
                 continue
             except UnifiedError as error:
                 self.news.put(FollowFailed(error))
                 return
-            silent_since = None
+            if silent_since is not None:
+                silent_since = None
+                self.news.put(MasterAnswers())
             if status.version > version:
                 version = status.version
                 self._status = status

@@ -9,6 +9,7 @@ from pathlib import Path
 from unified.client.display import open_display
 from unified.client.handle import JobHandle
 from unified.client.report import end_lines
+from unified.client.streams import lasting, printable
 from unified.client.watch import Watch
 from unified.errors import UnifiedError
 from unified.protocol.client_master import Explain, Story
@@ -30,7 +31,10 @@ def run_in_foreground(handle: JobHandle) -> int:
             )
             status = watch.run()
             story = _keep_story(handle, cluster.home) if cluster is not None else _explain_command(handle)
-        print("\n".join(end_lines(status, story=story)), file=sys.stderr, flush=True)
+        err = lasting(sys.stderr)
+        lines = end_lines(status, story=story)
+        err.write("".join(f"{printable(line) if err.isatty() else line}\n" for line in lines))
+        err.flush()
     except SystemExit:  # the second Ctrl-C: there is no time for grace
         if cluster is not None:
             cluster.stop(timeout_s=0.0)

@@ -47,7 +47,9 @@ def _failure_lines(status: JobStatus, end: EndReport) -> list[str]:
     if failure.traceback:
         lines += ["", *_traceback_lines(failure.traceback), ""]
     if end.log_file:
-        lines.append(_row("log", f"{end.log_file} (on node {end.node})" if end.node else end.log_file))
+        # one that was killed printed nothing to stderr, and perhaps something to stdout
+        where = "" if failure.traceback or not end.log_file.endswith(".err") else " and .out"
+        lines.append(_row("log", f"{end.log_file}{where}" + (f" (on node {end.node})" if end.node else "")))
     return lines
 
 

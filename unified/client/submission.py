@@ -77,7 +77,7 @@ def _send_embedded(spec: JobSpec, wait: bool) -> JobHandle:
     # One agent may have the host's real devices; several would each take all of them.
     is_real = spec.accelerator_type == "GPU" and spec.node_num == 1 and settings.has_accelerator()
     cluster = EmbeddedCluster(spec.node_num, None if is_real else spec.device_per_node)
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         print(f"starting an embedded cluster; its logs: {cluster.home}", file=sys.stderr)
     cluster.start()
     try:

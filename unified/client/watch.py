@@ -18,6 +18,7 @@ from unified.client.follow import (
     FollowFailed,
     Interrupted,
     LinesRead,
+    MasterAnswers,
     MasterSilent,
     News,
     StatusChanged,
@@ -32,7 +33,6 @@ DRAINED_S = 5.0
 """After the job's end, how long its last output may take."""
 FORCE_S = 2.0
 MAX_FOLLOWED = 16
-SILENT_EVERY_S = 30.0
 
 
 class Watch:
@@ -63,7 +63,7 @@ class Watch:
         self._ended_at = 0.0
         self._is_drained = self._reader is None
         self._num_interrupts = 0
-        self._silent_said_at = float("-inf")
+        self._is_master_silent = False
         self._left_out = 0
 
     def run(self) -> JobStatus:
@@ -104,9 +104,13 @@ class Watch:
             case LinesRead(lines):
                 self._display.log(lines)
                 self._follower.shown()
-            case MasterSilent(error, since):
+            case MasterSilent(since, error):
                 self._check_cluster()
-                self._bear_silence(error, since)
+                self._bear_silence(since, error)
+            case MasterAnswers():
+                if self._is_master_silent:
+                    self._is_master_silent = False
+                    self._display.note(f"{self._job_id}  the master at {self._connection.address} answers again")
             case FollowFailed(error):
                 raise error
             case Interrupted():
@@ -131,18 +135,17 @@ class Watch:
         if problem is not None:
             raise ClusterError(problem)
 
-    def _bear_silence(self, error: MasterUnreachableError, since: float) -> None:
-        now = time.monotonic()
-        if now - since > MASTER_GRACE_S:
+    def _bear_silence(self, since: float, error: MasterUnreachableError | None) -> None:
+        if error is not None and time.monotonic() - since > MASTER_GRACE_S:
             raise MasterUnreachableError(
                 f"the master at {self._connection.address} was away for {MASTER_GRACE_S:g} s. Job {self._job_id} goes "
                 f"on without it; when it is back, `unified status {self._job_id}` shows it."
             ) from error
-        if now - self._silent_said_at > SILENT_EVERY_S:
-            self._silent_said_at = now
+        if not self._is_master_silent:
+            self._is_master_silent = True
             self._display.note(
                 f"{self._job_id}  the master at {self._connection.address} does not answer; the job goes on, "
-                "and so does this wait"
+                f"waiting up to {MASTER_GRACE_S:g} s"
             )
 
     def _interrupt(self) -> None:

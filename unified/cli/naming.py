@@ -1,0 +1,22 @@
+"""What a job of the command line is called."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_NAME_VARIABLES = ("UNIFIED_JOB_NAME", "DLROVER_UNIFIED_JOB_NAME")
+
+
+def chosen_name(given: str | None, script: str, env: Mapping[str, str]) -> str:
+    """The name that was given, else the environment's, else one made from the script's."""
+    named = next((env[variable] for variable in _NAME_VARIABLES if env.get(variable)), "")
+    return given or named or job_name(script)
+
+
+def job_name(script: str) -> str:
+    """``train-3f2a`` for train.py: two runs of one script are two jobs."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script).stem).lstrip("._-")[:50] or "run"
+    return f"{stem}-{os.urandom(2).hex()}"
