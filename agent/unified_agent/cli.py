@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -76,6 +77,7 @@ def _run(arguments: argparse.Namespace, parent: int | None) -> int:
     )
     process.set_title("unified-agent")
     options = _options(arguments, parent)
+    _check_offer(arguments)
     with claim(settings.make_private(settings.run_root()), node, master) as own:
         address = arguments.address or _address(host, port, master)
         facts = _facts(arguments, node, own, master, address)
@@ -125,6 +127,16 @@ def _options(arguments: argparse.Namespace, parent: int | None) -> AgentOptions:
         connect_timeout_s=arguments.connect_timeout,
         parent=parent,
     )
+
+
+def _check_offer(arguments: argparse.Namespace) -> None:
+    """Written so that NaN is refused too."""
+    if arguments.devices is not None and arguments.devices < 0:
+        raise UsageError(f"--devices {arguments.devices} is not a number of devices: 0 or more, or leave it out.")
+    if arguments.cpus is not None and not 0 < arguments.cpus < math.inf:
+        raise UsageError(f"--cpus {arguments.cpus:g} is not a number of CPUs: above 0, or leave it out.")
+    if arguments.memory_mb is not None and not 0 <= arguments.memory_mb < math.inf:
+        raise UsageError(f"--memory-mb {arguments.memory_mb:g} is not an amount of memory: 0 or more, or leave it out.")
 
 
 def _node_id(text: str) -> str:

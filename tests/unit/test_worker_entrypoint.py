@@ -34,6 +34,25 @@ def keyword(*, where):
 async def coroutine(args):
     seen.append(("async", args))
 
+def generator():
+    seen.append("never")
+    yield
+
+async def async_generator():
+    yield
+
+@functools.wraps(generator)
+def decorated():
+    return generator()
+
+def returns_a_generator():
+    seen.append("done")
+    return (number for number in [1])
+
+class Generates:
+    def run(self):
+        yield
+
 bound = functools.partial(with_config, "bound")
 number = 3
 
@@ -99,6 +118,7 @@ def run(entry: Entry, config: Any = "config") -> list[Any]:
         ("Service", ["made", "ran"]),
         ("Configured", ["config"]),
         ("Outer.Inner", ["inner"]),
+        ("returns_a_generator", ["done"]),
     ],
 )
 def test_calls_functions_and_classes(module: Path, name: str, expected: list[Any]) -> None:
@@ -129,6 +149,8 @@ def test_class_without_run_serves_where_it_is_no_driver(module: Path) -> None:
         ("NeedsArguments", r"constructor needs model, size"),
         ("too_many", r"needs the arguments a, b"),
         ("keyword", r"needs the arguments where"),
+        ("generator", r"wk_entry\.generator' is a generator: calling it runs none.*yield"),
+        ("async_generator", r"is a generator"),
         ("number", r"is a int: it must be a function or a class"),
         ("plian", r"'wk_entry' has no attribute 'plian'\. Did you mean 'plain'\?.*wk_entry\.py"),
         ("Outer.Iner", r"'wk_entry\.Outer' has no attribute 'Iner'\. Did you mean 'Inner'\?"),
@@ -137,6 +159,13 @@ def test_class_without_run_serves_where_it_is_no_driver(module: Path) -> None:
 def test_refuses_what_cannot_be_called(module: Path, name: str, message: str) -> None:
     with pytest.raises(EntryPointError, match=message):
         attribute(name)
+
+
+@pytest.mark.parametrize("name", ["decorated", "Generates"])
+def test_generators_that_show_only_when_called_are_refused_then(module: Path, name: str) -> None:
+    with pytest.raises(EntryPointError, match=r"is a generator"):
+        run(attribute(name))
+    assert "never" not in sys.modules["wk_entry"].seen
 
 
 def test_missing_module_names_the_nearest_and_where_it_looked(module: Path) -> None:

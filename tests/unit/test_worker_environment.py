@@ -97,14 +97,31 @@ def test_working_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert environment.working_directory(launch(), {}) is None
 
 
-def test_module_path_has_the_working_directory_first_and_nothing_twice(tmp_path: Path) -> None:
-    (tmp_path / "lib").mkdir()
+def test_module_path_is_the_drivers_with_nothing_twice(tmp_path: Path) -> None:
+    script, work = tmp_path / "script", tmp_path / "work"
+    script.mkdir()
+    work.mkdir()
     given = launch(
-        spec={"sys_path": [str(tmp_path), "/no/such", "/usr", str(tmp_path / "lib")]},
-        role={"envs": {"PYTHONPATH": os.pathsep.join(["/opt/a", str(tmp_path)])}},
+        spec={"sys_path": [str(script), "/no/such", str(work)]},
+        role={"envs": {"PYTHONPATH": os.pathsep.join(["/opt/a", str(script), "/usr", ""])}},
     )
-    entries = environment.new_path_entries(given, tmp_path, ["/usr", str(tmp_path)])
-    assert entries == [str(tmp_path), str(tmp_path / "lib"), "/opt/a"]
+    entries = environment.new_path_entries(given, work, ["/usr", str(work)], {})
+    assert entries == [str(script), str(work), "/opt/a"]
+
+
+def test_a_working_directory_that_was_chosen_comes_first_on_the_module_path(tmp_path: Path) -> None:
+    script, work, other = (str(tmp_path / name) for name in ("script", "work", "other"))
+    for folder in (script, work, other):
+        Path(folder).mkdir()
+    given = launch(spec={"sys_path": [script, work]})
+
+    def entries(directory: str, chosen: str) -> list[str]:
+        return environment.new_path_entries(given, Path(directory), [], {"DLROVER_WORKING_DIR": chosen})
+
+    assert entries(work, chosen=work) == [work, script]
+    assert entries(other, chosen=other) == [other, script, work]
+    assert entries(other, chosen="") == [other, script, work]
+    assert entries(work, chosen="/no/such") == [script, work]
 
 
 @pytest.mark.parametrize(("given", "expected"), [("7", 7), ("4,2", 4), ("", None), ("0", None), ("many", None)])

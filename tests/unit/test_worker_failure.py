@@ -39,8 +39,17 @@ def test_summary_of_an_exception_without_words() -> None:
 
 def test_summary_of_a_very_long_message_is_clipped() -> None:
     failure = describe(raised(ValueError("x" * 5000)))
-    assert len(failure.summary) < 330
-    assert failure.summary.endswith("…")
+    assert len(failure.summary) <= 300
+    kept = failure.summary.count("x")
+    assert failure.summary.endswith(f" … {5000 - kept} more characters")
+
+
+def test_lines_of_a_traceback_are_clipped() -> None:
+    lines = describe(raised(ValueError("x" * 5000 + "\nsecond"))).traceback.splitlines()
+    assert max(map(len, lines)) <= 500
+    assert lines[-2].startswith("ValueError: xxx")
+    assert lines[-2].endswith(" more characters")
+    assert lines[-1] == "second"
 
 
 def test_message_that_cannot_be_shown() -> None:
@@ -64,7 +73,7 @@ def test_cause_is_part_of_the_traceback() -> None:
 
 
 def test_long_traceback_is_cut_in_the_middle() -> None:
-    failure = describe(raised(ValueError("begin " + "x" * 100_000 + " end")))
+    failure = describe(raised(ValueError("begin " + "x\n" * 50_000 + " end")))
     assert len(failure.traceback) < 25_000
     assert "left out" in failure.traceback
     assert failure.traceback.rstrip().endswith("end")

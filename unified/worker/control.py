@@ -50,6 +50,7 @@ class ControlChannel:
         self._buffer = StreamBuffer()
         self._waiting: list[AgentToWorker] = []
         self._sending = threading.Lock()
+        self._is_disowned = False
         self.before_exit: Callable[[], None] = lambda: None
         """Called, from the control thread, when the agent is gone; it must be quick and must not block."""
 
@@ -66,8 +67,15 @@ class ControlChannel:
         """Hand every further order to `handlers`, in a daemon thread."""
         threading.Thread(target=self._serve, args=(handlers,), name="unified-control", daemon=True).start()
 
+    def disown(self) -> None:
+        """In a process that user code forked: it has no agent, and what it says goes nowhere."""
+        self._is_disowned = True
+        self._socket.close()
+
     def send(self, word: WorkerWord) -> None:
         """Say one word to the agent. Blocks while the socket is full; ends the process if the agent is gone."""
+        if self._is_disowned:
+            return
         data = encode_stream(word)
         try:
             with self._sending:

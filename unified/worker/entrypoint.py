@@ -14,7 +14,7 @@ import inspect
 import pkgutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -122,6 +122,8 @@ def _load_attribute(entry: EntryPoint, is_driver: bool) -> Entry:
 
 def _caller(function: Callable[..., Any], what: str) -> Callable[[Callable[[], Any]], None]:
     """How to call a function that takes nothing, or the user's configuration."""
+    if _is_generator(function):
+        raise EntryPointError(_generator(what))
     needed = _required(function)
     keywords = [name for name, parameter in _parameters(function).items() if parameter.kind is parameter.KEYWORD_ONLY]
     if len(needed) > 1 or set(needed) & set(keywords):
@@ -134,8 +136,21 @@ def _caller(function: Callable[..., Any], what: str) -> Callable[[Callable[[], A
         result = function(config()) if needed else function()
         if inspect.iscoroutine(result):
             asyncio.run(result)
+        elif isinstance(result, Generator | AsyncGenerator) and _is_generator(inspect.unwrap(function)):
+            raise EntryPointError(_generator(what))
 
     return call
+
+
+def _is_generator(function: Callable[..., Any]) -> bool:
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+
+
+def _generator(what: str) -> str:
+    return (
+        f"{what} is a generator: calling it runs none of its code. Take the `yield` out of it, or loop over it in a "
+        "function and name that one."
+    )
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -27,7 +27,7 @@ def apply(launch: Launch) -> None:
     directory = working_directory(launch, environ)
     if directory is not None:
         os.chdir(directory)
-    sys.path[:0] = new_path_entries(launch, directory, sys.path)
+    sys.path[:0] = new_path_entries(launch, directory, sys.path, environ)
     importlib.invalidate_caches()  # the zygote may have looked into these directories before the user wrote there
 
 
@@ -99,18 +99,25 @@ def working_directory(launch: Launch, environ: Mapping[str, str]) -> Path | None
     return None
 
 
-def new_path_entries(launch: Launch, directory: Path | None, path: Sequence[str]) -> list[str]:
-    """What goes in front of `sys.path`: the working directory, the driver's path, and the job's own PYTHONPATH.
+def new_path_entries(
+    launch: Launch, directory: Path | None, path: Sequence[str], environ: Mapping[str, str]
+) -> list[str]:
+    """What goes in front of `sys.path`: the driver's path, the working directory, and the job's own PYTHONPATH.
+
+    The driver's path begins with its script's folder, as in plain Python, so that a module that happens to lie in the
+    working directory does not hide one that lies beside the script. A working directory that was chosen (by
+    ``DLROVER_WORKING_DIR``, or because it is none of the driver's) comes first all the same.
 
     A forked worker's interpreter was started before its environment was known, so PYTHONPATH is read here.
     """
-    wanted = [str(directory)] if directory is not None else []
-    wanted += [entry for entry in launch.spec.sys_path if Path(entry).exists()]
-    own = launch.spec.role(launch.role).envs.get("PYTHONPATH", "")
-    wanted += [entry for entry in own.split(os.pathsep) if entry]
-    front = list(dict.fromkeys(wanted))
-    first = front[:1] if directory is not None else []
-    return first + [entry for entry in front[len(first) :] if entry not in path]
+    driver = [entry for entry in launch.spec.sys_path if Path(entry).exists()]
+    if directory is not None and str(directory) not in driver:
+        driver.insert(0, str(directory))
+    elif directory is not None and directory == Path(environ.get("DLROVER_WORKING_DIR", "")):
+        driver.sort(key=lambda entry: entry != str(directory))
+    front = list(dict.fromkeys(driver))
+    own = launch.spec.role(launch.role).envs.get("PYTHONPATH", "").split(os.pathsep)
+    return front + [entry for entry in dict.fromkeys(own) if entry and entry not in (*front, *path)]
 
 
 def thread_count(environ: Mapping[str, str]) -> int:

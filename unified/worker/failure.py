@@ -20,6 +20,7 @@ _MACHINERY = (
     str(Path(asyncio.__file__).parent) + os.sep,
 )
 _MAX_SUMMARY = 300
+_MAX_LINE = 500
 _MAX_TRACEBACK = 24_000
 
 _BROKEN_PEER = (
@@ -84,6 +85,7 @@ def render(error: BaseException) -> str:
     text = "".join(lines)
     if isinstance(error, RemoteError) and error.traceback and error.traceback not in text:
         text += f"\nIt was raised in worker {error.worker or '?'}:\n{error.traceback}"
+    text = "\n".join(_clip(line, _MAX_LINE) for line in text.split("\n"))
     if len(text) > _MAX_TRACEBACK:
         half = _MAX_TRACEBACK // 2
         text = f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
@@ -92,9 +94,9 @@ def render(error: BaseException) -> str:
 
 def _exit(error: SystemExit) -> Failure:
     code = exit_code(error)
-    said = f": {_clip(str(error.code))}" if isinstance(error.code, str) else ""
+    said = f": {_first_line(error.code)}" if isinstance(error.code, str) else ""
     return Failure(
-        summary=f"exited with code {code}{said}",
+        summary=_clip(f"exited with code {code}{said}", _MAX_SUMMARY),
         category="user",
         exception_type="SystemExit",
         traceback=render(error),
@@ -107,18 +109,25 @@ def _summary(error: BaseException) -> str:
         text = str(error)
     except Exception as broken:
         text = f"(its message cannot be shown: {broken})"
+    text = _first_line(text)
     if isinstance(error, EntryPointError):
-        return _clip(text)
+        return _clip(text, _MAX_SUMMARY)
     name = type(error).__qualname__
-    text = _clip(text)
     if "initialize the default process group twice" in text:
         text += " Unified did it before your code began: leave it out, or call no_setup_process_group() on the job."
-    return f"{name}: {text}" if text else name
+    return _clip(f"{name}: {text}" if text else name, _MAX_SUMMARY)
 
 
-def _clip(text: str) -> str:
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= _MAX_SUMMARY else f"{line[: _MAX_SUMMARY - 1]}…"
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def _clip(line: str, limit: int) -> str:
+    """At most `limit` characters, the last of which say how many more there were."""
+    if len(line) <= limit:
+        return line
+    kept = limit - len(f" … {len(line)} more characters")
+    return f"{line[:kept]} … {len(line) - kept} more characters"
 
 
 def _type_name(kind: type[BaseException]) -> str:

@@ -7,9 +7,11 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from unified.worker.failure import exit_code
 from unified.worker.stop import flush_output
 
 WITHIN_S = 5.0
@@ -34,6 +36,26 @@ def leave(code: int, *, within_s: float | None = None, last: Callable[[], None] 
             last()
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
+        flush_output(within_s=1.0)
+    finally:
+        os._exit(code)
+
+
+def leave_fork(error: BaseException | None) -> NoReturn:
+    """End a process that user code forked and that came back out of it: what follows is for its parent to do.
+
+    Args:
+        error: what it left with; None if it returned.
+    """
+    code = 0
+    try:
+        if isinstance(error, SystemExit):
+            code = exit_code(error)
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+        elif error is not None:
+            code = 1
+            traceback.print_exception(error)
         flush_output(within_s=1.0)
     finally:
         os._exit(code)

@@ -28,7 +28,7 @@ from unified.worker.control import ControlChannel, Handlers
 from unified.worker.entrypoint import Entry, load
 from unified.worker.failure import describe, exit_code
 from unified.worker.inherited import disown_finalizers, settle_libraries
-from unified.worker.leave import leave
+from unified.worker.leave import leave, leave_fork
 from unified.worker.reporting import Reporter
 from unified.worker.round_store import open_round
 from unified.worker.stop import StopState, flush_output
@@ -72,12 +72,15 @@ class _Life:
         self._category = "crash"
         """Of an error that happens now: the runtime's until user code runs."""
         self._has_group = False
+        self._pid = os.getpid()
         channel.before_exit = self._forget_sockets
+        os.register_at_fork(after_in_child=channel.disown)
 
     def live(self) -> NoReturn:
         try:
             worker = self._be_born()
             entry = self._load()
+            self._end_fork()
             order = self._orders.get()
             if order is None:
                 self._leave(0, self._stop.grace_s)
@@ -85,9 +88,11 @@ class _Life:
             self._join(worker, order)
             self._run(worker, entry)
         except SystemExit as error:
+            self._end_fork(error)
             if exit_code(error) != 0:
                 self._fail(error)
         except BaseException as error:
+            self._end_fork(error)
             self._fail(error)
         self._finish()
         self._leave(0, self._stop.wait())
@@ -143,10 +148,17 @@ class _Life:
     def _run(self, worker: Worker, entry: Entry) -> None:
         self._category = "user"
         entry.construct()
+        self._end_fork()
         _export(entry)
         worker.bus.open()
         entry.run(lambda: worker.job_info.user_config)
+        self._end_fork()
         _export(entry)  # a script defines its functions only now
+
+    def _end_fork(self, error: BaseException | None = None) -> None:
+        """User code may fork, and its child may come back here, where all that follows is the worker's own to do."""
+        if os.getpid() != self._pid:
+            leave_fork(error)
 
     def _finish(self) -> None:
         self._stop.finish()
@@ -160,7 +172,10 @@ class _Life:
             error, category=self._category, has_process_group=self._has_group or process_group.is_set_up()
         )
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it; the failure is told all the same
-            print(failure.traceback, end="", file=sys.stderr)
+            if failure.is_collateral:  # the one that broke first is worth reading; this one can be asked for
+                print(f"unified: another worker broke this one: {failure.summary}", file=sys.stderr)
+            else:
+                print(failure.traceback, end="", file=sys.stderr)
             if failure.category == "setup":
                 print(f"unified: {failure.summary}", file=sys.stderr)
         flush_output(within_s=1.0)
@@ -213,7 +228,8 @@ def _prepare_output() -> None:
     """Line by line, and never an error for a character: stdout and stderr are pipes to the agent."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()  # a crash in C++ leaves a Python traceback in the log
+    # A crash in C++ leaves a Python traceback in the log: of its thread, as our own threads would fill the screen.
+    faulthandler.enable(all_threads=False)
 
 
 def _spawned() -> NoReturn:

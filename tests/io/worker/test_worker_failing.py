@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.io.worker.agent import Agent, attribute
@@ -122,3 +124,65 @@ def test_threads_of_a_failed_worker_do_not_keep_it(agent: Agent) -> None:
     child.failure()
     assert child.exit_code() == 1
     assert "cut short. Threads still running: forgotten" in child.errors.read_text()
+
+
+FORKS = """
+    import os, sys, time
+
+    def run():
+        pid = os.fork()
+        if pid == 0:
+            from unified.api.runtime.worker import current_worker
+            current_worker().report(step=99)
+            print("child")
+            {way}
+            return
+        time.sleep(0.3)  # time for the child to say what it must not say
+        print("parent", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "code"), [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("pass", 0), ("raise ValueError('mine')", 1)]
+)
+def test_a_child_that_user_code_forks_does_not_speak_for_the_worker(agent: Agent, way: str, code: int) -> None:
+    agent.write("wp_code.py", FORKS.format(way=way))
+    child = agent.launch(attribute("run"))
+    child.run()
+    assert isinstance(child.next_word(), Finished)
+    assert child.output.read_text() == f"child\nparent {code}\n"
+    assert ("ValueError: mine" in child.errors.read_text()) == (code == 1)
+    child.stop()
+    assert child.exit_code() == 0
+
+
+def test_a_failure_that_a_peer_caused_prints_one_line(agent: Agent) -> None:
+    agent.write(
+        "wp_code.py",
+        """
+        from unified.errors import WorkerDiedError
+
+        def run():
+            raise WorkerDiedError("actor-1 died")
+        """,
+    )
+    child = agent.launch(attribute("run"))
+    child.run()
+    failure = child.failure()
+    assert failure.is_collateral
+    assert "in run" in failure.traceback
+    assert child.exit_code() == 1
+    printed = child.errors.read_text().splitlines()
+    assert len(printed) == 1
+    assert failure.summary in printed[0]
+
+
+def test_a_segmentation_fault_prints_the_stack_of_its_thread_only(agent: Agent) -> None:
+    agent.write("wp_code.py", "import faulthandler\ndef run(): faulthandler._sigsegv()")
+    child = agent.launch(attribute("run"))
+    child.run()
+    assert child.exit_code() == -signal.SIGSEGV
+    printed = child.errors.read_text()
+    assert "Segmentation fault" in printed
+    assert 'wp_code.py", line 2 in run' in printed
+    assert printed.count("most recent call first") == 1
