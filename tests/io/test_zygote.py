@@ -87,12 +87,13 @@ class Child:
 class ZygoteProcess:
     """A zygote with the test as its agent."""
 
-    def __init__(self, folder: Path, *, early: str = "") -> None:
+    def __init__(self, folder: Path, *, early: str = "", late: str = "") -> None:
         (folder / "zygote_entry.py").write_text(ENTRY)
         for module in ("early", "late"):
             (folder / f"{module}.py").write_text(f"open({str(folder / module)!r}, 'w').close()\n")
-        if early:
-            (folder / "early.py").write_text(early)
+        for module, text in (("early", early), ("late", late)):
+            if text:
+                (folder / f"{module}.py").write_text(text)
         self.control, theirs = socket.socketpair()
         self.control.settimeout(PATIENCE_S)
         self._buffer = StreamBuffer()
@@ -281,6 +282,22 @@ def test_what_nobody_waits_for_is_imported_when_it_is_quiet(zygote: ZygoteProces
     zygote.forked(second)
     assert second.read(second.out).split() == ["True", "True"]
     assert zygote.exited(second) == 0
+
+
+def test_an_import_that_nobody_waits_for_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """A killed agent is a SIGTERM to its zygote, whatever that is busy with."""
+    begun = tmp_path / "late"
+    zygote = ZygoteProcess(tmp_path, late=f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(600)\n")
+    try:
+        assert isinstance(zygote.next(), ZygoteUp)
+        child = zygote.fork("wait")
+        pid = zygote.forked(child)
+        assert eventually(begun.exists)
+        zygote.process.terminate()
+        zygote.process.wait(PATIENCE_S)
+        assert gone(pid)
+    finally:
+        zygote.close()
 
 
 def test_many_forks_leave_neither_children_nor_descriptors(zygote: ZygoteProcess) -> None:

@@ -39,6 +39,10 @@ _PASSED_BYTES = socket.CMSG_SPACE(FDS_PER_FORK * array.array("i").itemsize)
 _OWN_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
+class _AskedToEnd(BaseException):
+    """SIGTERM came in the middle of an import."""
+
+
 class Zygote:
     """Serves one agent until it goes away."""
 
@@ -50,6 +54,7 @@ class Zygote:
         self._children: dict[int, Fork] = {}
         self._later = deque(for_later(self._module))
         self._is_quiet = False
+        self._is_importing = False
         self._is_asked_to_end = False
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -85,7 +90,14 @@ class Zygote:
         return 0 if self._is_quiet else QUIET_S * 1000
 
     def _warm_further(self) -> None:
-        import_one(self._later.popleft())
+        self._is_importing = True
+        try:
+            if not self._is_asked_to_end:
+                import_one(self._later.popleft())
+        except _AskedToEnd:
+            return
+        finally:
+            self._is_importing = False
         if not self._later:
             gc.freeze()
 
@@ -93,6 +105,8 @@ class Zygote:
         """The byte in the wake-up socket does the waking; a signal without a handler would not make one."""
         if number == signal.SIGTERM:
             self._is_asked_to_end = True
+            if self._is_importing:  # which may take seconds, and workers shall not outlive their agent so long
+                raise _AskedToEnd
 
     def _say(self, word: ZygoteWord) -> None:
         self._control.sendall(encode_stream(word))
