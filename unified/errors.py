@@ -8,8 +8,7 @@
     │   └── NotInWorkerError       current_worker() outside a worker
     ├── ClusterError               the cluster: what it cannot do, and what would help
     │   ├── MasterUnreachableError
-    │   ├── RefusedError           the master or an agent said no; carries its code and reason
-    │   └── JobFailedError
+    │   └── RefusedError           the master or an agent said no; carries its code and reason
     ├── ProtocolError              a peer sent what this version cannot read
     │   └── VersionMismatchError
     ├── RpcError                   a call on the bus that did not end in a result
@@ -73,10 +72,6 @@ class RefusedError(ClusterError):
         super().__init__(reason)
         self.code = code
         self.reason = reason
-
-
-class JobFailedError(ClusterError):
-    """A job ended with an exit code other than 0."""
 
 
 class ProtocolError(UnifiedError):

@@ -104,8 +104,10 @@ def test_export_registers_at_once_and_refuses_a_second() -> None:
 def test_unregister_frees_the_name() -> None:
     export_rpc_method("x", module_stub)
     RPC_REGISTRY.unregister("x")
+    assert "x" not in RPC_REGISTRY
     RPC_REGISTRY.unregister("x")
     export_rpc_method("x", module_stub)
+    assert "x" in RPC_REGISTRY
 
 
 class Service:
@@ -174,7 +176,9 @@ def test_two_instances_under_one_namespace_are_refused() -> None:
 def test_exporting_the_same_instance_again_changes_nothing() -> None:
     service = Service()
     export_rpc_instance(None, service)
+    exported = dict(RPC_REGISTRY)
     export_rpc_instance(None, service)
+    assert dict(RPC_REGISTRY) == exported
 
 
 def test_export_inside_a_class_is_bound_when_the_instance_comes() -> None:

@@ -12,7 +12,7 @@ from unified.cli.nodes import HEADER, _row
 from unified.cli.status import status_lines
 from unified.cli.submit import load_job
 from unified.cli.text import table
-from unified.errors import JobFailedError, RefusedError, UsageError
+from unified.errors import ClusterError, RefusedError, UsageError
 from unified.protocol.client_master import JobStatus, NodeStatus, RoleStatus, WorkerStatus
 from unified.protocol.records import Device, NodeResources, NodeState, Stage, WorkerState
 
@@ -48,7 +48,7 @@ def test_a_wrong_command_line_is_exit_code_2(words: list[str], capsys: pytest.Ca
     [
         (UsageError("you"), 2),
         (RefusedError("name-taken", "a job of that name runs."), 1),
-        (JobFailedError("it failed"), 1),
+        (ClusterError("it failed"), 1),
         (TimeoutError("too long"), 1),
         (KeyboardInterrupt(), 130),
         (SystemExit(130), 130),

@@ -133,6 +133,7 @@ def test_config_is_not_decoded_for_those_who_do_not_take_it(module: Path) -> Non
         raise AssertionError("asked for")
 
     entry.run(config)
+    assert entry.module.__dict__["seen"] == ["plain"]
 
 
 def test_class_without_run_serves_where_it_is_no_driver(module: Path) -> None:

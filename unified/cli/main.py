@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 from unified.errors import ProtocolError, UnifiedError, UsageError
 
-COMMANDS = ("submit", "run", "jobs", "status", "logs", "stop", "nodes", "explain")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code."""

@@ -183,11 +183,6 @@ class LogReader:
         self.left_out = left_out
         self._is_over = status.stage == Stage.STOPPED
 
-    @property
-    def is_drained(self) -> bool:
-        """The job is over, and every stream was read to its end."""
-        return self._is_over and not self._cursors
-
     def pull(self) -> list[str]:
         """Read every stream that is due, once; lines come worker by worker."""
         now = time.monotonic()
