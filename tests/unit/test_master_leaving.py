@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from tests.sim.sim_agent import SimAgent, resources
 from tests.unit.master_bench import CRASH, Bench, elastic, simple
@@ -64,9 +65,14 @@ def test_a_crash_on_a_node_that_stays_is_still_a_crash() -> None:
     assert bench.worker("e", 1).num_failures == 1
 
 
-def test_an_agent_that_was_displaced_is_not_let_in_again() -> None:
+@pytest.mark.parametrize("was_lost", [False, True])
+def test_an_agent_that_was_displaced_is_not_let_in_again(was_lost: bool) -> None:
     bench = Bench(simple())
     first = bench.world.core.cluster.nodes["n1"].info
+    if was_lost:
+        bench.world.kill_agent("n1")
+        bench.world.run(10.0)
+        assert bench.world.core.cluster.nodes["n1"].state is NodeState.LOST
     second = msgspec.structs.replace(first, incarnation="second", pid=2)
 
     def register(info: RegisterAgent, peer: bytes) -> list[object]:

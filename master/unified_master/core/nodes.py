@@ -50,7 +50,6 @@ def register(turn: Turn, peer: bytes, request_id: int, info: RegisterAgent, rela
         return
     is_reborn = known is not None and known.state is NodeState.ALIVE and known.info.incarnation != info.incarnation
     if known is not None and is_reborn:
-        known.replaced = [*known.replaced, known.info.incarnation][-MAX_REPLACED:]
         _mark_lost(turn, known, REBORN)
     node = _join(turn, known, info, peer)
     if is_reborn:
@@ -194,7 +193,9 @@ def _join(turn: Turn, known: NodeRecord | None, info: RegisterAgent, peer: bytes
         if node.state is NodeState.LOST:
             node.state = NODE_MOVES.check(node.name, node.state, NodeState.ALIVE)
     is_news = not node.is_registered
-    if known is None or known.info.incarnation != info.incarnation:
+    if node.info.incarnation != info.incarnation:
+        node.replaced = [*node.replaced, node.info.incarnation][-MAX_REPLACED:]
+    if known is None or node.info.incarnation != info.incarnation:
         node.has_reported = True  # a new life of an agent has no workers
     node.info = info
     node.peer = peer
