@@ -6,14 +6,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --constraint constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 N ?= actors
+SECONDS ?= 600
+PEERS := out/peers
+PEER_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST ?= $(BIN)/python -m pytest --quiet
 NOT_HERE := not gpu and not netns and not slurm and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test check lint types layers unit fix sim bench docs clean
+.PHONY: help setup demo example test check lint types layers unit fix sim bench bench-launch bench-bus peers soak docs clean
 
 help: ## print this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed-test ## install everything that developing needs into .venv
 
@@ -34,7 +37,7 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
-	$(BIN)/mypy tests benchmarks
+	MYPYPATH=benchmarks:benchmarks/peers $(BIN)/mypy tests benchmarks
 	@for folder in docs examples/*; do test ! -d $$folder || MYPYPATH=$$folder $(BIN)/mypy $$folder/*.py || exit 1; done
 
 layers: setup
@@ -50,8 +53,18 @@ fix: setup ## format, and mend what the linter can mend
 sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts anew
 	REWRITE=$(REWRITE) $(PYTEST) tests/sim
 
-bench: setup ## start-up and recovery against torchrun (about ten minutes)
+bench: bench-launch bench-bus ## both benchmarks, with tables, JSON and pictures in out/bench
+
+bench-launch: setup ## start-up and recovery against torchrun (about ten minutes)
 	$(BIN)/python benchmarks/launch.py
+
+bench-bus: setup peers ## calls, arrays and queues against Ray, Monarch and xoscar, held against our floors (about ten minutes)
+	$(BIN)/python benchmarks/bus.py --check
+
+peers: $(PEERS)/ray/.installed $(PEERS)/xoscar/.installed $(PEERS)/monarch/.installed ## what bench-bus compares with
+
+soak: setup ## random calls, queue traffic and killed workers for SECONDS=600
+	$(BIN)/python benchmarks/soak.py --seconds $(SECONDS)
 
 docs: setup ## write the generated pages anew and check that the snippets work
 	$(BIN)/python docs/generate.py
@@ -68,6 +81,26 @@ $(VENV)/.installed-torch: constraints.txt
 	@$(INSTALL) $(TORCH)
 	@$(INSTALL) hatchling editables
 	@touch $@
+
+# The peers, each in an environment of its own. One that cannot be installed is left out of the table.
+$(PEERS)/%/bin/python:
+	@$(PYTHON) -m venv $(PEERS)/$*
+
+$(PEERS)/ray/.installed: | $(PEERS)/ray/bin/python
+	@echo "installing Ray into $(@D)"
+	@{ $(PEER_PIP) ray==2.60.0 numpy psutil && touch $@; } || echo "Ray cannot be installed: it is left out"
+
+$(PEERS)/xoscar/.installed: | $(PEERS)/xoscar/bin/python
+	@echo "installing xoscar into $(@D)"
+	@{ $(PEER_PIP) xoscar==0.12.2 numpy psutil && touch $@; } || echo "xoscar cannot be installed: it is left out"
+
+# torchmonarch would take another torch and its GPU packages along, so its dependencies are named here.
+$(PEERS)/monarch/.installed: | $(PEERS)/monarch/bin/python
+	@echo "installing Monarch into $(@D)"
+	@{ $(PEER_PIP) $(TORCH) \
+	  && $(PEER_PIP) numpy psutil cloudpickle pyre-extensions pyzmq requests tabulate lark opentelemetry-api \
+	    clusterscope flask py-spy xxhash pyarrow \
+	  && $(PEER_PIP) --no-deps torchmonarch==0.7.0 && touch $@; } || echo "Monarch cannot be installed: it is left out"
 
 $(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml
 	@echo "installing unified-runtime[$*]"

@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bus_work import pss_mib
 from rich.console import Console
 from rich.table import Table
 
@@ -232,11 +233,6 @@ def idle_memory_mib(master: int, agents: list[int]) -> dict[str, float]:
     return {**sizes, "sum": sum(sizes.values())}
 
 
-def pss_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
-
-
 def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -313,11 +309,11 @@ def markdown(result: dict[str, Any]) -> str:
     )
 
 
-def fill(file: Path, text: str) -> None:
-    """Put text between the two marks of a file."""
-    before, _, rest = file.read_text().partition(MARK)
+def fill(file: Path, text: str, mark: str = MARK) -> None:
+    """Put text between a mark of a file and the next end mark."""
+    before, _, rest = file.read_text().partition(mark)
     _, _, after = rest.partition(END_MARK)
-    file.write_text(f"{before}{MARK}\n\n{text}\n\n{END_MARK}{after}")
+    file.write_text(f"{before}{mark}\n\n{text}\n\n{END_MARK}{after}")
 
 
 if __name__ == "__main__":

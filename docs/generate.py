@@ -33,6 +33,7 @@ TABLES: list[tuple[str, type[StrEnum], TransitionTable[Any], str]] = [
     ("One life of a worker", WorkerState, WORKER_MOVES, "A restart is a new life, with the next incarnation number."),
     ("A node", NodeState, NODE_MOVES, "What the master believes; an agent that comes back makes its node ALIVE."),
 ]
+_KEY_FILE = "The cluster's key, for clients and daemons; made by `unified key new`. Empty: do without."
 PACKAGES = ["unified.api.builder", "unified.api.runtime", "unified.job"]
 
 
@@ -139,6 +140,8 @@ def job_options() -> Iterator[list[str]]:
 
 def installation_variables() -> Iterator[list[str]]:
     yield ["`UNIFIED_MASTER`", "", "Address of the master, for clients: `tcp://HOST:PORT`."]
+    yield ["`UNIFIED_KEY_FILE`", "beyond loopback `~/.config/unified/cluster.key`, if it is there", _KEY_FILE]
+    yield ["`UNIFIED_INSECURE`", "`0`", "`1`: daemons may listen beyond loopback without a cluster key."]
     yield ["`UNIFIED_HOME`", "`$XDG_STATE_HOME/unified`, else `~/.local/state/unified`", "State and logs."]
     yield ["`UNIFIED_RUN_DIR`", "`$XDG_RUNTIME_DIR/unified`, else `/tmp/unified-UID`", "Sockets; 0700."]
     for field in source_text.fields(source_text.class_of(settings.Intervals)):
@@ -158,9 +161,12 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
         yield [f"`{names}{metavar}`", _cell(help_text)]
 
 
-def command_line() -> Iterator[str]:
-    group: Any = get_command(build())
+def command_line(group: Any = None, prefix: str = "unified") -> Iterator[str]:
+    group = group or get_command(build())
     for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from command_line(command, f"{prefix} {name}")
+            continue
         if name == "run":
             parser = run_parser({})
             yield f"\n### unified run\n\n{parser.description}\n"
@@ -168,12 +174,12 @@ def command_line() -> Iterator[str]:
             continue
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         words = " ".join(p.metavar or p.name.upper() for p in arguments)
-        yield f"\n### unified {name} {words}".rstrip()
+        yield f"\n### {prefix} {name} {words}".rstrip()
         yield f"\n{' '.join((command.help or '').split())}\n"
         rows = [
             [f"`{', '.join(p.opts)}`", _cell(p.help or "")] for p in command.params if p.param_type_name == "option"
         ]
-        yield from table_of(["option", "meaning"], rows)
+        yield from table_of(["option", "meaning"], rows) if rows else ()
 
 
 def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -5,10 +5,12 @@
     │   ├── JobNameError
     │   ├── OptionError            an option that does not exist; names the nearest one
     │   ├── EntryPointError        an entry point that cannot be imported or called
+    │   ├── KeyFileError           a cluster key that is missing, open to others, or none
     │   └── NotInWorkerError       current_worker() outside a worker
     ├── ClusterError               the cluster: what it cannot do, and what would help
     │   ├── MasterUnreachableError
     │   └── RefusedError           the master or an agent said no; carries its code and reason
+    │       └── KeyRefusedError    this side and the master have not the same cluster key
     ├── ProtocolError              a peer sent what this version cannot read
     │   └── VersionMismatchError
     ├── RpcError                   a call on the bus that did not end in a result
@@ -17,7 +19,21 @@
     │   ├── RpcTimeoutError        the deadline passed
     │   ├── RpcCancelledError
     │   ├── RpcNotFoundError       no such method; names what is registered
+    │   ├── RouteLostError         the connection broke; whether the handler ran is not known
     │   └── BusOverloadedError     too many bytes in flight to one peer
+    ├── QueueError                 a data queue that cannot do what was asked
+    │   ├── QueueClosedError       nothing more can be put; or, everything has been taken
+    │   ├── QueueFullError         there was no room within a put's timeout; knows how many items went in
+    │   ├── QueueNotFoundError     nobody made the queue in time
+    │   ├── QueueTakenError        it has an owner already
+    │   ├── QueueLostError         its owner's life ended, and what was in it is gone
+    │   └── QueueJournalError      the journal of a durable queue cannot be read or written
+    ├── LoaderError                a batch that could not be loaded, for no fault of the dataset's own code
+    │   └── LoaderTimeoutError     it did not come within the loader's timeout
+    ├── WeightsError               a model that did not come through from one role to another
+    │   ├── WeightsVersionError    refused: its version is not newer than what is there
+    │   ├── WeightsTimeoutError    it took longer than it was given
+    │   └── WeightsMismatchError   it does not fit the model that it was to be loaded into; names what does not
     └── InvariantError             us: a core found its own state broken
 
 Each message says what happened, to whom (job, worker, node), and what to do next.
@@ -49,6 +65,10 @@ class EntryPointError(UsageError):
     """An entry point that cannot be found, imported or called."""
 
 
+class KeyFileError(UsageError):
+    """A cluster key that cannot be read or written, that others may read, or that is none."""
+
+
 class NotInWorkerError(UsageError, RuntimeError):
     """`current_worker()` was asked for outside a worker process."""
 
@@ -72,6 +92,13 @@ class RefusedError(ClusterError):
         super().__init__(reason)
         self.code = code
         self.reason = reason
+
+
+class KeyRefusedError(RefusedError):
+    """The handshake with the master ended because the two have not the same cluster key."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("key", reason)
 
 
 class ProtocolError(UnifiedError):
@@ -105,7 +132,19 @@ class RemoteError(RpcError):
 
 
 class WorkerDiedError(RpcError):
-    """The life of the worker that was called ended before it answered."""
+    """The life of the worker that was called ended before it answered.
+
+    Attributes:
+        is_final: it will have no other life, so that calling again is of no use.
+    """
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+class RouteLostError(RpcError):
+    """What a call went through broke while the call was open: whether its handler ran is not known."""
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
@@ -122,6 +161,74 @@ class RpcNotFoundError(RpcError, LookupError):
 
 class BusOverloadedError(RpcError):
     """More bytes are in flight to one peer than the limit allows, and the caller would not wait."""
+
+
+class QueueError(UnifiedError, RuntimeError):
+    """A data queue could not do what was asked."""
+
+
+class QueueClosedError(QueueError):
+    """The queue was closed: nothing more can be put, and a consumer that sees this has seen the last item.
+
+    Attributes:
+        num_put: of a put that was refused: how many of its items, counted from the first, had gone in.
+    """
+
+    def __init__(self, message: str, num_put: int = 0) -> None:
+        super().__init__(message)
+        self.num_put = num_put
+
+
+class QueueFullError(QueueError, TimeoutError):
+    """There was no room for all items of a put within its timeout.
+
+    Attributes:
+        num_put: how many of its items, counted from the first, went in.
+    """
+
+    def __init__(self, message: str, num_put: int = 0) -> None:
+        super().__init__(message)
+        self.num_put = num_put
+
+
+class QueueNotFoundError(QueueError, TimeoutError):
+    """No worker made the queue, or none that could be reached, in the time that its user was ready to wait."""
+
+
+class QueueTakenError(QueueError, UsageError):
+    """The queue has an owner already, and cannot have a second one."""
+
+
+class QueueLostError(QueueError, WorkerDiedError):
+    """The life of the queue's owner ended, and what was in the queue is gone; or this worker's own life is over."""
+
+
+class QueueJournalError(QueueError):
+    """The journal of a durable queue cannot be read or written: the disk is full, or another process uses the file."""
+
+
+class LoaderError(UnifiedError, RuntimeError):
+    """A data loader cannot go on: its processes were lost too often, or nobody serves it."""
+
+
+class LoaderTimeoutError(LoaderError, TimeoutError):
+    """The next batch did not come within the loader's `timeout`."""
+
+
+class WeightsError(UnifiedError, RuntimeError):
+    """Weights did not reach a receiver, or the attempt to bring them there is over; the message says why."""
+
+
+class WeightsVersionError(WeightsError):
+    """Refused: a newer version is there, or another sender is bringing the same one."""
+
+
+class WeightsTimeoutError(WeightsError, TimeoutError):
+    """A version was not sent, or did not come, within the time that it was given."""
+
+
+class WeightsMismatchError(WeightsError, ValueError):
+    """Weights do not fit the model: keys that are missing or unexpected, or shapes that differ. Nothing was changed."""
 
 
 class InvariantError(UnifiedError):

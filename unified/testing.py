@@ -133,9 +133,10 @@ class LocalCluster:
     def connection(self) -> MasterConnection:
         """A connection to the master, closed with the cluster."""
         from unified.client.connection import MasterConnection
+        from unified.keys import find_key
 
         if self._connection is None:
-            self._connection = MasterConnection(self.address)
+            self._connection = MasterConnection(self.address, key=find_key(self.address))
         return self._connection
 
     @property

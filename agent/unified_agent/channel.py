@@ -11,11 +11,14 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from unified.bus.curve import secure_client
+from unified.bus.handshakes import EVENTS, Handshakes
 from unified.errors import ProtocolError
+from unified.keys import ClusterKey
 from unified.protocol.agent_master import AgentToMaster, agent_to_master, master_to_agent
 from unified.protocol.client_master import Refused
 from unified.protocol.framing import UNREADABLE
-from unified_agent.core.events import AgentEvent, MasterReached, MasterSaid, MasterUnreadable
+from unified_agent.core.events import AgentEvent, KeyRefused, MasterReached, MasterSaid, MasterUnreadable
 from unified_agent.sources import Sources
 
 RECONNECT_FIRST_MS = 50
@@ -29,9 +32,12 @@ _A_TURN = 64
 class MasterChannel:
     """Sends to the master; what comes from it goes to `on_event`."""
 
-    def __init__(self, sources: Sources, address: str, on_event: Callable[[AgentEvent], None]) -> None:
+    def __init__(
+        self, sources: Sources, address: str, key: ClusterKey | None, on_event: Callable[[AgentEvent], None]
+    ) -> None:
         self._sources = sources
         self._address = address
+        self._key = key
         self._on_event = on_event
         self._context = zmq.Context()
         self._socket, self._monitor = self._connect()
@@ -43,7 +49,9 @@ class MasterChannel:
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        secure_client(socket, self._key)
+        monitor = socket.get_monitor_socket(EVENTS)
+        self._handshakes = Handshakes(self._address, self._key)
         self._sources.watch(monitor, self._on_monitor)
         self._sources.watch(socket, self._on_message)
         socket.connect(self._address)
@@ -74,8 +82,10 @@ class MasterChannel:
         self._socket.close()
 
     def _on_monitor(self) -> None:
-        self._monitor.recv_multipart(zmq.DONTWAIT)  # only one kind of event was asked for
-        self._on_event(MasterReached())
+        if self._handshakes.read(self._monitor):
+            self._on_event(MasterReached())
+        elif self._handshakes.refusal is not None:
+            self._on_event(KeyRefused(reason=self._handshakes.refusal))
 
     def _on_message(self) -> None:
         for _ in range(_A_TURN):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from unified import process, settings
 from unified.errors import UnifiedError, UsageError
+from unified.keys import ClusterKey, check_listening, find_key, may_go_without
 from unified.protocol.records import NodeResources
 from unified_agent import inventory
 from unified_agent.daemon import AgentDaemon, AgentOptions
@@ -46,6 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--log-max-mb", type=float, default=64.0, metavar="MB", help="rotate a worker's output at this size (64)")
     add("--log-files", type=int, default=4, metavar="N", help="files kept of each stream, the newest included (4)")
     add("--connect-timeout", type=float, metavar="S", help="give up after so long without a master (default: never)")
+    add("--insecure", action="store_true",
+        help="have workers listen beyond loopback without a cluster key (also: UNIFIED_INSECURE=1)")  # fmt: skip
     add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
         help="end at once when the process that started this one ends, or if PID is not its parent now")  # fmt: skip
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -76,10 +79,15 @@ def _run(arguments: argparse.Namespace, parent: int | None) -> int:
         format=f"%(asctime)s agent {node} %(levelname)s %(message)s",
     )
     process.set_title("unified-agent")
-    options = _options(arguments, parent)
+    key = find_key(master)
+    options = _options(arguments, key, parent)
     _check_offer(arguments)
+    address = arguments.address or _address(host, port, master)
+    is_insecure = arguments.insecure or may_go_without()
+    warning = check_listening(f"a worker of unified-agent {node}", [address], key, insecure=is_insecure)
+    if warning is not None:
+        logging.getLogger("unified_agent").warning("event=insecure reason=%r", warning)
     with claim(settings.make_private(settings.run_root()), node, master) as own:
-        address = arguments.address or _address(host, port, master)
         facts = _facts(arguments, node, own, master, address)
         end = AgentDaemon(facts, settings.intervals(), options, os.environ).run()
     if end.code != 0:
@@ -117,7 +125,7 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
     )
 
 
-def _options(arguments: argparse.Namespace, parent: int | None) -> AgentOptions:
+def _options(arguments: argparse.Namespace, key: ClusterKey | None, parent: int | None) -> AgentOptions:
     if arguments.log_max_mb <= 0 or arguments.log_files < 1:
         raise UsageError("--log-max-mb must be above 0 and --log-files at least 1.")
     return AgentOptions(
@@ -125,6 +133,7 @@ def _options(arguments: argparse.Namespace, parent: int | None) -> AgentOptions:
         log_max_bytes=max(1, int(arguments.log_max_mb * _MB)),
         log_files=arguments.log_files,
         connect_timeout_s=arguments.connect_timeout,
+        key=key,
         parent=parent,
     )
 

@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import assert_never
 
+from msgspec import structs
+
 from unified.job.spec import Value
+from unified.keys import ClusterKey
 from unified.protocol.agent_master import LogRead
 from unified.protocol.records import Failure
 from unified.settings import Intervals
@@ -56,6 +59,8 @@ class AgentOptions(Value, frozen=True):
     log_max_bytes: int
     log_files: int
     connect_timeout_s: float | None = None
+    key: ClusterKey | None = None
+    """The cluster's. Workers are given it too, in their first message; the core never sees it."""
     parent: int | None = None
     """Pid of the process whose death ends the agent at once."""
 
@@ -81,7 +86,7 @@ class AgentDaemon:
             on_event=self._events.append,
             on_end=self._output.finish,
         )
-        self._channel = MasterChannel(self._sources, facts.master, self._events.append)
+        self._channel = MasterChannel(self._sources, facts.master, options.key, self._events.append)
 
     def run(self) -> Exit:
         """Serve until the end; every worker and every helper process is gone when this returns."""
@@ -140,7 +145,8 @@ class AgentDaemon:
     def _start(self, order: StartWorker) -> None:
         try:
             streams = self._output.open(order.life)
-            self._processes.start(order.life, order.launch, order.python, order.is_fresh, streams)
+            launch = structs.replace(order.launch, key=self._options.key)
+            self._processes.start(order.life, launch, order.python, order.is_fresh, streams)
         except OSError as error:
             failure = Failure(category="crash", summary=f"could not be started: {error.strerror}")
             self._events.append(WorkerNotStarted(life=order.life, failure=failure))

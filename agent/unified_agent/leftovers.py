@@ -2,6 +2,8 @@
 
 `<run root>/agents/<node>.lock` is locked while its agent lives and says who that is. The next agent of the same id
 reads there what the last one called itself, and ends the processes that carry that name in their environment.
+
+Shared memory that dead workers left is removed when an agent starts, whenever a worker of its ends, and when it stops.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from unified import process, settings
+from unified.bus.shm_files import Sweeper
 from unified.errors import ClusterError
 from unified.job.spec import Value
 from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
@@ -106,6 +109,24 @@ class NodeClaim(NamedTuple):
     """0700; sockets and the like go here."""
 
 
+class SharedMemory:
+    """Segments of shared memory (`unified.bus.shm_files`) that no process owns any more."""
+
+    def __init__(self) -> None:
+        self._sweeper = Sweeper()
+
+    def sweep(self, living: Collection[str] = (), *, is_last: bool = False) -> None:
+        """Remove those of this user whose process is gone, if nobody reads them.
+
+        Args:
+            living: inbox ids of workers that need not be looked at.
+            is_last: remove also what may be on its way to a reader.
+        """
+        removed = self._sweeper.sweep(time.monotonic(), time.time(), living=living, is_last=is_last)
+        if removed:
+            log.info("event=shared-memory-removed segments=%d first=%s", len(removed), removed[0])
+
+
 def hold_name(master: str, node: str) -> socket.socket:
     """Hold a node id towards one master on this host, for as long as the socket is open.
 
@@ -165,6 +186,8 @@ def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
         killed = clean_up(previous, run_root)
         text = f"the last agent of this node (pid {previous.pid}) was killed; ended {len(killed)} processes of it"
         log.warning("event=leftovers %s", text)
+    shared = SharedMemory()
+    shared.sweep()
     life = secrets.token_hex(8)
     run_dir = settings.make_private(run_root / f"{_RUN_DIR_PREFIX}{life[:8]}")
     own = process.facts(os.getpid())
@@ -173,6 +196,7 @@ def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
     try:
         yield NodeClaim(life, run_dir)
     finally:
+        shared.sweep(is_last=True)
         shutil.rmtree(run_dir, ignore_errors=True)
         lock.release()
         name.close()

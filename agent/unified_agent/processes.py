@@ -28,6 +28,7 @@ from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import Failure
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.core.events import AgentEvent, Life, WorkerNotStarted, WorkerSaid, WorkerStarted
+from unified_agent.leftovers import SharedMemory
 from unified_agent.link import Link, LinkOverflowError
 from unified_agent.sources import Sources
 from unified_agent.zygote import Zygote
@@ -56,6 +57,7 @@ class _Child:
         self.is_kill_asked = False
         self.routes: list[str] = []
         """To its inbox, since its hello."""
+        self.inbox_id = ""
 
 
 class Processes:
@@ -96,6 +98,7 @@ class Processes:
         self._numbers: dict[Life, int] = {}
         self._count = 0
         self._num_zygotes = 0
+        self._shared_memory = SharedMemory()
         process.become_subreaper()
 
     def warm(self) -> None:
@@ -349,7 +352,7 @@ class Processes:
             for body in child.link.receive():
                 word = worker_to_agent.decode(body)
                 if isinstance(word, Hello) and word.inbox is not None:
-                    child.routes = word.inbox.routes
+                    child.routes, child.inbox_id = word.inbox.routes, word.inbox.inbox_id
                 self._on_event(WorkerSaid(life=child.life, word=word))
         except (msgspec.DecodeError, ProtocolError) as error:
             log.error("event=worker-killed life=%s reason=%r", child.life, f"it said no message of ours: {error}")
@@ -389,6 +392,7 @@ class Processes:
         if self._numbers.get(child.life) == child.order.child:
             del self._numbers[child.life]
         self._remove_sockets(child)
+        self._shared_memory.sweep({other.inbox_id for other in self._children.values()})
 
     def _remove_sockets(self, child: _Child) -> None:
         """A worker that was killed leaves the file of its inbox behind."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from unified import process, settings
 from unified.errors import UnifiedError, UsageError
+from unified.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
 from unified_master.daemon import MasterDaemon, MasterOptions
 
 _ENDPOINT = re.compile(r"(?:tcp://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?\Z")
@@ -34,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"where decisions are kept; one master a directory (default: {settings.home() / 'master'})")  # fmt: skip
     add("--relay-bind", metavar="tcp://HOST:PORT",
         help="where the bus relay listens (default: the host of --bind, any free port)")  # fmt: skip
+    add("--insecure", action="store_true",
+        help="listen beyond loopback without a cluster key (also: UNIFIED_INSECURE=1)")  # fmt: skip
     add("--address-file", type=Path, metavar="FILE", help="write the address here once the master is ready")
     add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
         help="end when the process that started this one ends, or if PID is not its parent now")  # fmt: skip
@@ -51,17 +54,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     process.set_title("unified-master")
     try:
+        bind = _endpoint("--bind", arguments.bind)
+        relay_bind = _endpoint("--relay-bind", arguments.relay_bind) if arguments.relay_bind else None
         options = MasterOptions(
-            bind=_endpoint("--bind", arguments.bind),
+            bind=bind,
             state_dir=arguments.state_dir or settings.home() / "master",
             intervals=settings.intervals(),
-            relay_bind=_endpoint("--relay-bind", arguments.relay_bind) if arguments.relay_bind else None,
+            relay_bind=relay_bind,
             address_file=arguments.address_file,
+            key=_key([bind, relay_bind or bind], arguments.insecure),
         )
         return MasterDaemon(options).run()
     except (UnifiedError, OSError, ValueError) as error:
         print(f"unified-master: {error}", file=sys.stderr)
         return 1
+
+
+def _key(addresses: Sequence[str], insecure: bool) -> ClusterKey | None:
+    """The cluster's, if there is one; UsageError where there has to be."""
+    beyond = [address for address in addresses if not is_loopback(address)]
+    key = find_key((beyond or addresses)[0])
+    warning = check_listening("unified-master", addresses, key, insecure=insecure or may_go_without())
+    if warning is not None:
+        logging.getLogger("unified.master").warning("event=insecure reason=%r", warning)
+    return key
 
 
 def _endpoint(flag: str, text: str) -> str:

@@ -11,12 +11,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
+from unified.bus.curve import Gatekeeper
+from unified.core.said_once import SaidOnce
 from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMismatchError
+from unified.keys import ClusterKey
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.client_master import ClientToMaster, Refused
 from unified.protocol.framing import UNREADABLE, Codec
@@ -48,6 +50,8 @@ class MasterOptions(msgspec.Struct, frozen=True, kw_only=True):
     relay_bind: str | None = None
     """Default: the host of `bind`, any free port."""
     address_file: Path | None = None
+    key: ClusterKey | None = None
+    """The cluster's; None: whoever reaches the ports is let in."""
 
 
 class SteadyClock:
@@ -66,10 +70,10 @@ class MasterDaemon:
     def __init__(self, options: MasterOptions) -> None:
         self.options = options
         self._clock = SteadyClock()
-        self._context = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = Gatekeeper(self._context, options.key, name="control")
         self._defects: list[float] = []
-        self._num_refused_frames = 0
-        self._refusals_logged_at = -math.inf
+        self._refusals = SaidOnce()
         self._is_stopping = False
 
     def run(self) -> int:
@@ -89,6 +93,7 @@ class MasterDaemon:
                 finally:
                     relay.close()
             finally:
+                self._gate.close()
                 router.close(linger=200)
         finally:
             self._context.destroy(linger=200)
@@ -102,9 +107,11 @@ class MasterDaemon:
         router.set(zmq.TCP_KEEPALIVE, 1)
         router.set(zmq.TCP_KEEPALIVE_IDLE, 30)
         router.set(zmq.IPV6, 1 if "[" in self.options.bind else 0)
+        self._gate.secure(router, True)
         try:
             router.bind(self.options.bind)
         except zmq.ZMQError as error:
+            self._gate.close()
             router.close(linger=0)
             raise ClusterError(_why_not_bound(self.options.bind, error)) from None
         return router
@@ -117,12 +124,12 @@ class MasterDaemon:
         where = self.options.relay_bind or f"{self.options.bind.rpartition(':')[0]}:0"
         last_port = store.note("relay-port")
         if where.endswith(":0") and last_port:
-            relay = BusRelay(where.removesuffix("0") + last_port, host=shown)
+            relay = BusRelay(where.removesuffix("0") + last_port, host=shown, key=self.options.key)
             try:
                 return relay, relay.start()
             except UnifiedError as error:
                 _log.warning("event=relay-moved reason=%r", str(error))
-        relay = BusRelay(where, host=shown)
+        relay = BusRelay(where, host=shown, key=self.options.key)
         relay_address = relay.start()
         store.write_note("relay-port", relay_address.rpartition(":")[2])
         return relay, relay_address
@@ -170,11 +177,8 @@ class MasterDaemon:
         return core
 
     def _announce(self, address: str, relay: str) -> None:
-        host = (urlsplit(address).hostname or "").lower()
-        if not (host == "localhost" or host.startswith("127.") or host == "::1"):
-            text = f"control traffic on {address} is not encrypted yet: keep it on a network you trust"
-            _log.warning("event=not-encrypted reason=%r", text)
-        _log.info("event=master-ready address=%s relay=%s state=%s", address, relay, self.options.state_dir)
+        key = self.options.key.fingerprint if self.options.key is not None else "none"
+        _log.info("event=master-ready address=%s relay=%s key=%s state=%s", address, relay, key, self.options.state_dir)
         if self.options.address_file is not None:
             write_atomically(self.options.address_file, f"{address}\n")
 
@@ -203,12 +207,9 @@ class MasterDaemon:
             version, request_id = 1, 0
         answer = _codec.encode(Refused(code=code, reason=str(error)), request_id, version=version)
         _send(router, [peer, *answer])
-        self._num_refused_frames += 1
-        now = time.monotonic()
-        if now - self._refusals_logged_at >= 1.0:
-            self._refusals_logged_at = now
-            text = str(error)[:300]
-            _log.warning("event=message-refused reason=%r refused_so_far=%d", text, self._num_refused_frames)
+        text = str(error)[:300]
+        if self._refusals.is_new(time.monotonic(), text):
+            _log.warning("event=message-refused reason=%r refused_so_far=%d", text, self._refusals.total)
 
     def _handle(
         self, core: MasterCore, events: Sequence[MasterEvent], router: zmq.Socket[bytes], store: Store

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from typing import Literal
 
 import zmq
 
+from unified.bus.curve import Gatekeeper
+from unified.core.said_once import SaidOnce
 from unified.errors import ProtocolError, UnifiedError
+from unified.keys import ClusterKey
 from unified.protocol.envelope import (
     BUS_VERSION,
     Envelope,
@@ -41,22 +45,31 @@ class BusRelay:
         bind: where to listen, such as ``tcp://10.0.0.1:0`` (0: any free port).
         host: under which name others reach it; needed when `bind` names a wildcard.
         limit_bytes: what may wait for one slow receiver. Beyond it its mail is given back to the sender.
+        key: of the cluster, without which nobody is let in; None lets everybody in.
 
     Attributes:
         num_forwarded, num_undeliverable, num_rejected: counts since the start.
     """
 
-    def __init__(self, bind: str, *, host: str = "", limit_bytes: int = 256 * 1024 * 1024) -> None:
+    def __init__(
+        self, bind: str, *, host: str = "", limit_bytes: int = 256 * 1024 * 1024, key: ClusterKey | None = None
+    ) -> None:
         self.bind = bind
         self.host = host
         self.limit_bytes = limit_bytes
         self.num_forwarded = 0
         self.num_undeliverable = 0
-        self.num_rejected = 0
+        self._key = key
+        self._rejections = SaidOnce()
         self._queued: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._thread: threading.Thread | None = None
         self._stop: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._gate: Gatekeeper | None = None
+
+    @property
+    def num_rejected(self) -> int:
+        return self._rejections.total
 
     def start(self) -> str:
         """Bind, start the thread, and return the address for workers.
@@ -67,11 +80,14 @@ class BusRelay:
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         router = self._context.socket(zmq.ROUTER)
+        self._gate = gate = Gatekeeper(self._context, self._key, name="relay")
         _configure(router)
         router.set(zmq.IPV6, "[" in self.bind)  # with it, IPv4 addresses would be shown in a mapped form
+        gate.secure(router, True)
         try:
             router.bind(self.bind)
         except zmq.ZMQError as error:
+            gate.close()
             router.close(0)
             self._context.term()
             reason = f"the bus relay cannot listen on {self.bind}: {error}. Choose another address."
@@ -91,6 +107,8 @@ class BusRelay:
             return
         self._stop.send(b"")
         self._thread.join()
+        if self._gate is not None:
+            self._gate.close()
         self._stop.close(0)
         self._context.term()
         self._thread = None
@@ -119,9 +137,9 @@ class BusRelay:
             if not target or len(target) > 255:
                 raise ProtocolError(f"an inbox id of {len(target)} bytes")
         except ProtocolError as error:
-            self.num_rejected += 1
-            if self.num_rejected == 1:
-                logger.warning("event=relay-rejected reason=%r (further ones are only counted)", str(error))
+            text = str(error)[:300]
+            if self._rejections.is_new(time.monotonic(), text):
+                logger.warning("event=relay-rejected reason=%r (more like it are only counted)", text)
             return
         code = self._send(router, envelope.target, [target, *frames[1:]])
         if code is None:

@@ -178,6 +178,10 @@ class VLLMActor:
         assert self.llm.is_awake
         return [ids + params["tail"] for ids in prompt_token_ids]
 
+    @rpc()
+    def is_awake(self):
+        return self.llm.is_awake
+
     def __init__(self):
         self.llm = Llm()
         export_rpc_instance("simple_class", SimpleClass())
@@ -185,8 +189,8 @@ class VLLMActor:
 
 CALLER = """
 import numpy
-from provider import SimpleClass, actor_forward
-from unified.api.runtime import RoleGroup, create_rpc_proxy
+from provider import SimpleClass, VLLMActor, actor_forward
+from unified.api.runtime import RoleGroup, UserRpcProxy, create_rpc_proxy
 
 def run():
     # Document 3, "Function interface": by name, through a role group
@@ -195,6 +199,11 @@ def run():
     # Document 3, "RPC proxy"
     proxy = create_rpc_proxy("actor", "simple_class", SimpleClass)
     assert proxy.hello("World") == "Hello, World!"
+    assert UserRpcProxy("learner-1", "simple_class", SimpleClass).hello("you") == "Hello, you!"
+
+    # Document 3, "Automatic exposure": methods of the entry class, at the instance that the runtime made
+    assert create_rpc_proxy("learner-1", None, VLLMActor).wake_up() is None
+    assert RoleGroup("learner").call("is_awake").result() == [False, True]
 
     # Document 3, "RoleGroup and FutureSequence"
     payload, size, sequences = numpy.arange(4.0), 5, [1, 2, 3, 4, 5]
@@ -207,6 +216,9 @@ def run():
     assert len(rg) == len(sent.result()) == 3
     assert list(future_seq) == [2, 4, 6, 8, 10]
     assert repr(future_seq) == "FutureSequence(lens=[2, 2, 1])", future_seq
+
+    # "lazy result retrieval and partial blocking"
+    assert (future_seq[-1], future_seq[1:3], len(future_seq)) == (10, [4, 6], 5)
 
     # Document 3, "Remote call pattern"
     from remote_call import vllm_generate, vllm_wakeup
@@ -238,6 +250,74 @@ def test_calls_between_roles(local_cluster: Cluster, project: Project) -> None:
     handle = local_cluster(nodes=2, devices=1).submit(job, "calls")
     code = handle.wait(timeout=50)
     assert code == 0, handle.status().end
+
+
+# Document 3, "DataQueue".
+OWNER = """
+from unified.api.runtime import DataQueue, RoleGroup
+
+def run():
+    # owner (usually rank 0 producer)
+    queue_master = DataQueue[str]("test_queue", size=10, is_master=True)
+    queue_master.put("data1", "data2")
+
+    assert RoleGroup("consumer").call("get").result() == [["data1"]]
+    assert queue_master.qsize() == 1
+    queue_master.put_async("data3").result()
+    assert queue_master.get(5) == ["data2", "data3"]
+    assert queue_master.get_nowait() == []
+"""
+
+CONSUMER = """
+from unified.api.runtime import DataQueue, rpc
+
+@rpc
+def get():
+    # client (producer or consumer)
+    queue_client = DataQueue[str]("test_queue")
+    return queue_client.get(1)
+
+def run(): pass
+"""
+
+
+def test_queue_between_roles(local_cluster: Cluster, project: Project) -> None:
+    project(owner=OWNER, consumer=CONSUMER)
+    builder = DLJobBuilder().node_num(1).device_per_node(2).device_type("CPU")
+    builder.workload("owner", "owner.run").resource(cpu=0.1)
+    builder.workload("consumer", "consumer.run").resource(cpu=0.1).not_driver()
+    handle = local_cluster(nodes=1, devices=2).submit(builder.build(), "queue")
+    assert handle.wait(timeout=50) == 0, handle.status().end
+
+
+# Document 3, "RayDataLoaderIter".
+LOADING = """
+from torch.utils.data import DataLoader
+from unified.api.runtime import RayDataLoaderIter
+
+class Squares:
+    def __len__(self): return 32
+    def __getitem__(self, i): return i * i
+
+def train_step(batch): seen.extend(batch.tolist())
+
+seen = []
+
+def run():
+    dataloader = DataLoader(Squares(), batch_size=4)
+    # high-level pattern
+    iterator = RayDataLoaderIter(dataloader, num_actors=4)
+    for batch in iterator:
+        train_step(batch)
+    assert seen == [i * i for i in range(32)], seen
+"""
+
+
+def test_data_loader_in_other_processes(local_cluster: Cluster, project: Project) -> None:
+    project(loading=LOADING)
+    job = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU").workload("trainer", "loading.run")
+    handle = local_cluster(nodes=1, devices=1).submit(job.resource(cpu=0.1).build(), "loading")
+    assert handle.wait(timeout=50) == 0, handle.status().end
 
 
 def test_command_line_of_another_launcher(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORES = {"unified.core": "unified", "unified_agent.core": "agent", "unified_master.core": "master"}
+CORES = {
+    "unified.core": "unified",
+    "unified.queue.core": "unified",
+    "unified_agent.core": "agent",
+    "unified_master.core": "master",
+}
 IMPURE = {"asyncio", "multiprocessing", "psutil", "socket", "sqlite3", "ssl", "subprocess", "zmq"}
 HEAVY = {"numpy", "omegaconf", "pydantic", "rich", "torch", "typer", "zmq"}
 

@@ -8,17 +8,24 @@ import pytest
 
 RUNTIME = [
     "ActorInfo",
+    "DataLoaderIter",
+    "DataQueue",
+    "Dataset",
     "FutureSequence",
     "JobInfo",
     "PrimeMasterApi",
+    "RayDataLoaderIter",
     "RoleActor",
     "RoleGroup",
+    "RpcStream",
     "UserRpcProxy",
+    "WeightsReceiver",
     "Worker",
     "create_rpc_proxy",
     "current_worker",
     "export_rpc_instance",
     "export_rpc_method",
+    "patch_dataloader_ray",
     "rpc",
 ]
 BUILDER = ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder"]
@@ -56,6 +63,7 @@ PUBLIC = {
 DOORS = {
     "unified.api.builder.rl": ["RLJob", "RLJobBuilder"],
     "unified.api.runtime.worker": ["ActorInfo", "JobInfo", "Worker", "current_worker"],
+    "unified.api.runtime.queue": ["DataQueue", "QueueStats"],
     "unified.api.runtime.rpc_helper": ["RPC_REGISTRY", "create_rpc_proxy", "export_rpc_instance", "rpc"],
 }
 """Deeper modules that the reference documents import from."""

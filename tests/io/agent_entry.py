@@ -60,6 +60,8 @@ def main(control: socket.socket) -> None:
         signal.pause()
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "key":
+        print(launch.key, flush=True)
     port = 4242 if mode == "store" else None
     socket_file = os.path.join(launch.run_dir, f"{os.getpid()}.sock")
     open(socket_file, "w").close()

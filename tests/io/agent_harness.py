@@ -16,7 +16,9 @@ import msgspec
 import zmq
 
 from unified import process
+from unified.bus.curve import Gatekeeper
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.keys import ClusterKey
 from unified.protocol.agent_master import (
     AgentRegistered,
     DesiredJob,
@@ -43,8 +45,10 @@ M = TypeVar("M", bound=msgspec.Struct)
 class PlayedMaster:
     """A ROUTER in the test's own hands."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: ClusterKey | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.key = key
+        self.gate = Gatekeeper(self._context, None, name="played")
         self.address = ""
         self.listen("tcp://127.0.0.1:*")
         self.generation = 0
@@ -55,6 +59,8 @@ class PlayedMaster:
     def listen(self, address: str = "") -> None:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        self.gate = Gatekeeper(self._context, self.key, name="played")
+        self.gate.secure(self._socket, True)
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -68,6 +74,7 @@ class PlayedMaster:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def hang_up(self) -> None:
+        self.gate.close()
         self._socket.close()
 
     def hear(self, kind: type[M], is_so: Callable[[M], bool] = lambda message: True) -> M:
@@ -114,7 +121,7 @@ class PlayedMaster:
         return (self.seen if is_there(self.seen) else self.observe(is_there))[life]
 
     def close(self) -> None:
-        self._socket.close()
+        self.hang_up()
         self._context.term()
 
 

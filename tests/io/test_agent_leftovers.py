@@ -103,6 +103,41 @@ def test_a_claim_takes_over_from_a_killed_agent_and_leaves_nothing(sleepers: Sle
     assert not list((tmp_path / "agents").iterdir())
 
 
+OWNER = """
+import sys, time
+from unified.bus.shm_pool import SharedPool
+staged = SharedPool(sys.argv[1]).stage([bytes(300_000)])
+assert staged is not None
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def segments(inbox_id: str) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"unified-{inbox_id}-")]
+
+
+def test_shared_memory_of_the_dead_goes_when_an_agent_starts_and_when_it_stops(tmp_path: Path) -> None:
+    for when in ("start", "stop"):
+        inbox_id = f"test{os.getpid()}{when}"
+        owner = subprocess.Popen([sys.executable, "-c", OWNER, inbox_id], stdout=subprocess.PIPE)
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        assert len(segments(inbox_id)) == 1
+        if when == "start":
+            with claim(tmp_path, "n1", "tcp://127.0.0.1:1"):
+                assert len(segments(inbox_id)) == 1, "its process is alive"
+        else:
+            with claim(tmp_path, "n1", "tcp://127.0.0.1:1"):
+                owner.kill()
+                owner.wait()
+            assert not segments(inbox_id)
+        owner.kill()
+        owner.communicate()
+        with claim(tmp_path, "n1", "tcp://127.0.0.1:1"):
+            assert not segments(inbox_id)
+
+
 def test_the_inventory_of_this_host(tmp_path: Path) -> None:
     assert 0 < cpus() <= (os.cpu_count() or 1)
     assert memory_mb() > 100

@@ -6,11 +6,21 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from tests.sim.sim_agent import Delays, Said
+from tests.sim.sim_agent import Delays, Said, next_claims
 from unified.core.timers import TimerTable
 from unified.protocol.agent_master import LogRead, MasterToAgent
-from unified.protocol.records import Failure, Inbox, NodeResources, Progress
-from unified.protocol.worker_agent import Failed, Finished, Hello, Launch, Reported, Run, Running, WorkerToAgent
+from unified.protocol.records import DirectoryEntry, Failure, Inbox, NameClaims, NodeResources, Progress
+from unified.protocol.worker_agent import (
+    Claimed,
+    Failed,
+    Finished,
+    Hello,
+    Launch,
+    Reported,
+    Run,
+    Running,
+    WorkerToAgent,
+)
 from unified.settings import Intervals
 from unified_agent.core.actions import (
     AgentAction,
@@ -50,6 +60,7 @@ class SimProcess(msgspec.Struct):
     round: int = 0
     code: int = 0
     """With which it will exit."""
+    claims: NameClaims = NameClaims()
 
 
 class RealAgent:
@@ -132,6 +143,19 @@ class RealAgent:
 
     def report_progress(self, job_id: str, worker: str, step: int) -> list[Said]:
         return self._say_if_running(job_id, worker, Reported(progress=Progress(step=step)))
+
+    def claim(self, job_id: str, worker: str, names: Iterable[str]) -> list[Said]:
+        """The worker claims these names and no others from now on."""
+        said: list[Said] = []
+        for life in self._of(job_id, worker):
+            if self.lives[life].is_running:
+                self.lives[life].claims = next_claims(self.lives[life].claims, names)
+                said += self._step(self._clock(), WorkerSaid(life=life, word=Claimed(claims=self.lives[life].claims)))
+        return said
+
+    def directory(self, job_id: str) -> list[DirectoryEntry]:
+        """What it has heard of the job."""
+        return self._core.directories[job_id].entries
 
     def leave(self) -> list[Said]:
         return self._step(self._clock(), StopAsked(reason="SIGTERM"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -22,7 +23,7 @@ from unified.protocol.agent_master import (
     RegisterAgain,
     RegisterAgent,
 )
-from unified.protocol.records import Device, Failure, Inbox, NodeResources, Progress, WorkerState
+from unified.protocol.records import Device, Failure, Inbox, NameClaims, NodeResources, Progress, WorkerState
 
 Life = tuple[str, str, int]
 Said = tuple[int, AgentToMaster]
@@ -49,6 +50,7 @@ class SimLife(msgspec.Struct):
     failure: Failure | None = None
     round: int = 0
     progress: Progress | None = None
+    claims: NameClaims = NameClaims()
     is_begun: bool = False
 
 
@@ -146,6 +148,13 @@ class SimAgent:
                 sim.progress = Progress(step=step)
         return [self._observed()]
 
+    def claim(self, job_id: str, worker: str, names: Iterable[str]) -> list[Said]:
+        """The worker claims these names and no others from now on."""
+        for life, sim in self.lives.items():
+            if life[:2] == (job_id, worker) and sim.state is WorkerState.RUNNING:
+                sim.claims = next_claims(sim.claims, names)
+        return [self._observed()]
+
     def leave(self) -> list[Said]:
         return [(3, AgentLeaving(node=self.node, incarnation=self.incarnation, reason="SIGTERM"))]
 
@@ -240,7 +249,14 @@ class SimAgent:
             progress=sim.progress,
             failure=sim.failure,
             log_file=f"/logs/{life[0]}/{life[1]}/{life[2]}.err",
+            claims=sim.claims,
         )
+
+
+def next_claims(claims: NameClaims, names: Iterable[str]) -> NameClaims:
+    """The set after one step: what is new in it is claimed, what is missing is withdrawn."""
+    number = claims.number + 1
+    return NameClaims(number=number, names={name: claims.names.get(name, number) for name in names})
 
 
 def resources(cpu: float = 8, devices: int = 0, kind: str = "virtual", **user: float) -> NodeResources:

@@ -16,8 +16,8 @@ from unified.protocol.agent_master import (
     RegisterAgain,
     RunOrder,
 )
-from unified.protocol.records import Failure, NodeResources, WorkerState
-from unified.protocol.worker_agent import Failed, Finished, Hello, Running, WorkerToAgent
+from unified.protocol.records import Failure, NameClaims, NodeResources, WorkerState
+from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Running, WorkerToAgent
 from unified.settings import Intervals
 from unified_agent.core.actions import Exit, SignalWorker, StartWorker, TellWorker
 from unified_agent.core.agent import AgentCore
@@ -120,7 +120,10 @@ class World:
         if not self.alive:
             return
         life = self.random.choice(sorted(self.alive))
-        words: list[WorkerToAgent] = [Hello(pid=5), Running(round=1), Finished(), Failed(failure=Failure(summary="no"))]
+        number = self.random.randint(0, 9)
+        claimed = Claimed(claims=NameClaims(number=number, names={"x": number}))
+        failed = Failed(failure=Failure(summary="no"))
+        words: list[WorkerToAgent] = [Hello(pid=5), Running(round=1), Finished(), failed, claimed]
         how = self.random.random()
         if self.alive[life] is WorkerState.EXITED or how < 0.2:
             del self.alive[life]

@@ -15,7 +15,7 @@ from tests.sim.sim_agent import Delays, SimAgent, resources
 from tests.sim.world import World
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.client_master import GetJob, ReadLog, RestartWorkers, StopJob, SubmitJob
-from unified.protocol.records import Failure, Stage, WorkerState
+from unified.protocol.records import DirectoryEntry, Failure, Stage, WorkerState
 from unified_master.core.invariants import check
 from unified_master.core.master import MasterCore
 from unified_master.core.state import JobRecord, WorkerRecord
@@ -45,6 +45,7 @@ class Chaos:
             (10, self.end_worker),
             (14, self.finish_worker),
             (6, self.progress),
+            (8, self.claim),
             (3, self.poll),
             (3, self.read),
             (2, self.stop),
@@ -148,6 +149,27 @@ class Chaos:
             job, worker, agent = self.rng.choice(living)
             self.world.say(agent.node, agent.report_progress(job.job_id, worker.name, self.rng.randrange(1000)))
 
+    def claim(self) -> None:
+        """Several workers of a job want the same few names, at about the same time."""
+        living = self.living()
+        for job, worker, agent in self.rng.sample(living, min(len(living), 4)):
+            names = [name for name in "xyz" if self.rng.random() < 0.5]
+            self.world.say(agent.node, agent.claim(job.job_id, worker.name, names))
+
+    def check_names(self) -> None:
+        """In calm weather every claim has its answer, and every agent has heard who holds what."""
+        self.world.run(15.0)
+        for job, worker, agent in self.living():
+            process = agent.lives[worker.life]
+            if not job.can_call(worker):
+                continue
+            answers = {**worker.names, **{name: one.number for name, one in worker.refused.items()}}
+            assert answers == process.claims.names, f"{worker.life} claims, and the master knows otherwise"
+            if isinstance(agent, RealAgent) and job.stage is not Stage.INIT:
+                known = {entry.worker: _fact(entry) for entry in agent.directory(job.job_id)}
+                true = {one.name: _fact(one.entry) for one in job.workers.values() if one.entry is not None}
+                assert known == true, f"{agent.node} has missed news of {job.job_id}"
+
     def a_job(self) -> str:
         return f"job{self.rng.randrange(9)}"
 
@@ -193,6 +215,10 @@ def test_invariants_hold_and_all_jobs_end(seed: int, is_real: bool, monkeypatch:
     chaos = Chaos(seed, is_real=is_real)
     chaos.run(220)
     chaos.calm()
+    chaos.check_names()
+    for _ in range(20):
+        chaos.claim()
+    chaos.check_names()
     chaos.finish_all()
     cluster = chaos.world.core.cluster
     stuck = [
@@ -208,8 +234,39 @@ def test_invariants_hold_and_all_jobs_end(seed: int, is_real: bool, monkeypatch:
         assert isinstance(agent, SimAgent | RealAgent)
         assert agent.lives == {}, f"seed {seed}: {node.name} still runs something"
     assert (cluster.polls, cluster.reads) == ({}, {})
+    assert [job.job_id for job in cluster.jobs.values() if job.holders] == []
     answered = [request for request, _ in chaos.world.answers]
     assert len(answered) == len(set(answered)), "a request was answered twice"
+
+
+@pytest.mark.parametrize("is_real", [False, True], ids=["stand-in", "real-agents"])
+@pytest.mark.parametrize("seed", range(20))
+def test_of_many_that_claim_a_name_at_once_one_gets_it(seed: int, is_real: bool) -> None:
+    """On slow and quick connections, while the master is killed, and again when the holder has died."""
+    chaos = Chaos(seed, is_real=is_real)
+    chaos.world.run(1.0)
+    role = RoleSpec(name="r", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"), total=9)
+    chaos.world.ask(SubmitJob(spec=JobSpec(name="contest", roles=[role], failover_exec=2, stop_grace_s=0)))
+    for _ in range(4):
+        chaos.world.until_stage("contest", Stage.RUNNING)
+        chaos.world.run(10.0)
+        claimants = chaos.living()
+        assert len(claimants) == 9
+        chaos.rng.shuffle(claimants)
+        for number, (job, worker, agent) in enumerate(claimants):
+            chaos.world.say(agent.node, agent.claim(job.job_id, worker.name, ["x"]))
+            chaos.world.run(chaos.rng.choice((0.0, 0.0, 0.001)))
+            if number == 4 and seed % 2:
+                chaos.world.restart_master()
+        chaos.check_names()
+        job = chaos.world.job("contest")
+        refused = [worker.name for worker in job.workers.values() if "x" in worker.refused]
+        assert sorted([*refused, job.holders["x"]]) == sorted(job.workers)
+        for job, worker, agent in chaos.living():
+            if worker.name == job.holders["x"]:
+                chaos.world.say(agent.node, agent.end(job.job_id, worker.name, FAILURES[0]))
+            else:
+                chaos.world.say(agent.node, agent.claim(job.job_id, worker.name, []))
 
 
 @pytest.mark.parametrize("seed", range(100, 103))
@@ -229,6 +286,7 @@ def test_a_restored_master_knows_what_the_old_one_knew(seed: int) -> None:
         assert list(new.jobs) == list(old.jobs)
         for job_id, job in new.jobs.items():
             assert job.spec == old.jobs[job_id].spec
+            assert job.holders == old.jobs[job_id].holders
             if job.is_waiting:  # says now that no node has come back yet
                 job.reason = old.jobs[job_id].reason
             assert job.saved() == old.jobs[job_id].saved()
@@ -237,6 +295,11 @@ def test_a_restored_master_knows_what_the_old_one_knew(seed: int) -> None:
             assert [name for name in job.workers if name != "store"] == [name for name in known if name != "store"]
             story = list(old.events.get(job_id, ()))
             assert list(new.events.get(job_id, ()))[: len(story)] == story
+
+
+def _fact(entry: DirectoryEntry) -> DirectoryEntry:
+    """Why a life ended an agent and the master may say in different words."""
+    return msgspec.structs.replace(entry, reason="")
 
 
 def _lasting(worker: WorkerRecord) -> WorkerRecord:

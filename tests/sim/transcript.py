@@ -47,6 +47,7 @@ class Transcript:
             "kill": self._kill,
             "fail": self._fail,
             "finish": self._finish,
+            "claim": self._claim,
             "stop": self._stop,
             "restart": self._restart,
             "lose": lambda words, _: self.world.kill_agent(words[0]),
@@ -121,6 +122,11 @@ class Transcript:
             job_id, name, node, agent = _worker(self.world, words[0], short)
             self.world.say(node, agent.finish(job_id, name))
 
+    def _claim(self, words: list[str], options: dict[str, str]) -> None:
+        """``claim JOB WORKER NAME …``: these and no others."""
+        job_id, name, node, agent = _worker(self.world, words[0], words[1])
+        self.world.say(node, agent.claim(job_id, name, words[2:]))
+
     def _stop(self, words: list[str], options: dict[str, str]) -> None:
         self.world.ask(StopJob(job=words[0], force="force" in words))
 
@@ -152,6 +158,8 @@ class Transcript:
             self._write(f"status end: {end.worker}#{end.incarnation} on {end.node}, limit {end.limit!r}")
         for worker in job.workers.values():
             self._write(f"status {_short(worker.name)}#{worker.incarnation} {worker.state} {worker.node}")
+        for name, holder in sorted(job.holders.items()):
+            self._write(f"status name {name}: {_short(holder)}#{job.workers[holder].incarnation}")
 
     # -- writing -----------------------------------------------------------------------------------------------------
 

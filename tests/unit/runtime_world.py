@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
+from unified.bus.codec import Encoded
 from unified.bus.futures import RpcFuture
+from unified.bus.pool import HandlerPool
 from unified.bus.registry import RPC_REGISTRY
+from unified.bus.remote import describe, rebuild
+from unified.bus.stream_feed import StreamFeed
+from unified.bus.stream_source import AnyGenerator, StreamSource, is_stream
+from unified.bus.streams import RpcStream
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.envelope import Kind
 from unified.protocol.worker_agent import Launch
 from unified.worker.context import Worker
 from unified.worker.reporting import Reporter
@@ -27,22 +36,73 @@ class Called(NamedTuple):
 
 
 class InstantBus:
-    """Calls what is registered in this process, whoever the target is."""
+    """Calls what is registered in this process, whoever the target is. Streams run, each on a thread of its own."""
 
     def __init__(self) -> None:
         self.calls: list[Called] = []
         self.methods: dict[str, Callable[..., Any]] = {}
+        self.failures: list[Exception] = []
+        """What the next calls end in, without being made."""
 
     def call(
-        self, target: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout: float | None = None
+        self,
+        target: str,
+        method: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
     ) -> RpcFuture[Any]:
-        self.calls.append(Called(target, method, args, kwargs, timeout))
-        future: RpcFuture[Any] = RpcFuture()
+        self.calls.append(Called(target, method, tuple(args), kwargs, timeout))
+        future: RpcFuture[Any] = RpcFuture(f"the call of {method!r} to worker {target}")
+        if self.failures:
+            future.fail(self.failures.pop(0))
+            return future
         try:
-            future.succeed((self.methods.get(method) or RPC_REGISTRY[method])(*args, **kwargs))
+            value = (self.methods.get(method) or RPC_REGISTRY[method])(*args, **kwargs)
+            future.succeed(_streamed(value, future.what) if is_stream(value) else value)
         except Exception as error:
             future.fail(error)
         return future
+
+    def call_many(
+        self,
+        targets: Sequence[str],
+        method: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        timeout: float | None = None,
+        block: bool = True,
+    ) -> list[RpcFuture[Any]]:
+        return [self.call(target, method, args, kwargs, timeout=timeout, block=block) for target in targets]
+
+
+def _streamed(generator: AnyGenerator, what: str) -> RpcStream[Any]:
+    def send(kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
+        match kind:
+            case Kind.ITEM:
+                feed.push(count, content.body, content.buffers)
+            case Kind.RESULT:
+                feed.end(count)
+            case Kind.ERROR:
+                feed.fail(rebuild(content.body, what))
+        return True
+
+    def told(error: BaseException) -> Encoded:
+        return Encoded(describe(error, worker="far", node="n1"), [])
+
+    def run() -> None:
+        if source.is_async:
+            asyncio.run(source.run_async())
+        else:
+            source.run(HandlerPool("bus-none", 1))
+
+    source = StreamSource(generator, send, describe=told, what=what)
+    feed = StreamFeed(what, send_more=source.more, cancel=source.close, abandon=source.close)
+    threading.Thread(target=run, daemon=True).start()
+    return RpcStream(feed)
 
 
 def worker_of(bus: InstantBus, *, master: str = "tcp://127.0.0.1:7077", **roles: int) -> Worker:

@@ -217,6 +217,17 @@ def test_an_unreadable_master_ends_it() -> None:
     assert driver.take() == [Exit(code=1, reason="version 2")]
 
 
+def test_a_member_bears_an_unreadable_master_and_says_so_once() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.start(W0)
+    driver.take()
+    for _ in range(3):
+        driver.step(MasterUnreadable(reason="version 2."))
+    assert driver.take() == [Note(event="master-unreadable", reason="version 2. The workers stay.", level="error")]
+    assert f"{W0.name}#0" in driver.observed()
+
+
 # The agent's own end
 
 

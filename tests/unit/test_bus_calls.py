@@ -21,13 +21,21 @@ from unified.bus.calls import (
     DropPeer,
     Event,
     FailCall,
+    LinkLost,
     NewsCame,
     SendCall,
     SendCancel,
     SendFailed,
     TimePassed,
 )
-from unified.errors import BusOverloadedError, RpcCancelledError, RpcError, RpcTimeoutError, WorkerDiedError
+from unified.errors import (
+    BusOverloadedError,
+    RouteLostError,
+    RpcCancelledError,
+    RpcError,
+    RpcTimeoutError,
+    WorkerDiedError,
+)
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 
 
@@ -196,6 +204,35 @@ def test_events_about_unknown_calls_do_nothing(event: Event) -> None:
     assert Story().tell(event) == []
 
 
+def test_broken_link_waits_for_the_news_of_a_death_and_then_for_no_more() -> None:
+    for dies in (True, False):
+        story = Story()
+        story.tell(news("alive"))
+        story.tell(CallMade(call_id=1, target="b", method="m"))
+        assert story.tell(LinkLost(inbox_id="b0", reason="closed")) == []
+        if dies:
+            (failed, _) = story.tell(news("dead", reason="killed by SIGKILL"))
+            assert isinstance(failed, FailCall)
+            assert isinstance(failed.error, WorkerDiedError)
+        else:
+            story.now += 1.9
+            assert story.tell(TimePassed()) == []
+            story.now += 0.2
+            (failed,) = story.tell(TimePassed())
+            assert isinstance(failed, FailCall)
+            assert isinstance(failed.error, RouteLostError)
+
+
+def test_stream_stays_open_until_its_last_answer() -> None:
+    story = Story()
+    story.tell(news("alive"))
+    story.tell(CallMade(call_id=1, target="b", method="m", timeout_s=10))
+    assert story.tell(AnswerCame(call_id=1, sender="b0", is_last=False)) == [AcceptAnswer(call_id=1)]
+    assert story.table.num_open == 1
+    assert story.tell(AnswerCame(call_id=1, sender="b0")) == [AcceptAnswer(call_id=1)]
+    assert story.table.num_open == 0
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Whatever happens in whatever order: no call ends twice, none is lost, invariants hold."""
 
@@ -207,8 +244,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.ended: list[int] = []
 
     def tell(self, event: Event) -> None:
+        opens_stream = isinstance(event, AnswerCame) and not event.is_last
         for action in self.table.step(self.now, event):
-            if isinstance(action, FailCall | AcceptAnswer):
+            if isinstance(action, FailCall | AcceptAnswer) and not opens_stream:
                 self.ended.append(action.call_id)
 
     @rule(worker=st.sampled_from("ab"), timeout_s=st.none() | st.floats(0, 10))
@@ -222,9 +260,13 @@ class AnyOrder(RuleBasedStateMachine):
     def hear(self, worker: str, incarnation: int, state: str) -> None:
         self.tell(news(state, incarnation, worker))
 
-    @rule(call_id=st.integers(1, 8), worker=st.sampled_from("ab"), incarnation=st.integers(0, 3))
-    def answer(self, call_id: int, worker: str, incarnation: int) -> None:
-        self.tell(AnswerCame(call_id=call_id, sender=f"{worker}{incarnation}"))
+    @rule(call_id=st.integers(1, 8), worker=st.sampled_from("ab"), incarnation=st.integers(0, 3), is_last=st.booleans())
+    def answer(self, call_id: int, worker: str, incarnation: int, is_last: bool) -> None:
+        self.tell(AnswerCame(call_id=call_id, sender=f"{worker}{incarnation}", is_last=is_last))
+
+    @rule(worker=st.sampled_from("ab"), incarnation=st.integers(0, 3))
+    def lose_link(self, worker: str, incarnation: int) -> None:
+        self.tell(LinkLost(inbox_id=f"{worker}{incarnation}", reason="closed"))
 
     @rule(call_id=st.integers(1, 8))
     def cancel(self, call_id: int) -> None:

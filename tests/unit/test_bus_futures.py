@@ -94,14 +94,6 @@ async def test_cancelled_task_cancels_the_call() -> None:
     assert future.cancelled()
 
 
-def test_waiting_on_the_thread_of_the_answer_is_refused() -> None:
-    future: RpcFuture[int] = RpcFuture("the call", bus_threads={threading.get_ident()})
-    with pytest.raises(RpcError, match="would wait for ever"):
-        future.result()
-    future.succeed(1)
-    assert future.result() == 1
-
-
 def test_gather_keeps_the_order() -> None:
     futures: list[RpcFuture[int]] = [RpcFuture() for _ in range(3)]
     whole = gather(futures, "all")

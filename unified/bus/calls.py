@@ -13,12 +13,21 @@ import msgspec
 
 from unified.bus.directory import Directory, LifeBegan, LifeEnded, WorkerEnded
 from unified.core.timers import TimerTable
-from unified.errors import BusOverloadedError, RpcCancelledError, RpcError, RpcTimeoutError, WorkerDiedError
+from unified.errors import (
+    BusOverloadedError,
+    RouteLostError,
+    RpcCancelledError,
+    RpcError,
+    RpcTimeoutError,
+    WorkerDiedError,
+)
 from unified.job.spec import Value
 from unified.protocol.records import DirectoryEntry, Inbox
 
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 1.0
+LOST_GRACE_S = 2.0
+"""How long the directory has to say that the worker behind a broken link died."""
 
 
 class CallMade(Value, frozen=True, kw_only=True):
@@ -41,6 +50,8 @@ class AnswerCame(Value, frozen=True, kw_only=True):
 
     call_id: int
     sender: str
+    is_last: bool = True
+    """No: it opens a stream, and the call stays open."""
 
 
 class DeliveryFailed(Value, frozen=True, kw_only=True):
@@ -55,6 +66,13 @@ class SendFailed(Value, frozen=True, kw_only=True):
 
     call_id: int
     error: RpcError
+
+
+class LinkLost(Value, frozen=True, kw_only=True):
+    """What led to this inbox broke, or nobody listened there. If its process died, news of that is on its way."""
+
+    inbox_id: str
+    reason: str
 
 
 class CallCancelled(Value, frozen=True, kw_only=True):
@@ -73,7 +91,9 @@ class BusClosed(Value, frozen=True, kw_only=True):
     reason: str
 
 
-Event = CallMade | NewsCame | AnswerCame | DeliveryFailed | SendFailed | CallCancelled | TimePassed | BusClosed
+Event = (
+    CallMade | NewsCame | AnswerCame | DeliveryFailed | SendFailed | LinkLost | CallCancelled | TimePassed | BusClosed
+)
 
 
 class SendCall(Value, frozen=True, kw_only=True):
@@ -111,7 +131,7 @@ class DropPeer(Value, frozen=True, kw_only=True):
 
 
 Action = SendCall | AcceptAnswer | FailCall | SendCancel | DropPeer
-TimerKey = tuple[Literal["deadline", "retry"], int]
+TimerKey = tuple[Literal["deadline", "retry", "lost"], int]
 
 
 class _OpenCall(msgspec.Struct):
@@ -126,6 +146,8 @@ class _OpenCall(msgspec.Struct):
     sent_at: float = 0.0
     num_refused: int = 0
     """How often a relay did not know its target."""
+    lost: str = ""
+    """Why its link broke."""
 
     def left(self, now: float) -> float | None:
         return None if self.timeout_s is None else max(self.made_at + self.timeout_s - now, 0.0)
@@ -146,6 +168,7 @@ class CallTable:
             AnswerCame: self._on_answer,
             DeliveryFailed: self._on_delivery_failed,
             SendFailed: self._on_send_failed,
+            LinkLost: self._on_link_lost,
             CallCancelled: self._on_cancelled,
             TimePassed: self._on_time,
             BusClosed: self._on_closed,
@@ -210,7 +233,8 @@ class CallTable:
         call = self._open.get(event.call_id)
         if call is None or call.inbox is None or call.inbox.inbox_id != event.sender:
             return []  # late, or from another life than the one that was asked
-        self._close(call)
+        if event.is_last:
+            self._close(call)
         return [AcceptAnswer(call_id=call.call_id)]
 
     def _on_delivery_failed(self, now: float, event: DeliveryFailed) -> list[Action]:
@@ -232,6 +256,13 @@ class CallTable:
         call = self._open.get(event.call_id)
         return [] if call is None else [self._fail(call, event.error)]
 
+    def _on_link_lost(self, now: float, event: LinkLost) -> list[Action]:
+        for call in self._open.values():
+            if call.inbox is not None and call.inbox.inbox_id == event.inbox_id and not call.lost:
+                call.lost = event.reason
+                self._timers.arm(("lost", call.call_id), now + LOST_GRACE_S)
+        return []
+
     def _on_cancelled(self, now: float, event: CallCancelled) -> list[Action]:
         call = self._open.get(event.call_id)
         if call is None:
@@ -247,6 +278,8 @@ class CallTable:
                 continue
             if kind == "deadline":
                 actions += self._give_up(call, self._late(now, call))
+            elif kind == "lost":
+                actions.append(self._fail(call, _broken(call)))
             elif call.inbox is not None:
                 actions.append(SendCall(call_id=call_id, inbox=call.inbox, timeout_s=call.left(now)))
         return actions
@@ -277,8 +310,12 @@ class CallTable:
         del calls[call.call_id]
         if not calls:
             del self._by_target[call.target]
-        self._timers.cancel(("deadline", call.call_id))
-        self._timers.cancel(("retry", call.call_id))
+        if call.timeout_s is not None:
+            self._timers.cancel(("deadline", call.call_id))
+        if call.num_refused:
+            self._timers.cancel(("retry", call.call_id))
+        if call.lost:
+            self._timers.cancel(("lost", call.call_id))
 
     def _calls_to(self, worker: str) -> list[_OpenCall]:
         return list(self._by_target.get(worker, {}).values())
@@ -304,8 +341,16 @@ def _died(call: _OpenCall, life: DirectoryEntry, reason: str) -> WorkerDiedError
     )
 
 
+def _broken(call: _OpenCall) -> RouteLostError:
+    return RouteLostError(
+        f"the connection to worker {call.target} broke while {call.method!r} was open ({call.lost}), and nothing says "
+        "that it died; whether its handler ran is not known. Call again if it may run twice."
+    )
+
+
 def _hopeless(call: _OpenCall, entry: DirectoryEntry) -> WorkerDiedError:
     return WorkerDiedError(
         f"worker {call.target} has ended for good, so {call.method!r} cannot be called: "
-        f"{entry.reason or f'life {entry.incarnation} was its last'}. `unified explain {call.target}` says more."
+        f"{entry.reason or f'life {entry.incarnation} was its last'}. `unified explain {call.target}` says more.",
+        is_final=True,
     )

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Callable, Collection, Generator, Sequence
-from concurrent.futures import Future, InvalidStateError
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from unified.bus.link import Link
 from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError
 
 T = TypeVar("T")
+_LONGEST_SLEEP_S = 3600.0
+"""A lock refuses to wait for centuries."""
+_ENDED = (FINISHED, CANCELLED, CANCELLED_AND_NOTIFIED)
+
+
+class Awaited(Protocol):
+    """What a thread waits for: a call, or the next item of a stream."""
+
+    @property
+    def link(self) -> Link | None:
+        """On which it will come, where a waiting thread can receive it itself."""
+
+    def waited_in_vain(self) -> RpcError:
+        """The error of a thread that waits for what it alone could receive."""
+
+
+class Host(Protocol):
+    """The endpoint that a future or a stream belongs to, as far as waiting concerns it."""
+
+    def before_wait(self, awaited: Awaited) -> object:
+        """This thread is about to wait; what comes back is given to `after_wait`.
+
+        Raises:
+            RpcError: it would wait for ever.
+        """
+
+    def after_wait(self, token: Any) -> None:
+        """It waits no more."""
 
 
 class RpcFuture(Future[T]):
@@ -19,26 +49,64 @@ class RpcFuture(Future[T]):
     ``concurrent.futures.wait`` and ``asyncio.wrap_future`` work, and an awaitable.
 
     It ends in the handler's value or in one of the errors under `unified.errors.RpcError`. Callbacks run on a thread of
-    the bus: they must be short, and may not wait for another call.
+    the bus, or on one that waits for another answer of the same worker: they must be short, and may not wait for
+    another call to it.
+
+    The standard future makes a lock and a condition for each; most calls end without anybody having needed one, so here
+    they are made when somebody does.
 
     Attributes:
         deadline: of the call, on this process's monotonic clock; None if it has none.
-        what: the call in words, for messages.
     """
 
     def __init__(
         self,
-        what: str = "a call",
+        what: str | tuple[str, str] = "a call",
         *,
         deadline: float | None = None,
+        host: Host | None = None,
         on_cancel: Callable[[], object] | None = None,
-        bus_threads: Collection[int | None] = (),
     ) -> None:
-        super().__init__()
-        self.what = what
+        self._state = PENDING
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Callable[[Any], object]] = []
+        self._what = what
         self.deadline = deadline
+        self._host = host
         self._on_cancel = on_cancel
-        self._bus_threads = bus_threads
+        self._open = [True]
+        """Emptied by whoever ends it: of two that try, one succeeds."""
+        self._made_condition: threading.Condition | None = None
+        self.link: Link | None = None
+        """On which its answer will come, where a waiting thread can receive it itself."""
+        self.parts: Sequence[Future[Any]] = ()
+        """Futures that this one waits for."""
+
+    @property
+    def what(self) -> str:
+        """The call in words, for messages."""
+        what = self._what
+        return what if isinstance(what, str) else f"the call of {what[0]!r} to worker {what[1]}"
+
+    if TYPE_CHECKING:
+        _condition: threading.Condition  # to `concurrent.futures.as_completed` it is as any other's
+    else:
+
+        @property
+        def _condition(self) -> threading.Condition:
+            condition = self._made_condition
+            if condition is None:
+                with _making:
+                    condition = self._made_condition
+                    if condition is None:
+                        condition = self._made_condition = threading.Condition()
+            return condition
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._state in _ENDED
 
     def result(self, timeout: float | None = None) -> T:
         """The value, waiting for it for at most `timeout` seconds.
@@ -48,21 +116,21 @@ class RpcFuture(Future[T]):
             WorkerDiedError, RpcNotFoundError, RpcCancelledError, BusOverloadedError: as their names say.
             RpcTimeoutError: the call's deadline passed, or `timeout` did (then the call goes on).
         """
-        self._check_may_wait()
-        try:
-            return super().result(timeout)
-        except TimeoutError:
-            if self.done():
-                raise
-            raise self._not_yet(timeout) from None
+        if self._state != FINISHED:
+            self._wait(timeout)
+        if self._exception is not None:
+            try:
+                raise self._exception
+            finally:
+                self = None  # type: ignore[assignment]  # else the traceback would keep the future, and so itself
+        value: T = self._result
+        return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call ended in, or None if in a value; waits as `result` does."""
-        self._check_may_wait()
-        try:
-            return super().exception(timeout)
-        except TimeoutError:
-            raise self._not_yet(timeout) from None
+        if self._state != FINISHED:
+            self._wait(timeout)
+        return self._exception
 
     def cancel(self) -> bool:
         """Give the call up: it ends in `RpcCancelledError`, and its handler is told. False if it has ended already."""
@@ -74,39 +142,130 @@ class RpcFuture(Future[T]):
 
     def cancelled(self) -> bool:
         """Whether the call ended by being cancelled."""
-        return self.done() and isinstance(super().exception(0), RpcCancelledError)
+        return isinstance(self._exception, RpcCancelledError)
 
-    def fail(self, error: BaseException) -> None:
-        """End in `error`, unless it has ended already."""
-        with contextlib.suppress(InvalidStateError):
-            self.set_exception(error)
+    def fail(self, error: BaseException, later: list[RpcFuture[Any]] | None = None) -> None:
+        """End in `error`, unless it has ended already.
+
+        Args:
+            later: the future is put here if there are done callbacks, and `call_back` is to be called; None: they are
+                called now.
+        """
+        self._end(None, error, later)
+
+    def call_back(self) -> None:
+        """Call the done callbacks that `fail` left."""
+        self._invoke_callbacks()  # type: ignore[attr-defined]  # of the standard future
 
     def succeed(self, value: T) -> None:
         """End in `value`, unless it has ended already."""
-        with contextlib.suppress(InvalidStateError):
-            self.set_result(value)
+        self._end(value, None)
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Call `fn(self)` when it has ended; at once if it has."""
+        super().add_done_callback(fn)
+        if self.link is not None and not self.done():
+            self.link.release()
+            self.link.attach()  # nobody may be going to wait for it
+
+    def _end(self, value: Any, error: BaseException | None, later: list[RpcFuture[Any]] | None = None) -> None:
+        try:
+            self._open.pop()
+        except IndexError:
+            return
+        self._result, self._exception = value, error
+        self._state = FINISHED
+        # From here on a thread that makes the condition finds the state; one that made it before is told.
+        condition = self._made_condition
+        if condition is not None:
+            with condition:
+                for waiter in self._waiters:
+                    (waiter.add_result if error is None else waiter.add_exception)(self)
+                condition.notify_all()
+        if self.link is not None:
+            self.link.wake()
+        for part in self.parts:
+            if isinstance(part, RpcFuture) and part.link is not None:
+                part.link.wake()
+        if condition is None or not self._done_callbacks:
+            return
+        if later is None:
+            self.call_back()
+        else:
+            later.append(self)
+
+    def _wait(self, timeout: float | None) -> None:
+        until = None if timeout is None else time.monotonic() + timeout
+        host = self._host
+        token = None if host is None else host.before_wait(self)
+        try:
+            for part in self.parts:
+                if isinstance(part, RpcFuture):
+                    part.receive(until, self)
+            self.receive(until, self)
+            self._sleep(until)
+        finally:
+            if host is not None:
+                host.after_wait(token)
+        if not self.done():
+            raise RpcTimeoutError(f"{self.what} had not ended after {timeout} s of waiting; the call goes on.")
+
+    def receive(self, until: float | None, whole: RpcFuture[Any]) -> None:
+        """Receive the answer on this thread, if no other does, until `whole`, of which it is a part, has ended."""
+        link = self.link
+        if link is None or self.done() or whole.done():
+            return
+        if link.reader == threading.get_ident():
+            raise self.waited_in_vain()
+        link.receive_until(self.done if whole is self else lambda: self.done() or whole.done(), until)
+
+    def waited_in_vain(self) -> RpcError:
+        """The error of a thread that waits for what it alone could receive."""
+        return RpcError(
+            f"{self.what} was waited for on the thread that its answer comes on (in a done callback, or while a "
+            "value is unpickled): it would wait for ever. Wait in another thread, or chain callbacks."
+        )
+
+    def _sleep(self, until: float | None) -> None:
+        if self.done():
+            return
+        link = self.link
+        if link is not None:
+            link.block()
+        try:
+            with self._condition:
+                while not self.done():
+                    left_s = None if until is None else until - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        return
+                    self._condition.wait(None if left_s is None else min(left_s, _LONGEST_SLEEP_S))
+        finally:
+            if link is not None:
+                link.unblock()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"the future of {self.what} cannot be sent to another process: send its result.")
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._awaited().__await__()
 
     async def _awaited(self) -> T:
-        try:
-            return await asyncio.wrap_future(self)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self.cancelled() and not (task is not None and task.cancelling()):
-                raise RpcCancelledError(str(super().exception(0))) from None  # the call was cancelled, not the task
-            raise
+        if not self.done():
+            token = None if self._host is None else self._host.before_wait(self)
+            try:
+                return await asyncio.wrap_future(self)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self.cancelled() and not (task is not None and task.cancelling()):
+                    raise RpcCancelledError(str(self._exception)) from None  # the call was cancelled, not the task
+                raise
+            finally:
+                if self._host is not None:
+                    self._host.after_wait(token)
+        return self.result()
 
-    def _check_may_wait(self) -> None:
-        if not self.done() and threading.get_ident() in self._bus_threads:
-            raise RpcError(
-                f"{self.what} was waited for on the thread that its answer comes on (in a done callback, or while a "
-                "value is unpickled): it would wait for ever. Wait in another thread, or chain callbacks."
-            )
 
-    def _not_yet(self, timeout: float | None) -> RpcTimeoutError:
-        return RpcTimeoutError(f"{self.what} had not ended after {timeout} s of waiting; the call goes on.")
+_making = threading.Lock()
 
 
 def gather(futures: Sequence[Future[T]], what: str) -> RpcFuture[list[T]]:
@@ -117,10 +276,11 @@ def gather(futures: Sequence[Future[T]], what: str) -> RpcFuture[list[T]]:
         for future in futures:
             future.cancel()
 
-    threads = {ident for future in futures if isinstance(future, RpcFuture) for ident in future._bus_threads}
-    whole: RpcFuture[list[T]] = RpcFuture(what, on_cancel=cancel_all, bus_threads=threads)
+    host = next((future._host for future in futures if isinstance(future, RpcFuture)), None)
+    whole: RpcFuture[list[T]] = RpcFuture(what, on_cancel=cancel_all, host=host)
     if not futures:
         whole.succeed([])
+    whole.parts = futures
     lock = threading.Lock()
     left = len(futures)
 
@@ -137,5 +297,5 @@ def gather(futures: Sequence[Future[T]], what: str) -> RpcFuture[list[T]]:
             whole.succeed([each.result() for each in futures])
 
     for future in futures:
-        future.add_done_callback(ended)
+        Future.add_done_callback(future, ended)  # without having the bus read at once: whoever waits will
     return whole

@@ -1,8 +1,13 @@
-"""The way in: one PULL bound on `ipc` and `tcp`, and one DEALER to the relay, each with a thread that waits on it."""
+"""The way in: a Unix socket for this host; for others one PULL bound on `tcp`, and one DEALER to the relay.
+
+The two ZeroMQ sockets share a thread; `unified.bus.receiver` has those of the Unix socket.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +16,7 @@ from typing import NamedTuple
 import zmq
 
 from unified.bus.outlet import HEARTBEAT_MS
-from unified.bus.routes import Policy, ipc_address
+from unified.bus.routes import LOCAL, Policy, ipc_address
 from unified.bus.tensors import Buffer
 from unified.errors import ClusterError
 from unified.protocol.records import Inbox
@@ -20,15 +25,16 @@ from unified.settings import make_private
 logger = logging.getLogger(__name__)
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
-_PULL_BELL = "inproc://bell"
-_DEALER_BELL = "inproc://relay-bell"
+_BELL = "inproc://bell"
+_BATCH = 100
+"""Messages taken from one socket before the others are looked at."""
 
 
 class Mail(NamedTuple):
-    """One message as it came; its frames are views of what ZeroMQ received."""
+    """One message as it came through ZeroMQ; its buffers are views of what was received."""
 
-    envelope: memoryview
-    body: Buffer
+    envelope: bytes
+    body: bytes
     buffers: list[Buffer]
     is_relayed: bool
 
@@ -38,8 +44,11 @@ class InboxSockets:
 
     Args:
         inbox_id: unique for each life; also the DEALER's identity at the relay.
-        run_dir: a directory for the ipc socket, made 0700.
+        run_dir: a directory for the Unix socket, made 0700.
         address: of this host, for others; empty for none.
+
+    Attributes:
+        listener: of the Unix socket; None where there is none.
 
     Raises:
         ClusterError: nobody could reach this inbox.
@@ -55,17 +64,21 @@ class InboxSockets:
         address: str,
         relay: str,
         policy: Policy,
+        secure: Callable[[Socket, bool], None] = lambda socket, is_server: None,
+        shm: str = "",
+        gpus: list[str] | None = None,
     ) -> None:
         self._context = context
-        self._ipc_path: Path | None = None
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._is_closing = False
-        self._pull = context.socket(zmq.PULL)
-        self._pull.set(zmq.IPV6, ":" in address)  # with it, IPv4 addresses would be shown in a mapped form
-        self._pull.bind(_PULL_BELL)
-        routes = [] if policy == "relay" else [*self._bind_ipc(run_dir, inbox_id, policy), *self._bind_tcp(address)]
-        self._dealer = _dealer(context, inbox_id, relay) if relay else None
-        self.inbox = Inbox(inbox_id=inbox_id, routes=routes, host_id=host_id)
+        self._path: Path | None = None
+        self.listener: socket.socket | None = None
+        self._pull: Socket | None = None
+        routes: list[str] = []
+        if policy != "relay":
+            routes += [*self._listen(run_dir, inbox_id, policy), *self._bind_tcp(address, secure)]
+        self._dealer = _dealer(context, inbox_id, relay, secure) if relay else None
+        self.inbox = Inbox(inbox_id=inbox_id, routes=routes, host_id=host_id, shm=shm, gpus=gpus or [])
         if not routes and not relay:
             self.close()
             raise ClusterError(
@@ -73,89 +86,119 @@ class InboxSockets:
                 "could be bound, and there is no relay. The log says why."
             )
 
-    def start(self, on_mail: Callable[[Mail], None], on_relay_lost: Callable[[], None]) -> list[int | None]:
-        """Begin to receive; the idents of the threads that call back."""
-        targets = [lambda: self._receive_direct(on_mail)]
-        if self._dealer is not None:
-            dealer = self._dealer
-            targets.append(lambda: self._receive_relayed(dealer, on_mail, on_relay_lost))
-        for name, target in zip(("bus-io", "bus-relay-io"), targets, strict=False):
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        return [thread.ident for thread in self._threads]
-
-    def close(self) -> None:
-        """End the threads, close all and remove the ipc socket's file."""
-        self._is_closing = True
-        for bell, thread in zip((_PULL_BELL, _DEALER_BELL), self._threads, strict=False):
-            striker = self._context.socket(zmq.PUSH)
-            striker.connect(bell)
-            striker.send(b"")
-            if thread is not threading.current_thread():
-                thread.join()
-            striker.close(0)
-        self._pull.close(0)
-        if self._dealer is not None:
-            self._dealer.close(0)
-        if self._ipc_path is not None:
-            self._ipc_path.unlink(missing_ok=True)
-
-    def _receive_direct(self, on_mail: Callable[[Mail], None]) -> None:
-        while not self._is_closing:
-            mail = _receive(self._pull, False)
-            if not self._is_closing:
-                on_mail(mail)
-
-    def _receive_relayed(
-        self, dealer: Socket, on_mail: Callable[[Mail], None], on_relay_lost: Callable[[], None]
-    ) -> None:
+    def start(self, on_mail: Callable[[Mail], None], on_relay_lost: Callable[[], None]) -> int | None:
+        """Begin to receive what comes through ZeroMQ; the ident of the thread that calls back, if there is one."""
+        if self._pull is None and self._dealer is None:
+            return None
         bell = self._context.socket(zmq.PULL)
-        bell.bind(_DEALER_BELL)
-        lost = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        poller = zmq.Poller()
-        for each in (dealer, lost, bell):
-            poller.register(each, zmq.POLLIN)
-        while not self._is_closing:
-            ready = dict(poller.poll())
-            if dealer in ready:
-                on_mail(_receive(dealer, True))
-            if lost in ready:
-                lost.recv_multipart()
-                on_relay_lost()
-        dealer.disable_monitor()
-        lost.close(0)
-        bell.close(0)
+        bell.bind(_BELL)
+        self._thread = threading.Thread(
+            target=self._receive, args=(bell, on_mail, on_relay_lost), name="bus-remote", daemon=True
+        )
+        self._thread.start()
+        return self._thread.ident
 
-    def _bind_ipc(self, run_dir: str, inbox_id: str, policy: Policy) -> list[str]:
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """End the thread, close all and remove the Unix socket's file.
+
+        Returns:
+            Whether the thread ended: after `timeout_s` one that is held up in somebody's code is left to itself. It
+            closes its sockets when it comes back.
+        """
+        self._is_closing = True
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        if self.listener is not None:
+            self.listener.close()
+        if self._thread is None:
+            self._close_sockets()
+            return True
+        striker = self._context.socket(zmq.PUSH)
+        striker.connect(_BELL)
+        with contextlib.suppress(zmq.Again):  # it has ended already
+            striker.send(b"", zmq.NOBLOCK)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        striker.close(0)
+        return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """In a forked child: nothing here is its own."""
+        self._path = None
+
+    def _receive(self, bell: Socket, on_mail: Callable[[Mail], None], on_relay_lost: Callable[[], None]) -> None:
+        lost = None if self._dealer is None else self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        poller = zmq.Poller()
+        for each in (self._pull, self._dealer, lost, bell):
+            if each is not None:
+                poller.register(each, zmq.POLLIN)
+        while not self._is_closing:
+            try:
+                ready = dict(poller.poll())
+                for source in (self._pull, self._dealer):
+                    if source is not None and source in ready:
+                        self._drain(source, source is self._dealer, on_mail)
+                if lost is not None and lost in ready:
+                    lost.recv_multipart()
+                    on_relay_lost()
+            except BaseException:  # SystemExit too: a done callback may raise it, and all depends on this thread
+                logger.exception("event=receiver-failed: it goes on")
+        if self._dealer is not None and lost is not None:
+            self._dealer.disable_monitor()
+            lost.close(0)
+        bell.close(0)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for each in (self._pull, self._dealer):
+            if each is not None:
+                each.close(0)
+
+    def _drain(self, source: Socket, is_relayed: bool, on_mail: Callable[[Mail], None]) -> None:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_BATCH):
+                if self._is_closing:
+                    return
+                on_mail(_take(source, is_relayed))
+
+    def _listen(self, run_dir: str, inbox_id: str, policy: Policy) -> list[str]:
         if policy == "tcp" or not run_dir:
             return []
         address, why_not = ipc_address(run_dir, inbox_id)
         if not why_not:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 make_private(Path(run_dir))
-                self._pull.bind(address)
-            except (OSError, zmq.ZMQError) as error:
+                listener.bind(address.removeprefix(LOCAL))
+                listener.listen(4096)
+            except OSError as error:
+                listener.close()
                 why_not = str(error)
         if why_not:
             logger.warning("event=no-ipc-route run_dir=%s reason=%r (tcp is used on this host too)", run_dir, why_not)
             return []
-        self._ipc_path = Path(address.removeprefix("ipc://"))
+        self.listener = listener
+        self._path = Path(address.removeprefix(LOCAL))
         return [address]
 
-    def _bind_tcp(self, address: str) -> list[str]:
+    def _bind_tcp(self, address: str, secure: Callable[[Socket, bool], None]) -> list[str]:
         if not address:
             return []
+        pull = self._context.socket(zmq.PULL)
+        pull.set(zmq.IPV6, ":" in address)  # with it, IPv4 addresses would be shown in a mapped form
+        secure(pull, True)
         host = f"[{address}]" if ":" in address and not address.startswith("[") else address
         try:
-            self._pull.bind(f"tcp://{host}:*")
+            pull.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:
             logger.warning("event=no-tcp-route address=%s reason=%r", address, str(error))
+            pull.close(0)
             return []
-        return [self._pull.get_string(zmq.LAST_ENDPOINT)]
+        self._pull = pull
+        return [pull.get_string(zmq.LAST_ENDPOINT)]
 
 
-def _dealer(context: Context, inbox_id: str, relay: str) -> Socket:
+def _dealer(context: Context, inbox_id: str, relay: str, secure: Callable[[Socket, bool], None]) -> Socket:
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.IDENTITY, inbox_id.encode())
     dealer.set(zmq.LINGER, 0)
@@ -164,19 +207,20 @@ def _dealer(context: Context, inbox_id: str, relay: str) -> Socket:
     dealer.set(zmq.RECONNECT_IVL_MAX, 2_000)
     dealer.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     dealer.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    secure(dealer, False)
     dealer.connect(relay)
     return dealer
 
 
-def _receive(source: Socket, is_relayed: bool) -> Mail:
-    frame = source.recv(copy=False)
-    envelope = frame.buffer
-    body: Buffer = b""
+def _take(source: Socket, is_relayed: bool) -> Mail:
+    """One message; zmq.Again if there is none. Envelope and body are small and copied, the buffers are not."""
+    envelope = source.recv(zmq.NOBLOCK)
+    more = source.get(zmq.RCVMORE)
+    body = source.recv() if more else b""
     buffers: list[Buffer] = []
-    if frame.more:
-        frame = source.recv(copy=False)
-        body = frame.buffer
-    while frame.more:
+    more = more and source.get(zmq.RCVMORE)
+    while more:
         frame = source.recv(copy=False)
         buffers.append(frame.buffer)
+        more = frame.more
     return Mail(envelope, body, buffers, is_relayed)

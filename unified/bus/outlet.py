@@ -27,7 +27,10 @@ class Outlet:
         kind: zmq.PUSH for a peer, zmq.DEALER for the relay.
         limit_bytes: of large frames, what may be on its way at once.
         greeting: a message to send before all others.
+        secure: prepares the socket, before it connects.
     """
+
+    is_local = False
 
     def __init__(
         self,
@@ -37,6 +40,7 @@ class Outlet:
         *,
         limit_bytes: int,
         greeting: Sequence[Buffer] = (),
+        secure: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
     ) -> None:
         self.address = address
         self.is_relay = kind == zmq.DEALER
@@ -48,6 +52,7 @@ class Outlet:
         self._socket.set(zmq.IPV6, "[" in address)
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        secure(self._socket)
         self._socket.connect(address)
         if greeting:
             self.try_send(greeting)

@@ -9,18 +9,23 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 logger = logging.getLogger(__name__)
+MOST_THREADS = 1024
+"""With those that wait for other calls."""
 
 
 class HandlerPool:
-    """At most `max_threads` daemon threads, started as work comes."""
+    """At most `max_threads` daemon threads that work, started as work comes; those that wait for other calls (`waits`)
+    do not count, so that handlers that call one another never use it up."""
 
     def __init__(self, name: str, max_threads: int) -> None:
         self._name = name
         self._max_threads = max_threads
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[int, threading.Thread] = {}
+        self._num_started = 0
         self._num_busy = 0
         """Pieces of work that are queued or running."""
+        self._num_waiting = 0
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -30,15 +35,28 @@ class HandlerPool:
             if self._is_closed:
                 return
             self._num_busy += 1
-            if self._num_busy > len(self._threads) < self._max_threads:
-                self._start_thread()
             self._work.put(work)
+            self._grow()
+
+    def waits(self) -> bool:
+        """This thread is about to wait for another call; if True, call `waited` afterwards."""
+        with self._lock:  # also for the question: a thread may be at work before it is entered
+            if threading.get_ident() not in self._threads:
+                return False
+            self._num_waiting += 1
+            self._grow()
+        return True
+
+    def waited(self) -> None:
+        """This thread works again."""
+        with self._lock:
+            self._num_waiting -= 1
 
     def close(self, timeout_s: float = 0.2) -> None:
         """Drop what has not begun, and wait `timeout_s` at most; a thread inside a handler ends with the process."""
         with self._lock:
             self._is_closed = True
-            threads, self._threads = self._threads, []
+            threads = list(self._threads.values())
         with contextlib.suppress(Empty):
             while True:
                 self._work.get_nowait()
@@ -49,11 +67,22 @@ class HandlerPool:
                 thread.join(timeout_s)
                 timeout_s = 0.01 if thread.is_alive() else timeout_s
 
-    def _start_thread(self) -> None:
-        name = f"{self._name}-{len(self._threads)}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _grow(self) -> None:
+        """Under the lock: one more thread, if there is work for it."""
+        num_threads = len(self._threads)
+        most = min(self._max_threads + self._num_waiting, MOST_THREADS)
+        if self._num_busy > num_threads and num_threads < most and not self._is_closed:
+            name = f"{self._name}-{self._num_started + 1}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has none to give
+                if num_threads == 0:
+                    raise
+                logger.warning("event=no-further-thread num_threads=%d reason=%r", num_threads, str(error))
+                return
+            self._num_started += 1
+            self._threads[thread.ident or 0] = thread
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -64,3 +93,6 @@ class HandlerPool:
             del work  # it holds arguments, and the next may be long in coming
             with self._lock:
                 self._num_busy -= 1
+                if len(self._threads) > self._max_threads + self._num_waiting:  # it stood in for one that waited
+                    self._threads.pop(threading.get_ident(), None)
+                    return

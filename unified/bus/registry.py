@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
-from unified.errors import RpcNotFoundError, nearest
+from unified.errors import RpcNotFoundError, UsageError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "__unified_rpc__"
@@ -21,6 +21,12 @@ class RpcMark(NamedTuple):
 
     name: str
     is_async: bool
+    is_stream: bool = False
+    """It is a generator, sync or async: its caller gets an iterator."""
+    inline: bool = False
+    concurrency: int | None = None
+    group: str | None = None
+    idempotent: bool = False
 
 
 class MarkedOrDecorator(Protocol):
@@ -81,19 +87,53 @@ RPC_REGISTRY = MethodRegistry()
 @overload
 def rpc(name: Callable[..., Any], /) -> MarkedOrDecorator: ...
 @overload
-def rpc(name: str | Callable[..., Any] | None = None, export: bool = ...) -> Callable[[F], F]: ...
-def rpc(name: Any = None, export: bool = False) -> Any:
+def rpc(
+    name: str | Callable[..., Any] | None = None,
+    export: bool = ...,
+    *,
+    inline: bool = ...,
+    concurrency: int | None = ...,
+    group: str | None = ...,
+    idempotent: bool = ...,
+) -> Callable[[F], F]: ...
+def rpc(
+    name: Any = None,
+    export: bool = False,
+    *,
+    inline: bool = False,
+    concurrency: int | None = None,
+    group: str | None = None,
+    idempotent: bool = False,
+) -> Any:
     """Mark a function or method as callable by other workers of the job.
 
     ``@rpc``, ``@rpc()``, ``@rpc("name")``, ``@rpc(stub)`` (the name is that of the function `stub`; see the
     ``remote_call.py`` pattern), ``@rpc(name=…, export=True)``. The runtime exports the marked functions of the entry
     point's module and the marked methods of its instance; with `export` the function is registered at once.
 
+    A generator function, sync or async, is a stream: its caller iterates over what it yields while it runs.
+
+    Args:
+        name: under which others call it; default: the function's own name.
+        export: register it now.
+        inline: run it on the thread that receives, for a handler of microseconds that never waits. It may return a
+            `concurrent.futures.Future` to answer later.
+        concurrency: how many calls of it may run at once in one worker; default: as many as there are threads.
+        group: functions of one group run one at a time, all together; with `concurrency`, that many.
+        idempotent: running it twice does no harm, so that a caller may ask for retries.
+
     Raises:
-        ValueError: `export` was asked for, and the name is taken.
+        ValueError: `export` was asked for, and the name is taken; or options that contradict each other.
     """
-    if callable(name) and not export and not _is_bound(name, sys._getframe(1)):
-        return _mark(name, None)  # bare @rpc: the function is being defined, so nothing is bound to it yet
+    if inline and (concurrency is not None or group is not None):
+        raise UsageError(
+            "@rpc(inline=True) runs on one thread, one call at a time: give it no concurrency and no group."
+        )
+    if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
+        raise UsageError(f"@rpc(concurrency={concurrency!r}): a number of calls from 1 up is wanted.")
+    how = RpcMark("", False, inline=inline, concurrency=concurrency, group=group, idempotent=idempotent)
+    if callable(name) and not export and how == RpcMark("", False) and not _is_bound(name, sys._getframe(1)):
+        return _mark(name, None, how)  # bare @rpc: the function is being defined, so nothing is bound to it yet
 
     def decorate(function: F) -> F:
         if not callable(_plain(function)):
@@ -101,7 +141,7 @@ def rpc(name: Any = None, export: bool = False) -> Any:
                 f"rpc(…) decorates a function, not {function!r}. (Given a function that has a name already, "
                 "rpc takes it for a stub and returns a decorator.)"
             )
-        _mark(function, method_name(name) if callable(name) else name)
+        _mark(function, method_name(name) if callable(name) else name, how)
         if export:
             export_rpc_method(method_name(function), _plain(function))
         return function
@@ -178,15 +218,20 @@ def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call of it returns a coroutine."""
     mark = mark_of(function)
     if mark is not None:
-        return mark.is_async
+        return mark.is_async and not mark.is_stream
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _mark(function: F, name: str | None) -> F:
+def _mark(function: F, name: str | None, how: RpcMark) -> F:
     plain = _plain(function)
-    setattr(plain, MARK, RpcMark(name or plain.__name__, inspect.iscoroutinefunction(plain)))
+    is_async = inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain)
+    is_stream = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
+    if how.inline and (is_async or is_stream):
+        raise UsageError(f"@rpc(inline=True) on {plain.__qualname__}: only a plain function can run inline.")
+    mark = how._replace(name=name or plain.__name__, is_async=is_async, is_stream=is_stream)
+    setattr(plain, MARK, mark)
     return function
 
 

@@ -13,6 +13,7 @@ from unified.errors import (
     BusOverloadedError,
     ProtocolError,
     RemoteError,
+    RouteLostError,
     RpcCancelledError,
     RpcError,
     RpcNotFoundError,
@@ -22,7 +23,7 @@ from unified.protocol.framing import UNREADABLE
 
 MAX_TEXT = 64 * 1024
 _OURS: dict[str, type[RpcError]] = {
-    cls.__name__: cls for cls in (RpcNotFoundError, BusOverloadedError, RpcCancelledError)
+    cls.__name__: cls for cls in (RpcNotFoundError, BusOverloadedError, RpcCancelledError, RouteLostError)
 }
 """What the callee's bus itself says; the caller gets it as it is."""
 _made: dict[type[Exception], Any] = {}
@@ -52,7 +53,7 @@ def describe(error: BaseException, *, worker: str, node: str) -> bytes:
     """The body of an ERROR for what a handler raised. It never fails, whatever the exception's own methods do."""
     raised = Raised(
         from_bus=False,
-        type_name=_type_name(type(error)),
+        type_name=_type_name(error),
         message=_text(error),
         traceback=_trace(error),
         worker=worker,
@@ -165,6 +166,9 @@ def _trace(error: BaseException) -> str:
         return f"<its traceback cannot be formatted: {type(second).__name__}>"
 
 
-def _type_name(cls: type) -> str:
-    far = getattr(cls, "far_class", cls)
+def _type_name(error: BaseException) -> str:
+    """Of what was raised first, where this came from another worker."""
+    if type(error) is RemoteError and error.type_name:
+        return error.type_name
+    far = getattr(type(error), "far_class", type(error))
     return far.__qualname__ if far.__module__ == "builtins" else f"{far.__module__}.{far.__qualname__}"

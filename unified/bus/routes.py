@@ -11,6 +11,8 @@ from unified.protocol.records import Inbox
 Policy = Literal["auto", "tcp", "relay"]
 """`auto`: the best there is. `tcp`: as between hosts, even on one. `relay`: all through the master's relay."""
 VARIABLE = "UNIFIED_BUS_ROUTE"
+LOCAL = "ipc://"
+"""A Unix socket that speaks `unified.bus.frames`."""
 MAX_IPC_PATH = 107
 """Characters of a Unix socket's path on Linux."""
 
@@ -44,7 +46,7 @@ def choose_route(inbox: Inbox, *, host_id: str, policy: Policy, relay: str) -> R
     """
     if policy != "relay":
         for address in inbox.routes:
-            if address.startswith("ipc://") and policy == "auto" and inbox.host_id == host_id:
+            if address.startswith(LOCAL) and policy == "auto" and inbox.host_id == host_id:
                 return Route("ipc", address)
             if address.startswith("tcp://"):
                 return Route("tcp", address)
@@ -65,4 +67,4 @@ def ipc_address(run_dir: str, inbox_id: str) -> tuple[str, str]:
             "",
             f"its path would have {length} bytes, {MAX_IPC_PATH} are allowed: set UNIFIED_RUN_DIR to a shorter one",
         )
-    return f"ipc://{path}", ""
+    return f"{LOCAL}{path}", ""

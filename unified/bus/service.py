@@ -1,4 +1,8 @@
-"""The callee's side: calls come in, handlers run, answers go out."""
+"""The callee's side: calls come in, handlers run, answers go out.
+
+Which thread a handler runs on: an ``async def`` on the event loop; ``@rpc(inline=True)``, and a plain function that has
+shown to be short, on the thread that received the call; all others on a pool.
+"""
 
 from __future__ import annotations
 
@@ -8,84 +12,99 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
-from typing import Any
-
-import msgspec
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
 from unified.bus.codec import Encoded, decode, encode
+from unified.bus.futures import RpcFuture
+from unified.bus.gates import Gate, Pace, StartOrder
+from unified.bus.inbound import CURRENT, InboundCall
+from unified.bus.link import Link
+from unified.bus.loop import LoopThread
 from unified.bus.pool import HandlerPool
-from unified.bus.registry import MethodRegistry, is_async
+from unified.bus.receiver import Receiver
+from unified.bus.registry import MethodRegistry, RpcMark, is_async, mark_of
 from unified.bus.remote import describe, describe_ours
-from unified.bus.tensors import Buffer
-from unified.errors import ProtocolError, RpcCancelledError, RpcError
+from unified.bus.stream_source import AnyGenerator, StreamSource, is_stream
+from unified.errors import ProtocolError, RouteLostError, RpcCancelledError, RpcError
 from unified.protocol.envelope import Kind
 
 logger = logging.getLogger(__name__)
 MAX_HANDLER_THREADS = 32
-TRACE: ContextVar[str] = ContextVar("unified_trace", default="")
-"""Trace id of the call that is being handled."""
+MAX_CHAIN = 64
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, dict, tuple})
 
 
-class InboundCall(msgspec.Struct, eq=False):
-    """A call from elsewhere, until it is answered."""
+class Reply(Protocol):
+    """Sends an answer, or a part of one; False if it cannot be sent, or not without waiting."""
 
-    call_id: int
-    sender: str
-    method: str
-    expires: float | None
-    """On this process's monotonic clock."""
-    body: Buffer
-    buffers: list[Buffer]
-    trace_id: str = ""
-    is_relayed: bool = False
-    is_cancelled: bool = False
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def is_stale(self) -> bool:
-        """Nobody waits for its answer any more."""
-        return self.is_cancelled or (self.expires is not None and time.monotonic() >= self.expires)
+    def __call__(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool: ...
 
 
-Reply = Callable[[InboundCall, Kind, Encoded, bool], None]
-"""Send an answer; the last argument says whether the calling thread may wait for room."""
+class _Method(NamedTuple):
+    """What is known of a registered function."""
+
+    function: Callable[..., Any]
+    is_async: bool
+    is_inline: bool
+    gate: Gate | None
+    pace: Pace
 
 
 class CallService:
-    """Runs handlers: sync ones on a pool of threads, async ones on one event loop. Calls that come before `open` wait.
+    """Runs handlers. Calls that come before `open` wait.
 
     Args:
         reply: sends an answer home.
         pool: for sync handlers; shared with whoever else must not block.
+        receiver: whose leading thread may run short handlers.
     """
 
-    def __init__(self, *, registry: MethodRegistry, worker: str, node: str, reply: Reply, pool: HandlerPool) -> None:
+    def __init__(
+        self,
+        *,
+        registry: MethodRegistry,
+        worker: str,
+        node: str,
+        reply: Reply,
+        pool: HandlerPool,
+        receiver: Receiver,
+    ) -> None:
         self._registry = registry
         self._worker = worker
         self._node = node
         self._reply = reply
         self._pool = pool
-        self._loop = _LoopThread()
+        self._receiver = receiver
+        self._loop = LoopThread()
         self._known: dict[tuple[str, int], InboundCall] = {}
         self._early: list[InboundCall] | None = []
+        self._methods: dict[str, _Method] = {}
+        self._gates: dict[str, Gate] = {}
+        self._order = StartOrder()
+        self._parked: dict[Link, list[Callable[[], object]]] = {}
+        """What would begin calls whose link is full."""
         self._lock = threading.Lock()
 
     def accept(self, call: InboundCall) -> None:
-        """Take a call in; never blocks."""
+        """Take a call in; never blocks for longer than an inline handler does."""
         self._known[call.sender, call.call_id] = call
-        with self._lock:
-            if self._early is not None:
-                self._early.append(call)
-                return
+        if self._early is not None:
+            with self._lock:
+                if self._early is not None:
+                    self._early.append(call)
+                    return
         self._begin(call)
 
     def open(self) -> None:
         """The methods are registered: begin with the calls that wait."""
-        with self._lock:
-            early, self._early = self._early or [], None
-        for call in early:
-            self._begin(call)
+        while True:
+            with self._lock:  # what comes meanwhile lines up behind those that wait
+                early, self._early = self._early, None if not self._early else []
+            if not early:
+                return
+            for call in early:
+                self._begin(call)
 
     def cancel(self, sender: str, call_id: int) -> None:
         """The caller gave up: a call that has not begun never will, an async handler is cancelled."""
@@ -93,53 +112,280 @@ class CallService:
         if call is None:
             return
         call.is_cancelled = True
-        if call.task is not None:
+        if call.stream is not None:
+            call.stream.close()
+        elif call.task is not None:
             self._loop.run(call.task.cancel)
+        elif call.deferred is not None:
+            call.deferred.cancel()
+        gate = call.gate
+        with self._lock:
+            is_in_line = gate is not None and call in gate.waiting
+        if is_in_line:
+            self._forget(call)
+
+    def more(self, sender: str, call_id: int, count: int) -> None:
+        """The caller has consumed so many items of a stream."""
+        call = self._known.get((sender, call_id))
+        if call is not None and call.stream is not None:
+            call.stream.more(count)
+
+    def caller_died(self, inbox_id: str) -> None:
+        """Nobody waits for the answers to its calls any more."""
+        for sender, call_id in list(self._known):
+            if sender == inbox_id:
+                self.cancel(sender, call_id)
+
+    def link_lost(self, link: Link) -> None:
+        """Answers to the calls that came on it would go nowhere."""
+        for call in list(self._known.values()):
+            if call.link is link:
+                self.cancel(call.sender, call.call_id)
+        self.resume(link)
+
+    def resume(self, link: Link) -> None:
+        """There is room again for the answers to the calls that came on it."""
+        with self._lock:
+            parked = self._parked.pop(link, [])
+        for begin in parked:
+            begin()
+
+    def relay_lost(self) -> None:
+        """Items of streams may be lost that were with the relay, and their callers would wait for them: end those."""
+        for call in list(self._known.values()):
+            if call.is_relayed and call.stream is not None:
+                call.stream.close()
+                error = RouteLostError(
+                    f"the connection of worker {self._worker} to the bus relay broke while it streamed {call.method!r}."
+                )
+                self._reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+
+    def begin_wait(self) -> InboundCall | None:
+        """This thread's handler is about to wait for another call; give what comes back to `end_wait`."""
+        call = CURRENT.get()
+        if call is None:
+            return None
+        with self._lock:
+            call.num_waits += 1
+            hopeless = call.gate.hopeless() if call.gate is not None else []
+        for each in hopeless:
+            self._refuse(each)
+        method = self._methods.get(call.method)
+        if method is not None:
+            method.pace.forget()
+        return call
+
+    def end_wait(self, call: InboundCall) -> None:
+        """It waits no more."""
+        with self._lock:
+            call.num_waits -= 1
 
     def close(self) -> None:
         """Cancel async handlers and stop the loop. The pool is its owner's."""
+        for call in list(self._known.values()):
+            if call.stream is not None:
+                call.stream.close()
         self._loop.close()
         self._known.clear()
 
     def _begin(self, call: InboundCall) -> None:
+        """On the thread that received the call."""
+        if len(call.chain) > MAX_CHAIN:
+            self._fail(
+                call,
+                RpcError(
+                    f"the call of {call.method!r} in worker {self._worker} was refused: {len(call.chain)} handlers, "
+                    "each waiting for the next, led to it. Do they call one another in a circle?"
+                ),
+            )
+            return
         function = self._registry.get(call.method)
-        if function is not None and is_async(function):
-            self._loop.run(lambda: self._start_task(call, lambda: self._invoke(call, function)))
-        else:
-            self._pool.submit(lambda: self._run(call))
+        if function is None:
+            self._pool.submit(lambda: self._answer_unknown(call))
+            return
+        method = self._methods.get(call.method)
+        if method is None or method.function is not function:
+            method = self._methods[call.method] = self._describe(call.method, function)
+        if method.gate is not None:
+            with self._lock:
+                may_enter = method.gate.enter(call)
+                hopeless = [] if may_enter else method.gate.hopeless()
+            for each in hopeless:
+                self._refuse(each)
+            if not may_enter:
+                return
+        self._hand_on(call, method)
 
-    def _run(self, call: InboundCall) -> None:
+    def _hand_on(self, call: InboundCall, method: _Method) -> None:
+        if method.is_inline:
+            self._run_here(call, method)
+        elif method.is_async:
+            self._loop.run(lambda: self._start_task(call, method))
+        elif (
+            method.pace.is_short
+            and method.gate is None
+            and self._receiver.is_leader()
+            and self._receiver.may_run
+            and self._order.is_free(call)
+            and not (call.link is not None and call.link.is_full)
+        ):
+            self._run_here(call, method)
+        else:
+            with self._lock:
+                may_start = self._order.line_up(call)
+            if may_start:
+                self._pool.submit(lambda: self._run(call, method, True))
+
+    def _run_here(self, call: InboundCall, method: _Method) -> None:
+        is_lent = self._receiver.lend()
+        try:
+            self._run(call, method, False)
+        finally:
+            if is_lent:
+                self._receiver.take_back()
+
+    def _describe(self, name: str, function: Callable[..., Any]) -> _Method:
+        mark = mark_of(function) or RpcMark(name, False)
+        gate = None
+        if mark.group is not None or mark.concurrency is not None:
+            limit = mark.concurrency or 1
+            key = f"group {mark.group!r}" if mark.group is not None else f"method {name!r}"
+            gate = self._gates.get(key)
+            if gate is None:
+                gate = self._gates[key] = Gate(key, limit)
+            gate.limit = min(gate.limit, limit)  # of a group whose members say different numbers
+        return _Method(function, is_async(function), mark.inline, gate, Pace())
+
+    def _run(self, call: InboundCall, method: _Method, in_line: bool) -> None:
+        """Run a plain handler to its end, on this thread."""
         if call.is_stale:
+            if in_line:
+                self._start_next(call)
             self._forget(call)
             return
-        token = TRACE.set(call.trace_id)
-        try:
-            function = self._registry.find(call.method, self._worker)
-        except RpcError as error:
-            self._answer(call, Kind.ERROR, Encoded(describe_ours(error), []), True)
+        if call.link is not None and call.link.is_full and not method.is_inline:
+            self._park(call.link, lambda: self._pool.submit(lambda: self._run(call, method, in_line)))
             return
+        token = CURRENT.set(call)
+        began = 0.0
         try:
-            value = self._invoke(call, function)
-            if inspect.isawaitable(value):  # a sync function that returned a coroutine
-                self._loop.run(lambda: self._start_task(call, lambda: value))
+            args, kwargs = self._arguments(call)
+            if in_line:
+                self._start_next(call)
+                in_line = False
+            began = time.perf_counter()
+            value = method.function(*args, **kwargs)
+            if call.num_waits == 0:
+                method.pace.took(time.perf_counter() - began)
+            if type(value) not in _PLAIN and self._ends_later(call, value):
                 return
-            kind, answer = Kind.RESULT, encode(value)
+            kind, answer = Kind.RESULT, encode(value, devices=True)
         except BaseException as error:
             kind, answer = Kind.ERROR, self._described(error)
         finally:
-            TRACE.reset(token)
-        self._answer(call, kind, answer, True)
+            if in_line:
+                self._start_next(call)
+            CURRENT.reset(token)
+        self._answer(call, kind, answer, not self._receiver.is_leader())
 
-    def _start_task(self, call: InboundCall, work: Callable[[], Awaitable[Any]]) -> None:
+    def _park(self, link: Link, begin: Callable[[], object]) -> None:
+        with self._lock:
+            self._parked.setdefault(link, []).append(begin)
+        if not link.is_full:  # room came meanwhile, and `resume` with it
+            self.resume(link)
+
+    def _ends_later(self, call: InboundCall, value: Any) -> bool:
+        """Whether what a plain handler returned is something to wait for."""
+        if is_stream(value):
+            self._stream(call, value)
+            return True
+        if isinstance(value, Future):
+            if isinstance(value, RpcFuture):  # who made another kind of future need not expect that it is cancelled
+                call.deferred = value
+                if call.is_cancelled:
+                    value.cancel()
+            value.add_done_callback(lambda ended: self._answer_future(call, ended))
+            return True
+        if inspect.isawaitable(value):
+            self._loop.run(lambda: self._follow(call, value))
+            return True
+        return False
+
+    def _stream(self, call: InboundCall, generator: AnyGenerator) -> None:
+        """In the context of the call: run what its handler returned."""
+
+        def send(kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
+            return self._reply(call, kind, content, may_wait, count)
+
+        source = call.stream = StreamSource(
+            generator,
+            send,
+            describe=self._described,
+            what=f"{call.method!r} in worker {self._worker}",
+            expires=call.expires,
+        )
+
+        def run() -> None:
+            try:
+                source.run(self._pool)
+            finally:
+                self._forget(call)
+
+        async def run_async() -> None:
+            try:
+                await source.run_async()
+            finally:
+                self._forget(call)
+
+        if call.is_cancelled:
+            source.close()
+        if source.is_async:
+            self._loop.run(lambda: self._follow_stream(call, run_async()))
+        else:
+            self._pool.submit(run)
+
+    def _follow_stream(self, call: InboundCall, work: Awaitable[Any]) -> None:
+        call.task = asyncio.ensure_future(work)
+
+    def _answer_future(self, call: InboundCall, ended: Future[Any]) -> None:
+        """A handler's own future has ended, on whichever thread ended it."""
+        try:
+            kind, answer = Kind.RESULT, encode(ended.result(), devices=True)
+        except BaseException as error:
+            kind, answer = Kind.ERROR, self._described(error)
+        self._answer(call, kind, answer, False)
+
+    def _start_next(self, call: InboundCall) -> None:
+        with self._lock:
+            following = self._order.started(call)
+        if following is not None:
+            method = self._methods[following.method]
+            self._pool.submit(lambda: self._run(following, method, True))
+
+    def _start_task(self, call: InboundCall, method: _Method) -> None:
+        """On the loop."""
+        if call.link is not None and call.link.is_full and not call.is_stale:
+            self._park(call.link, lambda: self._loop.run(lambda: self._start_task(call, method)))
+            return
+
+        async def invoke() -> Any:
+            args, kwargs = self._arguments(call)
+            return await method.function(*args, **kwargs)
+
+        self._follow(call, invoke())
+
+    def _follow(self, call: InboundCall, work: Awaitable[Any]) -> None:
         call.task = asyncio.ensure_future(self._run_async(call, work))
 
-    async def _run_async(self, call: InboundCall, work: Callable[[], Awaitable[Any]]) -> None:
+    async def _run_async(self, call: InboundCall, work: Awaitable[Any]) -> None:
         if call.is_stale:
+            if inspect.iscoroutine(work):
+                work.close()
             self._forget(call)
             return
-        TRACE.set(call.trace_id)  # the task's own context
+        CURRENT.set(call)  # in the task's own context
         try:
-            kind, answer = Kind.RESULT, encode(await work())
+            kind, answer = Kind.RESULT, encode(await work, devices=True)
         except asyncio.CancelledError:
             if call.is_cancelled or self._loop.is_closing:
                 self._forget(call)
@@ -150,12 +396,12 @@ class CallService:
             kind, answer = Kind.ERROR, self._described(error)
         self._answer(call, kind, answer, False)
 
-    def _invoke(self, call: InboundCall, function: Callable[..., Any]) -> Any:
+    def _arguments(self, call: InboundCall) -> tuple[list[Any], dict[str, Any]]:
         arguments = decode(call.body, call.buffers)
         call.body, call.buffers = b"", []
         match arguments:
             case [list() as args, dict() as kwargs]:
-                return function(*args, **kwargs)
+                return args, kwargs
         raise ProtocolError(f"the body of the call of {call.method!r} does not hold arguments.")
 
     def _described(self, error: BaseException) -> Encoded:
@@ -165,53 +411,56 @@ class CallService:
         theirs = error.with_traceback(trace or error.__traceback__)
         return Encoded(describe(theirs, worker=self._worker, node=self._node), [])
 
+    def _answer_unknown(self, call: InboundCall) -> None:
+        try:
+            self._registry.find(call.method, self._worker)
+        except RpcError as error:
+            self._fail(call, error)
+        else:
+            self._begin(call)  # registered since
+
+    def _refuse(self, call: InboundCall) -> None:
+        """A call that would wait for ever in its gate."""
+        gate = call.gate
+        name = gate.name if gate is not None else call.method
+        call.is_cancelled = True
+        with self._lock:
+            admitted = gate.leave(call) if gate is not None else []
+        call.is_cancelled = False
+        self._fail(
+            call,
+            RpcError(
+                f"the call of {call.method!r} in worker {self._worker} was refused: calls of {name} wait for one "
+                "another there, and those that run now wait for this one. Do not call a serialised method from its "
+                "own handler."
+            ),
+        )
+        self._admit(admitted)
+
+    def _fail(self, call: InboundCall, error: RpcError) -> None:
+        self._answer(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+
     def _answer(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool) -> None:
         self._forget(call)
-        if not call.is_stale:
+        if call.is_stale:
+            return
+        try:
             self._reply(call, kind, answer, may_wait)
+        except Exception as error:  # such as a body of more than 4 GiB; its caller is not to wait for ever
+            self._reply(call, Kind.ERROR, self._described(error), may_wait)
 
     def _forget(self, call: InboundCall) -> None:
         self._known.pop((call.sender, call.call_id), None)
+        call.has_ended = True
+        if call.gate is not None:
+            with self._lock:
+                admitted = call.gate.leave(call)
+            self._admit(admitted)
 
-
-class _LoopThread:
-    """An event loop on a daemon thread, made when the first async handler is called."""
-
-    def __init__(self) -> None:
-        self.is_closing = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Call `work` on the loop, soon; after `close` it is dropped."""
-        with self._lock:
-            if self.is_closing:
-                return
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._main, args=(self._loop,), name="bus-loop", daemon=True)
-                self._thread.start()
-            self._loop.call_soon_threadsafe(work)
-
-    def close(self, timeout_s: float = 1.0) -> None:
-        with self._lock:
-            self.is_closing = True
-            loop, thread = self._loop, self._thread
-            if loop is None or thread is None:
-                return
-            loop.call_soon_threadsafe(loop.stop)
-        if thread is not threading.current_thread():
-            thread.join(timeout_s)
-
-    @staticmethod
-    def _main(loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.wait(tasks, timeout=0.5) if tasks else asyncio.sleep(0))
-        finally:
-            loop.close()
+    def _admit(self, calls: list[InboundCall]) -> None:
+        for call in calls:
+            method = self._methods[call.method]
+            if method.is_async:
+                self._hand_on(call, method)
+            else:
+                self._pool.submit(lambda call=call, method=method: self._run(call, method, False))  # type: ignore[misc]

@@ -22,12 +22,17 @@ class Window:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._held: dict[str, int] = {}
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._num_waiting = 0
         self._is_closed = False
 
     def held(self, target: str) -> int:
         return self._held.get(target, 0)
+
+    def is_full(self, target: str, nbytes: int) -> bool:
+        """Whether `take` would have to wait."""
+        return not self._has_room(target, nbytes)
 
     def take(self, target: str, nbytes: int, *, block: bool, deadline: float | None) -> None:
         """Add to what is in flight to `target`; wait for room if `block`, until `deadline` on the monotonic clock.
@@ -36,7 +41,7 @@ class Window:
             BusOverloadedError: no room, and `block` is False.
             RpcTimeoutError: no room came before the deadline.
         """
-        with self._changed:
+        with self._lock:
             if not self._has_room(target, nbytes):
                 if not block:
                     raise BusOverloadedError(self._full(target, nbytes))
@@ -44,7 +49,7 @@ class Window:
             self._held[target] = self._held.get(target, 0) + nbytes
 
     def give_back(self, target: str, nbytes: int) -> None:
-        with self._changed:
+        with self._lock:
             left = self._held.get(target, 0) - nbytes
             if left > 0:
                 self._held[target] = left

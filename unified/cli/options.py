@@ -8,6 +8,7 @@ import typer
 
 from unified.client.address import connect_seconds, require_master
 from unified.client.connection import MasterConnection
+from unified.keys import find_key
 
 Master = Annotated[
     str | None,
@@ -21,6 +22,7 @@ def connect(master: str | None) -> MasterConnection:
     """A connection to the master of ``--master`` or ``UNIFIED_MASTER``.
 
     Raises:
-        UsageError: neither is given, or an interval of the environment is not a number.
+        UsageError: neither is given, an interval of the environment is not a number, or the key file is of no use.
     """
-    return MasterConnection(require_master(master), timeout_s=connect_seconds())
+    address = require_master(master)
+    return MasterConnection(address, key=find_key(address), timeout_s=connect_seconds())

@@ -22,6 +22,7 @@ _USED = {
 _NOT_OPTIONS = {
     *(f"UNIFIED_{field.upper()}" for field in Intervals.__struct_fields__),
     *("UNIFIED_MASTER", "UNIFIED_HOME", "UNIFIED_RUN_DIR", "UNIFIED_PROGRESS", "UNIFIED_CLUSTER_ID"),
+    *("UNIFIED_KEY_FILE", "UNIFIED_INSECURE"),
 }
 _NO_CONFIG = Blob(codec="msgpack", data=b"\x80")
 _ROLE = "ELASTIC"

@@ -9,6 +9,7 @@ timed out never arrives late.
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -19,7 +20,9 @@ from typing import Self, TypeVar
 import zmq
 
 from unified.client.address import parse_address
+from unified.client.dealer import Dealer
 from unified.errors import MasterUnreachableError, ProtocolError, RefusedError, UnifiedError, VersionMismatchError
+from unified.keys import KEY_VARIABLE, ClusterKey
 from unified.protocol.client_master import (
     ClientToMaster,
     GetJob,
@@ -86,14 +89,16 @@ class MasterConnection:
 
     Args:
         address: ``tcp://HOST:PORT`` of the master.
+        key: of its cluster (`unified.keys.find_key`); None for one that has none.
         timeout_s: how long a request waits for its answer when it names no time of its own.
 
     Raises:
         UsageError: `address` is not an address. Whether anybody listens there shows with the first request.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, *, key: ClusterKey | None = None, timeout_s: float = 10.0) -> None:
         self.address = parse_address(address)
+        self._key = key
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._next_id = 1
@@ -102,6 +107,7 @@ class MasterConnection:
         self._is_closed = False
         self._ended_by: UnifiedError | None = None
         self._thread: threading.Thread | None = None
+        self._num_broken = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def __enter__(self) -> Self:
@@ -125,6 +131,7 @@ class MasterConnection:
 
         Raises:
             RefusedError: the master said no; the error carries its code and reason.
+            KeyRefusedError: this side and the master have not the same cluster key.
             MasterUnreachableError: nobody answered in time.
             VersionMismatchError: the master is of another release.
             ProtocolError: what answered is not a master.
@@ -180,11 +187,11 @@ class MasterConnection:
         """The thread that owns the socket."""
         error: UnifiedError = self._closed()
         try:
-            with zmq.Context() as context, _dealer(context, self.address) as socket:
-                poller = zmq.Poller()
-                poller.register(self._wake, zmq.POLLIN)
+            with zmq.Context() as context:
                 while not self._is_closed:
-                    self._turn(socket, poller)
+                    with Dealer(context, self.address, self._key) as dealer:
+                        self._talk(dealer)
+                    self._await_request()
         except zmq.ZMQError as problem:  # such as no descriptors left
             error = MasterUnreachableError(f"the socket to the master at {self.address} cannot be used: {problem}.")
         finally:
@@ -192,11 +199,32 @@ class MasterConnection:
                 self._ended_by = error
             self._fail_all(error)
 
-    def _turn(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
+    def _talk(self, dealer: Dealer) -> None:
+        """Until the connection is closed, or the master refuses this socket."""
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(dealer.monitor, zmq.POLLIN)
+        while not self._is_closed:
+            self._turn(dealer, poller)
+            if dealer.refusal is not None:
+                self._fail_all(dealer.refusal)
+                return
+
+    def _await_request(self) -> None:
+        """The next one is tried on a new socket: somebody may have set the key right."""
+        while not (self._outbox or self._is_closed):
+            select.select([self._wake], [], [])
+            os.eventfd_read(self._wake)
+
+    def _turn(self, dealer: Dealer, poller: zmq.Poller) -> None:
+        socket = dealer.socket
         poller.register(socket, zmq.POLLIN | zmq.POLLOUT if self._outbox else zmq.POLLIN)
         ready = dict(poller.poll(self._patience_ms()))
         if self._wake in ready:
             os.eventfd_read(self._wake)
+        if dealer.monitor in ready:
+            dealer.watch()
+            self._num_broken = dealer.num_broken
         if ready.get(socket, 0) & zmq.POLLIN:
             self._receive(socket)
         self._look_at_clock(time.monotonic())
@@ -279,6 +307,11 @@ class MasterConnection:
                 f"the master at {self.address} got {type(reply.message).__name__} and did not answer within "
                 f"{reply.timeout_s:g} s. It may have done it: look with `unified jobs` before you try again."
             )
+        if self._num_broken:
+            return MasterUnreachableError(
+                f"what listens at {self.address} ended {self._num_broken} connections at their beginning: it is no "
+                f"master, or one with a cluster key, of which {KEY_VARIABLE} has to name a copy here."
+            )
         return MasterUnreachableError(
             f"no master answers at {self.address} after {reply.timeout_s:g} s: is `unified-master` running there? "
             "Another address is given with --master or UNIFIED_MASTER."
@@ -289,16 +322,3 @@ class MasterConnection:
             f"what answers at {self.address} is not a master of this release ({error}): check the address, "
             "and that unified-runtime is the same release on both sides."
         )
-
-
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.immediate = True  # nothing is queued for a master that is not there
-    socket.ipv6 = "[" in address
-    socket.reconnect_ivl = 50
-    socket.reconnect_ivl_max = 1000
-    socket.heartbeat_ivl = 2000  # notices a cut that TCP would not
-    socket.heartbeat_timeout = 6000
-    socket.connect(address)
-    return socket

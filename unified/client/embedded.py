@@ -23,6 +23,7 @@ from unified import settings
 from unified.client.connection import MasterConnection
 from unified.client.daemons import Daemon, kill_marked, marked_processes
 from unified.errors import ClusterError, MasterUnreachableError
+from unified.keys import find_key
 from unified.protocol.client_master import ListNodes, NodeList
 from unified.protocol.records import NodeState
 
@@ -157,7 +158,8 @@ class EmbeddedCluster:
     def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
         while not self._spawned.wait(POLL_S):
             self._check(deadline, timeout_s, "the master did not write its address")
-        with MasterConnection(self._address, timeout_s=timeout_s) as connection:
+        key = find_key(self._address, self._environment())
+        with MasterConnection(self._address, key=key, timeout_s=timeout_s) as connection:
             while True:
                 try:
                     nodes = connection.ask(ListNodes(), NodeList, timeout_s=1.0).nodes

@@ -10,6 +10,7 @@ from unified.client.address import connect_seconds, find_master
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
 from unified.job.spec import JobSpec
+from unified.keys import find_key
 from unified.protocol.client_master import Accepted, SubmitJob
 
 if TYPE_CHECKING:
@@ -48,12 +49,13 @@ def submit_job(
         The exit code (0, 1 for a failure, 130 for a stop by the user) if `blocking`, else a handle.
 
     Raises:
-        RefusedError: the master did not take it; the message says why.
+        RefusedError: the master did not take it, or refused this side's cluster key; the message says why.
         MasterUnreachableError: no master answers there.
         ClusterError: the embedded cluster could not be started.
+        KeyFileError: the cluster key cannot be read, or others may read it.
     """
     address = find_master(master)
-    handle = _send(spec, address, wait, None) if address is not None else _send_embedded(spec, wait)
+    handle = _send(spec, address, wait) if address is not None else _send_embedded(spec, wait)
     if not blocking:
         return handle
     from unified.client.foreground import run_in_foreground
@@ -61,8 +63,8 @@ def submit_job(
     return run_in_foreground(handle)
 
 
-def _send(spec: JobSpec, address: str, wait: bool, cluster: EmbeddedCluster | None) -> JobHandle:
-    connection = MasterConnection(address, timeout_s=connect_seconds())
+def _send(spec: JobSpec, address: str, wait: bool, cluster: EmbeddedCluster | None = None) -> JobHandle:
+    connection = MasterConnection(address, key=find_key(address), timeout_s=connect_seconds())
     try:
         accepted = connection.ask(SubmitJob(spec=spec, wait=wait), Accepted)
     except BaseException:

@@ -20,6 +20,9 @@ class TimerTable(Generic[K]):
         self._count += 1
         self._deadline[key] = (deadline, self._count)
         heapq.heappush(self._heap, (deadline, self._count, key))
+        if len(self._heap) > 2 * len(self._deadline) + 64:  # many were cancelled long before they were due
+            self._heap = [(*when, each) for each, when in self._deadline.items()]
+            heapq.heapify(self._heap)
 
     def cancel(self, key: K) -> None:
         """Forget a key; one that was never armed is no error."""

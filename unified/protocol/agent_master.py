@@ -10,7 +10,15 @@ from typing import Literal
 
 from unified.job.spec import JobSpec, Value
 from unified.protocol.framing import Codec
-from unified.protocol.records import DirectoryEntry, Failure, Inbox, NodeResources, Progress, WorkerState
+from unified.protocol.records import (
+    DirectoryEntry,
+    Failure,
+    Inbox,
+    NameClaims,
+    NodeResources,
+    Progress,
+    WorkerState,
+)
 
 
 class AgentMessage(Value, tag_field="type", frozen=True, kw_only=True):
@@ -61,6 +69,8 @@ class ObservedWorker(Value, frozen=True, kw_only=True):
     """Of a life that ended badly; a life that EXITED without one ended well."""
     log_file: str = ""
     """Its stderr, on the node."""
+    claims: NameClaims = NameClaims()
+    """The newest it said."""
 
 
 class ObservedWorkers(AgentMessage, tag="observed-workers", frozen=True, kw_only=True):
@@ -155,7 +165,7 @@ class DesiredJob(Value, frozen=True, kw_only=True):
     job_id: str
     spec: JobSpec
     directory: list[DirectoryEntry] = []
-    """Whole, as of now."""
+    """Whole, as of now; empty where the agent has been sent all of it already."""
     stop_grace_s: float | None = None
     """Seconds from SIGTERM to SIGKILL for workers that are no longer desired; None: the spec's. 0 kills at once, also
     those whose stop has begun, so a job that is stopped by force stays listed without workers."""

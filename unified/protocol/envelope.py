@@ -7,7 +7,7 @@ two kinds whose body is a record of this file: HELLO (an `Inbox`) and UNDELIVERA
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,7 +17,7 @@ from unified.protocol.framing import UNREADABLE
 from unified.protocol.records import Inbox
 
 Bytes = bytes | bytearray | memoryview
-BUS_VERSION = 1
+BUS_VERSION = 2
 MAX_ENVELOPE_BYTES = 8192
 """Names are short; a first frame longer than this is no envelope and is not looked at."""
 
@@ -38,6 +38,12 @@ class Kind(IntEnum):
     HELLO = 6
     """First message on a new direct connection. Body: the sender's `Inbox`, so that answers find their way back even
     before the directory tells of it."""
+    STREAM = 7
+    """Instead of a RESULT: the handler is a generator, and ITEMs follow until a RESULT or an ERROR."""
+    ITEM = 8
+    """Body: one value of a stream."""
+    MORE = 9
+    """From the caller: it can take `count` more ITEMs."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +62,14 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """Seconds left when it was sent (clocks of two hosts differ); None: no deadline."""
     trace_id: str = ""
     """The same for a call and for the calls that its handler makes."""
+    chain: list[int] = []
+    """Of the calls whose handlers led to this one, oldest first; each number means something to its callee alone."""
+    job: str = ""
+    """Mail of another job is refused."""
+    shared: list[Any] | None = None
+    """One entry a buffer: where it lies in shared memory, or None for one that follows as a frame. None: all follow."""
+    count: int = 0
+    """Of a MORE."""
 
 
 class Undelivered(Value, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -102,8 +103,40 @@ class Inbox(Value, frozen=True, kw_only=True):
 
     inbox_id: str
     routes: list[str] = []
-    """Best first: ``ipc:///run/…`` (only on the host `host_id`), ``tcp://10.0.0.2:4123``."""
+    """Best first: ``ipc:///run/…``, a Unix socket that speaks `unified.bus.frames` (only on the host `host_id`);
+    ``tcp://10.0.0.2:4123``, which speaks ZeroMQ."""
     host_id: str = ""
+    shm: str = ""
+    """Identity of its shared-memory mount. Empty: it has none, or no use of it. Two inboxes of one `host_id` and one
+    `shm` can read each other's segments."""
+    gpus: list[str] = []
+    """UUIDs of the CUDA devices that its process sees: on one host tensors of those are handed over by handle."""
+
+
+MAX_NAMES = 1000
+"""Names that one worker may claim at a time."""
+MAX_NAME_LENGTH = 200
+"""Characters of a name."""
+
+ClaimedName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
+
+
+class NameClaims(Value, frozen=True, kw_only=True):
+    """All names that one life of a worker claims: the whole set, so that saying it again or late changes nothing."""
+
+    number: int = 0
+    """Of the last claim or withdrawal, from 1 in each life: of two sets the one with the higher number is newer."""
+    names: Annotated[dict[ClaimedName, int], msgspec.Meta(max_length=MAX_NAMES)] = {}
+    """Each with the number of its claim. A name that is claimed anew has a new number, and gets a new answer."""
+
+
+class NameRefusal(Value, frozen=True, kw_only=True):
+    """A claim that the master refused. It stays refused until the claim is withdrawn."""
+
+    number: int
+    """Of the claim."""
+    holder: str
+    """The worker that held the name then."""
 
 
 class Reachability(StrEnum):
@@ -116,10 +149,11 @@ class Reachability(StrEnum):
     """This life ended and no other will follow: new calls fail at once."""
 
 
-class DirectoryEntry(Value, frozen=True, kw_only=True):
+class DirectoryEntry(Value, frozen=True, kw_only=True, omit_defaults=True):
     """One life of one worker, for whoever wants to call it.
 
-    Entries merge in any order: the higher incarnation wins; of one incarnation, ENDED beats DEAD beats ALIVE.
+    Entries merge in any order: the higher incarnation wins; of one incarnation, ENDED beats DEAD beats ALIVE, and of
+    two that are ALIVE the higher revision wins.
     """
 
     worker: str
@@ -128,6 +162,12 @@ class DirectoryEntry(Value, frozen=True, kw_only=True):
     inbox: Inbox | None = None
     node: str = ""
     reason: str = ""
+    names: dict[str, int] = {}
+    """Names that this life holds, each with the number of the claim that was granted. Empty once it is over."""
+    refused: dict[str, NameRefusal] = {}
+    """Its claims that were refused, for the claimant."""
+    revision: int = 0
+    """Raised with each change of `names` and `refused` in this life."""
 
 
 class Device(Value, frozen=True, kw_only=True):

@@ -7,8 +7,9 @@ from typing import Literal
 from msgspec.msgpack import Decoder
 
 from unified.job.spec import JobSpec, Value
+from unified.keys import ClusterKey
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import Device, DirectoryEntry, Failure, Inbox, Progress
+from unified.protocol.records import Device, DirectoryEntry, Failure, Inbox, NameClaims, Progress
 
 
 class AgentOrder(Value, tag_field="type", frozen=True, kw_only=True):
@@ -44,6 +45,8 @@ class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
     env: dict[str, str] = {}
     """To be put into `os.environ` before anything of the user's is imported."""
     directory: list[DirectoryEntry] = []
+    key: ClusterKey | None = None
+    """Of the cluster. It goes this way alone: never through an environment, a command line, or the master."""
 
 
 class Run(AgentOrder, tag="run", frozen=True, kw_only=True):
@@ -89,6 +92,12 @@ class Reported(WorkerWord, tag="reported", frozen=True, kw_only=True):
     progress: Progress
 
 
+class Claimed(WorkerWord, tag="claimed", frozen=True, kw_only=True):
+    """The names that it claims, whole; the answer comes with the directory. An older set than one said is ignored."""
+
+    claims: NameClaims
+
+
 class Finished(WorkerWord, tag="finished", frozen=True, kw_only=True):
     """The entry point returned; the process stays for calls."""
 
@@ -100,6 +109,6 @@ class Failed(WorkerWord, tag="failed", frozen=True, kw_only=True):
 
 
 AgentToWorker = Launch | Run | DirectoryNews | Stop
-WorkerToAgent = Hello | Running | Reported | Finished | Failed
+WorkerToAgent = Hello | Running | Reported | Claimed | Finished | Failed
 agent_to_worker: Decoder[AgentToWorker] = Decoder(AgentToWorker)
 worker_to_agent: Decoder[WorkerToAgent] = Decoder(WorkerToAgent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,8 +13,9 @@ from unified.errors import NotInWorkerError
 from unified.job.payload import decode
 from unified.job.spec import Blob, JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import DirectoryEntry
+from unified.protocol.records import DirectoryEntry, NameClaims
 from unified.protocol.worker_agent import Launch
+from unified.worker.names import Names
 from unified.worker.reporting import Reporter
 from unified.worker.stop import StopState
 
@@ -77,15 +79,27 @@ class ActorInfo:
 class Worker:
     """This process, as its own code sees it. Made by the runtime; read it through `current_worker()`."""
 
-    def __init__(self, launch: Launch, *, stop: StopState, reporter: Reporter, bus: BusEndpoint, device: str) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        stop: StopState,
+        reporter: Reporter,
+        bus: BusEndpoint,
+        device: str,
+        claim: Callable[[NameClaims], None] = lambda claims: None,
+    ) -> None:
         self._launch = launch
         self._spec: JobSpec = launch.spec
         self._stop = stop
         self._reporter = reporter
         self._pid = os.getpid()
+        self._finishers: list[Callable[[], None]] = []
         self._nodes: dict[str, tuple[int, str]] = {launch.name: (launch.incarnation, launch.node)}
         self.bus = bus
         """The endpoint of this worker on the bus."""
+        self.names = Names(job_id=launch.job_id, worker=launch.name, incarnation=launch.incarnation, say=claim)
+        """Names that workers of the job claim, and who holds them."""
         self.incarnation = launch.incarnation
         """Which life of this worker this is, from 0."""
         self.round = 0
@@ -93,6 +107,8 @@ class Worker:
         self.device = device
         """As torch names it: ``cuda:0``, ``npu:1``, ``cpu``."""
         self.master_address = launch.master
+        self.cluster_key = launch.key
+        """With which this process speaks to other hosts; None without one. Printed, it shows its fingerprint only."""
         self.log_file = launch.log_file
         """Its stderr, on this node."""
         self.job_info = JobInfo(
@@ -125,6 +141,12 @@ class Worker:
         """Have `callback()` called, in a thread of its own, when this worker is asked to stop."""
         self._stop.on_stop(callback)
 
+    def on_finish(self, callback: Callable[[], None]) -> None:
+        """Have `callback()` called, in the main thread, once the entry point has returned; not if it raises. It should
+        be quick. Given twice, it is called once."""
+        if callback not in self._finishers:
+            self._finishers.append(callback)
+
     def report(self, step: int | None = None, total: int | None = None, **metrics: Any) -> None:
         """Say how far this worker is; shown by the driver and by `unified status`.
 
@@ -141,6 +163,14 @@ class Worker:
         """
         if os.getpid() == self._pid:
             self._reporter.report(step, total, metrics)
+
+    def _finish(self) -> None:
+        """The entry point has returned."""
+        for callback in self._finishers:
+            try:
+                callback()
+            except Exception:  # the others are still owed their call
+                traceback.print_exc()
 
     def _begin_round(self, order: RunOrder) -> None:
         self.round = order.round

@@ -20,20 +20,24 @@ from unified.bus.endpoint import BusEndpoint
 from unified.bus.registry import export_rpc_instance, export_rpc_module
 from unified.errors import EntryPointError
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import DirectoryEntry, Inbox, Progress
-from unified.protocol.worker_agent import Failed, Finished, Hello, Launch, Reported, Running, Stop
+from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, Progress
+from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Launch, Reported, Running, Stop
 from unified.worker import environment, process_group
-from unified.worker.context import Worker, set_current_worker
+from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.entrypoint import Entry, load
 from unified.worker.failure import describe, exit_code
 from unified.worker.inherited import disown_finalizers, settle_libraries
 from unified.worker.leave import leave, leave_fork
+from unified.worker.memory import keep_freed
 from unified.worker.reporting import Reporter
 from unified.worker.round_store import open_round
 from unified.worker.stop import StopState, flush_output
 from unified.worker.store_host import serve_stores
 
+SWITCH_S = 0.001
+"""A thread that computes in Python lets others, such as the one that answers calls, in after so long; Python's 5 ms
+would be the wait of one call in a hundred."""
 PRELOAD = (
     "numpy",
     "numpy.random",
@@ -43,6 +47,7 @@ PRELOAD = (
     "unified.worker.start",
     "unified.api.runtime.worker",
     "unified.api.runtime.role_group",
+    "unified.queue.client",
 )
 """What a zygote imports, where it is installed, so that a forked worker need not. None of it starts a thread."""
 
@@ -102,6 +107,8 @@ class _Life:
         self._stop.install()
         environment.apply(launch)
         settle_libraries(environment.thread_count(os.environ))
+        keep_freed(os.environ)
+        sys.setswitchinterval(SWITCH_S)
         self._bus = bus = BusEndpoint(
             job_id=launch.job_id,
             worker=launch.name,
@@ -112,18 +119,25 @@ class _Life:
             address=launch.address,
             relay=launch.relay,
             default_timeout_s=launch.spec.call_timeout_s,
+            key=launch.key,
         )
         self._inbox = bus.start()
-        bus.update_directory(launch.directory)
-        device = environment.device(os.environ)
-        worker = Worker(launch, stop=self._stop, reporter=self._reporter, bus=bus, device=device)
-        worker._learn(launch.directory)
-        set_current_worker(worker)
+        worker = Worker(
+            launch,
+            stop=self._stop,
+            reporter=self._reporter,
+            bus=bus,
+            device=environment.device(os.environ),
+            claim=self._send_claims,
+        )
 
         def on_directory(entries: list[DirectoryEntry]) -> None:
             worker._learn(entries)
             bus.update_directory(entries)
+            worker.names.learn(entries)  # last: whoever hears that a name has another holder may call that one
 
+        on_directory(launch.directory)
+        set_current_worker(worker)
         self._channel.start(Handlers(on_run=self._orders.put, on_directory=on_directory, on_stop=self._on_stop))
         self._channel.send(Hello(pid=os.getpid(), inbox=self._inbox))
         return worker
@@ -162,6 +176,7 @@ class _Life:
 
     def _finish(self) -> None:
         self._stop.finish()
+        current_worker()._finish()
         self._reporter.flush()
         flush_output(within_s=1.0)
         self._channel.send(Finished())
@@ -192,6 +207,9 @@ class _Life:
 
     def _send_progress(self, progress: Progress) -> None:
         self._channel.send(Reported(progress=progress))
+
+    def _send_claims(self, claims: NameClaims) -> None:
+        self._channel.send(Claimed(claims=claims))
 
     def _close_bus(self) -> None:
         if self._bus is not None:

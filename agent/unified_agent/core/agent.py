@@ -22,7 +22,7 @@ from unified.protocol.agent_master import (
     ReadAgentLog,
     RegisterAgain,
 )
-from unified.protocol.records import DirectoryEntry, Failure, WorkerState
+from unified.protocol.records import DirectoryEntry, Failure, Reachability, WorkerState
 from unified.protocol.worker_agent import DirectoryNews, Failed, Hello, Reported, Run, Stop, WorkerToAgent
 from unified.settings import Intervals
 from unified_agent.core.actions import (
@@ -38,6 +38,7 @@ from unified_agent.core.directory import JobDirectory
 from unified_agent.core.events import (
     AgentEvent,
     DeadlineReached,
+    KeyRefused,
     Life,
     MasterReached,
     MasterSaid,
@@ -97,7 +98,9 @@ class AgentCore:
             case MasterSaid():
                 self._on_master(event.message, event.request_id)
             case MasterUnreadable():
-                self.membership.end(event.reason)
+                self.membership.unreadable(event.reason)
+            case KeyRefused():
+                self.membership.locked_out(event.reason)
             case WorkerStarted():
                 self._on_started(event.life, event.pid)
             case WorkerNotStarted():
@@ -245,6 +248,20 @@ class AgentCore:
             if worker.job_id == job_id and worker.kind == "worker" and not worker.is_ended:
                 self._turn.act(TellWorker(life=worker.life, message=DirectoryNews(entries=news)))
 
+    def _tell_neighbours(self, worker: LocalWorker, how: str) -> None:
+        """Who waits for an answer of a dead worker on this node shall not wait for the master to hear of it first, nor
+        for a master that is away. One that we stopped is known to be going.
+        """
+        if worker.inbox is not None and not worker.is_stop_asked:
+            entry = DirectoryEntry(
+                worker=worker.name,
+                incarnation=worker.life.incarnation,
+                state=Reachability.DEAD,
+                node=self.facts.node,
+                reason=how,
+            )
+            self._on_directory(worker.job_id, [entry])
+
     def _drop_directories(self) -> None:
         used = set(self.jobs) | {worker.job_id for worker in self.workers.values()}
         for job_id in [job_id for job_id in self.directories if job_id not in used]:
@@ -310,7 +327,9 @@ class AgentCore:
             how = "it was stopped" if worker.is_stop_asked else "it had finished"
             self._turn.report("worker-exited", how, worker.life)
         else:
-            self._turn.report("worker-failed", worker.failure.summary, worker.life, level="warning")
+            how = worker.failure.summary
+            self._turn.report("worker-failed", how, worker.life, level="warning")
+        self._tell_neighbours(worker, how)
         self._observe_soon()
         self._reconcile()
 
@@ -408,6 +427,8 @@ class AgentCore:
                 self._on_observe_due()
             case "complain":
                 self.membership.complain_due()
+            case "reconnect":
+                self.membership.reconnect_due()
             case "drain":
                 self._leave(1, f"{self.shutdown.reason}; not all workers ended in time")
             case "start" | "kill":

@@ -30,6 +30,6 @@ class JobDirectory:
         return list(self._entries.values())
 
 
-def _weight(entry: DirectoryEntry) -> tuple[int, int, bool]:
-    """Of one life the later state weighs more, and an inbox more than none."""
-    return entry.incarnation, _RANK[entry.state], entry.inbox is not None
+def _weight(entry: DirectoryEntry) -> tuple[int, int, bool, int]:
+    """Of one life the later state weighs more, an inbox more than none, and the later answer to its claims."""
+    return entry.incarnation, _RANK[entry.state], entry.inbox is not None, entry.revision

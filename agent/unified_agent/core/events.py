@@ -36,6 +36,12 @@ class MasterUnreadable(Value, frozen=True):
     reason: str
 
 
+class KeyRefused(Value, frozen=True):
+    """No connection can stand: the master and this agent have not the same cluster key."""
+
+    reason: str
+
+
 class WorkerStarted(Value, frozen=True):
     """Its process exists."""
 
@@ -80,6 +86,7 @@ AgentEvent = (
     MasterReached
     | MasterSaid
     | MasterUnreadable
+    | KeyRefused
     | WorkerStarted
     | WorkerNotStarted
     | WorkerSaid

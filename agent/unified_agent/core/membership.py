@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from unified.core.said_once import SaidOnce
 from unified.core.transitions import TransitionTable
 from unified.protocol.agent_master import AgentRefused, AgentRegistered, Heartbeat, RegisterAgent
 from unified.settings import Intervals
@@ -52,6 +53,8 @@ class Membership:
         self._heard_at = 0.0
         self._unanswered_since: float | None = None
         self._was_ever_registered = False
+        self._is_locked_out = False
+        self._unreadable = SaidOnce()
         self._reconnect_at = 0.0
         turn.timers.arm(Timer("register"), 0.0)
 
@@ -71,6 +74,8 @@ class Membership:
         was_silent = self.standing is Standing.SILENT
         self._heard_at = self._turn.now
         self._unanswered_since = None
+        self._is_locked_out = False
+        self._turn.timers.cancel(Timer("reconnect"))
         self._turn.timers.cancel(Timer("complain"))
         if was_silent:
             self._move(Standing.REGISTERED)
@@ -122,6 +127,27 @@ class Membership:
         """There is no place for this agent here."""
         self._move(Standing.REFUSED)
         self._turn.act(Exit(code=1, reason=reason))
+
+    def unreadable(self, reason: str) -> None:
+        """The master's words are not our protocol, or ours not its. A member's workers are of use all the same."""
+        if not self._was_ever_registered:
+            self.end(reason)
+        elif self._unreadable.is_new(self._turn.now, reason):
+            self._turn.report("master-unreadable", f"{reason} The workers stay.", level="error")
+
+    def locked_out(self, reason: str) -> None:
+        """The master's key is not ours. Before it ever was, this agent is of no use here; later its workers are."""
+        if not self._was_ever_registered:
+            self.end(reason)
+            return
+        if not self._is_locked_out:
+            self._is_locked_out = True
+            self._turn.report("key-refused", f"{reason} The workers stay, and it is tried again.", level="error")
+        self._turn.arm(Timer("reconnect"), self._lease_s)
+
+    def reconnect_due(self) -> None:
+        """What was refused once is not tried again by itself."""
+        self._turn.act(Reconnect())
 
     def register_due(self) -> None:
         if self.standing is not Standing.UNKNOWN:

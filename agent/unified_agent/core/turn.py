@@ -13,7 +13,7 @@ from unified_agent.core.events import Life
 class Timer(NamedTuple):
     """Key of a deadline."""
 
-    kind: Literal["register", "heartbeat", "observe", "complain", "drain", "start", "kill"]
+    kind: Literal["register", "heartbeat", "observe", "complain", "reconnect", "drain", "start", "kill"]
     life: Life | None = None
 
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from unified.process import describe_end
 from unified.protocol.agent_master import DesiredWorker, ObservedWorker, RunOrder
-from unified.protocol.records import WORKER_MOVES, Failure, Inbox, Progress, WorkerState
-from unified.protocol.worker_agent import Failed, Finished, Hello, Reported, Running, WorkerToAgent
+from unified.protocol.records import WORKER_MOVES, Failure, Inbox, NameClaims, Progress, WorkerState
+from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Reported, Running, WorkerToAgent
 from unified_agent.core.events import Life
 
 
@@ -29,6 +29,7 @@ class LocalWorker:
         self.inbox: Inbox | None = None
         self.store_port: int | None = None
         self.progress: Progress | None = None
+        self.claims = NameClaims()
         self.failure: Failure | None = None
         self.is_finished = False
         self.is_stop_asked = False
@@ -60,6 +61,9 @@ class LocalWorker:
                 self._advance(WorkerState.READY, WorkerState.RUNNING)
             case Reported():
                 self.progress = word.progress
+            case Claimed():
+                if word.claims.number > self.claims.number:
+                    self.claims = word.claims
             case Finished():
                 self.is_finished = True
                 self._advance(WorkerState.RUNNING, WorkerState.FINISHED)
@@ -110,4 +114,5 @@ class LocalWorker:
             progress=self.progress,
             failure=self.failure,
             log_file=self.log_file,
+            claims=self.claims,
         )

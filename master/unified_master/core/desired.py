@@ -23,7 +23,8 @@ def send(turn: Turn, node: NodeRecord) -> None:
 
 
 def send_again(turn: Turn, node: NodeRecord) -> None:
-    """The same set under the same generation: the agent seems not to have it."""
+    """The same set under the same generation: the agent seems not to have it, nor what else was sent."""
+    node.told.clear()
     node.sent_at = turn.now
     turn.send(node.peer, desired_workers(turn, node))
 
@@ -32,15 +33,18 @@ def desired_workers(turn: Turn, node: NodeRecord) -> DesiredWorkers:
     jobs = turn.cluster.jobs
     workers = [_worker(jobs[life.job_id], node.lives[life]) for life in sorted(node.lives)]
     job_ids = sorted({life.job_id for life in node.lives} | {life.job_id for life in node.leaving})
+    known = [jobs[job_id] for job_id in job_ids if job_id in jobs]
+    told, node.told = node.told, {job.job_id: job.revision for job in known}
     return DesiredWorkers(
         generation=node.generation,
         workers=workers,
-        jobs=[_job(jobs[job_id]) for job_id in job_ids if job_id in jobs],
+        jobs=[_job(job, is_told=told.get(job.job_id) == job.revision) for job in known],
     )
 
 
-def _job(job: JobRecord) -> DesiredJob:
-    return DesiredJob(job_id=job.job_id, spec=job.spec, directory=directory.whole(job), stop_grace_s=_stop_grace_s(job))
+def _job(job: JobRecord, *, is_told: bool) -> DesiredJob:
+    entries = [] if is_told else directory.whole(job)
+    return DesiredJob(job_id=job.job_id, spec=job.spec, directory=entries, stop_grace_s=_stop_grace_s(job))
 
 
 def _stop_grace_s(job: JobRecord) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unified.protocol.records import NodeState, Stage, WorkerState
+from unified.protocol.records import NodeState, Reachability, Stage, WorkerState
 from unified_master.core.room import EPSILON
 from unified_master.core.state import Cluster, DeviceKey, JobRecord, NodeRecord
 
@@ -19,6 +19,7 @@ def check(cluster: Cluster) -> list[str]:
         broken += _stage(cluster, job)
         broken += _rounds(job)
         broken += _budgets(job)
+        broken += _names(job)
     broken += _waiting(cluster)
     return broken
 
@@ -118,6 +119,28 @@ def _budgets(job: JobRecord) -> Iterator[str]:
     for worker in job.workers.values():
         if worker.kind == "worker" and worker.num_failures > job.spec.role(worker.role).max_restart + allowed:
             yield f"{worker.name} of {job.job_id} was charged {worker.num_failures} failures and goes on"
+
+
+def _names(job: JobRecord) -> Iterator[str]:
+    """A name has one holder, which is alive and published as such, and every claim has its answer."""
+    holders: dict[str, str] = {}
+    for worker in job.workers.values():
+        for name in worker.names:
+            if name in holders:
+                yield f"name {name!r} of {job.job_id} is held by {holders[name]} and {worker.name}"
+            holders[name] = worker.name
+        if worker.names and not job.can_call(worker):
+            yield f"{worker.life} holds names, and its life is over"
+        entry = worker.entry
+        told = (entry.incarnation, entry.state, entry.names, entry.refused, entry.revision) if entry else None
+        true = (worker.incarnation, Reachability.ALIVE, worker.names, worker.refused, worker.revision)
+        if (worker.names or worker.refused) and told != true:
+            yield f"{worker.life} has the names {true}, published as {told}"
+        answered = {**worker.names, **{name: one.number for name, one in worker.refused.items()}}
+        if answered != worker.claims.names:
+            yield f"{worker.life} claims {worker.claims.names}, the answers are {answered}"
+    if holders != job.holders:
+        yield f"names of {job.job_id} are held as {holders}, yet known as {job.holders}"
 
 
 def _waiting(cluster: Cluster) -> Iterator[str]:

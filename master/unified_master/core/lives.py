@@ -113,6 +113,7 @@ def _forget_old(worker: WorkerRecord) -> None:
     worker.log_file = ""
     worker.run = None
     worker.running_at = None
+    worker.revision = 0
 
 
 def _remember_life(worker: WorkerRecord) -> None:

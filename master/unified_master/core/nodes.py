@@ -71,6 +71,7 @@ def heartbeat(turn: Turn, peer: bytes, request_id: int, message: Heartbeat) -> N
     if node.peer != peer:
         # A new connection: what was on its way in the old one may be lost, in both directions.
         node.peer = peer
+        node.told.clear()
         turn.send(peer, RegisterAgain())
     elif message.generation < node.generation and turn.now - node.sent_at > 2 * turn.cluster.intervals.heartbeat_s:
         desired.send_again(turn, node)
@@ -91,6 +92,7 @@ def catch_up(turn: Turn, node: NodeRecord, generation: int) -> None:
     """An agent ahead of us has met a master whose state directory is gone: go past it, or it would not listen."""
     if generation > node.generation:
         node.generation = generation
+        node.told.clear()
         turn.touch_node(node.name)
 
 
@@ -199,6 +201,7 @@ def _join(turn: Turn, known: NodeRecord | None, info: RegisterAgent, peer: bytes
         node.has_reported = True  # a new life of an agent has no workers
     node.info = info
     node.peer = peer
+    node.told.clear()
     node.seen_at = turn.now
     node.is_registered = True
     node.reason = ""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from unified.protocol.agent_master import ObservedWorker, ObservedWorkers
 from unified.protocol.records import Failure, WorkerState
-from unified_master.core import directory, lives, recovery
+from unified_master.core import directory, lives, names, recovery
 from unified_master.core.nodes import catch_up
 from unified_master.core.state import JobRecord, LifeKey, NodeRecord, TimerKey, WorkerRecord
 from unified_master.core.turn import Turn
+
+_COURSE = list(WorkerState)
+"""States of a life in their order."""
 
 
 def observe(turn: Turn, node: NodeRecord, report: ObservedWorkers) -> None:
@@ -16,10 +19,10 @@ def observe(turn: Turn, node: NodeRecord, report: ObservedWorkers) -> None:
         node.has_reported = True
         turn.wants_schedule = True
         turn.touch_ending_jobs()
-    seen: set[LifeKey] = set()
+    seen: dict[LifeKey, ObservedWorker] = {}
     for observed in sorted(report.workers, key=_is_collateral):
         life = LifeKey(observed.job_id, observed.name, observed.worker_incarnation)
-        seen.add(life)
+        seen[life] = observed
         if life in node.lives:
             _update(turn, turn.cluster.jobs[life.job_id], node.lives[life], observed)
         elif observed.state is WorkerState.EXITED:
@@ -32,6 +35,9 @@ def observe(turn: Turn, node: NodeRecord, report: ObservedWorkers) -> None:
     for life, worker in list(node.lives.items()):
         if worker.is_seen and life not in seen and life in node.lives and worker.state is not WorkerState.EXITED:
             _vanished(turn, node, worker)
+    for life, observed in seen.items():  # after the ends in the same report, which have freed names
+        if life in node.lives and observed.claims.number > node.lives[life].claims.number:
+            _claims(turn, node.lives[life], observed)
     catch_up(turn, node, report.generation)
 
 
@@ -54,8 +60,8 @@ def _is_collateral(observed: ObservedWorker) -> bool:
 
 def _update(turn: Turn, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker) -> None:
     """News of a life that shall be."""
-    if worker.state is WorkerState.EXITED:
-        return
+    if worker.state is WorkerState.EXITED or _COURSE.index(observed.state) < _COURSE.index(worker.state):
+        return  # a state is never left for an earlier one: this report was overtaken
     if observed.progress is not None and observed.progress != worker.progress:
         worker.progress = observed.progress
         turn.touch_progress(job)
@@ -74,6 +80,12 @@ def _update(turn: Turn, job: JobRecord, worker: WorkerRecord, observed: Observed
     turn.touch_worker(job, worker)
     if worker.state is not was:
         _moved(turn, job, worker, observed, was)
+    directory.publish(turn, job, worker)
+
+
+def _claims(turn: Turn, worker: WorkerRecord, observed: ObservedWorker) -> None:
+    job = turn.cluster.jobs[worker.job_id]
+    names.hear(turn, job, worker, observed.claims)
     directory.publish(turn, job, worker)
 
 

@@ -18,6 +18,8 @@ from unified.protocol.records import (
     EventRecord,
     Failure,
     Inbox,
+    NameClaims,
+    NameRefusal,
     NodeState,
     Progress,
     Stage,
@@ -95,6 +97,13 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     running_at: float | None = None
     entry: DirectoryEntry | None = None
     """As last published."""
+    claims: NameClaims = NameClaims()
+    """Of this life, as last heard."""
+    names: dict[str, int] = {}
+    """Those granted, each with the number of its claim."""
+    refused: dict[str, NameRefusal] = {}
+    revision: int = 0
+    """Changes of `names` and `refused` in this life."""
     num_failures: int = 0
     """Charged to it; compared with `max_restart`."""
     past: list[PastLife] = []
@@ -142,10 +151,11 @@ class RoleRecord(msgspec.Struct, kw_only=True):
 
 
 _NO_SPEC = JobSpec(name="", roles=[])
+_REACHABLE = (WorkerState.READY, WorkerState.RUNNING, WorkerState.FINISHED, WorkerState.STOPPING)
 
 
 class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A job. `spec`, `workers` and `version` are not part of its saved bytes."""
+    """A job. What stands from `spec` on is not part of its saved bytes."""
 
     job_id: str
     sequence: int
@@ -173,10 +183,17 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     roles: dict[str, RoleRecord] = {}
     spec: JobSpec = _NO_SPEC
     workers: dict[str, WorkerRecord] = {}
+    holders: dict[str, str] = {}
+    """Worker by the name it holds: the `names` of all workers, the other way round."""
     version: int = 0
+    revision: int = 0
+    """Changes of its directory in this reign."""
+    told_revision: int = 0
+    """The `revision` when changes were last told."""
 
     def saved(self) -> bytes:
-        return msgspec.msgpack.encode(msgspec.structs.replace(self, spec=_NO_SPEC, workers={}, version=0))
+        empty = {"spec": _NO_SPEC, "workers": {}, "holders": {}, "version": 0, "revision": 0, "told_revision": 0}
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, **empty))
 
     @property
     def is_waiting(self) -> bool:
@@ -190,6 +207,11 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def store(self) -> WorkerRecord | None:
         return self.workers.get(STORE)
+
+    def can_call(self, worker: WorkerRecord) -> bool:
+        """Whether others may take the worker's newest life for alive, so that it may hold names."""
+        is_up = worker.inbox is not None and worker.state in _REACHABLE
+        return is_up and (worker.is_desired or self.is_ending)
 
     def ranks(self, role: str) -> list[WorkerRecord]:
         """The workers of a role, by rank."""
@@ -236,6 +258,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """Those desired here."""
     claims: dict[tuple[str, str], SeatClaim] = {}
     leaving: dict[LifeKey, Leaving] = {}
+    told: dict[str, int] = {}
+    """The `revision` of each job's directory that its agent has been sent, unless something was lost on the way. Empty
+    when that cannot be known: then whole directories are sent again."""
 
     @property
     def name(self) -> str:

@@ -46,6 +46,10 @@ class Turn:
         self.touch_progress(job)
         self.to_advance[job.job_id] = None
 
+    def save_worker(self, worker: WorkerRecord) -> None:
+        """Something changed in the worker's record that neither people nor the job's course depend on."""
+        self._workers[worker.place_key] = worker
+
     def touch_ending_jobs(self) -> None:
         """It became known what runs on a node: jobs that wait for their last lives may have stopped."""
         for job in self.cluster.jobs.values():

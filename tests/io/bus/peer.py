@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -21,8 +23,30 @@ def total(array: np.ndarray) -> int:
     return int(array.sum(dtype=np.int64))
 
 
+def nbytes(array: np.ndarray) -> int:
+    return array.nbytes
+
+
+def make(size: int) -> np.ndarray:
+    return np.ones(size, np.uint8)
+
+
 def forever() -> None:
     threading.Event().wait()
+
+
+def count_for_ever(number: int) -> Iterator[int]:
+    yield from range(number)
+    forever()
+
+
+def fork() -> int:
+    """The id of a child that only waits to be killed."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
 
 
 def main() -> None:
@@ -37,7 +61,16 @@ def main() -> None:
         address="127.0.0.1",
         relay=relay,
         route=route,
-        registry=MethodRegistry(echo=echo, total=total, forever=forever, pid=os.getpid),
+        registry=MethodRegistry(
+            echo=echo,
+            total=total,
+            forever=forever,
+            pid=os.getpid,
+            nbytes=nbytes,
+            make=make,
+            count_for_ever=count_for_ever,
+            fork=fork,
+        ),
     )
     inbox = endpoint.start()
     endpoint.open()

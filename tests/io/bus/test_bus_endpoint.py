@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -18,16 +20,15 @@ from msgspec.structs import replace
 
 from tests.io.bus.world import HOST_ID, PATIENCE_S, World, entry
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.frames import pack
 from unified.bus.futures import RpcFuture
+from unified.bus.inbound import CURRENT
 from unified.bus.registry import MethodRegistry
-from unified.bus.service import TRACE
 from unified.errors import (
     BusOverloadedError,
     ClusterError,
-    RemoteError,
     RpcCancelledError,
     RpcError,
-    RpcNotFoundError,
     RpcTimeoutError,
     UsageError,
     WorkerDiedError,
@@ -39,19 +40,6 @@ from unified.testing import eventually
 
 def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs: Any) -> Any:
     return bus.call(target, method, args, kwargs).result(PATIENCE_S)
-
-
-class OwnError(Exception):
-    def __init__(self, code: int, *, hint: str) -> None:
-        super().__init__(f"code {code}")
-        self.code = code
-        self.hint = hint
-
-
-class Unpicklable(Exception):
-    def __init__(self) -> None:
-        super().__init__("holds a lock")
-        self.lock = threading.Lock()
 
 
 def test_call_with_everything_an_argument_can_be(world: World) -> None:
@@ -90,84 +78,6 @@ def test_sync_function_that_returns_a_coroutine(world: World) -> None:
 
     a, _ = world.pair({"outer": lambda x: inner(x)})
     assert call(a, "outer", 1) == 2
-
-
-def fail(error: BaseException) -> Any:
-    def handler() -> None:
-        raise error
-
-    return handler
-
-
-def own_error() -> None:
-    raise OwnError(7, hint="look there")
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_error_is_remote_and_what_was_raised(world: World, is_async: bool) -> None:
-    async def missing() -> None:
-        fail(KeyError("key"))()
-
-    a, _ = world.pair({"missing": missing if is_async else fail(KeyError("key"))})
-    with pytest.raises(KeyError) as caught:
-        call(a, "missing")
-    error = caught.value
-    assert isinstance(error, RemoteError)
-    assert (error.type_name, error.message, error.worker, error.node) == ("KeyError", "'key'", "b", "n1")
-    assert error.args == ("key",)
-    assert "raise error" in error.traceback
-    assert "service.py" not in error.traceback
-    (note,) = error.__notes__
-    assert note.startswith("the call of 'missing' to worker b raised KeyError in worker b on node n1:\nTraceback")
-
-
-def test_errors_of_every_shape(world: World) -> None:
-    handlers = {
-        "os": fail(FileNotFoundError(2, "No such file", "x.txt")),
-        "own": own_error,
-        "lock": lambda: fail(Unpicklable())(),
-        "local": lambda: fail(type("Local", (ValueError,), {})("here only"))(),
-        "exit": fail(SystemExit(3)),
-        "stop": fail(StopIteration(1)),
-        "unicode": lambda: b"\xff".decode(),
-    }
-    a, _ = world.pair(handlers)
-    with pytest.raises(FileNotFoundError) as os_error:
-        call(a, "os")
-    assert (os_error.value.errno, os_error.value.filename) == (2, "x.txt")
-    with pytest.raises(RemoteError, match="holds a lock") as lock_error:
-        call(a, "lock")
-    assert lock_error.value.type_name.endswith("Unpicklable")
-    for method, text in (("local", "here only"), ("exit", "3"), ("stop", "1"), ("own", "code 7")):
-        with pytest.raises(RemoteError, match=text):
-            call(a, method)
-    with pytest.raises(UnicodeDecodeError):
-        call(a, "unicode")
-
-
-def test_error_through_two_workers_keeps_its_class(world: World) -> None:
-    a, b = world.pair({"relayed": lambda: call(b, "missing", target="c")})
-    _, inbox = world.endpoint("c", {"missing": fail(KeyError("key"))})
-    b.update_directory([entry("c", inbox)])
-    with pytest.raises(KeyError) as caught:
-        call(a, "relayed")
-    assert isinstance(caught.value, RemoteError)
-    assert "in worker c on node n1" in caught.value.traceback
-
-
-def test_not_found_names_what_there_is(world: World) -> None:
-    a, _ = world.pair({"generate": print, "wake_up": print})
-    with pytest.raises(RpcNotFoundError, match=r"worker b has no rpc method 'genrate'\. Did you mean 'generate'\?"):
-        call(a, "genrate")
-
-
-def test_result_that_cannot_be_sent_is_an_error_of_the_call(world: World) -> None:
-    a, _ = world.pair({"lock": threading.Lock, "count": lambda: (i for i in range(3))})
-    for method in ("lock", "count"):
-        with pytest.raises(RemoteError, match="cannot be sent"):
-            call(a, method)
-    with pytest.raises(UsageError, match="cannot be sent"):
-        a.call("b", "lock", (threading.Lock(),), {})
 
 
 def test_deadline_and_a_callee_that_is_told(world: World) -> None:
@@ -215,6 +125,7 @@ def test_cancel_stops_an_async_handler_and_drops_a_queued_one(world: World) -> N
         future.result()
     assert cancelled.wait(PATIENCE_S)
     holding = [a.call("b", "hold", (), {}) for _ in range(32)]  # as many as there are threads
+    eventually(lambda: b._pool._num_busy == 32)
     queued = a.call("b", "note", (1,), {})
     assert queued.cancel()
     behind = a.call("b", "note", (2,), {})
@@ -320,13 +231,17 @@ def test_call_to_oneself_and_from_inside_a_handler(world: World) -> None:
 
 def test_answer_finds_a_caller_that_the_directory_does_not_know(world: World) -> None:
     a, b = world.pair({"ping": lambda: 1})
-    assert b._table.directory.get("a") is None
+    assert b._desk.table.directory.get("a") is None
     assert call(a, "ping") == 1
 
 
 def test_trace_goes_through_nested_calls(world: World) -> None:
-    a, b = world.pair({"outer": lambda: (TRACE.get(), call(b, "inner"))})
-    b._service._registry["inner"] = TRACE.get
+    def trace() -> str:
+        call = CURRENT.get()
+        return "" if call is None else call.trace_id
+
+    a, b = world.pair({"outer": lambda: (trace(), call(b, "inner"))})
+    b.registry["inner"] = trace
     b.update_directory([entry("b", b._sockets.inbox)])
     outer, inner = call(a, "outer")
     assert outer == inner != ""
@@ -373,7 +288,7 @@ def test_bytes_in_flight_are_bounded(world: World) -> None:
         assert blocked.result(PATIENCE_S).result(PATIENCE_S)
     assert first.result(PATIENCE_S)
     assert call(a, "hold", b"x" * 300_000)  # larger than the limit, and alone
-    assert a._window.held("b") == 0
+    assert a._desk._window.held("b") == 0
 
 
 def test_closing_ends_open_calls_and_refuses_new_ones(world: World) -> None:
@@ -409,7 +324,7 @@ def test_rubbish_disturbs_nobody(world: World) -> None:
     a, b = world.pair({"ping": lambda: 1})
     assert call(a, "ping") == 1
     mine = b._sockets.inbox
-    stranger = Envelope(BUS_VERSION, Kind.CALL, 1, "x", "x", mine.inbox_id)
+    stranger = Envelope(BUS_VERSION, Kind.CALL, 1, "x", "x", mine.inbox_id, job="job-1")
     rubbish: list[list[bytes]] = [
         [b""],
         [b"\xc1", b""],
@@ -422,16 +337,34 @@ def test_rubbish_disturbs_nobody(world: World) -> None:
         [encode_envelope(replace(stranger, method="ping")), b"\xc1"],
         [encode_envelope(replace(stranger, method="ping"))],
     ]
-    context: zmq.Context[Any] = zmq.Context()
-    socket = context.socket(zmq.DEALER if world.route == "relay" else zmq.PUSH)
-    socket.connect(world.relay if world.route == "relay" else mine.routes[0])
-    for frames in rubbish:
-        socket.send_multipart(frames)
-    refused = 1 if world.route == "relay" else 7
+    kind = zmq.DEALER if world.route == "relay" else zmq.PUSH
+    if world.route == "auto":
+        throw_at_a_unix_socket(mine.routes[0], rubbish)
+    else:
+        throw_at_zmq(world.relay if world.route == "relay" else mine.routes[0], kind, rubbish)
+    refused = {"auto": 5, "tcp": 7, "relay": 1}[world.route]
     eventually(lambda: b.num_rejected >= refused)
     assert call(a, "ping") == 1
-    socket.close(0)
+
+
+def throw_at_zmq(address: str, kind: int, rubbish: list[list[bytes]]) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    sender = context.socket(kind)
+    sender.connect(address)
+    for frames in rubbish:
+        sender.send_multipart(frames)
+    sender.close(1000)
     context.term()
+
+
+def throw_at_a_unix_socket(address: str, rubbish: list[list[bytes]]) -> None:
+    """Each on a connection of its own, with and without a right beginning."""
+    for envelope, *rest in rubbish:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(address.removeprefix("ipc://"))
+            for piece in [*pack(envelope, rest[0] if rest else b"", rest[1:]), os.urandom(100)]:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was refused at once
+                    connection.sendall(piece)
 
 
 def test_method_name_of_silly_length_is_refused_here(world: World) -> None:

@@ -25,7 +25,7 @@ def status(stage: Stage, version: int = 1, exit_code: int | None = None) -> JobS
 def master(fake_master: Any) -> Iterator[Any]:
     set_current_worker(worker_of(InstantBus(), master=fake_master.address, trainer=1, rollout=2))
     yield fake_master
-    _connected(fake_master.address).close()
+    _connected(fake_master.address, None).close()
     _connected.cache_clear()
     set_current_worker(None)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -20,7 +21,7 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.agent_zygote import Fork
 from unified.protocol.framing import StreamBuffer, encode_stream
-from unified.protocol.records import Failure
+from unified.protocol.records import DirectoryEntry, Failure
 from unified.protocol.worker_agent import (
     AgentOrder,
     Failed,
@@ -161,7 +162,14 @@ class Agent:
         return child
 
     def describe(
-        self, entry: EntryPoint, *, rank: int = 0, incarnation: int = 0, job: dict[str, Any] | None = None, **role: Any
+        self,
+        entry: EntryPoint,
+        *,
+        rank: int = 0,
+        incarnation: int = 0,
+        directory: Sequence[DirectoryEntry] = (),
+        job: dict[str, Any] | None = None,
+        **role: Any,
     ) -> Launch:
         spec = RoleSpec(**{"name": "role", "kind": "simple", "entry_point": entry, **role})
         job_spec = JobSpec(
@@ -187,6 +195,7 @@ class Agent:
             run_dir=str(self.run_dir),
             log_file="",
             env={"GLOO_SOCKET_IFNAME": "lo"},
+            directory=list(directory),
         )
 
     def close(self) -> None:

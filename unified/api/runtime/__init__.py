@@ -8,23 +8,37 @@ if TYPE_CHECKING:
     from unified.api.runtime.future_sequence import FutureSequence
     from unified.api.runtime.master_api import PrimeMasterApi
     from unified.api.runtime.proxy import UserRpcProxy, create_rpc_proxy
-    from unified.api.runtime.role_group import RoleActor, RoleGroup
+    from unified.api.runtime.role_actor import RoleActor
+    from unified.api.runtime.role_group import RoleGroup
     from unified.bus.registry import export_rpc_instance, export_rpc_method, rpc
+    from unified.bus.streams import RpcStream
+    from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter
+    from unified.loader.patch import patch_dataloader_ray
+    from unified.loader.pipeline import Dataset
+    from unified.queue.client import DataQueue
+    from unified.weights.receiver import WeightsReceiver
     from unified.worker.context import ActorInfo, JobInfo, Worker, current_worker
 
 __all__ = [
     "ActorInfo",
+    "DataLoaderIter",
+    "DataQueue",
+    "Dataset",
     "FutureSequence",
     "JobInfo",
     "PrimeMasterApi",
+    "RayDataLoaderIter",
     "RoleActor",
     "RoleGroup",
+    "RpcStream",
     "UserRpcProxy",
+    "WeightsReceiver",
     "Worker",
     "create_rpc_proxy",
     "current_worker",
     "export_rpc_instance",
     "export_rpc_method",
+    "patch_dataloader_ray",
     "rpc",
 ]
 
@@ -34,8 +48,15 @@ __getattr__, __dir__ = lazy.exports(
         "unified.api.runtime.future_sequence": ["FutureSequence"],
         "unified.api.runtime.master_api": ["PrimeMasterApi"],
         "unified.api.runtime.proxy": ["UserRpcProxy", "create_rpc_proxy"],
-        "unified.api.runtime.role_group": ["RoleActor", "RoleGroup"],
+        "unified.api.runtime.role_actor": ["RoleActor"],
+        "unified.api.runtime.role_group": ["RoleGroup"],
         "unified.bus.registry": ["export_rpc_instance", "export_rpc_method", "rpc"],
+        "unified.bus.streams": ["RpcStream"],
+        "unified.loader.iterator": ["DataLoaderIter", "RayDataLoaderIter"],
+        "unified.loader.patch": ["patch_dataloader_ray"],
+        "unified.loader.pipeline": ["Dataset"],
+        "unified.queue.client": ["DataQueue"],
+        "unified.weights.receiver": ["WeightsReceiver"],
         "unified.worker.context": ["ActorInfo", "JobInfo", "Worker", "current_worker"],
     },
 )

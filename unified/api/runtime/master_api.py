@@ -11,6 +11,7 @@ from typing import Generic, ParamSpec, TypeVar
 from unified.api.runtime.actors import actor_named, actors_of
 from unified.client.connection import MasterConnection
 from unified.job.enums import MasterStage
+from unified.keys import ClusterKey
 from unified.protocol.client_master import (
     ClientToMaster,
     Done,
@@ -132,10 +133,11 @@ def _job_id() -> str:
 
 
 def _ask(message: ClientToMaster, expected: type[A]) -> A:
-    return _connected(current_worker().master_address).ask(message, expected)
+    worker = current_worker()
+    return _connected(worker.master_address, worker.cluster_key).ask(message, expected)
 
 
 @functools.cache
-def _connected(address: str) -> MasterConnection:
+def _connected(address: str, key: ClusterKey | None) -> MasterConnection:
     """One connection a process, made when first asked for; a worker has one master all its life."""
-    return MasterConnection(address)
+    return MasterConnection(address, key=key)

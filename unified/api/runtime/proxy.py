@@ -6,9 +6,10 @@ import functools
 from typing import Any, TypeVar, cast
 
 from unified.api.runtime.actors import actor_named
+from unified.api.runtime.calling import CallOptions, begin
+from unified.api.runtime.promised_stream import PromisedStream
 from unified.bus.registry import RpcMark, marked_methods
-from unified.errors import nearest
-from unified.worker.context import current_worker
+from unified.errors import UsageError, nearest
 
 T = TypeVar("T")
 
@@ -17,28 +18,42 @@ class UserRpcProxy:
     """Stands for an object that its owner exported with `export_rpc_instance(ns, obj)`.
 
     It has the `@rpc` methods of the object's class. A sync method blocks and returns the value; an ``async def`` method
-    returns an awaitable.
+    returns an awaitable. A generator method returns an iterator, and an async one an async iterator, at once; what goes
+    wrong is raised where it is read.
 
     Args:
         owner: worker that has the object: full name, ``role-rank``, or a role's name for its rank 0.
         name: namespace of the export; None or empty for one without.
         cls: class of the object, or a base of it that declares the methods.
+        timeout: seconds to the deadline of each call; None: the job's default.
+        retries: attempts after the first, for the methods that are marked ``@rpc(idempotent=True)``; the others are
+            called once.
 
     Raises:
-        UsageError: (a ValueError) the job has no such worker.
+        UsageError: (a ValueError) the job has no such worker; or `retries`, and no method may be retried.
         NotInWorkerError: this process is not a worker.
     """
 
-    def __init__(self, owner: str, name: str | None, cls: type) -> None:
+    def __init__(self, owner: str, name: str | None, cls: type, timeout: float | None = None, retries: int = 0) -> None:
         self._owner = actor_named(owner).name
         self._ns = name
         self._cls = cls
-        for attribute, mark in marked_methods(cls).items():
+        self._options = CallOptions(timeout, retries)
+        methods = marked_methods(cls)
+        if retries and not any(_may_retry(mark) for mark in methods.values()):
+            raise UsageError(
+                f"retries={retries} was asked for {cls.__name__}, which has no method that is marked "
+                "@rpc(idempotent=True) and is no stream."
+            )
+        for attribute, mark in methods.items():
             setattr(self, attribute, functools.wraps(getattr(cls, attribute))(functools.partial(self._invoke, mark)))
 
     def _invoke(self, mark: RpcMark, *args: Any, **kwargs: Any) -> Any:
         method = f"{self._ns}.{mark.name}" if self._ns else mark.name
-        future = current_worker().bus.call(self._owner, method, args, kwargs)
+        options = self._options if _may_retry(mark) else CallOptions(self._options.timeout)
+        future = begin(self._owner, method, args, kwargs, options)
+        if mark.is_stream:
+            return PromisedStream(future)
         return future if mark.is_async else future.result()
 
     def __getattr__(self, name: str) -> Any:
@@ -49,6 +64,10 @@ class UserRpcProxy:
         return f"UserRpcProxy({self._owner!r}, {self._ns!r}, {self._cls.__name__})"
 
 
-def create_rpc_proxy(owner: str, name: str | None, cls: type[T]) -> T:
+def create_rpc_proxy(owner: str, name: str | None, cls: type[T], timeout: float | None = None, retries: int = 0) -> T:
     """A `UserRpcProxy`, typed as the class that it stands for."""
-    return cast(T, UserRpcProxy(owner, name, cls))
+    return cast(T, UserRpcProxy(owner, name, cls, timeout, retries))
+
+
+def _may_retry(mark: RpcMark) -> bool:
+    return mark.idempotent and not mark.is_stream

@@ -2,58 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 from unified.api.runtime.actors import actors_of
 from unified.api.runtime.batch import check_lengths, share
+from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, begin, begin_all, check_stream
 from unified.api.runtime.future_sequence import FutureSequence
+from unified.api.runtime.promised_stream import PromisedStream
+from unified.api.runtime.role_actor import RoleActor
 from unified.bus.futures import RpcFuture, gather
 from unified.bus.registry import method_name
+from unified.bus.streams import RpcStream
 from unified.errors import UsageError
-from unified.worker.context import ActorInfo, current_worker
+from unified.weights.plan import BUCKET_BYTES
+
+if TYPE_CHECKING:
+    import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class RoleActor:
-    """One worker of this job, to be called.
-
-    Attributes:
-        name: full name.
-        rank: in its role.
-        info: all that is known of it.
-    """
-
-    def __init__(self, info: ActorInfo) -> None:
-        self.name = info.name
-        self.rank = info.rank
-        self.info = info
-
-    @overload
-    def call(
-        self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> RpcFuture[R]: ...
-    @overload
-    def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[R]: ...
-    @overload
-    def call(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcFuture[Any]: ...
-    def call(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcFuture[Any]:
-        """Call one of its `@rpc` methods and return at once.
-
-        Arrays, tensors and large bytes must not be changed before the future has ended.
-
-        Args:
-            method: its name, or a function whose `@rpc` name, or own name, is meant.
-            _timeout: seconds to the call's deadline; None: the job's default.
-        """
-        timeout = kwargs.pop("_timeout", None)
-        return current_worker().bus.call(self.name, method_name(method), args, kwargs, timeout=timeout)
-
-    def __repr__(self) -> str:
-        return f"RoleActor({self.name!r})"
 
 
 class RoleGroup(Sequence[RoleActor]):
@@ -64,6 +34,9 @@ class RoleGroup(Sequence[RoleActor]):
         optional: a role without workers, or that does not exist, gives an empty group instead of an error.
         name: of the group, for people; the roles' names if not given.
         roles: in place of `role`.
+
+    Attributes:
+        options: of its calls (`with_options`).
 
     Raises:
         UsageError: (a ValueError) ``No actors found for role 'x'.``
@@ -84,7 +57,16 @@ class RoleGroup(Sequence[RoleActor]):
         if not wanted and not optional:
             raise UsageError("RoleGroup got an empty list of roles.")
         self.name = name if name is not None else ",".join(wanted)
+        self.options = DEFAULT_OPTIONS
         self.actors = [RoleActor(info) for each in wanted for info in actors_of(each, optional=optional)]
+
+    def with_options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
+        """The same workers, with other options for the calls that are made through what is returned, or through its
+        actors. For the arguments see `RoleActor.with_options`."""
+        view = copy.copy(self)
+        view.options = self.options.but(timeout, retries)
+        view.actors = [actor.with_options(timeout=timeout, retries=retries) for actor in self.actors]
+        return view
 
     @overload
     def __getitem__(self, index: int) -> RoleActor: ...
@@ -104,30 +86,43 @@ class RoleGroup(Sequence[RoleActor]):
         self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[list[R]]: ...
     @overload
+    def call(
+        self, method: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[list[RpcStream[R]]]: ...
+    @overload
+    def call(
+        self, method: Callable[P, Iterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[list[RpcStream[R]]]: ...
+    @overload
     def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[list[R]]: ...
     @overload
     def call(
-        self, method: str, /, *args: Any, _scatter: bool = False, _timeout: float | None = None, **kwargs: Any
+        self,
+        method: str,
+        /,
+        *args: Any,
+        _scatter: bool = False,
+        _timeout: float | None = None,
+        _retries: int | None = None,
+        **kwargs: Any,
     ) -> RpcFuture[list[Any]]: ...
     def call(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcFuture[list[Any]]:
         """Call a method of every actor; the results come in the group's order, or the first error at once.
 
+        The arguments are encoded once for all, and are once in the shared memory of each host.
+
         Args:
             method: its name, or a function whose `@rpc` name, or own name, is meant.
             _scatter: every argument is a list with one entry for each actor.
-            _timeout: seconds to the calls' deadline; None: the job's default.
+            _timeout, _retries: as for `RoleActor.call`, for each of the calls.
 
         Raises:
-            UsageError: (a ValueError) `_scatter`, and an argument is no list of that length.
+            UsageError: (a ValueError) `_scatter`, and an argument is no list of that length; or as for
+                `RoleActor.call`.
         """
-        scatter, timeout = kwargs.pop("_scatter", False), kwargs.pop("_timeout", None)
-        if scatter:
-            self._check_scatter(args, kwargs)
-        futures = []
-        for i, actor in enumerate(self.actors):
-            own_args = tuple(arg[i] for arg in args) if scatter else args
-            own_kwargs = {key: arg[i] for key, arg in kwargs.items()} if scatter else kwargs
-            futures.append(actor.call(method_name(method), *own_args, _timeout=timeout, **own_kwargs))
+        scatter = kwargs.pop("_scatter", False)
+        options = self.options.taken_from(kwargs)
+        futures = self._begin_all(method, args, kwargs, options, scatter)
         return gather(futures, f"the call of {method_name(method)!r} to group {self.name}")
 
     @overload
@@ -135,27 +130,47 @@ class RoleGroup(Sequence[RoleActor]):
         self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[R]: ...
     @overload
+    def call_rank0(
+        self, method: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[RpcStream[R]]: ...
+    @overload
+    def call_rank0(
+        self, method: Callable[P, Iterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[RpcStream[R]]: ...
+    @overload
     def call_rank0(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[R]: ...
     @overload
     def call_rank0(
-        self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any
+        self, method: str, /, *args: Any, _timeout: float | None = None, _retries: int | None = None, **kwargs: Any
     ) -> RpcFuture[Any]: ...
     def call_rank0(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcFuture[Any]:
-        """Call a method of the first actor only.
+        """Call a method of the first actor only, as `RoleActor.call` does.
 
         Raises:
             UsageError: (a ValueError) ``No actors in the role group.``
         """
         self._check_not_empty()
-        return self.actors[0].call(method_name(method), *args, **kwargs)
+        result: RpcFuture[Any] = self.actors[0].call(method, *args, **kwargs)
+        return result
 
+    @overload
+    def call_batch(
+        self, method: Callable[P, Coroutine[Any, Any, Sequence[R]]], size: int, /, *args: P.args, **kwargs: P.kwargs
+    ) -> FutureSequence[R]: ...
     @overload
     def call_batch(
         self, method: Callable[P, Sequence[R]], size: int, /, *args: P.args, **kwargs: P.kwargs
     ) -> FutureSequence[R]: ...
     @overload
     def call_batch(
-        self, method: Callable[P, Any] | str, size: int, /, *args: Any, **kwargs: Any
+        self,
+        method: Callable[..., Any] | str,
+        size: int,
+        /,
+        *args: Any,
+        _timeout: float | None = None,
+        _retries: int | None = None,
+        **kwargs: Any,
     ) -> FutureSequence[Any]: ...
     def call_batch(self, method: Any, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Give each actor a run of a batch.
@@ -167,11 +182,13 @@ class RoleGroup(Sequence[RoleActor]):
         Args:
             method: its name, or a function whose `@rpc` name, or own name, is meant.
             size: of the batch, and so of each sequence among the arguments.
+            _timeout, _retries: as for `RoleActor.call`, for each of the calls.
 
         Raises:
             UsageError: (a ValueError) ``No actors in the role group.``, or a sequence of another length.
         """
         self._check_not_empty()
+        options = self.options.taken_from(kwargs)
         check_lengths(size, args, kwargs)
         run = math.ceil(size / len(self.actors))
         futures, lens = [], []
@@ -179,9 +196,89 @@ class RoleGroup(Sequence[RoleActor]):
             end = min(start + run, size)
             own_kwargs = {key: share(value, start, end) for key, value in kwargs.items()}
             own_args = [share(value, start, end) for value in args]
-            futures.append(actor.call(method_name(method), *own_args, **own_kwargs))
+            futures.append(begin(actor.name, method, own_args, own_kwargs, options))
             lens.append(end - start)
         return FutureSequence(futures, lens)
+
+    @overload
+    def stream(
+        self, method: Callable[P, AsyncIterable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[RpcStream[R]]: ...
+    @overload
+    def stream(self, method: Callable[P, Iterable[R]], /, *args: P.args, **kwargs: P.kwargs) -> list[RpcStream[R]]: ...
+    @overload
+    def stream(
+        self, method: str, /, *args: Any, _scatter: bool = False, _timeout: float | None = None, **kwargs: Any
+    ) -> list[RpcStream[Any]]: ...
+    def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> list[RpcStream[Any]]:
+        """Call a generator method of every actor; one stream each, in the group's order. See `RoleActor.stream`."""
+        scatter = kwargs.pop("_scatter", False)
+        options = self.options.taken_from(kwargs)
+        check_stream(options)
+        return [PromisedStream(future) for future in self._begin_all(method, args, kwargs, options, scatter)]
+
+    def sync_weights(
+        self,
+        weights: torch.nn.Module | Mapping[str, Any],
+        *,
+        version: int | None = None,
+        name: str = "default",
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout: float = 300.0,
+        wait: bool = True,
+        force: bool = False,
+        collective: bool | None = None,
+    ) -> int:
+        """Bring a model to all workers of the group, each of which has a `WeightsReceiver`.
+
+        One rank calls it; or all ranks of an FSDP2 or DDP model together, as they call any collective. A worker that
+        dies on the way is given the version when its next life has its receiver, as long as there is time.
+
+        Args:
+            weights: a module, or a state dict. DDP and torch.compile are looked through. Sharded tensors (FSDP2,
+                DTensor) are gathered bucket by bucket; tied ones are sent once; entries that are no tensors come too.
+            version: its number, from 1; None: one more than any worker of the group has.
+            name: of the receivers.
+            dtype: what floating-point tensors are cast to.
+            bucket_bytes: how much is gathered and sent at a time; a larger tensor is a bucket by itself.
+            timeout: seconds for all of it, from the wait for receivers to the last answer.
+            wait: return when every worker has it. False: return when this process has a copy of its part, which a
+                thread then sends; what goes wrong is raised by the next call.
+            force: a version lower than what is there is no error.
+            collective: all ranks of the process group call this together. None: they do if the model is a
+                DistributedDataParallel or sharded.
+
+        Returns:
+            The version, the same on every rank.
+
+        Raises:
+            WeightsVersionError: a worker has a newer version, or gets this one from another sender.
+            WeightsTimeoutError: not everybody had it in time; names who, and why.
+            WeightsError: somebody cannot have it; or the version before, which was not waited for, did not arrive.
+            UsageError: (a ValueError) ``No actors in the role group.``, or `weights` cannot be sent.
+        """
+        from unified.weights.sync import Order, sync_weights  # imports torch
+
+        order = Order(version, dtype, bucket_bytes, timeout, wait, force, collective)
+        return sync_weights(self.name, [actor.info for actor in self.actors], weights, name, order)
+
+    def _begin_all(
+        self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, scatter: bool
+    ) -> list[RpcFuture[Any]]:
+        if not scatter:
+            return begin_all([actor.name for actor in self.actors], method, args, kwargs, options)
+        self._check_scatter(args, kwargs)
+        return [
+            begin(
+                actor.name,
+                method,
+                tuple(arg[i] for arg in args),
+                {key: arg[i] for key, arg in kwargs.items()},
+                options,
+            )
+            for i, actor in enumerate(self.actors)
+        ]
 
     def _check_not_empty(self) -> None:
         if not self.actors:

@@ -1,0 +1,87 @@
+"""What the bus has to reach beside its peers: each floor as data, and whether a run passed it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import bus_work as work
+
+Medians = Mapping[str, Mapping[str, float]]
+"""By contender, then by row."""
+
+
+class Floor(NamedTuple):
+    """``ours`` on `row` against ``peer`` on `peer_row`, as a ratio."""
+
+    contender: str
+    row: str
+    peer: str
+    peer_row: str
+    at_least: float
+    """How many times better than the peer; below 1, it may be worse."""
+
+
+class Verdict(NamedTuple):
+    floor: Floor
+    ratio: float | None
+    """How many times better; None where one of the two was not measured."""
+
+    @property
+    def is_passed(self) -> bool | None:
+        return None if self.ratio is None else self.ratio >= self.floor.at_least
+
+    @property
+    def word(self) -> str:
+        return {True: "pass", False: "FAIL", None: "not measured"}[self.is_passed]
+
+    def __str__(self) -> str:
+        floor = self.floor
+        rows = floor.row if floor.row == floor.peer_row else f"{floor.row} ÷ {floor.peer_row}"
+        ratio = "–" if self.ratio is None else f"{self.ratio:.2f}×"
+        return f"{floor.contender} against {floor.peer}: {rows} {ratio} (floor {floor.at_least:.3g}×): {self.word}"
+
+
+def _floor(row: str, peer: str, at_least: float, *, contender: str = "direct", peer_row: str = "") -> Floor:
+    return Floor(contender, row, peer, peer_row or row, at_least)
+
+
+LARGE = {"fanout", *(f"{way}_{mib}MiB" for mib in work.ARRAYS if mib > 1 for way in ("arg", "ret"))}
+FLOORS = [
+    _floor("sync_p50", "ray", 4),
+    _floor("async_1_1", "ray", 6),
+    _floor("async_2_2", "ray", 6),
+    *(_floor(f"{way}_{mib}MiB", "ray", 8) for mib in work.ARRAYS for way in ("arg", "ret")),
+    _floor("queue_single", "ray", 12),
+    _floor("queue_batch100", "ray", 5),
+    _floor("start_4_workers", "ray", 4),
+    _floor("memory_idle", "ray", 8, peer_row="rss_children"),
+    _floor("sync_p50", "xoscar", 1 / 0.85),
+    _floor("async_1_1", "xoscar", 4),
+    _floor("sync_p50", "zmq", 1 / 1.6),
+    *(_floor(name, "ray", 1, contender="relay") for name in work.NAMES if name not in LARGE),
+]
+"""The floors of the first release of the bus."""
+
+
+def medians(figures: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
+    return {
+        contender: {name: statistics.median(values) for name, values in rows.items() if values}
+        for contender, rows in figures.items()
+    }
+
+
+def times_better(row: str, ours: float, theirs: float) -> float:
+    """Above 1: ours is better, whichever way is better on that row."""
+    is_rate = next(each.is_rate for each in work.ROWS if each.name == row)
+    better, worse = (ours, theirs) if is_rate else (theirs, ours)
+    return better / worse if worse else float("inf")
+
+
+def verdicts(found: Medians) -> Iterator[Verdict]:
+    for floor in FLOORS:
+        ours = found.get(floor.contender, {}).get(floor.row)
+        theirs = found.get(floor.peer, {}).get(floor.peer_row)
+        ratio = None if ours is None or theirs is None else times_better(floor.row, ours, theirs)
+        yield Verdict(floor, ratio)

@@ -1,0 +1,179 @@
+"""What no bus can beat on this machine: bare sockets between two processes, and copies in memory.
+
+``bus_floor.py zmq|socket|memory`` prints one JSON line a figure.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import bus_work as work
+import numpy as np
+import zmq
+
+Array = np.ndarray[Any, np.dtype[np.uint8]]
+MESSAGE = b"x" * 64
+"""About as much as an empty call has to say."""
+
+
+def zmq_floor() -> dict[str, float]:
+    """A PUSH and a PULL on each side over ``ipc``, each process with its one thread blocked in `recv`."""
+    values: dict[str, float] = {}
+    with _zmq_pair(copies=True) as (outgoing, incoming):
+
+        def call() -> None:
+            outgoing.send(MESSAGE)
+            incoming.recv()
+
+        def pipelined() -> float:
+            began = time.perf_counter()
+            for _ in range(work.PIPELINED_CALLS // work.BURST):
+                for _ in range(work.BURST):
+                    outgoing.send(MESSAGE)
+                for _ in range(work.BURST):
+                    incoming.recv()
+            return work.PIPELINED_CALLS / (time.perf_counter() - began)
+
+        values |= _latency(call)
+        values["async_1_1"] = work.read(pipelined)
+    with _zmq_pair(copies=False) as (outgoing, incoming):
+        for mib, times in work.ARRAYS.items():
+            array = np.ones(mib * work.MIB, np.uint8)
+
+            def send(array: Any = array) -> None:
+                outgoing.send(array, copy=False)
+                incoming.recv()
+
+            values[f"arg_{mib}MiB"] = _rate(send, mib, times)
+    return values
+
+
+def socket_floor() -> dict[str, float]:
+    """One Unix stream socket, both ends blocked in `recv`."""
+    ours, theirs = socket.socketpair()
+    with ours, child(_socket_echo, theirs):
+        theirs.close()
+
+        def call() -> None:
+            ours.sendall(MESSAGE)
+            ours.recv(1024)
+
+        values = _latency(call)
+        ours.shutdown(socket.SHUT_WR)
+    return values
+
+
+def memory_floor() -> dict[str, float]:
+    """An argument costs one copy into memory that is there already; a result has to be made first."""
+    values = {}
+    for mib, times in work.ARRAYS.items():
+        source, target = np.ones(mib * work.MIB, np.uint8), np.zeros(mib * work.MIB, np.uint8)
+
+        def copy(source: Array = source, target: Array = target) -> None:
+            target[:] = source
+
+        def make_and_copy(target: Array = target) -> None:
+            target[:] = np.ones(len(target), np.uint8)
+
+        values[f"arg_{mib}MiB"] = _rate(copy, mib, times)
+        values[f"ret_{mib}MiB"] = _rate(make_and_copy, mib, times)
+        if mib == work.FANOUT_MIB:
+            values["fanout"] = work.WORKERS * values[f"arg_{mib}MiB"]
+    return values
+
+
+def _latency(call: Callable[[], None]) -> dict[str, float]:
+    for _ in range(work.WARM_UP_CALLS):
+        call()
+    taken = []
+    for _ in range(work.SYNC_CALLS):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    p50, p99 = work.percentiles_us(taken)
+    return {"sync_p50": p50, "sync_p99": p99}
+
+
+def _rate(act: Callable[[], None], mib: int, times: int) -> float:
+    def take() -> float:
+        began = time.perf_counter()
+        for _ in range(times):
+            act()
+        return work.gib_per_s(mib, times, time.perf_counter() - began)
+
+    act()
+    return work.read(take)
+
+
+Sockets = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
+
+
+@contextmanager
+def _zmq_pair(copies: bool) -> Iterator[Sockets]:
+    """One to send on and one to receive on, with a second process at the other ends."""
+    with (
+        tempfile.TemporaryDirectory(prefix="unified-floor-") as folder,
+        child(_zmq_echo, folder, copies),
+        _zmq_sockets(f"ipc://{folder}/there", f"ipc://{folder}/back") as (outgoing, incoming),
+    ):
+        yield outgoing, incoming
+        outgoing.send(b"")
+
+
+@contextmanager
+def _zmq_sockets(there: str, back: str) -> Iterator[Sockets]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outgoing, incoming = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    try:
+        incoming.bind(back)
+        outgoing.connect(there)
+        yield outgoing, incoming
+    finally:
+        outgoing.close()
+        incoming.close()
+        context.term()
+
+
+def _zmq_echo(folder: str, copies: bool) -> None:
+    with _zmq_sockets(f"ipc://{folder}/back", f"ipc://{folder}/there") as (outgoing, incoming):
+        while _length(incoming, copies):
+            outgoing.send(MESSAGE)
+
+
+def _length(incoming: zmq.Socket[bytes], copies: bool) -> int:
+    return len(incoming.recv()) if copies else len(incoming.recv(copy=False).buffer)
+
+
+def _socket_echo(theirs: socket.socket) -> None:
+    while message := theirs.recv(1024):
+        theirs.sendall(message)
+
+
+@contextmanager
+def child(function: Callable[..., None], *args: object) -> Iterator[BaseProcess]:
+    """A second process that echoes until it is told to end."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=args, daemon=True)
+    process.start()
+    try:
+        yield process
+        process.join(10)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+FLOORS = {"zmq": zmq_floor, "socket": socket_floor, "memory": memory_floor}
+
+
+if __name__ == "__main__":
+    for name, value in FLOORS[sys.argv[1]]().items():
+        work.say(name, value)

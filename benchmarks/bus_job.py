@@ -1,0 +1,205 @@
+"""What runs inside our own workers when `bus.py` measures: the work of `bus_work`, through the public API alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bus_work as work
+import numpy as np
+
+from unified import RoleActor, RoleGroup, current_worker, rpc
+from unified.client.daemons import marked_processes
+from unified.client.embedded import CLUSTER_VARIABLE
+
+WAIT_S = 60.0
+
+
+def wanted(*names: str) -> bool:
+    return work.wanted(*names, rows=current_worker().job_info.user_config.rows)
+
+
+class Echo:
+    """What is called."""
+
+    def __init__(self) -> None:
+        if current_worker().actor_info.rank == 0 and wanted("queue_single", "queue_batch100"):
+            from unified.api.runtime import DataQueue
+
+            self.queue = DataQueue[bytes]("bench", is_master=True, size=10_000)
+
+    @rpc
+    def nop(self) -> None:
+        return None
+
+    @rpc(inline=True)
+    def nop_inline(self) -> None:
+        return None
+
+    @rpc
+    def nbytes_of(self, array: Any) -> int:
+        return int(array.nbytes)
+
+    @rpc
+    def make(self, nbytes: int) -> Any:
+        return np.ones(nbytes, np.uint8)
+
+
+class Caller:
+    """A second and a third process that call."""
+
+    @rpc
+    def burst(self, rank: int, calls: int, method: str) -> int:
+        pipeline(RoleGroup("echo")[rank], calls, method)
+        return calls
+
+
+class Bench:
+    """The driver role: it measures, writes one JSON line a figure into the file it was given, and so ends the job."""
+
+    def __init__(self) -> None:
+        self.file = Path(current_worker().job_info.user_config.out)
+
+    def run(self) -> None:
+        self.echo = RoleGroup("echo")
+        self.echo.call("nop").result(WAIT_S)
+        for part in (self.calls, self.arrays, self.fan_out, self.queue, self.memory):
+            try:
+                part()
+            except Exception:  # the other parts are worth having
+                self.write({"error": f"{part.__name__}: {traceback.format_exc()}"})
+
+    def say(self, name: str, value: float) -> None:
+        self.write({"name": name, "value": value})
+
+    def write(self, line: dict[str, Any]) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def calls(self) -> None:
+        for prefix, method in (("", "nop"), ("inline_", "nop_inline")):
+            if wanted("sync_p50", "sync_p99"):
+                p50, p99 = work.percentiles_us(sync(self.echo[0], method))
+                self.say(f"{prefix}sync_p50", p50)
+                self.say(f"{prefix}sync_p99", p99)
+            if wanted("async_1_1"):
+                pipeline(self.echo[0], work.BURST, method)
+                self.say(f"{prefix}async_1_1", work.read(partial(self.one_to_one, method)))
+            if wanted("async_2_2"):
+                RoleGroup("caller").call("burst", 0, work.BURST, method).result(WAIT_S)
+                self.say(f"{prefix}async_2_2", work.read(partial(self.two_to_two, method)))
+
+    def one_to_one(self, method: str) -> float:
+        began = time.perf_counter()
+        pipeline(self.echo[0], work.PIPELINED_CALLS, method)
+        return work.PIPELINED_CALLS / (time.perf_counter() - began)
+
+    def two_to_two(self, method: str) -> float:
+        began = time.perf_counter()
+        each = work.PIPELINED_CALLS // 2
+        RoleGroup("caller").call("burst", [0, 1], [each, each], [method, method], _scatter=True).result(WAIT_S)
+        return work.PIPELINED_CALLS / (time.perf_counter() - began)
+
+    def arrays(self) -> None:
+        echo = self.echo[0]
+        for mib, times in work.ARRAYS.items():
+            if not wanted(f"arg_{mib}MiB", f"ret_{mib}MiB"):
+                continue
+            array = np.ones(mib * work.MIB, np.uint8)
+            self.rate(f"arg_{mib}MiB", mib, times, partial(ask, echo, "nbytes_of", array))
+            self.rate(f"ret_{mib}MiB", mib, times, partial(ask, echo, "make", mib * work.MIB))
+
+    def fan_out(self) -> None:
+        if wanted("fanout"):
+            array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
+            mib = work.FANOUT_MIB * len(self.echo)
+            self.rate("fanout", mib, work.FANOUT_TIMES, partial(ask, self.echo, "nbytes_of", array))
+
+    def rate(self, name: str, mib: int, times: int, call: Callable[[], Any]) -> None:
+        def take() -> float:
+            began = time.perf_counter()
+            for _ in range(times):
+                call()
+            return work.gib_per_s(mib, times, time.perf_counter() - began)
+
+        call()
+        self.say(name, work.read(take))
+
+    def queue(self) -> None:
+        if not wanted("queue_single", "queue_batch100"):
+            return
+        from unified.api.runtime import DataQueue
+
+        queue = DataQueue[bytes]("bench")
+        queue.put(work.QUEUE_ITEM)
+        queue.get(1)
+
+        def single() -> float:
+            began = time.perf_counter()
+            for _ in range(work.QUEUE_SINGLE):
+                queue.put(work.QUEUE_ITEM)
+            for _ in range(work.QUEUE_SINGLE):
+                queue.get(1)
+            return work.QUEUE_SINGLE / (time.perf_counter() - began)
+
+        def batches() -> float:
+            began = time.perf_counter()
+            items = [work.QUEUE_ITEM] * work.QUEUE_BATCH
+            for _ in range(work.QUEUE_BATCHES):
+                queue.put(*items)
+            got = sum(len(queue.get(work.QUEUE_BATCH)) for _ in range(work.QUEUE_BATCHES))
+            if got != work.QUEUE_BATCHES * work.QUEUE_BATCH:
+                raise AssertionError(f"{got} items came out")
+            return got / (time.perf_counter() - began)
+
+        self.say("queue_single", work.read(single))
+        self.say("queue_batch100", work.read(batches))
+
+    def memory(self) -> None:
+        """Of all processes of the cluster but this one, which stands where the peers' driver is."""
+        marked = marked_processes(f"{CLUSTER_VARIABLE}={os.environ[CLUSTER_VARIABLE]}")
+        pss, rss = work.memory_mib(process.pid for process in marked if process.pid != os.getpid())
+        self.say("memory_end", pss)
+        self.say("rss_children", rss)
+
+
+def sync(actor: RoleActor, method: str) -> list[float]:
+    """Seconds of each of many calls, one after the other."""
+    for _ in range(work.WARM_UP_CALLS):
+        actor.call(method).result(WAIT_S)
+    taken = []
+    for _ in range(work.SYNC_CALLS):
+        began = time.perf_counter()
+        actor.call(method).result()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def ask(whom: RoleActor | RoleGroup, method: str, argument: Any) -> Any:
+    return whom.call(method, argument).result(WAIT_S)
+
+
+def pipeline(actor: RoleActor, calls: int, method: str) -> None:
+    for _ in range(calls // work.BURST):
+        for future in [actor.call(method) for _ in range(work.BURST)]:
+            future.result()
+
+
+class Starter:
+    """One of the workers whose start is timed; rank 0 asks all of them, itself too, and writes down when."""
+
+    @rpc
+    def nop(self) -> None:
+        return None
+
+    def run(self) -> None:
+        worker = current_worker()
+        if worker.actor_info.rank == 0:
+            RoleGroup("starter").call("nop").result(WAIT_S)
+            Path(worker.job_info.user_config.out).write_text(repr(time.time()))

@@ -1,0 +1,239 @@
+"""A cluster of thousands of inboxes on one machine: what the directory costs, and what a call does beside it.
+
+A real master and a real agent with two workers; all other agents are sockets of one load process, and their workers
+exist only on paper. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import bus_work as work
+import msgspec
+import psutil
+from launch import machine
+from rich.console import Console
+from rich.table import Table
+
+from unified.api.builder import DLJob, DLJobBuilder
+from unified.bus.directory import Directory
+from unified.client.embedded import EmbeddedCluster
+from unified.client.handle import JobHandle
+from unified.errors import MasterUnreachableError
+from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+
+HERE = Path(__file__).parent
+PATIENCE_S = 240.0
+CALM_S = 5.0
+WINDOW_S = 10.0
+POLL_S = 0.05
+MEASURES = {
+    "inboxes": "inboxes",
+    "nodes": "agents",
+    "register_s": "all registered, s",
+    "run_s": "submit to running, s",
+    "entry_bytes": "an entry, B",
+    "largest_message_kib": "largest message, KiB",
+    "sent_a_node_kib": "sent to a node, KiB",
+    "directory_mib": "directory in a worker, MiB",
+    "lookup_ns": "look-up, ns",
+    "master_cpu": "master, % of a core",
+    "master_pss_mib": "master, MiB",
+    "p50_us": "call p50, µs",
+    "p99_us": "call p99, µs",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inboxes", type=int, nargs="+", default=[0, 1000, 5000], help="runs (default: 0 1000 5000)")
+    parser.add_argument("--per-node", type=int, default=8, help="inboxes of one agent (default: 8)")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where bus_scale.json goes")
+    args = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each agent is a socket of the master's
+    runs = []
+    for inboxes in args.inboxes:
+        runs.append(run(inboxes, args.per_node))
+        print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine(), "runs": runs}
+    (args.out / "bus_scale.json").write_text(json.dumps(result, indent=1))
+    table = Table(
+        "", *(f"run {number + 1}" for number in range(len(runs))), title="One heartbeat a second for every inbox"
+    )
+    for name, title in MEASURES.items():
+        table.add_row(title, *(f"{each[name]:,.4g}" if name in each else "–" for each in runs))
+    Console().print(table)
+    return 0
+
+
+def run(inboxes: int, per_node: int) -> dict[str, Any]:
+    """A cluster of its own: everything registered, one job over all of it, then the readings."""
+    nodes = -(-inboxes // per_node)
+    found: dict[str, Any] = {"inboxes": inboxes, "nodes": nodes, **directory_costs(inboxes)}
+    with (
+        tempfile.TemporaryDirectory(prefix="unified-scale-") as name,
+        EmbeddedCluster(nodes=1, devices_per_node=2) as cluster,
+        load(cluster.address, nodes, per_node) as (told, beat_for_all),
+    ):
+        time.sleep(work.SETTLE_S)  # until the zygote has imported torch
+        folder = Path(name)
+        master = psutil.Process(cluster.master_pid)
+        until(lambda: not nodes or told().get("register_s"), f"{nodes} agents registered", told)
+        began = time.monotonic()
+        with job(folder, inboxes).submit("scale", blocking=False, master=cluster.address) as handle:
+            until(lambda: is_running(handle), "the job runs", told)
+            until(lambda: told().get("running", 0) >= inboxes, f"{inboxes} workers run", told)
+            found["run_s"] = time.monotonic() - began
+            beat_for_all()
+            time.sleep(CALM_S)
+            found["master_cpu"] = cpu_percent(master)
+            found["master_pss_mib"] = work.pss_mib(master.pid)
+            found |= told()
+            (folder / "go").touch()
+            until((folder / "figures").exists, "the calls were made", told)
+            found |= json.loads((folder / "figures").read_text())
+            handle.stop(force=True)
+    return found
+
+
+def directory_costs(number: int) -> dict[str, float]:
+    """Of a worker's directory: bytes of an entry on the wire, memory of all, and time to find one."""
+    if number == 0:
+        return {}
+    host = "x" * 56
+    encoded = [
+        msgspec.msgpack.encode(
+            DirectoryEntry(
+                worker=f"sim_{number}-{index}_1-0",
+                incarnation=0,
+                state=Reachability.ALIVE,
+                inbox=Inbox(
+                    inbox_id=f"{index:024x}",
+                    routes=[f"ipc:///run/user/1000/unified/{index:024x}.bus", f"tcp://10.0.{index >> 8}.1:45678"],
+                    host_id=f"{host}{index:04d}",
+                ),
+                node=f"sim-{index}",
+            )
+        )
+        for index in range(number)
+    ]
+    tracemalloc.start()
+    directory = Directory()
+    directory.merge(msgspec.msgpack.decode(entry, type=DirectoryEntry) for entry in encoded)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    names = [f"sim_{number}-{index}_1-0" for index in range(0, number, 7)]
+
+    def look_up() -> float:
+        began = time.perf_counter()
+        for name in names:
+            directory.reachable(name)
+        return (time.perf_counter() - began) / len(names) * 1e9
+
+    return {
+        "entry_bytes": sum(map(len, encoded)) / number,
+        "directory_mib": held / 2**20,
+        "lookup_ns": work.read(look_up),
+    }
+
+
+@contextmanager
+def load(master: str, nodes: int, per_node: int) -> Iterator[tuple[Callable[[], dict[str, Any]], Callable[[], None]]]:
+    """The load process; what is yielded tells its newest totals, and has it send a heartbeat for every inbox."""
+    if nodes == 0:
+        yield dict, lambda: None
+        return
+    process = subprocess.Popen(
+        [sys.executable, HERE / "bus_scale_load.py", master, str(nodes), str(per_node)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    newest: dict[str, Any] = {}
+
+    def listen() -> None:
+        for line in process.stdout or ():
+            newest.update(json.loads(line))
+        newest["has_ended"] = True
+
+    def beat_for_all() -> None:
+        if process.stdin is not None:
+            process.stdin.write("\n")
+            process.stdin.flush()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        yield lambda: dict(newest), beat_for_all
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        listener.join()
+
+
+def until(is_true: Callable[[], object], what: str, told: Callable[[], dict[str, Any]]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_true():
+        if time.monotonic() > deadline or told().get("has_ended"):
+            raise SystemExit(f"it did not come to this: {what}; the load process says {told()}")
+        time.sleep(POLL_S)
+
+
+def is_running(handle: JobHandle) -> bool:
+    try:
+        return handle.status().stage == "RUNNING"
+    except MasterUnreachableError:  # it is busy telling everybody
+        return False
+
+
+def cpu_percent(process: psutil.Process) -> float:
+    """Of one core, over a while."""
+    before, began = process.cpu_times(), time.monotonic()
+    time.sleep(WINDOW_S)
+    after, ended = process.cpu_times(), time.monotonic()
+    return 100 * (after.user + after.system - before.user - before.system) / (ended - began)
+
+
+def job(folder: Path, inboxes: int) -> DLJob:
+    builder = (
+        DLJobBuilder()
+        .node_num(max(1, inboxes))
+        .device_per_node(2)
+        .device_type("CPU")
+        .config({"folder": str(folder)})
+        .role("caller")
+        .run("bus_scale_job.Caller")
+        .resource(accelerator=1)
+        .role("callee")
+        .run("bus_scale_job.Callee")
+        .resource(accelerator=1)
+        .not_driver()
+    )
+    if inboxes:
+        builder = builder.role("sim").run("bus_scale_job.Callee").total(inboxes).resource(user_defined={"sim": 1})
+        builder = builder.not_driver()
+    built: DLJob = builder.build()
+    return built
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The two real workers among the simulated ones: one calls the other, when it is told to."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import bus_work as work
+
+from unified import RoleGroup, current_worker, rpc
+
+CALLS = 5_000
+WAIT_S = 120.0
+
+
+class Callee:
+    @rpc
+    def nop(self) -> None:
+        return None
+
+
+class Caller:
+    """Waits for the file `go`, calls, writes `figures`."""
+
+    def run(self) -> None:
+        folder = Path(current_worker().job_info.user_config.folder)
+        callee = RoleGroup("callee")[0]
+        began = time.perf_counter()
+        simulated = len(RoleGroup("sim", optional=True))
+        group_s = time.perf_counter() - began
+        while not (folder / "go").exists():
+            time.sleep(0.05)  # a file of another process
+        for _ in range(work.WARM_UP_CALLS):
+            callee.call("nop").result(WAIT_S)
+        taken = []
+        for _ in range(CALLS):
+            at = time.perf_counter()
+            callee.call("nop").result(WAIT_S)
+            taken.append(time.perf_counter() - at)
+        p50, p99 = work.percentiles_us(taken)
+        figures = {"p50_us": p50, "p99_us": p99, "simulated": simulated, "group_ms": group_s * 1e3}
+        (folder / "figures.part").write_text(json.dumps(figures))
+        (folder / "figures.part").rename(folder / "figures")

@@ -1,0 +1,132 @@
+"""The work that every contender does, and the names its figures have. Nothing here but the standard library: the
+peers' own environments import it too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+MIB = 1 << 20
+WARM_UP_CALLS = 200
+SYNC_CALLS = 2_000
+BURST = 1_000
+PIPELINED_CALLS = 10_000
+ARRAYS = {1: 50, 64: 5, 256: 3}
+"""MiB of an array, to how often it is sent in one reading."""
+FANOUT_MIB = 64
+FANOUT_TIMES = 3
+WORKERS = 4
+STARTS = 3
+QUEUE_ITEM = b"x" * 1024
+QUEUE_SINGLE = 500
+QUEUE_BATCH = 100
+QUEUE_BATCHES = 20
+SETTLE_S = 3.0
+"""Between the start of a runtime and the first reading, so that what it prepares in the background is there."""
+STEADY_S = 0.3
+"""A reading shorter than this is taken again, and the median counts."""
+MOST_READINGS = 9
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    title: str
+    unit: str
+    is_rate: bool
+    """More is better."""
+
+
+ROWS = [
+    Row("sync_p50", "sync call, median", "µs", False),
+    Row("sync_p99", "sync call, p99", "µs", False),
+    Row("async_1_1", "pipelined calls, 1 to 1", "calls/s", True),
+    Row("async_2_2", "pipelined calls, 2 to 2", "calls/s", True),
+    *(Row(f"arg_{mib}MiB", f"argument of {mib} MiB", "GiB/s", True) for mib in ARRAYS),
+    *(Row(f"ret_{mib}MiB", f"result of {mib} MiB", "GiB/s", True) for mib in ARRAYS),
+    Row("fanout", f"{FANOUT_MIB} MiB to {WORKERS} workers", "GiB/s", True),
+    Row("queue_single", "queue, one item a call", "items/s", True),
+    Row("queue_batch100", f"queue, {QUEUE_BATCH} items a call", "items/s", True),
+    Row("start_4_workers", f"start of {WORKERS} workers", "s", False),
+    Row("memory_idle", "memory of the runtime, idle (PSS)", "MiB", False),
+    Row("memory_end", "memory with workers, at the end (PSS)", "MiB", False),
+    Row("rss_children", "the same, resident sizes added up", "MiB", False),
+]
+NAMES = [row.name for row in ROWS]
+
+
+class Readings:
+    """Takes a reading again until enough time went into it: ``for _ in readings: …; readings.add(value)``."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def __iter__(self) -> Iterator[int]:
+        began = time.perf_counter()
+        while not self.values or (time.perf_counter() - began < STEADY_S and len(self.values) < MOST_READINGS):
+            yield len(self.values)
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+
+def read(take: Callable[[], float]) -> float:
+    """The median of as many readings as it takes to be steady."""
+    readings = Readings()
+    for _ in readings:
+        readings.add(take())
+    return readings.median
+
+
+def percentiles_us(seconds: Iterable[float]) -> tuple[float, float]:
+    """The median and the 99th percentile, in microseconds."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 2] * 1e6, ordered[len(ordered) * 99 // 100] * 1e6
+
+
+def wanted(*names: str, rows: Sequence[str] | None = None) -> bool:
+    """Whether one of these figures is among the rows asked for: on the command line, unless given. No rows mean all."""
+    asked = sys.argv[1:] if rows is None else rows
+    return not asked or not set(names).isdisjoint(asked)
+
+
+def gib_per_s(mib: int, times: int, seconds: float) -> float:
+    return mib * times / 1024 / seconds
+
+
+def say(name: str, value: float) -> None:
+    """One figure, as a line that the parent reads."""
+    print(json.dumps({"name": name, "value": value}), flush=True)
+
+
+def pss_mib(pid: int) -> float:
+    """Proportional set size: memory that n processes share counts 1/n in each."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+def rss_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), 0) / 1024
+
+
+def memory_mib(pids: Iterable[int]) -> tuple[float, float]:
+    """PSS and resident sizes of processes, each added up; one that has ended meanwhile counts nothing."""
+    pss = rss = 0.0
+    for pid in pids:
+        try:
+            pss, rss = pss + pss_mib(pid), rss + rss_mib(pid)
+        except (OSError, StopIteration):
+            continue
+    return pss, rss

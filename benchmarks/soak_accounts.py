@@ -1,0 +1,191 @@
+"""The books of a soak, closed: what the journals say, held against what may be. Pure.
+
+An item is consumed when a consumer kept it and acknowledged it. What follows from the queue's promise:
+
+- what was put (`put!`) is delivered, kept and acknowledged, once;
+- a put that ended in doubt, or that its producer did not live to see the end of, may be in or not, but not twice;
+- an item is delivered again only after the consumer that had it was killed, and then with certainty, unless that one
+  had begun to acknowledge it: then nobody can know, and both are right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from soak_journal import Fact, Life
+
+NEWS_S = 5.0
+"""How long after a death a call may still end in it: the news has to travel."""
+CLOCK_S = 0.05
+MOST_SHOWN = 20
+OWNERS_ERRORS: tuple[str, ...] = ()
+"""Parts of errors that a queue may end in while its owner is down; none: it has to wait."""
+
+
+class Kill(NamedTuple):
+    """One SIGKILL."""
+
+    at: float
+    life: Life
+
+
+@dataclass
+class Delivery:
+    """One item, once handed to one consumer."""
+
+    life: Life
+    taken_at: float
+    kept_at: float = 0.0
+    ack_begun_at: float = 0.0
+    acked_at: float = 0.0
+    is_doubtful: bool = False
+    """Its acknowledgement ended in an error."""
+
+
+@dataclass
+class Story:
+    """Everything that happened to one item."""
+
+    queue: str
+    put_begun: bool = False
+    put_done: bool = False
+    deliveries: list[Delivery] = field(default_factory=list)
+
+
+@dataclass
+class Accounts:
+    """What came out."""
+
+    wrong: list[str] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+    calls_by_second: Counter[int] = field(default_factory=Counter)
+    items: Counter[str] = field(default_factory=Counter)
+    longest_lateness_s: float = 0.0
+
+    @property
+    def num_calls(self) -> int:
+        return sum(self.calls.values())
+
+    def shown(self) -> list[str]:
+        """What is wrong, not all of it if it is much."""
+        more = len(self.wrong) - MOST_SHOWN
+        return [*self.wrong[:MOST_SHOWN], *([f"… and {more} more"] if more > 0 else [])]
+
+
+def close(facts: Iterable[Fact], kills: Iterable[Kill], began_at: float = 0.0) -> Accounts:
+    """Go through everything that was written down.
+
+    Args:
+        began_at: of the soak, so that what is wrong can say when.
+    """
+    accounts = Accounts()
+    killed = {kill.life: kill.at for kill in kills}
+    deaths: dict[str, list[float]] = defaultdict(list)
+    for life, at in killed.items():
+        deaths[life.worker].append(at)
+    stories: dict[str, Story] = {}
+    for fact in facts:
+        if fact.word == "calls":
+            accounts.calls.update(fact.rest[0])
+            accounts.calls_by_second[int(fact.at)] += sum(fact.rest[0].values())
+            accounts.longest_lateness_s = max(accounts.longest_lateness_s, fact.rest[1])
+        elif fact.word == "wrong":
+            accounts.wrong.append(f"{fact.at - began_at:.1f} s, {named(fact.life)}: {fact.rest[0]}")
+        elif fact.word == "died":
+            _check_death(accounts, fact, deaths, began_at)
+        elif fact.word != "start":
+            _note(accounts, stories, fact, began_at)
+    for item_id, story in stories.items():
+        _check_item(accounts, item_id, story, killed)
+    return accounts
+
+
+def _check_death(accounts: Accounts, fact: Fact, deaths: Mapping[str, list[float]], began_at: float) -> None:
+    """A call may end in the death of whom it asked only if that one did die."""
+    name, began, error = fact.rest
+    targets = list(deaths) if name == "*" else [_short(name)]
+    if not any(began - NEWS_S <= at <= fact.at + CLOCK_S for target in targets for at in deaths.get(target, ())):
+        who = named(fact.life)
+        ago = min((fact.at - at for target in targets for at in deaths.get(target, ()) if at < fact.at), default=None)
+        made = f"the call was made {fact.at - began:.1f} s ago"
+        when = "nobody killed it" if ago is None else f"it was killed {ago:.1f} s ago and {made}"
+        accounts.wrong.append(
+            f"{fact.at - began_at:.1f} s, {who}: a call to {name} ended in its death, but {when}: {error}"
+        )
+
+
+def _note(accounts: Accounts, stories: dict[str, Story], fact: Fact, began_at: float) -> None:
+    queue, ids = fact.rest[0], fact.rest[1]
+    if fact.word == "doubt" and not any(text in fact.rest[2] for text in OWNERS_ERRORS):
+        accounts.wrong.append(f"{fact.at - began_at:.1f} s, {named(fact.life)}: queue {queue}: {fact.rest[2]}")
+    for item_id in ids:
+        story = stories.setdefault(item_id, Story(queue))
+        own = next((each for each in reversed(story.deliveries) if each.life == fact.life), None)
+        match fact.word, own:
+            case "put?", _:
+                story.put_begun = True
+            case "put!", _:
+                story.put_done = True
+            case "take", _:
+                story.deliveries.append(Delivery(fact.life, fact.at))
+            case "keep", Delivery():
+                own.kept_at = fact.at
+            case "ack?", Delivery():
+                own.ack_begun_at = fact.at
+            case "ack!", Delivery():
+                own.acked_at = fact.at
+            case "doubt", Delivery():
+                own.is_doubtful = True
+
+
+def _check_item(accounts: Accounts, item_id: str, story: Story, killed: Mapping[Life, float]) -> None:
+    def wrong(what: str) -> None:
+        accounts.items[what.partition(":")[0]] += 1
+        accounts.wrong.append(f"item {item_id} of queue {story.queue}: {what}")
+
+    deliveries = sorted(story.deliveries, key=lambda each: each.taken_at)
+    accounts.items["put" if story.put_done else "put in doubt"] += 1
+    accounts.items["delivered"] += len(deliveries)
+    accounts.items["delivered again"] += max(0, len(deliveries) - 1)
+    if deliveries and not story.put_begun:
+        wrong("out of nowhere: it was delivered and never put")
+    for earlier, later in itertools.pairwise(deliveries):
+        died_at = killed.get(earlier.life)
+        who, again = named(earlier.life), named(later.life)
+        if earlier.acked_at:
+            after = later.taken_at - earlier.acked_at
+            wrong(f"doubled: {who} had acknowledged it, and {again} was given it {after:.3f} s later")
+        elif died_at is None and not earlier.is_doubtful:
+            wrong(f"doubled: {who} has it and lives, and {again} was given it too")
+        elif died_at is not None and later.taken_at < died_at - CLOCK_S:
+            wrong(f"doubled: {again} was given it {died_at - later.taken_at:.3f} s before {who} died")
+    if not deliveries:
+        if story.put_done:
+            wrong("lost: it was put and never delivered")
+        return
+    last = deliveries[-1]
+    who = named(last.life)
+    is_known = bool(last.acked_at)
+    may_be = bool(last.ack_begun_at) and (last.life in killed or last.is_doubtful)
+    if is_known or may_be:
+        accounts.items["consumed" if is_known else "consumed, its acknowledgement cut off"] += 1
+    elif last.life in killed:
+        wrong(f"lost: {who} died with it and nobody was given it again")
+    else:
+        wrong(f"left over: {who} has it and never acknowledged it")
+
+
+def named(life: Life) -> str:
+    return f"{life.worker}#{life.incarnation}"
+
+
+def _short(name: str) -> str:
+    """``role-rank`` of a full worker name."""
+    from unified.job.names import parse_worker
+
+    role, rank = parse_worker(name)
+    return f"{role}-{rank}"

@@ -1,0 +1,176 @@
+"""Streams, deadlines and retries between the roles of a job, on real daemons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from unified.api.builder import DLJob, DLJobBuilder
+from unified.testing import LocalCluster
+
+pytestmark = pytest.mark.cluster
+
+Cluster = Callable[..., LocalCluster]
+
+SERVICE = '''
+import asyncio, os, time
+from unified import current_worker, export_rpc_instance, rpc
+
+class Letters:
+    """Exported under a name of its own."""
+    @rpc()
+    def spell(self, word):
+        yield from word
+
+    @rpc()
+    async def spell_async(self, word):
+        for letter in word:
+            await asyncio.sleep(0)
+            yield letter
+
+class Service:
+    def __init__(self):
+        self.closed = []
+        export_rpc_instance("letters", Letters())
+
+    @rpc()
+    def tokens(self, number):
+        try:
+            for i in range(number):
+                yield i
+        finally:
+            self.closed.append(number)
+
+    @rpc()
+    async def tokens_async(self, number):
+        for i in range(number):
+            yield i
+
+    @rpc()
+    def fail_after(self, number):
+        yield from range(number)
+        raise KeyError("after")
+
+    @rpc()
+    async def never(self):
+        yield 0
+        await asyncio.Event().wait()
+
+    @rpc()
+    def get_closed(self):
+        return self.closed
+
+    @rpc()
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @rpc(idempotent=True)
+    def fragile(self):
+        worker = current_worker()
+        if worker.actor_info.rank == 1 and worker.incarnation == 0:
+            os._exit(3)
+        return worker.incarnation
+'''
+
+DRIVER = """
+import asyncio, time
+from service import Letters, Service
+from unified import RoleGroup, create_rpc_proxy
+from unified.errors import RemoteError, RpcTimeoutError, UsageError, WorkerDiedError
+
+def streams():
+    group = RoleGroup("service")
+    for method in ("tokens", "tokens_async"):
+        assert list(group[0].stream(method, 100)) == list(range(100))
+        assert [list(each) for each in group.stream(method, 20)] == [list(range(20))] * 2
+    with group[1].stream("tokens", 10_000) as tokens:
+        assert [next(tokens) for _ in range(3)] == [0, 1, 2]
+    deadline = time.monotonic() + 20
+    while group[1].call("get_closed").result()[-1] != 10_000:
+        assert time.monotonic() < deadline, "the generator was not closed"
+        time.sleep(0.01)
+    items = group[0].stream("fail_after", 2)
+    assert [next(items), next(items)] == [0, 1]
+    try:
+        next(items)
+    except KeyError as error:
+        assert isinstance(error, RemoteError) and error.worker.startswith("service_"), error
+    else:
+        raise AssertionError("no error")
+    letters = create_rpc_proxy("service-1", "letters", Letters)
+    assert "".join(letters.spell("word")) == "word"
+
+    async def spell():
+        return [letter async for letter in letters.spell_async("word")]
+
+    assert "".join(asyncio.run(spell())) == "word"
+
+def deadlines():
+    group = RoleGroup("service")
+    for call in (
+        lambda: group.call("sleep", 30).result(),  # the job's own
+        lambda: group[0].call("sleep", 30, _timeout=0.1).result(),
+        lambda: group.with_options(timeout=0.1).call_rank0("sleep", 30).result(),
+        lambda: create_rpc_proxy("service", None, Service, timeout=0.1).sleep(30),
+        lambda: list(group[0].stream("never", _timeout=0.1)),
+    ):
+        try:
+            call()
+        except RpcTimeoutError as error:
+            assert "did not answer" in str(error), error
+        else:
+            raise AssertionError("no deadline")
+
+def retries():
+    group = RoleGroup("service")
+    try:
+        group.call("fragile").result()
+    except WorkerDiedError as error:
+        assert not error.is_final, error
+    else:
+        raise AssertionError("nobody died")
+    assert group.call("fragile").result()[1] == 1  # waits for the next life
+
+def retries_at_once():
+    group = RoleGroup("service").with_options(retries=2, timeout=40)
+    assert group.call("fragile").result()[1] == 1
+    try:
+        group.call(Service.get_closed)
+    except UsageError as error:
+        assert "not marked @rpc(idempotent=True)" in str(error), error
+    else:
+        raise AssertionError("it was retried")
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DLJob]:
+    """A driver that runs this function, and two services."""
+    (tmp_path / "service.py").write_text(SERVICE)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(function: str) -> DLJob:
+        builder = DLJobBuilder().node_num(2).device_per_node(2).device_type("CPU")
+        builder.workload("driver", f"driver.{function}").resource(cpu=0.1)
+        builder.workload("service", "service.Service").total(2).resource(cpu=0.1).not_driver()
+        return builder.build()
+
+    return make
+
+
+@pytest.mark.parametrize("function", ["streams", "retries", "retries_at_once"])
+def test_calls_of_every_kind(local_cluster: Cluster, job: Callable[[str], DLJob], function: str) -> None:
+    handle = local_cluster(nodes=2, devices=2).submit(
+        job(function), function.replace("_", "-"), failover_exec_strategy=2, stop_grace_s=1
+    )
+    assert handle.wait(timeout=50) == 0, handle.status().end
+
+
+def test_deadline_of_the_job_is_that_of_calls_that_name_none(
+    local_cluster: Cluster, job: Callable[[str], DLJob]
+) -> None:
+    handle = local_cluster(nodes=1, devices=3).submit(job("deadlines"), "deadlines", call_timeout_s=0.3, stop_grace_s=1)
+    assert handle.wait(timeout=50) == 0, handle.status().end

@@ -1,0 +1,230 @@
+"""Queues in real jobs whose workers are killed: consumers, a producer in the middle of a put, the owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unified.api.builder import DLJob, DLJobBuilder
+from unified.testing import LocalCluster, eventually
+
+pytestmark = pytest.mark.cluster
+
+Cluster = Callable[..., LocalCluster]
+WAIT_S = 50
+
+# Document 3, "DataQueue", import prefix changed.
+OWNER_OF_THE_REFERENCE = """
+# owner (usually rank 0 producer)
+queue_master = DataQueue[str]("test_queue", size=10, is_master=True)
+queue_master.put("data1", "data2")
+"""
+CLIENT_OF_THE_REFERENCE = """
+# client (producer or consumer)
+queue_client = DataQueue[str]("test_queue")
+queue_client.get(1)
+"""
+
+COMMON = '''
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from unified.api.runtime import DataQueue, current_worker
+
+folder = Path({folder!r})
+
+def note(name, *words):
+    """A line in a file, whole or not at all."""
+    with open(folder / name, "a") as file:
+        file.write(" ".join(map(str, words)) + "\\n")
+
+def pause():
+    while not current_worker().should_stop:
+        time.sleep(0.01)
+'''
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Writes the module `queue_job`, which workers can import."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+
+    def write(code: str) -> None:
+        text = COMMON.format(folder=str(tmp_path)) + textwrap.dedent(code)
+        (folder / "queue_job.py").write_text(text)
+
+    yield write
+    sys.modules.pop("queue_job", None)
+
+
+def job(**roles: int) -> DLJob:
+    """A role for each function of the module, with so many workers."""
+    builder: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
+    for role, total in roles.items():
+        builder = builder.workload(role, f"queue_job.{role}").total(total).resource(cpu=0.01)
+    built: DLJob = builder.build()
+    return built
+
+
+def lines(folder: Path, name: str) -> list[str]:
+    file = folder / name
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def kill(cluster: LocalCluster, handle: Any, role: str, rank: int = 0) -> None:
+    pids = {name: pid for name, pid in cluster.workers(handle).items() if name.startswith(f"{role}_")}
+    name = next(name for name in pids if name.split("_")[1].endswith(f"-{rank}"))
+    os.kill(pids[name], signal.SIGKILL)
+
+
+def test_queue_of_the_reference(local_cluster: Cluster, write: Callable[[str], None]) -> None:
+    indent = " " * 4
+    owner = textwrap.indent(OWNER_OF_THE_REFERENCE, indent)
+    client = textwrap.indent(
+        CLIENT_OF_THE_REFERENCE.replace("queue_client.get(1)", "print(queue_client.get(1))"), indent
+    )
+    write(f"def owner():\n{owner}\ndef client():\n{client}")
+    handle = local_cluster(nodes=1, devices=1).submit(job(client=1, owner=1), "reference")
+    assert handle.wait(timeout=WAIT_S) == 0
+    assert [line for line in handle.logs(role="client") if "data1" in line]
+
+
+def test_items_of_a_killed_consumer_are_done_by_another(
+    local_cluster: Cluster, write: Callable[[str], None], tmp_path: Path
+) -> None:
+    write(
+        """
+        def owner():
+            with DataQueue("q", is_master=True) as queue:
+                queue.put(*range(20), np.arange(100_000))
+                while not (folder / "killed").exists():
+                    time.sleep(0.01)
+
+        def victim():
+            if current_worker().incarnation > 0:
+                return
+            queue = DataQueue("q")
+            queue.get(5)
+            queue.get(5)
+            note("taken", "10")
+            pause()
+
+        def consumer():
+            queue = DataQueue("q")
+            while not (folder / "taken").exists():
+                time.sleep(0.01)
+            for item in queue:
+                note("done", item if isinstance(item, int) else int(item.sum()))
+        """
+    )
+    cluster = local_cluster(nodes=1, devices=1)
+    handle = cluster.submit(job(owner=1, victim=1, consumer=2), "consumers", failover_exec_strategy=2)
+    eventually(lambda: lines(tmp_path, "taken"), timeout=WAIT_S)
+    kill(cluster, handle, "victim")
+    (tmp_path / "killed").touch()
+    assert handle.wait(timeout=WAIT_S) == 0
+    done = sorted(map(int, lines(tmp_path, "done")))
+    assert done == [*range(5, 20), sum(range(100_000))]
+
+
+def test_a_producer_is_killed_in_the_middle_of_a_put(
+    local_cluster: Cluster, write: Callable[[str], None], tmp_path: Path
+) -> None:
+    """What was acknowledged is all there, large arrays in its shared memory too; of the rest, the first so many."""
+    write(
+        """
+        def producer():
+            if current_worker().incarnation > 0:
+                return
+            queue = DataQueue("q")
+            queue.put(0, np.full(300_000, 1, dtype=np.uint8))
+            note("put", "2")
+            queue.put(*[np.full(300_000, number, dtype=np.uint8) for number in range(2, 9)])
+
+        def owner():
+            queue = DataQueue("q", is_master=True, size=4)
+            while not queue.stats().waiting_producers:
+                time.sleep(0.01)
+            note("full", queue.qsize())
+            while queue.stats().waiting_producers:
+                time.sleep(0.01)
+            queue.close()
+
+        def consumer():
+            while not (folder / "killed").exists():
+                time.sleep(0.01)
+            for item in DataQueue("q"):
+                note("done", int(np.min(item)), int(np.max(item)))
+        """
+    )
+    cluster = local_cluster(nodes=1, devices=1)
+    handle = cluster.submit(job(owner=1, producer=1, consumer=1), "producer", failover_exec_strategy=2)
+    eventually(lambda: lines(tmp_path, "full"), timeout=WAIT_S)
+    kill(cluster, handle, "producer")
+    eventually(lambda: not [name for name in cluster.workers(handle) if name == "producer_1-0_1-0#0"], timeout=WAIT_S)
+    (tmp_path / "killed").touch()
+    assert handle.wait(timeout=WAIT_S) == 0
+    assert lines(tmp_path, "done") == [f"{number} {number}" for number in range(4)]
+
+
+def test_owner_of_a_durable_queue_is_killed_again_and_again(
+    local_cluster: Cluster, write: Callable[[str], None], tmp_path: Path
+) -> None:
+    write(
+        """
+        def owner():
+            queue = DataQueue("q", is_master=True, size=5, durable=True)
+            note("lives", current_worker().incarnation)
+            while True:
+                stats = queue.stats()
+                if stats.is_closed and not stats.depth and not stats.leased:
+                    return
+                time.sleep(0.01)
+
+        def producer():
+            queue = DataQueue("q")
+            rank = current_worker().actor_info.rank
+            futures = []
+            for number in range(150):
+                if number % 10:
+                    futures.append(queue.put_async((rank, number, b"x" * number * 50)))
+                else:
+                    queue.put((rank, number, b""))
+            for future in futures:
+                future.result()
+            note("finished", rank)
+
+        def consumer():
+            for rank, number, _ in DataQueue("q"):
+                note("done", rank, number)
+                time.sleep(0.002)
+
+        def closer():
+            while not (folder / "finished").exists() or len((folder / "finished").read_text().splitlines()) < 2:
+                time.sleep(0.01)
+            DataQueue("q").close()
+        """
+    )
+    cluster = local_cluster(nodes=1, devices=1)
+    roles = {"owner": 1, "producer": 2, "consumer": 2, "closer": 1}
+    handle = cluster.submit(job(**roles), "owner", failover_exec_strategy=2)
+    for life in range(3):
+        eventually(lambda life=life: str(life) in lines(tmp_path, "lives"), timeout=WAIT_S)  # type: ignore[misc]
+        num_done = len(lines(tmp_path, "done"))
+        eventually(lambda num=num_done: len(lines(tmp_path, "done")) > num + 20, timeout=WAIT_S)  # type: ignore[misc]
+        kill(cluster, handle, "owner")
+    assert handle.wait(timeout=WAIT_S) == 0
+    done = [tuple(map(int, line.split())) for line in lines(tmp_path, "done")]
+    assert sorted(done) == [(rank, number) for rank in range(2) for number in range(150)]

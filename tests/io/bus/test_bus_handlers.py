@@ -1,0 +1,263 @@
+"""Which thread runs a handler, in what order they start, and that those that wait for one another never hang."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.io.bus.world import PATIENCE_S, World, entry
+from unified.bus.endpoint import BusEndpoint
+from unified.bus.inbound import current_call
+from unified.bus.link import Link
+from unified.bus.registry import rpc
+from unified.errors import RpcCancelledError, RpcError
+from unified.testing import eventually
+
+
+def call(endpoint: BusEndpoint, method: str, *args: Any, target: str = "b") -> Any:
+    return endpoint.call(target, method, args, {}, timeout=PATIENCE_S).result()
+
+
+def test_inline_runs_where_the_call_is_received(world: World) -> None:
+    name = rpc(inline=True)(lambda: threading.current_thread().name)
+    a, _ = world.pair({"name": name})
+    assert call(a, "name").startswith("bus-remote" if world.route != "auto" else "bus-io")
+
+
+def test_short_handler_comes_to_run_where_it_is_received_and_a_long_one_leaves_again(world: World) -> None:
+    naps: list[float] = []
+
+    def nap(seconds: float) -> str:
+        naps.append(seconds)
+        time.sleep(seconds)
+        return threading.current_thread().name
+
+    a, _ = world.pair({"nap": nap})
+    assert call(a, "nap", 0).startswith("bus-handler")
+    if world.route == "auto":
+        assert eventually(lambda: call(a, "nap", 0).startswith("bus-io"))
+    call(a, "nap", 0.05)
+    assert call(a, "nap", 0).startswith("bus-handler")
+
+
+def test_handler_that_was_short_and_blocks_holds_up_nobody(world: World) -> None:
+    release = threading.Event()
+    a, _ = world.pair({"wait": lambda is_long: release.wait(PATIENCE_S if is_long else 0), "ping": lambda: 1})
+    for _ in range(20):
+        call(a, "wait", False)
+        call(a, "ping")
+    stuck = [a.call("b", "wait", (True,), {}) for _ in range(3)]
+    assert call(a, "ping") == 1
+    release.set()
+    assert all(each.result(PATIENCE_S) for each in stuck)
+
+
+def test_calls_of_one_caller_start_in_order(world: World) -> None:
+    started: list[int] = []
+
+    def note(i: int) -> None:
+        started.append(i)
+        if i % 7 == 0:
+            time.sleep(0.002)
+
+    async def note_async(i: int) -> None:
+        started.append(i)
+        await asyncio.sleep(0.001 * (i % 3))
+
+    a, _ = world.pair({"note": note, "note_async": note_async})
+    for method in ("note", "note_async"):
+        started.clear()
+        concurrent.futures.wait([a.call("b", method, (i,), {}) for i in range(300)], PATIENCE_S)
+        assert started == list(range(300))
+
+
+def test_concurrency_and_group(world: World) -> None:
+    lock = threading.Lock()
+    running = {"alone": 0, "group": 0}
+    most = {"alone": 0, "group": 0}
+
+    def inside(kind: str) -> None:
+        with lock:
+            running[kind] += 1
+            most[kind] = max(most[kind], running[kind])
+        time.sleep(0.001)
+        with lock:
+            running[kind] -= 1
+
+    @rpc(concurrency=2)
+    def alone() -> None:
+        inside("alone")
+
+    @rpc(group="g")
+    def left() -> None:
+        inside("group")
+
+    @rpc(group="g")
+    async def right() -> None:
+        with lock:
+            running["group"] += 1
+            most["group"] = max(most["group"], running["group"])
+        await asyncio.sleep(0.001)
+        with lock:
+            running["group"] -= 1
+
+    a, _ = world.pair({"alone": alone, "left": left, "right": right})
+    futures = [a.call("b", method, (), {}) for _ in range(20) for method in ("alone", "left", "right")]
+    assert not concurrent.futures.wait(futures, PATIENCE_S).not_done
+    assert all(each.exception() is None for each in futures)
+    assert most == {"alone": 2, "group": 1}
+
+
+def test_cancelled_call_in_line_lets_the_next_through(world: World) -> None:
+    release, ran = threading.Event(), []
+
+    @rpc(concurrency=1)
+    def alone(i: int) -> int:
+        ran.append(i)
+        release.wait(PATIENCE_S)
+        return i
+
+    a, b = world.pair({"alone": alone})
+    first, second, third = (a.call("b", "alone", (i,), {}) for i in range(3))
+    eventually(lambda: len(b._service._known) == 3 and ran)
+    assert second.cancel()
+    eventually(lambda: len(b._service._known) == 2)
+    release.set()
+    assert (first.result(PATIENCE_S), third.result(PATIENCE_S)) == (0, 2)
+    assert ran == [0, 2]
+    with pytest.raises(RpcCancelledError):
+        second.result()
+
+
+def test_answer_may_come_later(world: World) -> None:
+    waiting: list[concurrent.futures.Future[str]] = []
+
+    @rpc(inline=True)
+    def later() -> concurrent.futures.Future[str]:
+        waiting.append(concurrent.futures.Future())
+        return waiting[-1]
+
+    a, _ = world.pair({"later": later})
+    good, bad = a.call("b", "later", (), {}), a.call("b", "later", (), {})
+    eventually(lambda: len(waiting) == 2)
+    waiting[0].set_result("now")
+    waiting[1].set_exception(KeyError("k"))
+    assert good.result(PATIENCE_S) == "now"
+    with pytest.raises(KeyError):
+        bad.result(PATIENCE_S)
+
+
+def test_handler_knows_its_caller(world: World) -> None:
+    a, _ = world.pair({"who": current_call})
+    assert call(a, "who") == ("a", a.inbox_id)
+    assert current_call() is None
+
+
+def ring(world: World) -> tuple[BusEndpoint, BusEndpoint]:
+    """Two workers that call one another: ``down(n)`` in each calls ``down(n - 1)`` in the other, and waits."""
+
+    def down(me: str, other: str) -> Any:
+        return lambda n: 0 if n == 0 else 1 + ends[me].call(other, "down", (n - 1,), {}, timeout=PATIENCE_S).result()
+
+    ends: dict[str, BusEndpoint] = {}
+    inboxes = {}
+    for me, other in (("a", "b"), ("b", "a")):
+        ends[me], inboxes[me] = world.endpoint(me, {"down": down(me, other)})
+    for endpoint in ends.values():
+        endpoint.update_directory([entry(name, inbox) for name, inbox in inboxes.items()])
+    return ends["a"], ends["b"]
+
+
+def test_circle_of_calls_works_until_it_is_absurd(world: World) -> None:
+    a, _ = ring(world)
+    assert call(a, "down", 3) == 3
+    assert call(a, "down", 50) == 50  # deeper than there are threads
+    with pytest.raises(RpcError, match="Do they call one another in a circle"):
+        call(a, "down", 10_000)
+    assert call(a, "down", 5) == 5
+
+
+def test_call_to_oneself(world: World) -> None:
+    a, _ = ring(world)
+    assert a.call("a", "down", (1,), {}, timeout=PATIENCE_S).result() == 1
+
+
+def test_serialised_method_that_calls_itself_is_told_so(world: World) -> None:
+    ends: list[BusEndpoint] = []
+
+    @rpc(concurrency=1)
+    def alone(n: int) -> int:
+        return 0 if n == 0 else 1 + int(ends[0].call("b", "alone", (n - 1,), {}, timeout=PATIENCE_S).result())
+
+    a, b = world.pair({"alone": alone})
+    ends.append(b)
+    b.update_directory([entry("b", b._sockets.inbox)])
+    with pytest.raises(RpcError, match="wait for one another there"):
+        call(a, "alone", 1)
+    assert call(a, "alone", 0) == 0
+
+
+def test_many_threads_call_at_once(world: World) -> None:
+    a, _ = world.pair({"double": lambda x: 2 * x})
+
+    def work(first: int) -> list[int]:
+        return [call(a, "double", first + i) for i in range(100)]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(work, range(0, 800, 100)))
+    assert results == [[2 * (first + i) for i in range(100)] for first in range(0, 800, 100)]
+
+
+def test_call_that_nobody_waits_for_is_made_all_the_same(world: World) -> None:
+    ran: list[int] = []
+    a, _ = world.pair({"note": ran.append})
+    for i in range(100):
+        a.call("b", "note", (i,), {})
+    assert eventually(lambda: len(ran) == 100)
+
+
+def test_deadline_wakes_whoever_receives(world: World) -> None:
+    release = threading.Event()
+    a, _ = world.pair({"wait": lambda: release.wait(PATIENCE_S)})
+    threads = [threading.Thread(target=lambda: a.call("b", "wait", (), {}, timeout=0.2).exception()) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    release.set()
+
+
+def test_cancelling_from_another_thread_wakes_whoever_receives(world: World) -> None:
+    release = threading.Event()
+    a, b = world.pair({"wait": lambda: release.wait(PATIENCE_S)})
+    future = a.call("b", "wait", (), {})
+    waiter = threading.Thread(target=future.exception)
+    waiter.start()
+    eventually(lambda: b._service._known)
+    future.cancel()
+    waiter.join(PATIENCE_S)
+    assert not waiter.is_alive()
+    release.set()
+
+
+def test_link_that_breaks_without_a_death_ends_the_call(world: World) -> None:
+    if world.route != "auto":
+        pytest.skip("ZeroMQ connects again by itself")
+    release = threading.Event()
+    a, b = world.pair({"wait": lambda: release.wait(PATIENCE_S), "ping": lambda: 1})
+    assert call(a, "ping") == 1
+    future = a.call("b", "wait", (), {})
+    eventually(lambda: any(method.method == "wait" for method in b._service._known.values()))
+    link = a._post._ways[b.inbox_id]
+    assert isinstance(link, Link)
+    link._socket.shutdown(2)
+    with pytest.raises(RpcError, match="broke while 'wait' was open"):
+        future.result(PATIENCE_S)
+    release.set()
+    assert call(a, "ping") == 1  # over a new one

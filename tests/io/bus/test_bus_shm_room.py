@@ -1,0 +1,124 @@
+"""Shared memory that cannot be had: payloads go by the wire, one line says why, and nothing breaks or is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unified.bus.shm_pool import LIMIT_VARIABLE, SharedPool, default_limit
+from unified.bus.shm_reader import SharedReader
+from unified.bus.shm_segment import Segment
+from unified.errors import UsageError
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as path:
+        yield path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[str]:
+    """A mount of 6 MiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(tmp_path)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting needs root: {mounted.stderr.strip()}")
+    yield str(tmp_path)
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_the_quota_leaves_the_rest_to_the_wire_and_says_so_once(
+    directory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = SharedPool("inbox", directory=directory, quota_bytes=4 * MIB)
+    first = pool.stage([bytes(3 * MIB)])
+    assert first is not None
+    assert pool.stage([bytes(3 * MIB)]) is None
+    assert pool.stage([bytes(30 * MIB)]) is None
+    small = pool.stage([bytes(MIB)])
+    assert small is not None, "what fits is still had"
+    [warning] = warnings(caplog)
+    assert "the quota of 4194304 bytes is in use" in warning
+    assert LIMIT_VARIABLE in warning
+    first.release()
+    small.release()
+    assert pool.stage([bytes(4 * MIB)]) is not None, "idle slots make room"
+    assert pool.total_bytes == 4 * MIB
+    pool.close()
+    assert not os.listdir(directory)
+
+
+def test_a_quota_of_nothing_is_no_pool(directory: str, caplog: pytest.LogCaptureFixture) -> None:
+    pool = SharedPool("inbox", directory=directory, quota_bytes=0)
+    assert pool.stage([bytes(MIB)]) is None
+    assert not pool.trim(0.0)
+    pool.close()
+    assert not warnings(caplog)
+
+
+def test_a_full_mount_is_left_to_the_wire(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
+    pool = SharedPool("inbox", directory=tiny, quota_bytes=100 * MIB)
+    assert pool.stage([bytes(8 * MIB)]) is None
+    assert not os.listdir(tiny)
+    [warning] = warnings(caplog)
+    assert tiny in warning
+    assert "room" in warning
+    pool.close()
+
+
+def test_memory_that_the_mount_promises_and_has_not_is_found_out_before_it_is_touched(tiny: str) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        Segment(tiny, "inbox", 0, 8 * MIB, mark=1)
+    assert not os.listdir(tiny)
+
+
+def test_a_mount_with_room_again_is_used_again(tiny: str) -> None:
+    filler = Path(tiny, "filler")
+    filler.write_bytes(bytes(5 * MIB))
+    pool = SharedPool("inbox", directory=tiny, quota_bytes=100 * MIB)
+    assert pool.stage([bytes(2 * MIB)]) is None
+    filler.unlink()
+    assert pool.stage([bytes(2 * MIB)]) is None, "it is not asked at every message"
+    pool._refused_until = 0.0
+    staged = pool.stage([b"x" * (2 * MIB)])
+    assert staged is not None
+    reader = SharedReader(tiny)
+    [view] = reader.borrow("inbox", staged.grant("reader").shared or [], [])
+    assert bytes(view) == b"x" * (2 * MIB)
+    del view
+    staged.release()
+    pool.close()
+    reader.close()
+    assert not os.listdir(tiny)
+
+
+def test_no_such_directory_is_left_to_the_wire(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    missing = str(tmp_path / "missing")
+    pool = SharedPool("inbox", directory=missing, quota_bytes=100 * MIB)
+    assert pool.stage([bytes(2 * MIB)]) is None
+    assert len(warnings(caplog)) == 1
+    pool.close()
+    assert default_limit(missing, {}) == 0
+    assert SharedPool("inbox", directory=missing).stage([bytes(2 * MIB)]) is None
+
+
+def test_the_limit_is_a_share_of_the_mount_or_what_the_user_says(tiny: str) -> None:
+    assert default_limit(tiny, {}) == 6 * MIB // 4
+    assert default_limit(tiny, {LIMIT_VARIABLE: "0"}) == 0
+    assert default_limit(tiny, {LIMIT_VARIABLE: "123"}) == 123
+    with pytest.raises(UsageError, match=r"UNIFIED_SHM_LIMIT='1GB' is not a number of bytes"):
+        default_limit(tiny, {LIMIT_VARIABLE: "1GB"})

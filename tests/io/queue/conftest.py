@@ -1,0 +1,39 @@
+"""A world of workers with queues, for each route."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.io.queue.queue_members import QueueWorld
+from unified.testing import eventually
+from unified_master.relay import BusRelay
+
+
+@pytest.fixture
+def relay() -> Iterator[str]:
+    relay = BusRelay("tcp://127.0.0.1:0")
+    yield relay.start()
+    relay.close()
+
+
+@pytest.fixture(params=["auto", "tcp", "relay"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, relay: str) -> Iterator[QueueWorld]:
+    """Queues work the same on every route."""
+    run_dir: Path = tmp_path_factory.mktemp("q") / "run"
+    run_dir.mkdir()
+    before = set(threading.enumerate())
+    world = QueueWorld(run_dir, request.param, relay)
+    yield world
+    world.close()
+    assert eventually(lambda: not _new_since(before), message=f"left: {_new_since(before)}")
+
+
+def _new_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    """But for those of the process, which end with it."""
+    kept = {"queue-farewells", "bus-retry"}
+    new = [thread for thread in threading.enumerate() if thread not in before and thread.name not in kept]
+    return [thread for thread in new if thread.name.startswith(("bus-", "queue-"))]

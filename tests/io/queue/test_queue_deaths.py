@@ -1,0 +1,272 @@
+"""What becomes of a queue when those who use it, or its owner, die."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from tests.io.queue.queue_members import Member, QueueWorld
+from unified.errors import (
+    QueueClosedError,
+    QueueJournalError,
+    QueueLostError,
+    QueueNotFoundError,
+    UsageError,
+    WorkerDiedError,
+)
+from unified.protocol.records import Reachability
+from unified.queue.hosting import host_of
+from unified.testing import eventually
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def trio(world: QueueWorld) -> tuple[Member, Member, Member]:
+    a, b, c = (world.worker(name) for name in "abc")
+    return a, b, c
+
+
+def begun(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work, *arguments)
+    pool.shutdown(wait=False)
+    return future
+
+
+def test_owner_that_dies_takes_the_queue_with_it(world: QueueWorld, trio: tuple[Member, Member, Member]) -> None:
+    owner, producer, consumer = trio
+    mine = owner.queue(is_master=True)
+    theirs, theirs_too, ours = producer.queue(), producer.queue(), consumer.queue()
+    theirs.put(1)
+    assert ours.get(1) == [1]
+    assert theirs_too.qsize() == 0
+    waiting = begun(consumer.queue().get, 1)
+    eventually(lambda: mine.stats().waiting_consumers == 1)
+    owner.die("killed by SIGKILL")
+    with pytest.raises(QueueLostError, match=r"life 0 of its owner, worker a, ended \(killed by SIGKILL\)"):
+        waiting.result(PATIENCE_S)
+    for use in (lambda: theirs.put(4), lambda: theirs.put_async(5).result(PATIENCE_S), lambda: theirs_too.get(1)):
+        with pytest.raises(WorkerDiedError, match="what was in it is gone"):
+            use()
+    again = world.worker("a", 1).queue(is_master=True)
+    again.put(6)
+    with pytest.raises(QueueLostError, match="Worker a has made the queue anew: a new DataQueue object uses that one"):
+        ours.get(1)
+    assert consumer.queue().get(1) == [6]
+
+
+def test_blocked_puts_end_with_the_owner(trio: tuple[Member, Member, Member]) -> None:
+    owner, producer, _ = trio
+    mine = owner.queue(is_master=True, size=1)
+    theirs = producer.queue()
+    theirs.put(1)
+    blocked = [theirs.put_async(number) for number in range(3)]
+    waiting = begun(theirs.put, 4)
+    eventually(lambda: mine.stats().waiting_producers == 4)
+    owner.die()
+    for future in [*blocked, waiting]:
+        with pytest.raises(QueueLostError):
+            future.result(PATIENCE_S)
+
+
+def test_a_put_that_waits_dies_with_its_producer(trio: tuple[Member, Member, Member]) -> None:
+    owner, producer, other = trio
+    mine = owner.queue(is_master=True, size=1)
+    theirs, ours = producer.queue(), other.queue()
+    theirs.put(1)
+    lost, behind = theirs.put_async(2), ours.put_async(3)
+    eventually(lambda: mine.stats().waiting_producers == 2)
+    producer.die()
+    with pytest.raises(Exception, match="closed"):
+        lost.result(PATIENCE_S)
+    assert [mine.get(1), mine.get(1)] == [[1], [3]]
+    behind.result(PATIENCE_S)
+
+
+def test_a_life_that_was_declared_dead_is_told(trio: tuple[Member, Member, Member]) -> None:
+    owner, consumer, _ = trio
+    mine = owner.queue(is_master=True)
+    ours = consumer.queue()
+    mine.put(1)
+    assert ours.get(1) == [1]
+    dead = replace(consumer.entry, state=Reachability.DEAD, reason="node n1 was lost", inbox=None)
+    host_of(owner.bus)._on_directory([dead])  # the consumer itself goes on, cut off or stopped for a while
+    assert mine.qsize() == 1
+    with pytest.raises(QueueLostError, match="this worker's life 0 was declared dead"):
+        ours.get(1)
+    assert mine.get(1) == [1]
+
+
+@pytest.fixture
+def durable(trio: tuple[Member, Member, Member], tmp_path: Path) -> dict[str, Any]:
+    return {"is_master": True, "durable": True, "path": tmp_path / "q.sqlite"}
+
+
+def test_durable_queue_goes_on_in_the_owners_next_life(
+    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    owner, producer, consumer = trio
+    owner.queue(size=4, **durable).put("mine", np.arange(50_000))
+    theirs, ours = producer.queue(), consumer.queue()
+    theirs.put("a", {"b": 1})
+    blocked = [theirs.put_async(number) for number in range(3)]
+    assert ours.get(1) == ["mine"]
+    waiting = begun(theirs.put, 3, 4)
+    owner.die()
+    got = begun(ours.get, 2)  # done with "mine"
+    again = world.worker("a", 1).queue(size=4, **durable)
+    array, text = got.result(PATIENCE_S)
+    np.testing.assert_array_equal(array, np.arange(50_000))
+    assert text == "a"
+    rest: list[Any] = []
+    while len(rest) < 6:
+        rest += ours.get(10)
+    assert rest[0] == {"b": 1}
+    assert sorted(rest[1:]) == [0, 1, 2, 3, 4]
+    assert rest.index(0) < rest.index(1) < rest.index(2)
+    for future in [*blocked, waiting]:
+        assert future.result(PATIENCE_S) is None
+    ours.task_done()
+    eventually(lambda: again.stats().leased == 0)
+    assert again.qsize() == 0
+
+
+def test_leases_outlive_the_owner_of_a_durable_queue(
+    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    owner, first, second = trio
+    mine = owner.queue(**durable)
+    mine.put(*range(6))
+    theirs, ours = first.queue(), second.queue()
+    assert theirs.get(2) == [0, 1]
+    assert ours.get(2) == [2, 3]
+    assert mine.get(1) == [4]  # the owner's own take ends with its life
+    owner.die()
+    second.die()
+    again = world.worker("a", 1).queue(**durable)
+    assert again.stats().leased == 2
+    assert again.get(9) == [2, 3, 4, 5]
+    theirs.task_done(1)
+    theirs.give_back()
+    assert again.get(9) == [1]
+
+
+def test_deaths_while_there_was_no_owner_are_heard_of(
+    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    owner, first, second = trio
+    owner.queue(**durable).put(1, 2)
+    assert (first.queue().get(1), second.queue().get(1)) == ([1], [2])
+    owner.die()
+    again = world.worker("a", 1)
+    second.die(is_final=True)
+    first.die()
+    world.worker("b", 1)
+    assert again.queue(**durable).get(5) == [1, 2]
+
+
+def test_durable_queue_that_was_closed_stays_closed(
+    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    owner, consumer, _ = trio
+    owner.queue(**durable).put(1, 2)
+    ours = consumer.queue()
+    assert ours.get(1) == [1]
+    ours.close()
+    owner.die()
+    again = world.worker("a", 1).queue(**durable)
+    with pytest.raises(QueueClosedError):
+        again.put(3)
+    assert list(ours) == [2]
+
+
+def test_a_journal_that_did_not_come_along_is_missed(
+    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any], tmp_path: Path
+) -> None:
+    owner, producer, _ = trio
+    owner.queue(**durable).put(1)
+    theirs = producer.queue()
+    theirs.put(2)
+    owner.die()
+    pending = theirs.put_async(3)
+    world.worker("a", 1).queue(**{**durable, "path": tmp_path / "elsewhere.sqlite"})
+    with pytest.raises(QueueLostError, match="without its journal"):
+        pending.result(PATIENCE_S)
+
+
+def test_an_owner_that_ended_for_good_is_not_waited_for(
+    trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    owner, producer, consumer = trio
+    owner.queue(**durable).put(1)
+    theirs, ours = producer.queue(owner_timeout=0.2), consumer.queue(owner_timeout=0.2)
+    theirs.put(2)
+    assert ours.get(1) == [1]
+    owner.die("the job has no restarts left", is_final=True)
+    with pytest.raises(QueueNotFoundError, match="no next one has made it again"):
+        theirs.put(3)
+    with pytest.raises(QueueNotFoundError):
+        ours.get(1)
+
+
+def test_default_place_of_a_journal_is_beside_the_logs(trio: tuple[Member, Member, Member]) -> None:
+    owner, _, _ = trio
+    owner.queue("a/b c", is_master=True, durable=True).put(1)
+    assert [file.name for file in Path(owner.log_file).parent.parent.glob("queues/*.sqlite")] == ["a%2Fb%20c.sqlite"]
+    owner.log_file = ""
+    with pytest.raises(UsageError, match="give it a path="):
+        owner.queue("other", is_master=True, durable=True)
+
+
+def test_a_disk_that_fails_ends_the_queue_with_an_error(
+    trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    owner, producer, consumer = trio
+    mine = owner.queue(**durable)
+    theirs, ours = producer.queue(), consumer.queue()
+    theirs.put(1)
+    waiting = [begun(ours.get, 1), begun(consumer.queue().get, 1)]
+    eventually(lambda: mine.stats().waiting_consumers == 1)
+    service = host_of(owner.bus).find("q")
+    assert service is not None
+    assert service._journal is not None
+    service._journal._file._database.execute("drop table items")
+    with pytest.raises(QueueJournalError, match="cannot be written: no such table"):
+        theirs.put(2)
+    ended = [each.exception(PATIENCE_S) or each.result() for each in waiting]
+    assert sorted(type(each).__name__ for each in ended)[1] == "list"
+    assert any(isinstance(each, QueueJournalError) for each in ended)
+    with pytest.raises(QueueJournalError):
+        mine.get_nowait()
+
+
+def test_many_deaths_of_a_durable_owner_lose_and_double_nothing(
+    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    owner, producer, consumer = trio
+    owner.queue(size=5, **durable)
+    theirs, ours = producer.queue(), consumer.queue()
+    taken: list[int] = []
+
+    thread = threading.Thread(target=lambda: taken.extend(ours))
+    thread.start()
+    futures = []
+    for life in range(1, 5):
+        futures += [theirs.put_async(number) for number in range(100 * life, 100 * life + 20)]
+        theirs.put(100 * life + 20)
+        owner.die()
+        owner = world.worker("a", life)
+        owner.queue(size=5, **durable)
+    for future in futures:
+        future.result(PATIENCE_S)
+    theirs.close()
+    thread.join()
+    assert taken == [100 * life + number for life in range(1, 5) for number in range(21)]

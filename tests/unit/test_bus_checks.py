@@ -1,0 +1,27 @@
+"""The floors that a benchmark of the bus is held against."""
+
+from __future__ import annotations
+
+import bus_checks
+import bus_work
+
+
+def words(ours: dict[str, float], ray: dict[str, float]) -> dict[str, str]:
+    found = bus_checks.verdicts({"direct": ours, "ray": ray})
+    return {
+        each.floor.row: each.word for each in found if each.floor.contender == "direct" and each.floor.peer == "ray"
+    }
+
+
+def test_less_is_better_for_times_and_more_for_rates() -> None:
+    ray = {"sync_p50": 600.0, "async_1_1": 5000.0, "rss_children": 1600.0}
+    found = words({"sync_p50": 150.0, "async_1_1": 29_999.0, "memory_idle": 200.0}, ray)
+    assert (found["sync_p50"], found["async_1_1"], found["memory_idle"]) == ("pass", "FAIL", "pass")
+    found = words({"sync_p50": 151.0, "async_1_1": 30_000.0, "memory_idle": 201.0}, ray)
+    assert (found["sync_p50"], found["async_1_1"], found["memory_idle"]) == ("FAIL", "pass", "FAIL")
+    assert found["queue_single"] == "not measured"
+
+
+def test_every_floor_is_on_a_row_that_is_measured() -> None:
+    rows = {name for floor in bus_checks.FLOORS for name in (floor.row, floor.peer_row)}
+    assert rows <= set(bus_work.NAMES)

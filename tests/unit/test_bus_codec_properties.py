@@ -1,0 +1,298 @@
+"""Whatever MessagePack or pickle can carry comes back equal; what is broken is refused, at no more cost than it is."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import fractions
+import pathlib
+import tracemalloc
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from unified.bus.codec import LARGE_BODY_BYTES, OUT_OF_BAND_BYTES, Sealed, decode, encode, seal
+from unified.bus.encoding import INT, OBJECT, TEXT
+from unified.errors import ProtocolError
+
+Ext = msgspec.msgpack.Ext
+pack = msgspec.msgpack.encode
+FIXED_COST = 256 * 1024
+"""Error messages, decoders, whatever is imported on the way."""
+COST_OF_A_BYTE = 200
+"""A byte of MessagePack can be an empty dict."""
+
+
+@dataclasses.dataclass
+class Record:
+    content: Any
+
+
+def over_the_wire(value: Any) -> Any:
+    encoded = encode(value)
+    return decode(encoded.body, [memoryview(bytearray(buffer)) for buffer in encoded.buffers])
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, of the same types all the way down, NaN being NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    if isinstance(one, np.generic):
+        return (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
+    if isinstance(one, float):
+        return repr(one) == repr(other)
+    if isinstance(one, complex):
+        return repr(one) == repr(other)
+    if isinstance(one, (list, tuple, collections.deque)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return all(map(same, one, other)) and len(one) == len(other) and all(map(same, one.values(), other.values()))
+    if isinstance(one, Record):
+        return same(one.content, other.content)
+    if isinstance(one, Sealed):
+        return same(one.open(), other.open())
+    return bool(one == other)
+
+
+texts = st.text(st.characters(codec=None, categories=None), max_size=20)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**64) - 2, 2**65)
+    | st.floats()
+    | st.complex_numbers()
+    | texts
+    | st.binary(max_size=40)
+    | st.dates()
+    | st.datetimes()
+    | st.timedeltas()
+    | st.decimals(allow_nan=False)
+    | st.fractions()
+    | st.uuids()
+    | st.sampled_from([datetime.UTC, pathlib.PurePosixPath("/a/b"), int, len, ..., NotImplemented, Record])
+)
+numpy_scalars = hnp.scalar_dtypes().flatmap(lambda dtype: hnp.arrays(dtype, ()).map(lambda array: array[()]))
+hashables = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts | st.binary(max_size=10) | st.uuids(),
+    lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3),
+    max_leaves=4,
+)
+large = st.integers(OUT_OF_BAND_BYTES - 2, OUT_OF_BAND_BYTES + 2).flatmap(
+    lambda size: st.sampled_from([bytes, bytearray]).map(lambda kind: kind(b"\x5a" * size))
+)
+dtypes = (
+    hnp.scalar_dtypes()
+    | hnp.complex_number_dtypes(endianness=">")
+    | hnp.integer_dtypes(endianness=">")
+    | hnp.byte_string_dtypes(min_len=1)
+    | hnp.unicode_string_dtypes(min_len=1)
+    | hnp.array_dtypes(hnp.integer_dtypes() | hnp.datetime64_dtypes(), allow_subarrays=True)
+)
+arrays = dtypes.flatmap(
+    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
+)
+values = st.recursive(
+    scalars | numpy_scalars | arrays | large,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.sets(hashables, max_size=4)
+        | st.frozensets(hashables, max_size=4)
+        | st.dictionaries(hashables, inner, max_size=4)
+        | st.builds(Record, inner)
+        | inner.map(lambda item: collections.OrderedDict(a=item))
+        | inner.map(lambda item: collections.deque([item], maxlen=3))
+        | inner.map(seal)
+    ),
+    max_leaves=12,
+)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), inner),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=150)
+@given(values)
+def test_whatever_can_be_carried_comes_back(value: Any) -> None:
+    assert same(over_the_wire(value), value)
+
+
+@given(plain)
+def test_plain_values_are_plain_messagepack(value: Any) -> None:
+    encoded = encode(value)
+    assert encoded.buffers == []
+    assert same(msgspec.msgpack.decode(encoded.body), value)
+    assert same(decode(encoded.body), value)
+
+
+@given(arrays, st.data())
+def test_arrays_however_they_lie(array: np.ndarray, data: st.DataObject) -> None:
+    view = array
+    for axis in range(array.ndim):
+        step = data.draw(st.sampled_from([1, 2, -1]))
+        view = view[(slice(None),) * axis + (slice(None, None, step),)]
+    view = view.transpose(data.draw(st.permutations(range(array.ndim))))
+    back = over_the_wire([view, Record(view)])
+    assert same(back[0], view)
+    assert same(back[1].content, view)
+
+
+@given(st.lists(values, max_size=3))
+def test_a_sealed_value_opens_to_what_was_sealed(items: list[Any]) -> None:
+    sealed = seal(items)
+    assert same(sealed.open(), items)
+    assert same(sealed.detach().open(), items)
+    carried = over_the_wire({"deep": (sealed, Record(sealed))})["deep"]
+    for arrived in (carried[0], carried[1].content):
+        assert type(arrived) is Sealed
+        assert arrived.nbytes == sealed.nbytes
+        assert same(arrived.open(), items)
+        assert same(arrived.open(), items), "it can be opened again"
+
+
+def test_a_large_body_becomes_a_buffer() -> None:
+    for value in (list(range(LARGE_BODY_BYTES)), "ä" * LARGE_BODY_BYTES, {(1, 2): "x" * LARGE_BODY_BYTES}):
+        encoded = encode(value)
+        assert len(encoded.body) < 20
+        assert len(encoded.buffers) == 1
+        assert over_the_wire(value) == value
+        assert seal(over_the_wire([seal(value)])[0]).open().open() == value
+
+
+def test_a_sealed_value_is_small_when_its_value_is() -> None:
+    assert seal(None).nbytes == 1
+    assert len(encode(seal([1, 2, 3])).body) < 20
+    assert repr(seal(1)) == "<Sealed: 1 bytes>"
+
+
+def test_what_is_sealed_here_may_be_detached_from_the_callers_memory() -> None:
+    array = np.zeros(OUT_OF_BAND_BYTES, "u1")
+    sealed, detached = seal(array), seal(array).detach()
+    array += 1
+    assert (sealed.open()[0], detached.open()[0]) == (1, 0)
+    assert not sealed.open().flags.writeable
+
+
+# Broken frames
+
+
+def refusal_of(action: Callable[[], Any]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:  # any other than the one below would end the thread that receives
+        return error
+    return None
+
+
+def check_cost(body: bytes, buffers: list[bytes]) -> None:
+    """A value or a ProtocolError, and no memory beyond what the frames are worth."""
+    tracemalloc.start()
+    try:
+        refusal = refusal_of(lambda: decode(body, buffers))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert refusal is None or isinstance(refusal, ProtocolError)
+    assert peak <= FIXED_COST + COST_OF_A_BYTE * (len(body) + sum(map(len, buffers)))
+
+
+messages = st.recursive(
+    plain | arrays.filter(lambda array: array.dtype.names is None and not array.dtype.hasobject) | large,
+    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | inner.map(seal),
+    max_leaves=6,
+)
+
+
+@given(messages, st.data())
+def test_truncated_bodies_are_refused(value: Any, data: st.DataObject) -> None:
+    encoded = encode((value, 1))
+    cut = data.draw(st.integers(0, len(encoded.body) - 1))
+    buffers = [bytes(buffer) for buffer in encoded.buffers]
+    with pytest.raises(ProtocolError):
+        decode(encoded.body[:cut], buffers)
+    check_cost(encoded.body[:cut], buffers)
+
+
+@given(messages, st.data())
+def test_flipped_bits_are_refused_or_another_value(value: Any, data: st.DataObject) -> None:
+    encoded = encode((value, 1))
+    body = bytearray(encoded.body)
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    if bytes([OBJECT]) not in body:  # a pickle may do whatever it likes
+        check_cost(bytes(body), [bytes(buffer) for buffer in encoded.buffers])
+
+
+@given(st.sampled_from([np.arange(9000), b"x" * 20_000, bytearray(20_000), Record(np.arange(9000))]), st.data())
+def test_buffers_that_are_missing_or_cut_are_refused(value: Any, data: st.DataObject) -> None:
+    encoded = encode([value])
+    buffers = [bytes(buffer) for buffer in encoded.buffers]
+    cut = data.draw(st.integers(0, len(buffers[0]) - 1))
+    for broken in ([], [buffers[0][:cut]]):
+        with pytest.raises(ProtocolError):
+            decode(encoded.body, broken)
+        check_cost(encoded.body, broken)
+
+
+contents = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=20)
+    | st.sampled_from(["<f8", "|V8", "float32", "bfloat16", "O", "nn", "M8[ns]", "U3", "i4,i4", "(3,)i4", "bytes"]),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=10,
+)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(-128, 127).filter(lambda code: code != OBJECT), contents, st.lists(st.binary(max_size=64), max_size=3)
+)
+def test_extensions_of_any_content_are_refused_or_some_value(code: int, content: Any, buffers: list[bytes]) -> None:
+    check_cost(pack(Ext(code, pack(content))), buffers)
+
+
+@given(
+    st.sampled_from([b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9", b"\xdc\xff\xff", b"\x91", b"\x81\xa0"]),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 3000),
+)
+def test_sizes_that_are_claimed_and_not_there_cost_nothing(head: bytes, size: int, times: int) -> None:
+    """Each level may claim as many items as there are bytes: a decoder that made room for them would need gigabytes."""
+    claim = head + (size.to_bytes(4, "big") if len(head) == 1 and head != b"\x91" else b"")
+    check_cost(claim * times + bytes(1000), [])
+
+
+@pytest.mark.parametrize("code", sorted({*range(1, 17)} - {INT, TEXT}))
+def test_extensions_within_extensions_end(code: int) -> None:
+    body = pack([])
+    for _ in range(200):
+        body = pack(Ext(code, body))
+    assert isinstance(refusal_of(lambda: decode(body)), ProtocolError)
+
+
+def test_a_body_that_contains_itself_is_refused() -> None:
+    itself = pack(Ext(14, pack(0)))
+    assert isinstance(refusal_of(lambda: decode(itself, [itself])), ProtocolError)
+
+
+def test_a_shape_of_very_many_sizes_is_not_multiplied_out() -> None:
+    body = pack(Ext(7, pack(["<f8", [2**63] * 50_000, False, b""])))
+    assert isinstance(refusal_of(lambda: decode(body)), ProtocolError)
+
+
+def test_examples_of_types_that_only_pickle_can_carry() -> None:
+    value = [decimal.Decimal("1.50"), fractions.Fraction(1, 3), uuid.UUID(int=5), range(3), slice(1, 2), Record]
+    assert over_the_wire(value) == value

@@ -1,0 +1,332 @@
+"""A call's future in every place where a standard one works: threads, callbacks, event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import logging
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future
+from functools import partial
+
+import pytest
+
+from unified.bus.codec import encode
+from unified.bus.futures import RpcFuture, gather
+from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError, UsageError, WorkerDiedError
+from unified.testing import eventually
+
+PATIENCE_S = 20.0
+
+
+def soon(work: Callable[[], object]) -> None:
+    threading.Timer(0.01, work).start()
+
+
+def pending(number: int) -> list[RpcFuture[int]]:
+    return [RpcFuture(f"call {i}") for i in range(number)]
+
+
+# Threads.
+
+
+def test_many_threads_wait_for_one_call() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(future.result, PATIENCE_S) for _ in range(8)]
+        soon(lambda: future.succeed(5))
+        assert [each.result(PATIENCE_S) for each in waiting] == [5] * 8
+
+
+def test_state_as_it_is_seen_from_outside() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    assert (future.done(), future.running(), future.cancelled()) == (False, False, False)
+    future.succeed(1)
+    assert (future.done(), future.running(), future.cancelled()) == (True, False, False)
+    assert future.exception() is None
+    failed: RpcFuture[int] = RpcFuture()
+    failed.fail(WorkerDiedError("died"))
+    assert isinstance(failed.exception(), WorkerDiedError)
+    assert not failed.cancelled()
+
+
+def test_of_many_who_end_it_one_does() -> None:
+    for _ in range(50):
+        future: RpcFuture[int] = RpcFuture()
+        called: list[int] = []
+        future.add_done_callback(lambda each, called=called: called.append(each.result()))  # type: ignore[misc]
+        start = threading.Barrier(4)
+
+        def end(value: int, future: RpcFuture[int] = future, start: threading.Barrier = start) -> None:
+            start.wait(PATIENCE_S)
+            future.succeed(value)
+
+        threads = [threading.Thread(target=end, args=[i]) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert called == [future.result(0)]
+
+
+def test_the_same_error_is_raised_each_time_it_is_asked_for() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    error = WorkerDiedError("died")
+    future.fail(error)
+    for _ in range(2):
+        with pytest.raises(WorkerDiedError) as caught:
+            future.result()
+        assert caught.value is error
+    assert future.exception() is error
+
+
+def test_error_keeps_no_future_alive() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    future.fail(WorkerDiedError("died"))
+    there = weakref.ref(future)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(WorkerDiedError):
+            future.result()
+        del future
+        assert there() is None
+    finally:
+        gc.enable()
+
+
+def test_it_cannot_be_sent_or_copied() -> None:
+    future: RpcFuture[int] = RpcFuture("the call of 'm' to worker b")
+    with pytest.raises(TypeError, match="the future of the call of 'm' to worker b cannot be sent"):
+        pickle.dumps(future)
+    with pytest.raises(UsageError, match="cannot be sent"):
+        encode([future])
+
+
+# concurrent.futures.
+
+
+def test_wait_for_all_for_the_first_and_for_the_first_error() -> None:
+    first, second, third = pending(3)
+    assert concurrent.futures.wait([first, second], timeout=0).done == set()
+    soon(lambda: second.succeed(2))
+    assert concurrent.futures.wait([first, second], PATIENCE_S, FIRST_COMPLETED).done == {second}
+    soon(lambda: third.fail(WorkerDiedError("died")))
+    done, left = concurrent.futures.wait([first, third], PATIENCE_S, FIRST_EXCEPTION)
+    assert (done, left) == ({third}, {first})
+    soon(lambda: first.succeed(1))
+    assert concurrent.futures.wait([first, second, third], PATIENCE_S).not_done == set()
+
+
+def test_wait_together_with_futures_of_another_kind() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(int, "7")
+        soon(lambda: future.succeed(5))
+        assert concurrent.futures.wait([future, other], PATIENCE_S).done == {future, other}
+
+
+def test_wait_counts_a_cancelled_call_as_done() -> None:
+    future, other = pending(2)
+    soon(future.cancel)
+    assert concurrent.futures.wait([future, other], PATIENCE_S, FIRST_COMPLETED).done == {future}
+
+
+def test_as_completed_gives_them_as_they_end() -> None:
+    futures = pending(3)
+    futures[1].succeed(1)
+    ended = concurrent.futures.as_completed(futures, PATIENCE_S)
+    assert next(ended) is futures[1]
+    soon(lambda: futures[2].fail(WorkerDiedError("died")))
+    assert next(ended) is futures[2]
+    soon(lambda: futures[0].succeed(0))
+    assert list(ended) == [futures[0]]
+    with pytest.raises(concurrent.futures.TimeoutError):
+        list(concurrent.futures.as_completed(pending(1), timeout=0))
+
+
+# Callbacks.
+
+
+@pytest.mark.parametrize("end", ["succeed", "fail", "cancel"])
+def test_callbacks_are_called_once_in_order_and_at_once_when_it_has_ended(end: str) -> None:
+    future: RpcFuture[int] = RpcFuture()
+    called: list[tuple[int, bool]] = []
+    for i in range(2):
+        future.add_done_callback(lambda each, i=i: called.append((i, each.done())))  # type: ignore[misc]
+    {"succeed": lambda: future.succeed(1), "fail": lambda: future.fail(RpcError("x")), "cancel": future.cancel}[end]()
+    future.succeed(2)
+    assert called == [(0, True), (1, True)]
+    future.add_done_callback(lambda each: called.append((2, each is future)))
+    assert called[2:] == [(2, True)]
+
+
+def test_callback_that_raises_stops_neither_the_others_nor_who_ended_it(caplog: pytest.LogCaptureFixture) -> None:
+    future: RpcFuture[int] = RpcFuture()
+    called: list[int] = []
+    with caplog.at_level(logging.ERROR, "concurrent.futures"):
+        future.add_done_callback(lambda each: called.append(1 // 0))
+        future.add_done_callback(lambda each: called.append(each.result()))
+        future.succeed(7)
+    assert called == [7]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_callback_may_make_another_call_and_chain_it() -> None:
+    first, second = pending(2)
+    whole: RpcFuture[int] = RpcFuture()
+    first.add_done_callback(lambda _: second.add_done_callback(lambda each: whole.succeed(each.result())))
+    first.succeed(1)
+    second.succeed(2)
+    assert whole.result(0) == 2
+
+
+def test_callbacks_added_while_it_ends_are_all_called() -> None:
+    for _ in range(50):
+        future: RpcFuture[int] = RpcFuture()
+        called: list[int] = []
+        ending = threading.Thread(target=future.succeed, args=[1])
+        ending.start()
+        for i in range(20):
+            future.add_done_callback(lambda _, i=i, called=called: called.append(i))  # type: ignore[misc]
+        ending.join()
+        eventually(lambda called=called: sorted(called) == list(range(20)))  # type: ignore[misc]
+
+
+# Event loops.
+
+
+async def test_await_what_is_there_already() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    future.succeed(5)
+    assert await future == 5
+    assert await future == 5
+
+
+async def test_many_tasks_await_one_call() -> None:
+    future: RpcFuture[int] = RpcFuture()
+
+    async def wait() -> int:
+        return await future
+
+    tasks = [asyncio.create_task(wait()) for _ in range(5)]
+    soon(lambda: future.succeed(5))
+    assert await asyncio.gather(*tasks) == [5] * 5
+
+
+async def test_wrap_future_and_back() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    wrapped = asyncio.wrap_future(future)
+    soon(lambda: future.succeed(5))
+    assert await wrapped == 5
+    failing: RpcFuture[int] = RpcFuture()
+    soon(lambda: failing.fail(WorkerDiedError("died")))
+    with pytest.raises(WorkerDiedError):
+        await asyncio.wrap_future(failing)
+    doomed: RpcFuture[int] = RpcFuture()
+    asyncio.wrap_future(doomed).cancel()
+    await asyncio.sleep(0)
+    assert doomed.cancelled()
+
+
+async def test_wrap_future_of_a_call_that_is_cancelled() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    wrapped = asyncio.wrap_future(future)
+    soon(future.cancel)
+    with pytest.raises((RpcCancelledError, asyncio.CancelledError)):
+        await wrapped
+
+
+async def test_gather_wait_and_as_completed_of_asyncio() -> None:
+    futures = pending(4)
+    for i, future in enumerate(futures):
+        soon(partial(future.succeed, i))
+    assert await asyncio.gather(*futures[:2]) == [0, 1]
+    done, left = await asyncio.wait([asyncio.ensure_future(each) for each in futures], timeout=PATIENCE_S)
+    assert (sorted(each.result() for each in done), left) == ([0, 1, 2, 3], set())
+    assert sorted([await each for each in asyncio.as_completed(futures)]) == [0, 1, 2, 3]
+
+
+async def test_timeout_around_an_await_cancels_the_call() -> None:
+    for waits in (lambda future: asyncio.wait_for(future, 0.01), within_a_moment):
+        future: RpcFuture[int] = RpcFuture()
+        with pytest.raises(TimeoutError) as caught:
+            await waits(future)
+        assert not isinstance(caught.value, RpcTimeoutError)
+        assert future.cancelled()
+
+
+async def within_a_moment(future: RpcFuture[int]) -> int:
+    async with asyncio.timeout(0.01):
+        return await future
+
+
+async def test_shielded_call_goes_on() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(future)), 0.01)
+    assert not future.done()
+    soon(lambda: future.succeed(5))
+    assert await future == 5
+
+
+async def test_rpc_timeout_of_the_call_is_raised_by_await() -> None:
+    future: RpcFuture[int] = RpcFuture()
+    soon(lambda: future.fail(RpcTimeoutError("deadline")))
+    with pytest.raises(RpcTimeoutError, match="deadline"):
+        await future
+
+
+def test_await_in_one_loop_and_result_in_another_thread() -> None:
+    future: RpcFuture[int] = RpcFuture()
+
+    async def wait() -> int:
+        return await future
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(asyncio.run, wait()), pool.submit(asyncio.run, wait()), pool.submit(future.result)]
+        soon(lambda: future.succeed(5))
+        assert [each.result(PATIENCE_S) for each in waiting] == [5] * 3
+
+
+# Groups.
+
+
+def test_gather_of_other_futures_and_of_itself() -> None:
+    inner = pending(2)
+    plain: Future[int] = Future()
+    whole = gather([gather(inner, "inner"), gather([plain], "plain")], "outer")
+    inner[0].succeed(0)
+    plain.set_result(2)
+    assert not whole.done()
+    soon(lambda: inner[1].succeed(1))
+    assert whole.result(PATIENCE_S) == [[0, 1], [2]]
+
+
+async def test_gather_can_be_awaited_and_cancelled() -> None:
+    futures = pending(2)
+    whole = gather(futures, "all")
+    for future in futures:
+        soon(partial(future.succeed, 1))
+    assert await whole == [1, 1]
+    doomed = pending(2)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(gather(doomed, "all"), 0.01)
+    assert all(each.cancelled() for each in doomed)
+
+
+def test_gather_whose_parts_end_together() -> None:
+    for _ in range(50):
+        futures = pending(4)
+        whole = gather(futures, "all")
+        threads = [threading.Thread(target=each.succeed, args=[i]) for i, each in enumerate(futures)]
+        for thread in threads:
+            thread.start()
+        assert whole.result(PATIENCE_S) == [0, 1, 2, 3]
+        for thread in threads:
+            thread.join()

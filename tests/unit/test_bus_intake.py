@@ -1,0 +1,92 @@
+"""What is looked at before a message is believed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified.bus.intake import Intake, SeenCalls
+from unified.errors import ProtocolError, VersionMismatchError
+from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
+
+
+def test_each_call_is_new_once_in_whatever_order_they_come() -> None:
+    seen = SeenCalls()
+    ids = list(range(1, 20_000, 3))
+    random.Random(1).shuffle(ids)
+    assert all(seen.is_new(each) for each in ids)
+    assert not any(seen.is_new(each) for each in ids)
+    assert seen.is_new(2)
+
+
+def test_memory_of_one_sender_does_not_grow_with_its_calls() -> None:
+    seen = SeenCalls()
+    for i in range(0, 10_000_000, 97):
+        assert seen.is_new(i)
+    assert len(seen._blocks) <= SeenCalls.KEPT // SeenCalls._BITS + 1
+    assert not seen.is_new(0)
+    assert not seen.is_new(i)
+    assert seen.is_new(i - SeenCalls.KEPT + 1 + SeenCalls._BITS)
+
+
+def test_gap_of_any_size_is_one_step() -> None:
+    seen = SeenCalls()
+    assert seen.is_new(5)
+    assert seen.is_new(2**63)
+    assert not seen.is_new(5)
+    assert seen.is_new(2**63 - 1)
+
+
+def test_repetitions_are_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    intake = Intake(job_id="j", inbox_id="b", worker="w")
+    for i in range(1000):
+        envelope = Envelope(BUS_VERSION, Kind.CALL, i, "a", "w", "b")
+        intake.check_new(envelope)
+        with pytest.raises(ProtocolError, match=rf"call {i} of worker w came a second time") as caught:
+            intake.check_new(envelope)
+        intake.reject(caught.value)
+    assert intake.num_rejected == 1000
+    assert len(caplog.records) == 1
+    intake.forget("a")
+    assert not intake._seen
+
+
+@given(st.permutations(range(1, 40)), st.lists(st.integers(0, 38)))
+def test_calls_that_overtake_one_another_are_new_once(ids: list[int], again: list[int]) -> None:
+    seen = SeenCalls()
+    assert all(seen.is_new(each) for each in ids)
+    assert not any(seen.is_new(ids[each]) for each in again)
+
+
+def test_ids_are_forgotten_without_being_believed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SeenCalls, "KEPT", 10)
+    monkeypatch.setattr(SeenCalls, "_BITS", 2)
+    seen = SeenCalls()
+    assert all(seen.is_new(each) for each in range(1, 500))
+    assert len(seen._blocks) <= 7
+    assert not any(seen.is_new(each) for each in range(1, 500))
+    assert seen.is_new(501)
+    assert seen.is_new(500)
+
+
+def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    intake = Intake(job_id="job-1", inbox_id="me", worker="b")
+    right = Envelope(BUS_VERSION, Kind.CALL, 1, "a", "a_1-0_1-0", "me", "m", job="job-1")
+    assert intake.read(encode_envelope(right)) == right
+    intake.check_new(right)
+    with pytest.raises(ProtocolError, match="came a second time"):
+        intake.check_new(right)
+    with pytest.raises(ProtocolError, match="of job 'job-2', and this is 'job-1'"):
+        intake.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 2, "a", "a", "me", "m", job="job-2")))
+    with pytest.raises(ProtocolError, match="not this life's"):
+        intake.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 3, "a", "a", "you", "m", job="job-1")))
+    newer = encode_envelope(Envelope(BUS_VERSION + 1, Kind.CALL, 3, "a", "a", "me", "m", job="job-1"))
+    for _ in range(3):
+        with pytest.raises(VersionMismatchError) as raised:
+            intake.read(newer)
+        intake.reject(raised.value)
+    assert intake.num_rejected == 3
+    assert len(caplog.records) == 1

@@ -1,0 +1,389 @@
+"""Slots of shared memory: none is used again while somebody may still read it, and all come back in the end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
+from unified.bus.shm_claims import (
+    FIRST_CELL,
+    IN_FLIGHT,
+    LOST,
+    NUM_CELLS,
+    NUM_WORDS,
+    Claims,
+    Use,
+    make_mark,
+    pid_of,
+)
+from unified.bus.shm_slots import IDLE_S, MAX_SLOTS, SMALLEST_SLOT, Slot, SlotTable, size_class
+
+MIB = 1024 * 1024
+MARK = make_mark(4242, 123456789)
+
+
+def new_claims() -> Claims:
+    return Claims([0] * NUM_WORDS)
+
+
+def fresh(table: SlotTable, nbytes: int) -> Slot:
+    plan = table.plan(nbytes)
+    assert plan is not None
+    slot = Slot(0, plan.capacity, new_claims())
+    table.add(slot)
+    slot.claims.begin(1, 1)
+    return slot
+
+
+@pytest.mark.parametrize("nbytes", [1, SMALLEST_SLOT, SMALLEST_SLOT + 1, MIB, MIB + 1, 5 * MIB, 64 * MIB, 300 * MIB])
+def test_a_slot_is_large_enough_and_hardly_larger(nbytes: int) -> None:
+    size = size_class(nbytes)
+    assert size >= nbytes
+    assert size - nbytes < max(MIB, nbytes // 4)
+    assert size_class(size) == size
+
+
+def test_a_mark_names_a_process_and_is_no_message() -> None:
+    assert pid_of(MARK) == 4242
+    assert 0 < MARK < IN_FLIGHT < LOST
+    assert make_mark(4242, 2**50) < IN_FLIGHT
+
+
+def test_a_claim_is_taken_once_and_with_its_own_tag() -> None:
+    claims = new_claims()
+    old = claims.begin(1, 1)
+    tag = claims.begin(1, 1)
+    cell = claims.grant(0)
+    assert cell == 0
+    assert claims.use(1) is Use.HELD
+    assert not claims.borrow(cell, old, MARK)
+    assert not claims.borrow(cell + 1, tag, MARK)
+    assert not claims.borrow(-1, tag, MARK)
+    assert not claims.borrow(NUM_CELLS, tag, MARK)
+    assert claims.borrow(cell, tag, MARK)
+    assert not claims.borrow(cell, tag, MARK)
+    claims.lose(cell, tag)
+    assert claims.use(1) is Use.HELD, "what was taken up is not lost"
+    claims.give_back(cell)
+    assert claims.use(1) is Use.FREE
+
+
+def test_a_slot_whose_reader_was_taken_for_dead_is_not_used_again() -> None:
+    """It may have looked at its cell before, and write to it after: the slot must not be another message's by then."""
+    table = SlotTable(4 * MIB)
+    slot = fresh(table, MIB)
+    cell = table.grant(slot, "a")
+    slot.is_staged = False
+    table.forget("a")
+    assert cell is not None
+    assert not slot.claims.borrow(cell, slot.claims.tag, MARK)
+    assert table.take(1, 0.0, snug=False) is None
+    assert table.trim(0.0, lambda mark: True) == [slot]
+    assert (table.total_bytes, len(table)) == (0, 0)
+
+
+def test_what_was_revoked_was_never_granted() -> None:
+    claims = new_claims()
+    tag = claims.begin(1, 1)
+    cell = claims.grant(0)
+    assert cell is not None
+    claims.revoke(cell)
+    assert claims.use(1) is Use.FREE
+    assert not claims.borrow(cell, tag, MARK)
+
+
+@pytest.mark.parametrize(("num_parts", "num_readers"), [(1, 1), (1, 64), (100, 1), (100, 8), (10_000, 1), (1, 2000)])
+def test_rows_never_meet(num_parts: int, num_readers: int) -> None:
+    words = [0] * NUM_WORDS
+    claims = Claims(words)
+    claims.begin(num_parts, num_readers)
+    given: list[int] = []
+    for row in range(num_readers):
+        cell = claims.grant(row)
+        if cell is None:
+            assert row >= NUM_CELLS
+            break
+        given.append(cell)
+        index = 0
+        while (sub := claims.forward(cell, index)) is not None:
+            given.append(sub)
+            assert claims.forward(sub, 0) is None, "a sub-cell has no sub-cells"
+            index += 1
+    assert len(given) == len(set(given))
+    assert sum(word == IN_FLIGHT for word in words[FIRST_CELL:]) == len(given)
+
+
+def test_many_parts_can_be_handed_on_one_by_one() -> None:
+    claims = new_claims()
+    claims.begin(100, 1)
+    cell = claims.grant(0)
+    assert cell is not None
+    assert claims.has_sub_cells(cell, 100)
+
+
+def test_the_dead_are_cleared_away_and_with_them_what_they_were_handing_on() -> None:
+    claims = new_claims()
+    tag = claims.begin(1, 2)
+    cell, other = claims.grant(0), claims.grant(1)
+    assert cell is not None
+    assert other is not None
+    assert claims.borrow(cell, tag, MARK)
+    assert claims.forward(cell, 0) is not None
+    claims.bury(2, lambda mark: mark != MARK)
+    assert claims.use(1) is Use.SPOILT
+    assert claims.use(2) is Use.HELD, "the other row is still on its way"
+    assert not claims.is_claimed(lambda mark: True, count_in_flight=False)
+    assert claims.is_claimed(lambda mark: False)
+
+
+def test_the_quota_is_kept_and_idle_slots_make_room() -> None:
+    table = SlotTable(4 * MIB)
+    first, second = fresh(table, MIB), fresh(table, 2 * MIB)
+    assert table.plan(2 * MIB) is None
+    assert table.total_bytes == 3 * MIB
+    first.is_staged = second.is_staged = False
+    assert table.take(4 * MIB, 1.0) is None
+    plan = table.plan(4 * MIB)
+    assert plan is not None
+    assert plan.given_up == [first, second]
+    assert table.total_bytes == 4 * MIB
+    table.cancel(plan)
+    assert (table.total_bytes, len(table)) == (0, 0)
+
+
+def test_a_slot_far_too_large_is_taken_only_when_there_can_be_no_other() -> None:
+    table = SlotTable(100 * MIB)
+    large = fresh(table, 64 * MIB)
+    large.is_staged = False
+    assert table.take(MIB, 0.0) is None
+    assert table.take(MIB, 0.0, snug=False) is large
+
+
+def test_the_best_fit_is_taken_and_the_last_used_first() -> None:
+    table = SlotTable(100 * MIB)
+    slots = [fresh(table, size) for size in (3 * MIB, 2 * MIB, 2 * MIB, 4 * MIB)]
+    for slot in slots:
+        slot.is_staged = False
+    assert table.trim(0.0, lambda mark: True) == []
+    assert table.take(2 * MIB - 5, 0.0) is slots[2]
+    assert table.take(2 * MIB - 5, 0.0) is slots[1]
+    assert table.take(2 * MIB - 5, 0.0) is slots[0]
+
+
+def test_the_number_of_slots_is_limited() -> None:
+    table = SlotTable(MAX_SLOTS * MIB, max_slots=2)
+    fresh(table, 1)
+    fresh(table, 1)
+    assert table.plan(1) is None
+
+
+def test_idle_slots_go_back_after_a_while() -> None:
+    table = SlotTable(100 * MIB)
+    slot = fresh(table, MIB)
+    slot.is_staged = False
+    assert table.trim(5.0, lambda mark: True) == []
+    assert table.trim(4.9 + IDLE_S, lambda mark: True) == []
+    assert table.trim(5.0 + IDLE_S, lambda mark: True) == [slot]
+    assert len(table) == 0
+
+
+@dataclasses.dataclass(eq=False)
+class Message:
+    """A descriptor on its way."""
+
+    slot: Slot
+    cell: int
+    tag: int
+    content: int
+    reader: str
+    sender: str
+
+
+@dataclasses.dataclass(eq=False)
+class Held:
+    """A claim that a living process has."""
+
+    slot: Slot
+    cell: int
+    tag: int
+    content: int
+    reader: str
+    mark: int
+    num_forwarded: int = 0
+
+
+READERS = ["a", "b", "c"]
+
+
+class Pool(RuleBasedStateMachine):
+    """One owner, three readers that forward to each other, die, and are taken for dead while they live."""
+
+    staged = Bundle("staged")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = SlotTable(6 * MIB)
+        self.now = 0.0
+        self.pids = dict(zip(READERS, range(1, 4), strict=True))
+        self.next_pid = 10
+        self.next_content = 1
+        self.content: dict[Slot, int] = {}
+        """What is in each slot now; those that were given up keep theirs."""
+        self.num_readers: dict[Slot, int] = {}
+        self.messages: list[Message] = []
+        self.half_taken: list[Message] = []
+        self.held: list[Held] = []
+        self.suspected: set[str] = set()
+
+    def mark(self, reader: str) -> int:
+        return make_mark(self.pids[reader], 1)
+
+    def is_alive(self, mark: int) -> bool:
+        return pid_of(mark) in self.pids.values()
+
+    @rule(target=staged, nbytes=st.sampled_from([1, MIB, 2 * MIB, 3 * MIB]), num_readers=st.integers(1, 3))
+    def stage_rule(self, nbytes: int, num_readers: int) -> tuple[Slot, int] | None:
+        return self.stage(nbytes, num_readers)
+
+    def stage(self, nbytes: int, num_readers: int) -> tuple[Slot, int] | None:
+        slot = self.table.take(nbytes, self.now)
+        if slot is None:
+            plan = self.table.plan(nbytes)
+            if plan is None:
+                slot = self.table.take(nbytes, self.now, snug=False)
+                if slot is None:
+                    return None
+            else:
+                slot = Slot(self.next_content, plan.capacity, new_claims())
+                self.table.add(slot)
+        assert slot.is_staged
+        slot.claims.begin(1, num_readers)
+        self.content[slot] = self.next_content
+        self.num_readers[slot] = num_readers
+        self.next_content += 1
+        return slot, self.content[slot]
+
+    @rule(what=staged, reader=st.sampled_from(READERS))
+    def grant_rule(self, what: tuple[Slot, int] | None, reader: str) -> None:
+        self.grant(what, reader)
+
+    def grant(self, what: tuple[Slot, int] | None, reader: str) -> None:
+        if what is None or not what[0].is_staged or self.content[what[0]] != what[1]:
+            return
+        slot, content = what
+        if len(slot.readers) >= self.num_readers[slot]:
+            return
+        cell = self.table.grant(slot, reader)
+        assert cell is not None
+        self.messages.append(Message(slot, cell, slot.claims.tag, content, reader, "owner"))
+
+    @rule(what=staged)
+    def release_rule(self, what: tuple[Slot, int] | None) -> None:
+        self.release(what)
+
+    def release(self, what: tuple[Slot, int] | None) -> None:
+        if what is not None and self.content[what[0]] == what[1]:
+            what[0].is_staged = False
+
+    @rule(nbytes=st.sampled_from([1, MIB]), readers=st.lists(st.sampled_from(READERS), min_size=1, max_size=2))
+    def send(self, nbytes: int, readers: list[str]) -> None:
+        """All of it at once, as is usual."""
+        what = self.stage(nbytes, len(readers))
+        for reader in readers:
+            self.grant(what, reader)
+        self.release(what)
+
+    @precondition(lambda self: self.messages)
+    @rule(data=st.data())
+    def begin_to_take(self, data: st.DataObject) -> None:
+        """The reader has looked at its cell, and not yet written to it."""
+        message = self.messages.pop(data.draw(st.integers(0, len(self.messages) - 1)))
+        if message.slot.claims.is_in_flight(message.cell, message.tag):
+            self.half_taken.append(message)
+
+    @precondition(lambda self: self.half_taken)
+    @rule()
+    def take(self) -> None:
+        message = self.half_taken.pop()
+        mark = self.mark(message.reader)
+        message.slot.claims._words[FIRST_CELL + message.cell] = mark
+        self.held.append(Held(message.slot, message.cell, message.tag, message.content, message.reader, mark))
+
+    @precondition(lambda self: self.messages)
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        message = self.messages.pop(data.draw(st.integers(0, len(self.messages) - 1)))
+        mark = self.mark(message.reader)
+        if message.slot.claims.borrow(message.cell, message.tag, mark):
+            assert self.content[message.slot] == message.content, "a message leads to what was sent"
+            self.held.append(Held(message.slot, message.cell, message.tag, message.content, message.reader, mark))
+        else:
+            assert {message.reader, message.sender} & self.suspected, "nothing is lost without a reason"
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        held.slot.claims.give_back(held.cell)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), reader=st.sampled_from(READERS))
+    def forward(self, data: st.DataObject, reader: str) -> None:
+        held = self.held[data.draw(st.integers(0, len(self.held) - 1))]
+        cell = held.slot.claims.forward(held.cell, held.num_forwarded)
+        held.num_forwarded += 1
+        if cell is not None:
+            self.messages.append(Message(held.slot, cell, held.tag, held.content, reader, held.reader))
+
+    @rule(reader=st.sampled_from(READERS))
+    def suspect(self, reader: str) -> None:
+        """It is taken for dead, by the owner and by those who forward to it."""
+        self.suspected.add(reader)
+        self.table.forget(reader)
+        for message in self.messages + self.half_taken:
+            if message.reader == reader and message.sender != "owner":
+                message.slot.claims.lose(message.cell, message.tag)
+
+    @rule(reader=st.sampled_from(READERS))
+    def die(self, reader: str) -> None:
+        """Nothing is given back; what was on its way to it never arrives; later it is known to be dead."""
+        self.held = [held for held in self.held if held.reader != reader]
+        self.pids[reader] = self.next_pid
+        self.next_pid += 1
+        self.suspect(reader)
+        self.messages = [message for message in self.messages if message.reader != reader]
+        self.half_taken = [message for message in self.half_taken if message.reader != reader]
+
+    @rule(seconds=st.floats(0.1, 20.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for slot in self.table.trim(self.now, self.is_alive):
+            assert not slot.is_staged
+
+    @invariant()
+    def nobody_reads_what_was_overwritten(self) -> None:
+        for held in self.held:
+            assert self.content[held.slot] == held.content
+
+    @invariant()
+    def the_quota_holds(self) -> None:
+        assert 0 <= self.table.total_bytes <= 6 * MIB
+
+    def teardown(self) -> None:
+        for slot in self.content:
+            slot.is_staged = False
+        for message in self.messages:
+            self.suspected |= {message.reader}
+        for reader in READERS:
+            self.die(reader)
+        self.table.trim(self.now + 10, self.is_alive)
+        self.table.trim(self.now + 20 + IDLE_S, self.is_alive)
+        assert (len(self.table), self.table.total_bytes) == (0, 0), "everything comes back"
+
+
+TestPool = Pool.TestCase
+TestPool.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -1,0 +1,197 @@
+"""The cluster key's file, who may read it, where it is needed, and that it shows itself to nobody."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.pretty import pretty_repr
+
+from unified.cli.main import main
+from unified.errors import KeyFileError, UsageError
+from unified.job.spec import JobSpec
+from unified.keys import (
+    ClusterKey,
+    check_listening,
+    default_key_file,
+    find_key,
+    is_loopback,
+    load_key,
+    may_go_without,
+    write_key,
+)
+from unified.protocol.worker_agent import Launch
+
+KEY = ClusterKey(public="p" * 40, secret="s" * 39 + "!")
+FAR, NEAR = "tcp://10.0.0.1:7077", "tcp://127.0.0.1:7077"
+
+
+def test_what_is_written_is_read_again_and_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "cluster.key"
+    before = os.umask(0)
+    try:
+        write_key(path, KEY)
+    finally:
+        os.umask(before)
+    assert load_key(path) == KEY
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_key_file_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    path.write_text("precious")
+    with pytest.raises(KeyFileError, match="is there already"):
+        write_key(path, KEY)
+    assert path.read_text() == "precious"
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(KeyFileError, match="is there already"):
+        write_key(tmp_path / "link", KEY)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o700 | 0o010])
+def test_a_key_that_others_may_read_is_refused_with_the_remedy(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "cluster.key"
+    write_key(path, KEY)
+    path.chmod(mode)
+    with pytest.raises(KeyFileError, match=rf"open to others \(mode {mode:04o}\): `chmod 600 {re.escape(str(path))}`"):
+        load_key(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_key_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    write_key(path, KEY)
+    os.chown(path, 12345, -1)
+    with pytest.raises(KeyFileError, match="belongs to uid 12345, not to uid 0: `chown 0 "):
+        load_key(path)
+
+
+def test_what_is_no_key_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    for text in ("", 'secret-key = "short"', 'public-key = "' + "p" * 40 + '"', "\0\xff" * 1000):
+        path.write_text(text)
+        path.chmod(0o600)
+        with pytest.raises(KeyFileError, match="is no cluster key"):
+            load_key(path)
+    with pytest.raises(KeyFileError, match="cannot be read: Is a directory"):
+        load_key(tmp_path)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(KeyFileError, match="not a plain file"):
+        load_key(tmp_path / "pipe")
+    with pytest.raises(KeyFileError, match=r"cannot be read: No such file.*`unified key new` makes a key"):
+        load_key(tmp_path / "nowhere")
+
+
+def test_which_key_is_used(tmp_path: Path) -> None:
+    named, default = tmp_path / "named.key", default_key_file({"XDG_CONFIG_HOME": str(tmp_path)})
+    other = ClusterKey(public="q" * 40, secret="t" * 40)
+    env = {"XDG_CONFIG_HOME": str(tmp_path)}
+    assert find_key(FAR, env) is None
+    write_key(default, KEY)
+    write_key(named, other)
+    assert find_key(FAR, env) == KEY
+    assert find_key(NEAR, env) is None, "clusters that live on one host need none"
+    assert find_key(FAR, {**env, "UNIFIED_KEY_FILE": str(named)}) == other
+    assert find_key(NEAR, {**env, "UNIFIED_KEY_FILE": str(named)}) == other
+    assert find_key(FAR, {**env, "UNIFIED_KEY_FILE": ""}) is None
+    with pytest.raises(KeyFileError):
+        find_key(NEAR, {"UNIFIED_KEY_FILE": str(tmp_path / "gone")})
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "tcp://127.0.0.2:7077", "tcp://localhost:0", "LOCALHOST", "::1", "[::1]", "tcp://[::1]:7077"],
+)
+def test_what_only_this_host_reaches(address: str) -> None:
+    assert is_loopback(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.0.0.1", "tcp://10.0.0.1:7077", "tcp://0.0.0.0:0", "tcp://[::]:7077", "tcp://[fd00::2]:7077"),
+        *("fe80::1%eth0", "tcp://*:7077", "gpu-1", "tcp://gpu-1:1", "127.0.0.1.example.org", ""),
+    ],
+)
+def test_what_others_may_reach(address: str) -> None:
+    assert not is_loopback(address)
+
+
+def test_beyond_loopback_it_takes_a_key_or_the_word() -> None:
+    assert check_listening("m", [NEAR, "tcp://[::1]:0"], None, insecure=False) is None
+    assert check_listening("m", [FAR], KEY, insecure=False) is None
+    assert check_listening("m", [FAR], KEY, insecure=True) is None, "the key is used all the same"
+    with pytest.raises(UsageError, match=r"m would listen on tcp://10.0.0.1:7077, .*`unified key new`.*--insecure"):
+        check_listening("m", [NEAR, FAR, FAR], None, insecure=False)
+    warning = check_listening("m", [FAR], None, insecure=True)
+    assert warning is not None
+    assert "without a cluster key" in warning
+
+
+def test_the_word_may_be_said_in_the_environment() -> None:
+    assert not may_go_without({})
+    assert not may_go_without({"UNIFIED_INSECURE": "0"})
+    assert may_go_without({"UNIFIED_INSECURE": "1"})
+    with pytest.raises(UsageError, match="UNIFIED_INSECURE='maybe' is neither 1 nor 0"):
+        may_go_without({"UNIFIED_INSECURE": "maybe"})
+
+
+def a_launch() -> Launch:
+    return Launch(
+        role="w",
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        incarnation=0,
+        node="n",
+        host_id="h",
+        address="10.0.0.1",
+        master=FAR,
+        relay="",
+        run_dir="/r",
+        log_file="/l",
+        job_id="j-1",
+        spec=JobSpec(name="j", roles=[]),
+        kind="worker",
+        name="w-0",
+        key=KEY,
+    )
+
+
+def test_nothing_that_is_printed_has_the_secret() -> None:
+    launch = a_launch()
+    for text in (repr(KEY), str(KEY), f"{KEY}", repr(launch), str(launch), pretty_repr(launch), pretty_repr([KEY])):
+        assert KEY.secret not in text
+        assert KEY.fingerprint in text
+    with pytest.raises(TypeError, match="not to be pickled"):
+        pickle.dumps(launch)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(launch), type=Launch).key == KEY
+
+
+def test_the_command_makes_a_key_and_shows_its_fingerprint_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("UNIFIED_KEY_FILE")
+    assert main(["key", "new"]) == 0
+    key = load_key(default_key_file())
+    made = capsys.readouterr().out
+    assert main(["key", "show"]) == 0
+    shown = capsys.readouterr().out
+    for text in (made, shown):
+        assert key.fingerprint in text
+        assert key.secret not in text
+    assert main(["key", "new"]) == 2, "it is there already"
+    monkeypatch.setenv("UNIFIED_KEY_FILE", str(tmp_path / "elsewhere"))
+    assert main(["key", "show"]) == 2
+    assert main(["key", "new"]) == 0
+    assert load_key(tmp_path / "elsewhere") != key
+    assert main(["key", "new", str(tmp_path / "third")]) == 0
+    assert f"UNIFIED_KEY_FILE={tmp_path / 'third'}" in capsys.readouterr().out

@@ -1,0 +1,76 @@
+"""Buckets hold everything once and stay small; whoever is on another host is reached through one worker there."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified.weights.assembly import Life
+from unified.weights.plan import ALIGNMENT, Bucket, Entry, cut, digest, tree
+
+ENTRIES = st.lists(
+    st.builds(
+        lambda nbytes, is_sharded: Entry("", "uint8", (nbytes,), nbytes, is_sharded), st.integers(0, 300), st.booleans()
+    ),
+    max_size=30,
+).map(lambda found: [entry._replace(key=str(number)) for number, entry in enumerate(found)])
+
+
+@given(entries=ENTRIES, bucket_bytes=st.integers(1, 400), num_ranks=st.integers(1, 4))
+def test_every_entry_is_in_one_bucket(entries: list[Entry], bucket_bytes: int, num_ranks: int) -> None:
+    buckets = cut(entries, bucket_bytes, num_ranks)
+    plain = [entry for bucket in buckets for entry in bucket.entries if not entry.is_sharded]
+    sharded = [entry for bucket in buckets for entry in bucket.entries if entry.is_sharded]
+    assert plain == [entry for entry in entries if not entry.is_sharded]
+    assert sharded == [entry for entry in entries if entry.is_sharded]
+    for bucket in buckets:
+        assert bucket.nbytes <= bucket_bytes or len([entry for entry in bucket.entries if entry.nbytes]) == 1
+        assert len({entry.is_sharded for entry in bucket.entries}) == 1
+
+
+@given(entries=ENTRIES, num_ranks=st.integers(1, 4))
+def test_what_is_sharded_is_spread_and_rank_0_sends_the_rest(entries: list[Entry], num_ranks: int) -> None:
+    buckets = cut(entries, 100, num_ranks)
+    assert all(bucket.rank == 0 for bucket in buckets if not bucket.entries[0].is_sharded)
+    ranks = [bucket.rank for bucket in buckets if bucket.entries[0].is_sharded]
+    assert ranks == [index % num_ranks for index in range(len(ranks))]
+
+
+@given(entries=ENTRIES)
+def test_places_in_a_bucket_are_aligned_and_apart(entries: list[Entry]) -> None:
+    bucket = Bucket(tuple(entries), 0)
+    end = 0
+    for entry, start in zip(entries, bucket.offsets, strict=True):
+        assert start % ALIGNMENT == 0
+        assert start >= end
+        end = start + entry.nbytes
+    assert end <= bucket.nbytes
+
+
+def test_digest_tells_models_apart() -> None:
+    entry = Entry("w", "float32", (2,), 8)
+    buckets = cut([entry], 100)
+    assert digest(buckets, {}, ["x"]) == digest(cut([entry], 100), {}, ["x"])
+    others = [
+        digest(cut([entry._replace(dtype="bfloat16")], 100), {}, ["x"]),
+        digest(buckets, {"v": "w"}, ["x"]),
+        digest(buckets, {}, []),
+    ]
+    assert digest(buckets, {}, ["x"]) not in others
+
+
+def test_one_worker_of_each_other_node_passes_on() -> None:
+    nodes = {"a": "n1", "b": "n2", "c": "n2", "d": "n3", "e": "", "f": "n2", "g": "n1"}
+    lives = {name: Life(name, number) for number, name in enumerate(nodes)}
+    heads, mates = tree(lives.values(), nodes, "n1")
+    assert {life.worker for life in heads} == {"a", "g", "e", "b", "d"}
+    assert mates == {"b": (lives["c"], lives["f"])}
+
+
+@given(nodes=st.dictionaries(st.text("abcdef", min_size=1, max_size=2), st.sampled_from(["", "n1", "n2", "n3"])))
+def test_everybody_is_reached_once(nodes: dict[str, str]) -> None:
+    lives = [Life(name, 0) for name in nodes]
+    heads, mates = tree(lives, nodes, "n1")
+    reached = [*heads, *(life for name in mates for life in mates[name])]
+    assert sorted(reached) == sorted(lives)
+    assert set(mates) <= {life.worker for life in heads}

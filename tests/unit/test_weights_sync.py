@@ -1,0 +1,55 @@
+"""`sync_weights` refuses what makes no sense before it does anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from unified.errors import NotInWorkerError, UsageError
+from unified.weights.ranks import ranks_for
+from unified.weights.source import Source
+from unified.weights.sync import Order, sync_weights
+from unified.worker.context import ActorInfo
+
+GOOD = Order(version=None, dtype=None, bucket_bytes=1, timeout=1.0, wait=True, force=False, collective=None)
+
+
+def call(actors: list[ActorInfo], **order: Any) -> int:
+    return sync_weights("rollout", actors, {}, "default", GOOD._replace(**order))
+
+
+def actor() -> ActorInfo:
+    spec: Any = None
+    return ActorInfo(name="r", role="r", rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ({"version": 0}, "version=0: a whole number from 1 up"),
+        ({"version": "7"}, "version='7'"),
+        ({"version": True}, "version=True"),
+        ({"bucket_bytes": 0}, "bucket_bytes and timeout are to be more than zero"),
+        ({"timeout": 0}, "bucket_bytes and timeout are to be more than zero"),
+    ],
+)
+def test_orders_that_make_no_sense(order: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call([actor()], **order)
+
+
+def test_a_group_without_actors() -> None:
+    with pytest.raises(UsageError, match=r"No actors in the role group\."):
+        call([])
+
+
+def test_outside_a_worker() -> None:
+    with pytest.raises(NotInWorkerError):
+        call([actor()])
+
+
+def test_together_without_a_process_group() -> None:
+    with pytest.raises(UsageError, match="this process is in no process group"):
+        ranks_for(Source({"w": torch.ones(1)}), together=True)

@@ -1,0 +1,178 @@
+"""The names of a worker as threads use them: who waits is woken, told why not, or told how long it waited."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from unified.errors import RpcTimeoutError, UsageError
+from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
+from unified.worker.name_table import Holder
+from unified.worker.names import Names
+
+
+class Master:
+    """Answers the claims of worker `a` as a master would, when it is told to."""
+
+    def __init__(self) -> None:
+        self.said: list[NameClaims] = []
+        self.has_said = threading.Semaphore(0)
+        self.others: dict[str, str] = {}
+        """Worker by the name that it holds."""
+        self.names = Names(job_id="job-1", worker="a", incarnation=0, say=self._hear)
+        self._revision = 0
+
+    def _hear(self, claims: NameClaims) -> None:
+        self.said.append(claims)
+        self.has_said.release()
+
+    def answer(self) -> None:
+        claims = self.said[-1].names
+        self._revision += 1
+        self.names.learn(
+            [
+                DirectoryEntry(
+                    worker="a",
+                    incarnation=0,
+                    state=Reachability.ALIVE,
+                    inbox=Inbox(inbox_id="i"),
+                    names={name: number for name, number in claims.items() if name not in self.others},
+                    refused={
+                        name: NameRefusal(number=number, holder=self.others[name])
+                        for name, number in claims.items()
+                        if name in self.others
+                    },
+                    revision=self._revision,
+                )
+            ]
+        )
+
+    def hear_and_answer(self) -> None:
+        assert self.has_said.acquire(timeout=10)
+        self.answer()
+
+    def tell_holder(self, name: str, worker: str, incarnation: int = 0) -> None:
+        names = {name: 1}
+        self.names.learn(
+            [DirectoryEntry(worker=worker, incarnation=incarnation, state=Reachability.ALIVE, names=names, revision=1)]
+        )
+
+
+@pytest.fixture
+def master() -> Master:
+    return Master()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Future[object]]]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+Start = Callable[..., "Future[object]"]
+
+
+def test_claim_returns_once_it_is_granted(master: Master, start: Start) -> None:
+    claiming = start(master.names.claim, "x", 10.0)
+    master.hear_and_answer()
+    claiming.result(10)
+    assert master.names.holder("x") == Holder("a", 0)
+    master.names.claim("x", 0.0)
+    assert master.said == [NameClaims(number=1, names={"x": 1})]
+    master.names.release("x")
+    master.names.release("x")
+    assert master.said[1:] == [NameClaims(number=2)]
+
+
+def test_claim_of_a_held_name_says_who_has_it(master: Master, start: Start) -> None:
+    master.others["x"] = "worker_2-1_1-0"
+    claiming = start(master.names.claim, "x", 10.0)
+    master.hear_and_answer()
+    with pytest.raises(
+        UsageError, match="worker a cannot claim the name 'x' in job job-1: it is held by worker worker_2-1_1-0"
+    ):
+        claiming.result(10)
+    assert master.said[-1] == NameClaims(number=2), "the agent is told that it is withdrawn"
+
+
+def test_claim_without_an_answer_is_withdrawn(master: Master) -> None:
+    with pytest.raises(RpcTimeoutError, match=r"'x' in job job-1, had no answer within 0\.01 s, and gave up"):
+        master.names.claim("x", 0.01)
+    assert master.said == [NameClaims(number=1, names={"x": 1}), NameClaims(number=2)]
+
+
+def test_two_threads_that_claim_one_name_share_the_answer(master: Master, start: Start) -> None:
+    claiming = [start(master.names.claim, "x", 10.0) for _ in range(2)]
+    assert master.has_said.acquire(timeout=10)
+    with pytest.raises(RpcTimeoutError):
+        master.names.claim("x", 0.05)  # a third gives up; the others' claim stands
+    assert master.said == [NameClaims(number=1, names={"x": 1})]
+    master.answer()
+    for one in claiming:
+        one.result(10)
+
+
+def test_release_ends_a_claim_that_waits(master: Master, start: Start) -> None:
+    claiming = start(master.names.claim, "x", 10.0)
+    assert master.has_said.acquire(timeout=10)
+    master.names.release("x")
+    with pytest.raises(UsageError, match="it was released while its claim waited"):
+        claiming.result(10)
+
+
+def test_find_waits_for_a_holder(master: Master, start: Start) -> None:
+    finding = start(master.names.find, "x")
+    master.tell_holder("y", "c")
+    assert not finding.done()
+    master.tell_holder("x", "b")
+    assert finding.result(10) == "b"
+    assert master.names.find("x", 0.0) == "b"
+    assert master.said == []
+
+
+def test_find_says_how_long_it_waited(master: Master) -> None:
+    with pytest.raises(RpcTimeoutError, match=r"waited 0\.01 s for the holder of the name 'x', and no living worker"):
+        master.names.find("x", 0.01)
+
+
+def test_watchers_hear_of_every_change_until_they_stop(master: Master, capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[tuple[str, Holder | None]] = []
+
+    def fail(name: str, holder: Holder | None) -> None:
+        raise KeyError("not my day")
+
+    master.names.on_change(fail)
+    stop = master.names.on_change(lambda name, holder: heard.append((name, holder)))
+    master.tell_holder("x", "b")
+    dead = DirectoryEntry(worker="b", incarnation=0, state=Reachability.DEAD)
+    master.names.learn([dead])
+    stop()
+    stop()
+    master.tell_holder("x", "b", 1)
+    assert heard == [("x", Holder("b", 0)), ("x", None)]
+    assert "not my day" in capsys.readouterr().err, "it is printed, and the others are called all the same"
+
+
+def test_a_watcher_cannot_wait_for_the_news_that_it_holds_up(master: Master) -> None:
+    errors: list[UsageError] = []
+
+    def claim(name: str, holder: Holder | None) -> None:
+        for wait in (master.names.claim, master.names.find):
+            with pytest.raises(UsageError, match="in an on_change callback") as caught:
+                wait("z", 5.0)
+            errors.append(caught.value)
+
+    master.names.on_change(claim)
+    master.tell_holder("x", "b")
+    assert len(errors) == 2
+
+
+def test_a_forked_child_has_no_names(master: Master) -> None:
+    master.names._pid = os.getpid() + 1  # as a child of ours would see it
+    for use in (master.names.claim, master.names.find, master.names.release):
+        with pytest.raises(UsageError, match="was forked from it"):
+            use("x")

@@ -1,0 +1,110 @@
+"""One worker of the job, to be called."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from typing import Any, ParamSpec, Self, TypeVar, overload
+
+from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, begin, check_stream
+from unified.api.runtime.promised_stream import PromisedStream
+from unified.bus.futures import RpcFuture
+from unified.bus.streams import RpcStream
+from unified.worker.context import ActorInfo
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RoleActor:
+    """One worker of this job, to be called.
+
+    Attributes:
+        name: full name.
+        rank: in its role.
+        info: all that is known of it.
+        options: of its calls (`with_options`).
+    """
+
+    def __init__(self, info: ActorInfo, options: CallOptions = DEFAULT_OPTIONS) -> None:
+        self.name = info.name
+        self.rank = info.rank
+        self.info = info
+        self.options = options
+
+    def with_options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
+        """The same worker, with other options for the calls that are made through what is returned.
+
+        Unlike `_timeout=` and `_retries=` in a call, this leaves a typed method its own signature.
+
+        Args:
+            timeout: seconds to the deadline of each call, all its attempts together, and of each stream.
+            retries: attempts after the first, where a failure is worth one: the worker died and another life may come,
+                a connection broke, too much was in flight. For methods marked ``@rpc(idempotent=True)``; of one that
+                bears no mark in this process (a stub, a name) it is the caller's word that it may run twice.
+
+        Raises:
+            UsageError: a value that makes no sense.
+        """
+        return type(self)(self.info, self.options.but(timeout, retries))
+
+    @overload
+    def call(
+        self, method: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[R]: ...
+    @overload
+    def call(
+        self, method: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[RpcStream[R]]: ...
+    @overload
+    def call(
+        self, method: Callable[P, Iterator[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[RpcStream[R]]: ...
+    @overload
+    def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[R]: ...
+    @overload
+    def call(
+        self, method: str, /, *args: Any, _timeout: float | None = None, _retries: int | None = None, **kwargs: Any
+    ) -> RpcFuture[Any]: ...
+    def call(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcFuture[Any]:
+        """Call one of its `@rpc` methods and return at once.
+
+        Arrays, tensors and large bytes must not be changed before the future has ended.
+
+        Args:
+            method: its name, or a function whose `@rpc` name, or own name, is meant.
+            _timeout: seconds to the call's deadline; None: that of `with_options`, or else the job's `call_timeout_s`.
+            _retries: attempts after the first; None: those of `with_options`.
+
+        Raises:
+            UsageError: (a ValueError) an argument cannot be sent; or retries of a method that is not idempotent.
+        """
+        options = self.options.taken_from(kwargs)
+        return begin(self.name, method, args, kwargs, options)
+
+    @overload
+    def stream(self, method: Callable[P, AsyncIterable[R]], /, *args: P.args, **kwargs: P.kwargs) -> RpcStream[R]: ...
+    @overload
+    def stream(self, method: Callable[P, Iterable[R]], /, *args: P.args, **kwargs: P.kwargs) -> RpcStream[R]: ...
+    @overload
+    def stream(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcStream[Any]: ...
+    def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcStream[Any]:
+        """Call one of its `@rpc` methods that is a generator, sync or async, and iterate over what it yields.
+
+        Returns at once; what goes wrong is raised where the stream is read::
+
+            for token in actor.stream("generate", prompt):
+                ...
+
+        Args:
+            method: its name, or a function whose `@rpc` name, or own name, is meant.
+            _timeout: seconds to the deadline of the whole stream; None: as for `call`.
+
+        Raises:
+            UsageError: (a ValueError) an argument cannot be sent; or retries are asked for, which a stream has not.
+        """
+        options = self.options.taken_from(kwargs)
+        check_stream(options)
+        return PromisedStream(begin(self.name, method, args, kwargs, options))
+
+    def __repr__(self) -> str:
+        return f"RoleActor({self.name!r})"

@@ -1,0 +1,404 @@
+"""The caller's side: calls go out, answers come in, deadlines pass. `unified.bus.calls` decides; this carries out."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from unified.bus import calls
+from unified.bus.codec import decode
+from unified.bus.courier import Courier
+from unified.bus.futures import Host, RpcFuture
+from unified.bus.inbound import CURRENT
+from unified.bus.link import Link
+from unified.bus.parcel import Parcel
+from unified.bus.post import PostOffice
+from unified.bus.reaper import Reaper
+from unified.bus.receiver import TICK_S
+from unified.bus.remote import rebuild
+from unified.bus.stream_feed import StreamFeed
+from unified.bus.streams import RpcStream
+from unified.bus.tensors import Buffer
+from unified.bus.window import CALL_OVERHEAD_BYTES, Window
+from unified.errors import ProtocolError, RouteLostError, RpcError
+from unified.protocol.envelope import Envelope, Kind
+from unified.protocol.records import Inbox
+
+LONGEST_SLEEP_S = 1.0
+TRIM_S = 2.0
+_CLOSE_WITHIN_S = 2.0
+_NEVER = float("inf")
+_NO_CHAIN: list[int] = []
+_ON_PRECIOUS_THREADS = (calls.TimePassed, calls.NewsCame)
+"""Where these come in, no done callback may be run: it could hold up all other deadlines, and ticks, and news."""
+
+
+class _Outbound(msgspec.Struct, eq=False):
+    """What the shell keeps of an open call."""
+
+    future: RpcFuture[Any] | None
+    """None once it has ended in a stream."""
+    what: str | tuple[str, str]
+    target: str
+    method: str
+    trace_id: str
+    chain: list[int]
+    nbytes: int
+    parcel: Parcel | None
+    """None once it was sent on a route that does not give calls back."""
+    is_relayed: bool = False
+    inbox: Inbox | None = None
+    """Of the life that it was sent to."""
+    link: Link | None = None
+    feed: StreamFeed | None = None
+
+
+class CallDesk:
+    """The open calls of one endpoint.
+
+    Args:
+        host: around a thread that waits for a future.
+        inbox_id: of this endpoint.
+        on_gone: the process behind an inbox is gone.
+        on_tick: called every `TICK_S` while it returns True, once `want_ticks` was called.
+        on_trim: called with the time every `TRIM_S` while it returns True, once `want_trims` was called.
+        default_timeout_s, limit_bytes: see `BusEndpoint`.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: Host,
+        inbox_id: str,
+        courier: Courier,
+        post: PostOffice,
+        on_gone: Callable[[str], None],
+        on_tick: Callable[[], bool],
+        on_trim: Callable[[float], bool],
+        default_timeout_s: float | None,
+        limit_bytes: int,
+    ) -> None:
+        self._host = host
+        self._inbox_id = inbox_id
+        self._courier = courier
+        self._post = post
+        self._on_gone = on_gone
+        self._on_tick = on_tick
+        self._on_trim = on_trim
+        self._default_timeout_s = default_timeout_s
+        self._lock = threading.Lock()
+        self._alarm = threading.Condition(self._lock)
+        self.table = calls.CallTable()
+        self._outbound: dict[int, _Outbound] = {}
+        self._call_ids = itertools.count(1)
+        self._window = Window(limit_bytes)
+        self._reaper = Reaper(self._cancel)
+        self._wakes_at = 0.0
+        """Until when the alarm thread sleeps."""
+        self._wants_ticks = False
+        self._trims_at = _NEVER
+        self._last_call_at = 0.0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._watch, name="bus-alarm", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch deadlines."""
+        self._reaper.start()
+        self._thread.start()
+
+    def close(self, reason: str) -> None:
+        """End every open call with RpcCancelledError, and the threads."""
+        with self._lock:
+            self._is_closing = True
+        self.step(calls.BusClosed(reason=reason))
+        self._window.close()
+        self._reaper.close()
+        with self._lock:
+            self._alarm.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_WITHIN_S)
+
+    def call(self, target: str, method: str, parcel: Parcel, timeout: float | None, may_wait: bool) -> RpcFuture[Any]:
+        """Make a call; see `BusEndpoint.call`."""
+        if timeout is None:
+            timeout = self._default_timeout_s
+        deadline = None if timeout is None else time.monotonic() + timeout
+        nbytes = parcel.nbytes + CALL_OVERHEAD_BYTES
+        if self._courier.is_holding and self._window.is_full(target, nbytes):
+            self._courier.release()
+        self._window.take(target, nbytes, block=may_wait, deadline=deadline)
+        call_id = next(self._call_ids)
+        what = (method, target)
+        future: RpcFuture[Any] = RpcFuture(
+            what, deadline=deadline, host=self._host, on_cancel=partial(self._cancel, call_id)
+        )
+        handled = CURRENT.get()
+        if handled is None:
+            trace_id, chain = f"{self._inbox_id[:8]}.{call_id}", _NO_CHAIN
+        else:
+            trace_id, chain = handled.trace_id, [*handled.chain, handled.token]
+        self._outbound[call_id] = _Outbound(future, what, target, method, trace_id, chain, nbytes, parcel)
+        made = calls.CallMade(call_id=call_id, target=target, method=method, timeout_s=timeout)
+        self.step(made, may_wait=may_wait)
+        return future
+
+    def step(self, event: calls.Event, *, may_wait: bool = False) -> None:
+        """Something happened: have it decided what follows, and do that."""
+        with self._lock:
+            now = time.monotonic()
+            actions = self.table.step(now, event)
+            if type(event) is calls.CallMade:
+                self._last_call_at = now
+            due = self.table.next_deadline
+            if due is not None and due < self._wakes_at:
+                self._wakes_at = 0.0  # once is enough
+                self._alarm.notify()
+        later: list[RpcFuture[Any]] = []
+        for action in actions:
+            self._perform(action, may_wait, later)
+        if not later:
+            return
+        if type(event) in _ON_PRECIOUS_THREADS:
+            threading.Thread(target=_call_back, args=(later,), name="bus-callbacks", daemon=True).start()
+        else:
+            _call_back(later)
+
+    def take(self, envelope: Envelope, body: Buffer, buffers: list[Buffer]) -> None:
+        """An answer came, or a part of one."""
+        call_id, kind = envelope.call_id, envelope.kind
+        if kind is Kind.ITEM:
+            outbound = self._outbound.get(call_id)
+            if outbound is not None and outbound.feed is not None and _is_from(envelope, outbound):
+                outbound.feed.push(envelope.count, body, buffers)
+            return
+        outbound = self._outbound.get(call_id)
+        try:
+            self._end_with(envelope, outbound, body, buffers)
+        except BaseException as error:  # such as KeyboardInterrupt, on a user's thread: it can be half done
+            if outbound is not None:
+                failure = RpcError(f"{type(error).__name__} came while the answer to {_words(outbound.what)} was read.")
+                self.step(calls.SendFailed(call_id=call_id, error=failure))
+                self._ended(call_id)
+                if outbound.feed is not None:
+                    outbound.feed.fail(failure)
+                elif outbound.future is not None:
+                    outbound.future.fail(failure)
+            raise
+
+    def _end_with(self, envelope: Envelope, outbound: _Outbound | None, body: Buffer, buffers: list[Buffer]) -> None:
+        """Take in an answer, or that a stream begins."""
+        call_id, kind = envelope.call_id, envelope.kind
+        is_last = kind is not Kind.STREAM
+        with self._lock:
+            accepted = self.table.step(
+                time.monotonic(), calls.AnswerCame(call_id=call_id, sender=envelope.sender, is_last=is_last)
+            )
+        if not accepted:
+            inbox = None if is_last else self.table.directory.inbox(envelope.sender)
+            if inbox is not None:  # a CANCEL can have overtaken its call; without another the generator waits for MORE
+                self._courier.tell(Kind.CANCEL, call_id, inbox)
+            return
+        if not is_last:
+            self._open_stream(call_id)
+            return
+        if self._ended(call_id) is None or outbound is None:
+            return
+        feed, future = outbound.feed, outbound.future
+        try:
+            if kind is Kind.ERROR:
+                error = rebuild(body, _words(outbound.what))
+                if feed is not None:
+                    feed.fail(error)
+                elif future is not None:
+                    future.fail(error)
+            elif feed is not None:
+                feed.end(envelope.count)
+            elif future is not None:
+                future.succeed(decode(body, buffers))
+        except ProtocolError as error:
+            failure = RpcError(f"the answer to {_words(outbound.what)} cannot be read here: {error}")
+            failure.__cause__ = error
+            if future is not None:
+                future.fail(failure)
+            elif feed is not None:
+                feed.fail(failure)
+
+    def fail(self, call_id: int, reason: ProtocolError) -> None:
+        """An answer came that cannot be read here."""
+        outbound = self._outbound.get(call_id)
+        if outbound is not None:
+            error = RpcError(f"the answer to {_words(outbound.what)} cannot be read here: {reason}")
+            self.step(calls.SendFailed(call_id=call_id, error=error))
+
+    def give_up(self, call_id: int, error: RpcError) -> None:
+        """Messages of a call were lost: end it, and tell its callee, in case that one goes on."""
+        outbound = self._outbound.get(call_id)
+        self.step(calls.SendFailed(call_id=call_id, error=error))
+        if outbound is not None and outbound.inbox is not None:
+            self._courier.tell(Kind.CANCEL, call_id, outbound.inbox)
+
+    def relay_lost(self) -> None:
+        """Calls that were with the relay may be lost, and it keeps nothing: end them rather than wait for ever."""
+        for call_id, outbound in list(self._outbound.items()):
+            if outbound.is_relayed:
+                error = RouteLostError(
+                    f"the connection to the bus relay broke while {_words(outbound.what)} was open; whether its "
+                    "handler ran is not known. Call again if it may run twice."
+                )
+                self.give_up(call_id, error)
+
+    def want_ticks(self) -> None:
+        """Have `on_tick` called."""
+        if self._wants_ticks:
+            return
+        with self._lock:
+            self._wants_ticks = True
+            if self._wakes_at > 0:
+                self._wakes_at = 0.0
+                self._alarm.notify()
+
+    def want_trims(self) -> None:
+        """Have `on_trim` called."""
+        if self._trims_at == _NEVER:
+            with self._lock:
+                self._trims_at = time.monotonic() + TRIM_S
+                if self._wakes_at > self._trims_at:
+                    self._wakes_at = 0.0
+                    self._alarm.notify()
+
+    def _cancel(self, call_id: int) -> None:
+        self.step(calls.CallCancelled(call_id=call_id))
+
+    def _perform(self, action: calls.Action, may_wait: bool, later: list[RpcFuture[Any]]) -> None:
+        if type(action) is calls.SendCall:  # first, and by itself: matching patterns takes a microsecond
+            self._send_call(action.call_id, action.inbox, action.timeout_s, may_wait)
+            return
+        match action:
+            case calls.FailCall(call_id=call_id, error=error):
+                outbound = self._ended(call_id)
+                if outbound is None:
+                    return
+                if outbound.feed is not None:
+                    outbound.feed.fail(error)
+                elif outbound.future is not None:
+                    outbound.future.fail(error, later)
+            case calls.SendCancel(call_id=call_id, inbox=inbox):
+                self._courier.tell(Kind.CANCEL, call_id, inbox)
+            case calls.DropPeer(inbox_id=inbox_id):
+                self._on_gone(inbox_id)
+            case calls.AcceptAnswer():
+                raise AssertionError("answers are performed where they come in")
+
+    def _send_call(self, call_id: int, inbox: Inbox, timeout_s: float | None, may_wait: bool) -> None:
+        outbound = self._outbound.get(call_id)
+        if outbound is None or outbound.parcel is None or outbound.future is None:
+            return
+        try:
+            way = self._post.way(inbox)
+        except RpcError as error:
+            self.step(calls.SendFailed(call_id=call_id, error=error))
+            return
+        except OSError as error:
+            self.step(calls.LinkLost(inbox_id=inbox.inbox_id, reason=str(error)))
+            return
+        parcel, future = outbound.parcel, outbound.future
+        outbound.inbox = inbox
+        if way.is_relay:
+            outbound.is_relayed = True
+        else:
+            outbound.parcel = None  # nothing gives it back
+        if isinstance(way, Link):
+            outbound.link = future.link = way
+        try:
+            self._courier.call(
+                way,
+                call_id,
+                inbox.inbox_id,
+                outbound.method,
+                timeout_s,
+                outbound.trace_id,
+                outbound.chain,
+                parcel,
+                may_wait,
+                future.done,
+            )
+        except Exception as error:
+            failure = RpcError(f"{_words(outbound.what)} could not be sent: {type(error).__name__}: {error}")
+            self.step(calls.SendFailed(call_id=call_id, error=failure))
+
+    def _open_stream(self, call_id: int) -> None:
+        outbound = self._outbound.get(call_id)
+        if outbound is None or outbound.future is None or outbound.inbox is None:
+            return
+        inbox, link, future = outbound.inbox, outbound.link, outbound.future
+        outbound.future = None  # that its user drops the stream is noticed by its being collected
+        outbound.feed = StreamFeed(
+            _words(outbound.what),
+            send_more=lambda count: self._courier.tell(Kind.MORE, call_id, inbox, count),
+            cancel=partial(self._cancel, call_id),
+            abandon=partial(self._reaper.put, call_id),
+            link=link,
+            host=self._host,
+        )
+        if link is not None:
+            link.num_streams += 1
+            link.attach()
+        future.succeed(RpcStream(outbound.feed))
+
+    def _ended(self, call_id: int) -> _Outbound | None:
+        outbound = self._outbound.pop(call_id, None)
+        if outbound is not None:
+            self._window.give_back(outbound.target, outbound.nbytes)
+            if outbound.feed is not None and outbound.link is not None:
+                outbound.link.num_streams -= 1
+        return outbound
+
+    def _watch(self) -> None:
+        """The alarm thread: tells the table when time has passed, and the receiver while it wants to know."""
+        while not self._is_closing:
+            if self._wants_ticks:
+                self._wants_ticks = False  # first: what begins from here on asks again
+                if self._on_tick():
+                    self._wants_ticks = True
+            if self._trims_at <= time.monotonic():
+                self._trims_at = _NEVER  # first: what is used from here on asks again
+                if self._on_trim(time.monotonic()):
+                    self._trims_at = time.monotonic() + TRIM_S
+            with self._lock:
+                now = time.monotonic()
+                due = self.table.next_deadline
+                if self._is_closing:  # asked again under the lock: `close` rings only once
+                    return
+                if due is None or due > now:
+                    wakes_at = min(self._next_look(now, due), self._trims_at)
+                    if self._wants_ticks:
+                        wakes_at = min(wakes_at, now + TICK_S)
+                    self._wakes_at = wakes_at
+                    self._alarm.wait(None if wakes_at == _NEVER else wakes_at - now)
+                    continue
+            self.step(calls.TimePassed())
+
+    def _next_look(self, now: float, due: float | None) -> float:
+        """While there are deadlines the thread looks up every second: a call with a later one need not wake it."""
+        if due is None and now - self._last_call_at > LONGEST_SLEEP_S:
+            return _NEVER
+        return min(now + LONGEST_SLEEP_S, _NEVER if due is None else due)
+
+
+def _call_back(futures: list[RpcFuture[Any]]) -> None:
+    for future in futures:
+        future.call_back()
+
+
+def _is_from(envelope: Envelope, outbound: _Outbound) -> bool:
+    return outbound.inbox is not None and outbound.inbox.inbox_id == envelope.sender
+
+
+def _words(what: str | tuple[str, str]) -> str:
+    return what if isinstance(what, str) else f"the call of {what[0]!r} to worker {what[1]}"

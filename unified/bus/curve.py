@@ -1,0 +1,224 @@
+"""The cluster key on ZeroMQ's tcp sockets: CURVE encrypts, and proves to both ends that the other has the key.
+
+All members share one key pair. A client knows the server by it: nobody else can read what is sealed with its public
+half. A server knows its clients because each has to show the same public half, and in the handshake that it has the
+secret one; libzmq asks about every client by its ZAP protocol (rfc.zeromq.org/spec/27), and we answer. Whoever knows
+the public half alone gets nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket as sockets
+import struct
+import threading
+import time
+from collections import deque
+
+import zmq
+from zmq.utils import z85
+
+from unified.core.said_once import SaidOnce
+from unified.keys import ClusterKey
+
+logger = logging.getLogger(__name__)
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+_DOMAIN = b"unified"
+_ZAP = "inproc://zeromq.zap.01"
+_BELL = "inproc://unified.gate.bell"
+_LOOK, _END = b"look", b"end"
+_EVENT = struct.Struct("=Hi")
+_LAST_EVENTS_S = 1.0
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | _FAILED
+_NO_KEY = "it has no cluster key"
+_WRONG_KEY = "it has another cluster key"
+_PUBLIC_ONLY = "it knows the public half of the cluster key, and has not the secret one"
+_BROKE_OFF = "it broke off the handshake: a peer without the cluster key, or none of ours"
+_WHY: dict[int, str] = {
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: _NO_KEY,
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _WRONG_KEY,
+}
+
+
+def new_key() -> ClusterKey:
+    """A key pair that nobody has yet."""
+    public, secret = zmq.curve_keypair()
+    return ClusterKey(public=public.decode(), secret=secret.decode())
+
+
+def read_event(monitor: Socket) -> tuple[int, int]:
+    """One event of a socket's monitor, and its value; zmq.Again if there is none."""  # pyzmq's parser loads asyncio
+    kind, value = _EVENT.unpack(monitor.recv(zmq.NOBLOCK))
+    while monitor.get(zmq.RCVMORE):
+        monitor.recv()
+    return kind, value
+
+
+def secure_client(socket: Socket, key: ClusterKey | None) -> None:
+    """Have a socket that will connect use the key. With None it stays open, and a server with a key refuses it."""
+    if key is not None:
+        socket.curve_serverkey = key.public.encode()
+        socket.curve_publickey = key.public.encode()
+        socket.curve_secretkey = key.secret.encode()
+
+
+def secure_server(socket: Socket, key: ClusterKey | None) -> None:
+    """Have a socket that will be bound demand the key. Without a `Gatekeeper` in its context it lets nobody in."""
+    if key is not None:
+        socket.curve_server = True
+        socket.curve_secretkey = key.secret.encode()
+        socket.zap_domain = _DOMAIN
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+class Gatekeeper:
+    """Lets into the sockets of one context those who have the key, and says in the log who had not.
+
+    With no key it does nothing at all. With one, the first server that it secures starts a thread, through which no
+    message passes. One a context, which has one I/O thread: it tells the events of each connection in their order.
+
+    Args:
+        key: None to leave every socket open.
+        name: whose sockets these are, for the log.
+    """
+
+    def __init__(self, context: Context, key: ClusterKey | None, *, name: str) -> None:
+        self.key = key
+        self._context = context
+        self._name = name
+        self._public = z85.decode(key.public.encode()) if key is not None else b""
+        self._refusals, self._refused_peers = SaidOnce(), SaidOnce()
+        self._thread: threading.Thread | None = None
+        self._bell: Socket | None = None
+        self._guarded: list[Socket] = []
+        self._arrivals: deque[Socket] = deque()
+        """Sources of events, on their way to the thread."""
+
+    @property
+    def num_refused(self) -> int:
+        """Connections, since the start."""
+        return self._refusals.total
+
+    def secure(self, socket: Socket, is_server: bool) -> None:
+        """Prepare a socket of this context, before it is bound or connects."""
+        if not is_server:
+            secure_client(socket, self.key)
+        elif self.key is not None:
+            secure_server(socket, self.key)
+            self._guard(socket)
+
+    def close(self) -> None:
+        """End the thread: before or after the sockets are closed, and before the context is terminated."""
+        thread, self._thread = self._thread, None
+        if thread is None or self._bell is None:
+            return
+        for socket in self._guarded:
+            with contextlib.suppress(zmq.ZMQError):  # closed already
+                socket.disable_monitor()
+        self._bell.send(_END)
+        thread.join()
+        self._bell.close(0)
+
+    def _guard(self, socket: Socket) -> None:
+        address = f"inproc://unified.gate.{len(self._guarded)}"
+        socket.monitor(address, _EVENTS)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.linger = 0
+        monitor.rcvhwm = 0  # if events could not wait, libzmq would stop the socket instead
+        monitor.connect(address)
+        self._guarded.append(socket)
+        self._arrivals.append(monitor)
+        bell = self._bell
+        if bell is None or self._thread is None:
+            bell = self._start()
+        bell.send(_LOOK)
+
+    def _start(self) -> Socket:
+        zap = self._context.socket(zmq.REP)
+        zap.linger = 0
+        zap.bind(_ZAP)
+        ear = self._context.socket(zmq.PAIR)
+        ear.bind(_BELL)
+        self._bell = self._context.socket(zmq.PAIR)
+        self._bell.connect(_BELL)
+        self._thread = threading.Thread(target=self._serve, args=(zap, ear), name="bus-gate", daemon=True)
+        self._thread.start()
+        return self._bell
+
+    def _serve(self, zap: Socket, ear: Socket) -> None:
+        """The thread. At the end it stays until the last event: libzmq waits for whoever reads them."""
+        doors: dict[Socket, _Door] = {}
+        poller = zmq.Poller()
+        poller.register(zap, zmq.POLLIN)
+        poller.register(ear, zmq.POLLIN)
+        deadline: float | None = None
+        while deadline is None or (doors and time.monotonic() < deadline):
+            for source, _ in poller.poll(None if deadline is None else 10):
+                if source is ear:
+                    if ear.recv() == _END:
+                        deadline = time.monotonic() + _LAST_EVENTS_S
+                    while self._arrivals:
+                        monitor = self._arrivals.popleft()
+                        doors[monitor] = _Door()
+                        poller.register(monitor, zmq.POLLIN)
+                elif source is zap:
+                    self._judge(zap)
+                elif self._hear(source, doors[source]) == zmq.EVENT_MONITOR_STOPPED:
+                    poller.unregister(source)
+                    del doors[source]
+                    source.close()
+        for source in (zap, ear, *doors):
+            source.close(0)
+
+    def _judge(self, zap: Socket) -> None:
+        """Answer libzmq, which has checked that a client has the secret to the public key that it shows."""
+        version, request_id, domain, address, _, mechanism, *credentials = zap.recv_multipart()
+        is_member = (domain, mechanism, credentials) == (_DOMAIN, b"CURVE", [self._public])
+        code, text = (b"200", b"OK") if is_member else (b"400", b"not the key of this cluster")
+        zap.send_multipart([version, request_id, code, text, b"", b""])
+        if not is_member:
+            self._log(address.decode(errors="replace"), _PUBLIC_ONLY)
+
+    def _hear(self, monitor: Socket, door: _Door) -> int:
+        kind, value = read_event(monitor)
+        if kind == zmq.EVENT_ACCEPTED:
+            door.hosts[value] = _host_of(value)
+        elif kind & _FAILED:  # the next event is the end of this connection, and says which one it was
+            door.why = door.why or _WHY.get(value, _BROKE_OFF)
+        elif kind == zmq.EVENT_DISCONNECTED:
+            host, why, door.why = door.hosts.pop(value, ""), door.why, ""
+            if why:
+                self._log(host, why)
+        return kind
+
+    def _log(self, host: str, why: str) -> None:
+        now = time.monotonic()
+        is_new = self._refusals.is_new(now, why)
+        if host:  # of one that was gone too soon the address is not known
+            is_new = self._refused_peers.is_new(now, f"{host} {why}")
+        if is_new:
+            reason = f"{why}; its connection was refused, and more like it are only counted"
+            logger.warning("event=key-refused at=%r peer=%s reason=%r", self._name, host or "?", reason)
+
+
+class _Door:
+    """What is known of the connections of one server."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[int, str] = {}
+        """By descriptor: who is at the other end."""
+        self.why = ""
+        """Of the connection that fails now; empty if none does."""
+
+
+def _host_of(descriptor: int) -> str:
+    """The other end of a connection of libzmq's, which may be closing it at this moment."""
+    try:
+        with sockets.socket(fileno=os.dup(descriptor)) as connection:
+            return str(connection.getpeername()[0])
+    except (OSError, IndexError):
+        return ""

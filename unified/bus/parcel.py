@@ -1,0 +1,49 @@
+"""Arguments on their way to one worker or to several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from unified.bus.codec import Encoded
+from unified.bus.cuda import DeviceTensor, settle
+from unified.bus.shm_pool import SharedPool
+from unified.bus.shm_staged import Granted, Staged
+
+
+class Parcel:
+    """A value encoded once, and laid into shared memory once, however many it goes to.
+
+    Args:
+        num_readers: how many it goes to.
+    """
+
+    def __init__(self, content: Encoded, num_readers: int = 1) -> None:
+        self.content = content
+        self.nbytes = content.nbytes
+        self._num_readers = num_readers
+        self._staged: Staged | None = None
+        self._is_staged = False
+        self._lock = threading.Lock()
+
+    def settled(self, devices: Sequence[str], is_same_process: bool) -> Parcel:
+        """With its CUDA tensors made into frames for one reader, which sees these devices; itself if it has none."""
+        buffers: Sequence[object] = self.content.buffers
+        if not any(isinstance(buffer, DeviceTensor) for buffer in buffers):
+            return self
+        frames = settle(self.content.buffers, devices, is_same_process=is_same_process)
+        return Parcel(self.content._replace(buffers=frames))
+
+    def grant(self, pool: SharedPool, reader: str) -> Granted | None:
+        """How its buffers reach the inbox `reader` of this host; None: as frames, all of them."""
+        if self._num_readers == 1:
+            staged = pool.stage(self.content.buffers)
+            granted = None if staged is None else staged.grant(reader)
+            if staged is not None:
+                staged.release()
+            return granted
+        with self._lock:
+            if not self._is_staged:
+                self._staged = pool.stage(self.content.buffers, self._num_readers)
+                self._is_staged = True
+        return None if self._staged is None else self._staged.grant(reader)  # let go of when this parcel is

@@ -1,0 +1,95 @@
+"""One segment as its owner has it: a file of which every page exists, mapped once and for all.
+
+    [header: claims][data: lengths of the parts][part]…[part]
+
+Parts start at multiples of 64 bytes, in the order of their lengths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Sequence
+
+from unified.bus.addresses import copy_to
+from unified.bus.shm_claims import CAPACITY_WORD, CLOSED_WORD, HEADER_BYTES, NUM_WORDS, Claims
+from unified.bus.shm_files import first_words, remove_if_unclaimed, segment_name
+from unified.bus.shm_mapping import Mapping
+
+SLACK_BYTES = 4096
+"""Of each segment beyond its size, for the lengths: else a payload of exactly 64 MiB would need the next size."""
+UNLOCKED_BYTES = 256 * 1024
+"""For a copy of this size on it is worth while to let other threads run."""
+_ALIGNMENT = 64
+_STEP_BYTES = 16 * 1024 * 1024
+"""Memory is asked for in steps: the system starts one anew when a signal comes, and a profiler sends many."""
+
+
+class Segment:
+    """A new segment.
+
+    Args:
+        directory, inbox_id, number: where, and its name.
+        capacity: bytes of parts it is to hold.
+        mark: of this process.
+
+    Raises:
+        OSError: there is no room (nothing is left behind then), or no such directory.
+    """
+
+    def __init__(self, directory: str, inbox_id: str, number: int, capacity: int, mark: int) -> None:
+        self.path = os.path.join(directory, segment_name(inbox_id, number))
+        size = HEADER_BYTES + capacity + SLACK_BYTES
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(descriptor, first_words(mark), 0)
+            for start in range(0, size, _STEP_BYTES):  # memory that was promised and is not there would be a SIGBUS
+                os.posix_fallocate(descriptor, start, min(_STEP_BYTES, size - start))
+            self._mapping = Mapping(descriptor, size, writable=True)
+        except BaseException:
+            os.unlink(self.path)
+            raise
+        finally:
+            os.close(descriptor)
+        self._view = self._mapping.view()
+        self._words = self._mapping.words(NUM_WORDS)
+        self._words[CAPACITY_WORD] = capacity
+        self.claims = Claims(self._words)
+
+    def fill(self, parts: Sequence[memoryview], layout: Sequence[tuple[int, int]]) -> None:
+        """Copy the parts in, where `places` says; during large copies other threads run."""
+        struct.pack_into(f"<{len(parts)}Q", self._view, HEADER_BYTES, *(size for _, size in layout))
+        for part, (start, size) in zip(parts, layout, strict=True):
+            if size < UNLOCKED_BYTES and part.format == "B":
+                self._view[HEADER_BYTES + start : HEADER_BYTES + start + size] = part
+            else:
+                copy_to(self._mapping.address + HEADER_BYTES + start, part)
+
+    def remove(self) -> None:
+        """Give it back to the system. Who still reads it keeps what is there; nobody can begin to."""
+        self._words[CLOSED_WORD] = 1
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+    def abandon(self) -> None:
+        """The pool ends: remove it, or leave that to the last of those who read it."""
+        self._words[CLOSED_WORD] = 1
+        remove_if_unclaimed(self.path, self.claims)
+
+
+def places(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and length of each part, from the start of the data."""
+    found: list[tuple[int, int]] = []
+    start = 8 * len(sizes)
+    for size in sizes:
+        start = -(-start // _ALIGNMENT) * _ALIGNMENT
+        found.append((start, size))
+        start += size
+    return found
+
+
+def space_for(layout: Sequence[tuple[int, int]]) -> int:
+    """The capacity that parts at these places need."""
+    start, size = layout[-1]
+    return max(1, start + size - SLACK_BYTES, sum(size for _, size in layout))

@@ -1,0 +1,50 @@
+"""``unified key new`` and ``unified key show``: the file that makes hosts one cluster."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unified.keys import KEY_VARIABLE, default_key_file, load_key, write_key
+
+_FILE = f"The key file; else ${KEY_VARIABLE}, else ~/.config/unified/cluster.key."
+KeyFile = Annotated[Path | None, typer.Argument(metavar="[PATH]", help=_FILE)]
+
+
+def key() -> typer.Typer:
+    """The command and its two subcommands."""
+    app = typer.Typer(
+        help="Make the cluster's key, or see which one this host has.", no_args_is_help=True, add_completion=False
+    )
+    app.command("new")(new)
+    app.command("show")(show)
+    return app
+
+
+def new(path: KeyFile = None) -> None:
+    """Make a new cluster key, in a file that only you may read.
+
+    Copy it to every host: the master's, the agents', and those from which jobs are submitted.
+    """
+    from unified.bus.curve import new_key
+
+    file = _file(path)
+    made = new_key()
+    write_key(file, made)
+    print(f"{file}  {made.fingerprint}")
+    print("Copy this file to every host of the cluster, to the same place there; its mode has to stay 0600.")
+    if file != default_key_file():
+        print(f"Name it with {KEY_VARIABLE}={file}, for daemons and for whoever submits jobs.")
+
+
+def show(path: KeyFile = None) -> None:
+    """Print the fingerprint of the cluster key, which has to be the same on every host. The key itself is not shown."""
+    file = _file(path)
+    print(f"{file}  {load_key(file).fingerprint}")
+
+
+def _file(path: Path | None) -> Path:
+    return path or (Path(named) if (named := os.environ.get(KEY_VARIABLE)) else default_key_file())

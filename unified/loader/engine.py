@@ -1,0 +1,178 @@
+"""Carries out a schedule: asks places for batches, and hands them to the consumer."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+from unified.errors import LoaderError, LoaderTimeoutError
+from unified.loader.orders import Failure, FetchBatch, NoMore, OpenStream, Reply
+from unified.loader.places import Places
+from unified.loader.schedule import Action, Ended, Fetch, Fetched, GiveUp, Lost, Open, Schedule, Taken
+
+
+class _Answer(NamedTuple):
+    fetch: Fetch
+    future: Future[Reply]
+
+
+class EpochSettings(NamedTuple):
+    """How an epoch is run; see `Schedule`."""
+
+    num_streams: int
+    depth: int = 2
+    in_order: bool = True
+    max_retries: int = 3
+    timeout_s: float | None = None
+    """For the next batch; None: none."""
+
+
+class Epoch:
+    """One pass over the data. Made, used and closed by one thread at a time.
+
+    Args:
+        places: where fetching happens.
+        key: of the loader at those places.
+        tasks: what to fetch, batch by batch.
+        base_seed, number: of the epoch.
+        unwrap: makes of what came the batch that the consumer gets.
+        thread: on which `unwrap` runs as soon as a batch is here; None: on the consumer's, when it takes the batch.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        key: str,
+        tasks: Iterator[Any],
+        settings: EpochSettings,
+        *,
+        base_seed: int,
+        number: int,
+        unwrap: Callable[[Any], Any],
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
+        self._places = places
+        self._key = key
+        self._settings = settings
+        self._base_seed = base_seed
+        self._number = number
+        self._unwrap = unwrap
+        self._thread = thread
+        self._schedule = Schedule(
+            tasks,
+            homes=places.homes(settings.num_streams),
+            num_places=len(places),
+            depth=settings.depth,
+            in_order=settings.in_order,
+            max_retries=settings.max_retries,
+            stays=places.stays,
+        )
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._asked: set[Future[Reply]] = set()
+        self._values: dict[int, Any] = {}
+        self._failures: dict[int, BaseException] = {}
+        self._broken: BaseException | None = None
+        self._perform(self._schedule.start())
+
+    @property
+    def is_broken(self) -> bool:
+        """Nothing more will come of it."""
+        return self._broken is not None
+
+    def take(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: the epoch is over.
+            RemoteError: the dataset, `collate_fn` or `worker_init_fn` raised; an instance of the class of that too. The
+                batches after it can still be taken.
+            LoaderTimeoutError: it did not come in time; it can be waited for again.
+            LoaderError: it was lost too often.
+        """
+        if self._broken is not None:
+            raise self._broken
+        deadline = None if self._settings.timeout_s is None else time.monotonic() + self._settings.timeout_s
+        while (ready := self._schedule.ready) is None:
+            if self._schedule.is_done:
+                if (failure := self._schedule.failure) is not None:  # the sampler's own
+                    self._schedule.failure = None
+                    raise failure
+                raise StopIteration
+            self._take_in(self._next_answer(deadline))
+        while not self._answers.empty():  # so that whoever is free is asked again
+            self._take_in(self._answers.get())
+        self._perform(self._schedule.step(Taken(ready)))
+        if (error := self._failures.pop(ready, None)) is not None:
+            raise error
+        value = self._values.pop(ready)
+        return value.result() if isinstance(value, Future) else self._unwrap(value)
+
+    def close(self) -> None:
+        """Give up what was asked for."""
+        for future in list(self._asked):
+            future.cancel()
+        self._values.clear()
+
+    def _next_answer(self, deadline: float | None) -> _Answer:
+        try:
+            return self._answers.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise LoaderTimeoutError(
+                f"the next batch did not come within {self._settings.timeout_s:g} s, the loader's timeout: is the "
+                "dataset stuck, or the timeout too short?"
+            ) from None
+
+    def _take_in(self, answer: _Answer) -> None:
+        fetch, future = answer
+        self._asked.discard(future)
+        if not self._schedule.is_current(fetch.batch, fetch.attempt):
+            return
+        try:
+            reply = future.result()
+        except Exception as error:
+            if reason := self._places.lost(fetch.place, error):
+                self._perform(self._schedule.step(Lost(fetch.batch, fetch.attempt, reason)))
+                return
+            error.add_note(f"This is what became of batch {fetch.batch} of a data loader.")
+            self._failures[fetch.batch] = error
+        else:
+            if isinstance(reply, NoMore):
+                self._perform(self._schedule.step(Ended(fetch.batch, fetch.attempt)))
+                return
+            if isinstance(reply, Failure):
+                self._failures[fetch.batch] = reply.error()
+            else:
+                value = reply.value
+                self._values[fetch.batch] = self._thread.submit(self._unwrap, value) if self._thread else value
+        self._perform(self._schedule.step(Fetched(fetch.batch, fetch.attempt)))
+
+    def _perform(self, actions: list[Action]) -> None:
+        try:
+            for action in actions:
+                self._perform_one(action)
+        except BaseException as error:  # what was not asked for will not come
+            self._broken = error
+            raise
+
+    def _perform_one(self, action: Action) -> None:
+        match action:
+            case Open(place=place, stream=stream, skip=skip):
+                order = OpenStream(self._key, stream, self._settings.num_streams, self._base_seed, self._number, skip)
+                self._places.open(place, order)
+            case Fetch(place=place, stream=stream, batch=batch, task=task):
+                future = self._places.fetch(place, FetchBatch(self._key, stream, batch, task))
+                self._asked.add(future)
+                future.add_done_callback(partial(self._on_answer, action))
+            case GiveUp(batch=batch, losses=losses, reason=reason):
+                raise LoaderError(
+                    f"batch {batch} was lost {losses} times, each time with the process that was making it; the last "
+                    f"time because {reason}"
+                )
+
+    def _on_answer(self, fetch: Fetch, future: Future[Reply]) -> None:
+        """On whichever thread the answer came."""
+        self._answers.put(_Answer(fetch, future))

@@ -1,0 +1,232 @@
+"""`DataLoaderIter`: iterates over a `torch.utils.data.DataLoader` whose batches other processes make."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.context import BaseContext
+from typing import Any, Self
+
+import cloudpickle
+import torch
+from torch.utils.data import DataLoader, _utils
+
+from unified.bus.codec import decode
+from unified.bus.sealed import Sealed
+from unified.errors import NotInWorkerError, UsageError, nearest
+from unified.loader.engine import Epoch, EpochSettings
+from unified.loader.local_places import LocalPlaces
+from unified.loader.orders import ByValue
+from unified.loader.parts import LoaderParts, tasks_of
+from unified.loader.places import Places
+from unified.loader.role_places import RolePlaces, role_that_loads
+from unified.worker.context import Worker, current_worker
+
+DEFAULT_DEPTH = 2
+
+
+class DataLoaderIter(Iterator[Any]):
+    """Iterates over a `DataLoader`; reading samples and collating them happens in other processes.
+
+    Where: on the workers of the role that runs `unified.loader.service.serve`, if the job has one (they may be on any
+    node); else in helper processes of this worker on its own node, one a stream. Either way batches come in the
+    sampler's order, with the samples and random numbers that torch's own workers of that number would give, and a
+    process that dies is replaced: what it had not delivered is made again elsewhere.
+
+    It can be iterated over many times; each time after the end is an epoch, for which the sampler is asked anew and a
+    new base seed is drawn. The processes, and their copies of the dataset, stay until `close`, or until this is
+    collected. Used by one thread at a time.
+
+    Args:
+        loader: its `num_workers` is the number of streams unless `num_workers` is given; all else it says is kept:
+            `batch_sampler`, `collate_fn`, `worker_init_fn`, `generator`, `prefetch_factor`, `pin_memory` (where CUDA
+            is), `timeout`, `drop_last`, `in_order`, and `multiprocessing_context` for helper processes.
+        num_workers: number of streams, from 1. Where neither is given: as many as the role has workers, or 1.
+        role: the role to use; its workers must run the loader service. None: the job's first that does.
+        local: use helper processes, whatever roles the job has.
+        max_retries: how often one batch may be lost with the process that makes it.
+        close_at_end: let the processes go at the end of the first epoch, as a loader without `persistent_workers`.
+
+    Raises:
+        UsageError: there is no such role, or no number of workers that can be.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        num_workers: int | None = None,
+        *,
+        role: str | None = None,
+        local: bool = False,
+        max_retries: int = 3,
+        close_at_end: bool = False,
+    ) -> None:
+        self._is_closed = True  # until all is there that `close` needs
+        if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
+            raise UsageError(f"a data loader needs a number of workers from 1 up, not {num_workers!r}.")
+        self._loader = loader
+        self._key = uuid.uuid4().hex
+        self._close_at_end = close_at_end
+        self._places, num_streams = find_places(
+            LoaderParts.of(loader),
+            self._key,
+            num_workers or loader.num_workers,
+            role=role,
+            local=local,
+            context=loader.multiprocessing_context,
+        )
+        self._settings = EpochSettings(
+            num_streams=num_streams,
+            depth=loader.prefetch_factor or DEFAULT_DEPTH,
+            in_order=getattr(loader, "in_order", True),
+            max_retries=max_retries,
+            timeout_s=loader.timeout or None,
+        )
+        self._thread: ThreadPoolExecutor | None = None
+        self._unwrap = unwrap
+        if loader.pin_memory and torch.cuda.is_available():
+            self._thread = ThreadPoolExecutor(
+                1, "loader-pin", initializer=partial(torch.cuda.set_device, torch.cuda.current_device())
+            )
+            self._unwrap = _unwrap_and_pin
+        self._is_closed = False
+        self._num_epochs = 0
+        self._epoch: Epoch | None = None
+        self._begin()
+
+    def __iter__(self) -> Self:
+        if self._epoch is None and not self._is_closed:
+            self._begin()
+        return self
+
+    def __next__(self) -> Any:
+        if self._epoch is None:
+            raise StopIteration
+        try:
+            return self._epoch.take()
+        except StopIteration:
+            self._epoch = None
+            if self._close_at_end:
+                self.close()
+            raise
+        except BaseException:
+            if self._epoch.is_broken:
+                self._places.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def restart(self) -> None:
+        """Begin a new epoch now, wherever the present one is."""
+        if self._epoch is not None:
+            self._epoch.close()
+        self._begin()
+
+    def close(self) -> None:
+        """End the processes, or what they hold for this loader. Safe to call twice; iteration is over then."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._epoch is not None:
+            self._epoch.close()
+            self._epoch = None
+        self._places.close()
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"DataLoaderIter({self._loader!r}, num_workers={self._settings.num_streams})"
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """What a `DataLoader` with `persistent_workers` calls for each epoch after the first."""
+        self.restart()
+
+    def _begin(self) -> None:
+        if self._is_closed:
+            raise UsageError("this data loader's iterator was closed.")
+        tasks = tasks_of(self._loader)  # before the seed is drawn: torch's order, and so torch's numbers
+        seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item()
+        number, self._num_epochs = self._num_epochs, self._num_epochs + 1
+        self._epoch = Epoch(
+            self._places,
+            self._key,
+            tasks,
+            self._settings,
+            base_seed=int(seed),
+            number=number,
+            unwrap=self._unwrap,
+            thread=self._thread,
+        )
+
+
+class RayDataLoaderIter(DataLoaderIter):
+    """`DataLoaderIter` under the name that scripts for Ray use.
+
+    Args:
+        dataloader: as `loader` there.
+        num_actors: as `num_workers` there.
+        options: as there.
+    """
+
+    def __init__(self, dataloader: DataLoader[Any], num_actors: int | None = None, **options: Any) -> None:
+        super().__init__(dataloader, num_actors, **options)
+
+
+def find_places(
+    parts: LoaderParts,
+    key: str,
+    num_workers: int,
+    *,
+    role: str | None,
+    local: bool,
+    context: BaseContext | None = None,
+) -> tuple[Places, int]:
+    """Where to fetch, and in how many streams; see `DataLoaderIter` for the rules. `num_workers` may be 0."""
+    try:
+        worker: Worker | None = current_worker()
+    except NotInWorkerError:
+        worker = None
+    found = None if local else _role(worker, role)
+    if worker is None or found is None:
+        owner = f"process {os.getpid()}" if worker is None else worker.actor_info.name
+        num_streams = num_workers or 1
+        return LocalPlaces(parts, num_streams, context=context, owner=owner), num_streams
+    actors = worker.workers_of(found)
+    num_streams = num_workers or len(actors)
+    places = RolePlaces(worker, actors, key=key, packed=parts.pack())
+    places.prepare(places.homes(num_streams))
+    return places, num_streams
+
+
+def _role(worker: Worker | None, role: str | None) -> str | None:
+    if role is None:
+        return role_that_loads(worker) if worker is not None else None
+    if worker is None:
+        raise UsageError(f"role {role!r} cannot load data here: this process is not a worker of a job.")
+    if not worker.workers_of(role):
+        raise UsageError(f"the job has no role {role!r} to load data.{nearest(role, worker.roles)}")
+    return role
+
+
+def unwrap(value: Any) -> Any:
+    """The batch in what a place sent."""
+    if isinstance(value, Sealed):
+        value = decode(value.body, value.buffers)  # once, and nobody else has it: tensors need no copy
+    return cloudpickle.loads(value.packed) if isinstance(value, ByValue) else value
+
+
+def _unwrap_and_pin(value: Any) -> Any:
+    return _utils.pin_memory.pin_memory(unwrap(value))  # type: ignore[no-untyped-call]

@@ -1,0 +1,165 @@
+"""Helper processes of this worker on its own node: for a job that has no role to load its data, or for no job at all.
+
+Each stream has a process of its own, as in torch: a `ProcessPoolExecutor` of one, started by the `multiprocessing`
+context of the `DataLoader` or, if it names none, by Python's default one, as torch does it. Tensors come back through
+torch's shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing.connection import wait as wait_for
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+import torch.multiprocessing  # tensors then travel between processes through shared memory
+
+from unified.loader.orders import FetchBatch, OpenStream, Reply
+from unified.loader.parts import LoaderParts
+from unified.loader.streams import StreamHost
+
+END_WITHIN_S = 5.0
+"""How long `close` waits for a batch that is being made, before it kills the process that makes it."""
+
+
+class LocalPlaces:
+    """One process a stream, started when its stream is opened.
+
+    Args:
+        parts: of the loader. With the `fork` start method they are inherited, and need not be picklable.
+        num_streams: how many.
+        context: of `multiprocessing`; None: Python's default.
+        owner: name of this process, for messages.
+    """
+
+    stays = True
+
+    def __init__(self, parts: LoaderParts, num_streams: int, *, context: BaseContext | None, owner: str) -> None:
+        self._parts = parts
+        self._context: Any = context or multiprocessing.get_context()
+        self._owner = owner
+        self._helpers: list[_Process | None] = [None] * num_streams
+        self._pid = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self._helpers)
+
+    def homes(self, num_streams: int) -> list[int]:
+        return list(range(num_streams))
+
+    def open(self, place: int, order: OpenStream) -> None:
+        self._helper(place).submit(partial(_open, order))
+
+    def fetch(self, place: int, order: FetchBatch) -> Future[Reply]:
+        return self._helper(place).submit(partial(_fetch, order))
+
+    def lost(self, place: int, error: BaseException) -> str:
+        if not isinstance(error, BrokenProcessPool):
+            return ""
+        helper, self._helpers[place] = self._helpers[place], None
+        pid = helper.close() if helper is not None else None
+        if pid is None:
+            return f"helper {place} of {self._owner} could not be started: see what it printed above."
+        return f"helper {place} of {self._owner} (pid {pid}) ended unexpectedly: was it killed, or out of memory?"
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:  # a fork of the process that they belong to
+            return
+        helpers, self._helpers = self._helpers, []
+        for helper in helpers:
+            if helper is not None:
+                helper.close()
+
+    def _helper(self, place: int) -> _Process:
+        helper = self._helpers[place]
+        if helper is None:
+            name = f"helper {place} of {self._owner}"
+            parts: Any = self._parts if self._context.get_start_method() == "fork" else _Packed(self._parts)
+            helper = self._helpers[place] = _Process(self._context, parts, name)
+        return helper
+
+
+class _Process:
+    """One process, and what it was asked."""
+
+    def __init__(self, context: Any, parts: Any, name: str) -> None:
+        self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(parts, name))
+        self._pid = self._executor.submit(os.getpid)
+        self._asked: set[Future[Any]] = {self._pid}
+
+    def submit(self, work: Any) -> Future[Any]:
+        future: Future[Any]
+        try:
+            future = self._executor.submit(work)
+        except BrokenProcessPool as error:  # it ended while nobody looked: the same as while it worked
+            future = Future()
+            future.set_exception(error)
+            return future
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        return future
+
+    def close(self) -> int | None:
+        """End the process, and wait for that; its pid if it ever had one."""
+        asked = list(self._asked)
+        for future in asked:
+            future.cancel()
+        late = wait(asked, END_WITHIN_S).not_done
+        pid = self._pid.result() if self._pid.done() and self._pid.exception() is None else None
+        if late and pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        return pid
+
+
+class _Packed:
+    """Parts on their way to a process that inherits nothing: by value, as cloudpickle does it."""
+
+    def __init__(self, parts: LoaderParts) -> None:
+        self._packed = parts.pack()
+
+    def __reduce__(self) -> Any:
+        import cloudpickle
+
+        return cloudpickle.loads, (self._packed,)
+
+
+# In the helper process
+
+_host: StreamHost | None = None
+
+
+def _begin(parts: LoaderParts, name: str) -> None:
+    global _host
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that it helps
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, name="loader-parent", daemon=True).start()
+    torch.set_num_threads(1)
+    _host = StreamHost(lambda: parts, where=name)
+
+
+def _end_with_parent() -> None:
+    """An executor's process waits for work, and the pipe it waits on does not end with the process that has it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+
+def _open(order: OpenStream) -> None:
+    assert _host is not None
+    _host.open(order)
+
+
+def _fetch(order: FetchBatch) -> Reply:
+    assert _host is not None
+    return _host.fetch(order)

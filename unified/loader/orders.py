@@ -1,0 +1,89 @@
+"""What a consumer and the processes that fetch for it say to each other."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from unified.bus import remote
+from unified.errors import RpcError
+
+
+class BringParts(NamedTuple):
+    """The packed `LoaderParts` of the loader `key`."""
+
+    key: str
+    packed: bytes
+
+
+class OpenStream(NamedTuple):
+    """Begin an epoch of a stream.
+
+    Attributes:
+        base_seed: of the epoch; the stream's own seed is this plus its id.
+        epoch: from 0, as the consumer counts.
+        skip: batches of this epoch that were answered elsewhere: an iterable dataset is read past them.
+    """
+
+    key: str
+    stream: int
+    num_streams: int
+    base_seed: int
+    epoch: int
+    skip: int
+
+
+class FetchBatch(NamedTuple):
+    """Make one batch; the answer is a `Batch`, `NoMore` or `Failure`."""
+
+    key: str
+    stream: int
+    batch: int
+    task: Any
+
+
+class DropLoader(NamedTuple):
+    """The consumer is done with this loader."""
+
+    key: str
+
+
+Order = BringParts | OpenStream | FetchBatch | DropLoader
+
+
+class Batch(NamedTuple):
+    """What the dataset and `collate_fn` made."""
+
+    value: Any
+
+
+class ByValue(NamedTuple):
+    """A batch that plain pickle cannot say, by cloudpickle."""
+
+    packed: bytes
+
+
+class NoMore(NamedTuple):
+    """The stream of an iterable dataset has ended."""
+
+
+class Failure(NamedTuple):
+    """The user's code raised.
+
+    Attributes:
+        what: which batch and sample.
+        raised: the exception, as `unified.bus.remote.describe` writes it down.
+    """
+
+    what: str
+    raised: bytes
+
+    def error(self) -> RpcError:
+        """To raise at the consumer: of the class of what was raised, the far traceback in a note."""
+        return remote.rebuild(self.raised, self.what)
+
+
+Reply = Batch | NoMore | Failure
+
+
+class StreamLostError(LookupError):
+    """A process was asked to fetch from a stream that it does not have: it is younger than the consumer believes."""

@@ -1,0 +1,148 @@
+"""`Dataset`: a source and what is to be done with its items, carried out when it is iterated over.
+
+The operators are a few lines of `itertools` each. What there is to borrow was looked at: torchdata's maintainers invest
+in it no more; Hugging Face `datasets` keeps its operators and formats well, but brings a dozen packages, and hands its
+shards to workers in an order of its own. So a `datasets.Dataset`, like anything with a length and an index, is a
+source here; files are read by pyarrow, which is also what `datasets` reads them with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from unified.errors import UsageError
+from unified.loader.operators import Batch, Filter, FlatMap, Map, Operator, Repeat, Shuffle, Take
+from unified.loader.plan import Run, Spread, has_index
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Dataset(Generic[T]):
+    """Items from a source, and what is done with them. Nothing happens before it is iterated over, and each iteration
+    is the same again. Every method returns a new `Dataset`; this one stays as it is.
+
+        lines = Dataset(range(1000)).shuffle(seed=1).map(load).filter(is_good).batch(32).spread(4)
+        for batch in lines: ...
+
+    Args:
+        source: a sequence, or anything else with a length and an index (a map-style torch dataset, a
+            `datasets.Dataset`); or something to iterate over: an iterable that can be iterated over again, or a
+            function without arguments that returns an iterator. The first is read by the workers, the second here.
+    """
+
+    def __init__(self, source: Sequence[T] | Iterable[T] | Callable[[], Iterator[T]]) -> None:
+        self._source: Any = source
+        self._operators: tuple[Operator, ...] = ()
+        self._spread: Spread | None = None
+        if isinstance(source, Iterator):
+            raise UsageError(
+                f"a Dataset is iterated over many times, and {type(source).__name__} is an iterator, good for once: "
+                "give it a sequence, an iterable, or a function that returns an iterator."
+            )
+        if not (callable(source) or hasattr(source, "__iter__") or has_index(source)):
+            raise UsageError(f"a Dataset cannot read items from a {type(source).__name__}.")
+
+    @staticmethod
+    def from_files(
+        paths: str | Sequence[str], kind: str | None = None, columns: Sequence[str] | None = None
+    ) -> Dataset[dict[str, Any]]:
+        """Rows of files as dicts, read piece by piece by whoever needs them.
+
+        Args:
+            paths: a file, a folder, or several files.
+            kind: ``parquet``, ``csv``, ``json`` (a row a line), ``feather`` (or arrow) or ``orc``; None: by the suffix.
+            columns: which; None: all.
+
+        Raises:
+            UsageError: pyarrow is not installed, or does not know the format.
+        """
+        from unified.loader.files import find_pieces
+
+        return Dataset(find_pieces(paths, kind, columns)).flat_map(lambda piece: piece.rows())
+
+    def map(self, function: Callable[[T], U]) -> Dataset[U]:
+        """`function` of each item."""
+        return self._with(Map(function))
+
+    def filter(self, predicate: Callable[[T], Any]) -> Dataset[T]:
+        """The items for which `predicate` is true."""
+        return self._with(Filter(predicate))
+
+    def flat_map(self, function: Callable[[T], Iterable[U]]) -> Dataset[U]:
+        """The items of what `function` makes of each item."""
+        return self._with(FlatMap(function))
+
+    def batch(
+        self, size: int, *, drop_last: bool = False, collate: Callable[[list[T]], U] | None = None
+    ) -> Dataset[Any]:
+        """Lists of `size` items, or what `collate` makes of such a list (torch's ``default_collate``, say).
+
+        Args:
+            drop_last: leave a shorter last one out.
+        """
+        return self._with(Batch(_positive("the size of a batch", size), drop_last, collate))
+
+    def shuffle(self, seed: int = 0, buffer: int = 10_000) -> Dataset[T]:
+        """Another order, the same for the same seed; each pass of a later `repeat` has one of its own.
+
+        Args:
+            buffer: items held back to choose among. As the first operator on a source with a length and an index it is
+                not needed: any order is possible then.
+        """
+        return self._with(Shuffle(seed, _positive("the buffer of a shuffle", buffer)))
+
+    def repeat(self, times: int | None = None) -> Dataset[T]:
+        """All items again and again; None: without an end."""
+        return self._with(Repeat(times))
+
+    def take(self, number: int) -> Dataset[T]:
+        """The first `number` items."""
+        return self._with(Take(number))
+
+    def spread(
+        self,
+        num_workers: int | None = None,
+        *,
+        chunk: int | None = None,
+        depth: int = 2,
+        role: str | None = None,
+        local: bool = False,
+    ) -> Dataset[T]:
+        """Carry `map`, `filter` and `flat_map` out in other processes: the workers of the job's loader role, or helper
+        processes on this node, as `DataLoaderIter` chooses. The items come in the same order.
+
+        A `batch` goes with them, its `collate` too, where each of its items comes from one of the source.
+
+        Args:
+            num_workers: None: as many as the role has, or 1.
+            chunk: items that are sent at once; None: the size of such a batch, 1 where there is a `flat_map`, else 16.
+            depth: chunks for each worker that may be on their way or waiting here.
+            role, local: as `DataLoaderIter` takes them.
+        """
+        made: Dataset[T] = self._with()
+        made._spread = Spread(num_workers, chunk, depth, role, local)
+        return made
+
+    def __iter__(self) -> Iterator[T]:
+        run = Run(self._source, self._operators, self._spread)
+        try:
+            yield from run.items()
+        finally:
+            run.close()
+
+    def __repr__(self) -> str:
+        chain = "".join(f".{type(operator).__name__.lower()}(…)" for operator in self._operators)
+        return f"Dataset({type(self._source).__name__}){chain}"
+
+    def _with(self, *operators: Operator) -> Dataset[Any]:
+        made: Dataset[Any] = Dataset.__new__(Dataset)
+        made._source, made._operators, made._spread = self._source, (*self._operators, *operators), self._spread
+        return made
+
+
+def _positive(what: str, number: int) -> int:
+    if type(number) is not int or number < 1:
+        raise UsageError(f"{what} is a number from 1 up, not {number!r}.")
+    return number

@@ -1,0 +1,236 @@
+"""What iterating over a `Dataset` does: which operators are carried out here, and which in other processes.
+
+Operators that look at one item at a time (map, filter, flat_map) go to workers, chunk by chunk, as *stages*; the others
+need all items in order, and only move them about, here. Where a batch is made of exactly one chunk it is made by the
+worker too. A source with an index is looked up by the worker: what comes before that moves numbers only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, NamedTuple, cast
+
+from unified.loader.engine import Epoch, EpochSettings
+from unified.loader.iterator import find_places, unwrap
+from unified.loader.operators import (
+    Batch,
+    FlatMap,
+    ItemOperator,
+    Map,
+    Operator,
+    Repeat,
+    Repetition,
+    Shuffle,
+    Take,
+    apply,
+    in_batches,
+    permuted,
+    shuffled,
+)
+from unified.loader.parts import LoaderParts
+from unified.loader.places import Places
+
+CHUNK = 16
+"""Items that go to a worker at once, where no batch says otherwise."""
+
+
+class Spread(NamedTuple):
+    """How a pipeline is spread over processes."""
+
+    num_workers: int | None
+    chunk: int | None
+    depth: int
+    role: str | None
+    local: bool
+
+
+Node = Callable[[Repetition], Iterator[Any]]
+"""Items of one pass."""
+
+
+class Run:
+    """One iteration over a dataset: a chain of nodes, and the processes behind some of them."""
+
+    def __init__(self, source: Any, operators: Sequence[Operator], spread: Spread | None) -> None:
+        self._stages: list[_Stage] = []
+        self._node = self._built(source, list(operators), spread)
+
+    def items(self) -> Iterator[Any]:
+        return self._node(())
+
+    def close(self) -> None:
+        for stage in self._stages:
+            stage.close()
+
+    def _built(self, source: Any, rest: list[Operator], spread: Spread | None) -> Node:
+        """Sequential operators here, runs of others as stages. A source with an index is looked up by the first stage,
+        and what comes before that moves numbers only."""
+        is_indexed = has_index(source)
+        node: Node = _numbers_of(source) if is_indexed else _items_of(source)
+        if is_indexed and rest and isinstance(rest[0], Shuffle):
+            node = _permutation_of(source, rest.pop(0))
+        while rest:
+            if isinstance(rest[0], ItemOperator) or (is_indexed and _is_batch_of_source(rest)):
+                first, batch, then = _cut_stage(rest)
+                node = self._stage(node, source if is_indexed else None, first, batch, then, spread)
+                is_indexed = False
+            elif isinstance(rest[0], Batch) and is_indexed:
+                node, is_indexed = _looked_up(node, source), False
+            else:
+                node = _sequential(node, rest.pop(0))
+        return _looked_up(node, source) if is_indexed else node
+
+    def _stage(
+        self,
+        node: Node,
+        source: Any,
+        first: list[ItemOperator],
+        batch: Batch | None,
+        then: list[ItemOperator],
+        spread: Spread | None,
+    ) -> Node:
+        reader, finisher = _Reader(source, first), _Finisher(batch, then)
+        if spread is None:
+            size = 1 if batch is None else batch.size
+            return lambda repetition: _done_here(node(repetition), reader, finisher, size)
+        is_uneven = any(isinstance(operator, FlatMap) for operator in first)
+        size = batch.size if batch is not None else spread.chunk or (1 if is_uneven else CHUNK)
+        stage = _Stage(reader, finisher, size, spread)
+        self._stages.append(stage)
+        return lambda repetition: stage.items(node(repetition))
+
+
+class _Reader:
+    """What a worker does with one key: look it up, if there is a source, and apply the operators."""
+
+    def __init__(self, source: Any, operators: list[ItemOperator]) -> None:
+        self._source = source
+        self._operators = operators
+
+    def __getitem__(self, key: Any) -> list[Any]:
+        return apply(self._operators, key if self._source is None else self._source[key])
+
+
+class _Finisher:
+    """What a worker does with a chunk: make a batch of it, if there is one to be made, and apply what follows."""
+
+    def __init__(self, batch: Batch | None, operators: list[ItemOperator]) -> None:
+        self._batch = batch
+        self._operators = operators
+
+    def __call__(self, read: list[list[Any]]) -> list[Any]:
+        items = [item for each in read for item in each]
+        if self._batch is not None:
+            if len(items) < self._batch.size and self._batch.drop_last:
+                return []
+            items = [self._batch.made_of(items)]
+        return [made for item in items for made in apply(self._operators, item)]
+
+
+class _Stage:
+    """A run of operators in other processes, which stay from one pass to the next."""
+
+    def __init__(self, reader: _Reader, finisher: _Finisher, size: int, spread: Spread) -> None:
+        self._parts = LoaderParts(dataset=reader, collate_fn=finisher, has_batches=True, name="a Dataset")
+        self._size = size
+        self._spread = spread
+        self._key = uuid.uuid4().hex
+        self._places: Places | None = None
+        self._num_passes = 0
+        self._num_streams = 0
+
+    def items(self, keys: Iterator[Any]) -> Iterator[Any]:
+        if self._places is None:
+            self._places, self._num_streams = find_places(
+                self._parts, self._key, self._spread.num_workers or 0, role=self._spread.role, local=self._spread.local
+            )
+        number, self._num_passes = self._num_passes, self._num_passes + 1
+        chunks = iter(lambda: list(itertools.islice(keys, self._size)), [])
+        settings = EpochSettings(num_streams=self._num_streams, depth=max(1, self._spread.depth))
+        epoch = Epoch(self._places, self._key, chunks, settings, base_seed=number, number=number, unwrap=unwrap)
+        try:
+            while True:
+                try:
+                    chunk = epoch.take()
+                except StopIteration:
+                    return
+                yield from chunk
+        finally:
+            epoch.close()
+
+    def close(self) -> None:
+        if self._places is not None:
+            self._places.close()
+
+
+def _cut_stage(rest: list[Operator]) -> tuple[list[ItemOperator], Batch | None, list[ItemOperator]]:
+    """Take the operators of one stage off the front: item operators, and a batch with what follows it, where each item
+    in the batch comes from one of the source, so that a chunk of the batch's size makes exactly one."""
+    first = _take_while_items(rest)
+    if not all(isinstance(operator, Map) for operator in first) or not rest or not isinstance(rest[0], Batch):
+        return first, None, []
+    batch = cast(Batch, rest.pop(0))
+    return first, batch, _take_while_items(rest)
+
+
+def _is_batch_of_source(rest: list[Operator]) -> bool:
+    """A batch that is made of the source itself, and then worked on."""
+    return isinstance(rest[0], Batch) and len(rest) > 1 and isinstance(rest[1], ItemOperator)
+
+
+def _take_while_items(rest: list[Operator]) -> list[ItemOperator]:
+    taken: list[ItemOperator] = []
+    while rest and isinstance(rest[0], ItemOperator):
+        taken.append(cast(ItemOperator, rest.pop(0)))
+    return taken
+
+
+def _done_here(keys: Iterator[Any], reader: _Reader, finisher: _Finisher, size: int) -> Iterator[Any]:
+    while chunk := list(itertools.islice(keys, size)):
+        yield from finisher([reader[key] for key in chunk])
+
+
+def _sequential(node: Node, operator: Operator) -> Node:
+    match operator:
+        case Batch():
+            return lambda repetition: in_batches(node(repetition), operator)
+        case Shuffle():
+            return lambda repetition: shuffled(node(repetition), operator, repetition)
+        case Repeat(times):
+            return lambda repetition: _repeated(node, times, repetition)
+        case Take(number):
+            return lambda repetition: itertools.islice(node(repetition), number)
+    raise AssertionError(f"{operator} is no sequential operator")
+
+
+def _repeated(node: Node, times: int | None, repetition: Repetition) -> Iterator[Any]:
+    for number in itertools.count() if times is None else range(times):
+        is_empty = True
+        for item in node((*repetition, number)):
+            is_empty = False
+            yield item
+        if is_empty:  # for ever nothing
+            return
+
+
+def has_index(source: Any) -> bool:
+    """Whether a source is read by number."""
+    return isinstance(source, Sized) and hasattr(source, "__getitem__") and not isinstance(source, dict | set | str)
+
+
+def _numbers_of(source: Any) -> Node:
+    return lambda repetition: iter(range(len(source)))
+
+
+def _permutation_of(source: Any, shuffle: Any) -> Node:
+    return lambda repetition: permuted(len(source), shuffle, repetition)
+
+
+def _items_of(source: Any) -> Node:
+    return lambda repetition: iter(source()) if callable(source) else iter(source)
+
+
+def _looked_up(node: Node, source: Any) -> Node:
+    return lambda repetition: (source[number] for number in node(repetition))

@@ -1,0 +1,98 @@
+"""Workers of a role of the job that load data for the others, on whatever nodes they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from concurrent.futures import Future
+from typing import Any
+
+from unified.errors import LoaderError, RouteLostError, RpcNotFoundError, UnifiedError, WorkerDiedError
+from unified.job.spec import EntryPoint
+from unified.loader.orders import BringParts, DropLoader, FetchBatch, OpenStream, Order, Reply, StreamLostError
+from unified.worker.context import ActorInfo, Worker
+
+METHOD = "unified.loader"
+SERVICE = EntryPoint(kind="attribute", target="unified.loader.service", attribute="serve")
+NO_DEADLINE_S = 7 * 24 * 3600.0
+"""Above the job's default for calls: how long a batch may take is the loader's `timeout`; a death ends the wait."""
+
+
+def role_that_loads(worker: Worker) -> str | None:
+    """The first role of the job whose entry point is the loader service."""
+    for role in worker.roles:
+        actors = worker.workers_of(role)
+        entry = actors[0].spec.entry_point if actors else None
+        if entry is not None and (entry.target, entry.attribute) == (SERVICE.target, SERVICE.attribute):
+            return role
+    return None
+
+
+class RolePlaces:
+    """The workers of a role that runs `unified.loader.service.serve`.
+
+    Args:
+        worker: this process.
+        actors: of the role.
+        key: of the loader, unique in the job.
+        packed: the loader's parts.
+    """
+
+    stays = False
+
+    def __init__(self, worker: Worker, actors: list[ActorInfo], *, key: str, packed: bytes) -> None:
+        self._bus = worker.bus
+        self._rank = worker.actor_info.rank
+        self._names = [actor.name for actor in actors]
+        self._key = key
+        self._packed = packed
+        self._brought: dict[int, Future[Any]] = {}
+        """Parts that were sent to a place."""
+        self._pid = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def homes(self, num_streams: int) -> list[int]:
+        """In turn, and from another worker on for each rank of the consumer's role."""
+        first = self._rank * num_streams
+        return [(first + stream) % len(self._names) for stream in range(num_streams)]
+
+    def prepare(self, places: list[int]) -> None:
+        """Send the parts to these places, encoded once."""
+        targets = sorted(set(places) - self._brought.keys())
+        if targets:
+            names = [self._names[place] for place in targets]
+            order = BringParts(self._key, self._packed)
+            futures = self._bus.call_many(names, METHOD, (order,), {}, timeout=NO_DEADLINE_S)
+            self._brought.update(zip(targets, futures, strict=True))
+
+    def open(self, place: int, order: OpenStream) -> None:
+        self.prepare([place])
+        self._call(place, order)
+
+    def fetch(self, place: int, order: FetchBatch) -> Future[Reply]:
+        return self._call(place, order)
+
+    def lost(self, place: int, error: BaseException) -> str:
+        if isinstance(error, RpcNotFoundError):
+            raise LoaderError(
+                f"worker {self._names[place]} serves no data loader: the entry point of its role must be "
+                f"{SERVICE.target}.{SERVICE.attribute}."
+            ) from error
+        if not isinstance(error, WorkerDiedError | RouteLostError | StreamLostError):
+            return ""
+        brought = self._brought.pop(place, None)
+        failure = brought.exception() if brought is not None and brought.done() else None
+        return f"loader worker {self._names[place]} was lost: {failure or error}"
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:  # a fork of the worker, which cannot call
+            return
+        with contextlib.suppress(UnifiedError):  # the bus may have ended before; then they drop it by themselves
+            for place in self._brought:
+                self._call(place, DropLoader(self._key))
+        self._brought.clear()
+
+    def _call(self, place: int, order: Order) -> Future[Any]:
+        return self._bus.call(self._names[place], METHOD, (order,), {}, timeout=NO_DEADLINE_S)

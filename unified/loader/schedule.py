@@ -1,0 +1,293 @@
+"""Which batch is fetched where, and which the consumer gets next: decisions only, no I/O.
+
+Words: a *batch* is numbered from 0 in the order in which the consumer gets it. A *stream* is what torch calls a worker:
+it has an id, a copy of the dataset and random numbers of its own, and answers in the order in which it was asked. A
+*place* is a process in which streams live; it may be lost, with all that its streams had not answered yet.
+
+Batches go to streams in turn (0, 1, …, n-1, 0, …), and the end of a stream takes effect when its turn comes, so that
+what the consumer sees depends on neither timing nor losses.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Open(NamedTuple):
+    """Make a stream at a place; it has answered `skip` batches of this epoch before, elsewhere."""
+
+    place: int
+    stream: int
+    skip: int
+
+
+class Fetch(NamedTuple):
+    """Ask a stream for a batch. The same batch asked for again is another attempt."""
+
+    place: int
+    stream: int
+    batch: int
+    attempt: int
+    task: Any
+
+
+class GiveUp(NamedTuple):
+    """This batch was lost too often; nothing more will come."""
+
+    batch: int
+    losses: int
+    reason: str
+
+
+class Fetched(NamedTuple):
+    """A batch is here (or the error that its making ended in, which is its consumer's to see)."""
+
+    batch: int
+    attempt: int
+
+
+class Ended(NamedTuple):
+    """In place of a batch: its stream has no more."""
+
+    batch: int
+    attempt: int
+
+
+class Lost(NamedTuple):
+    """The place that was to fetch this batch is gone."""
+
+    batch: int
+    attempt: int
+    reason: str
+
+
+class Taken(NamedTuple):
+    """The consumer took the batch that was `ready`."""
+
+    batch: int
+
+
+Action = Open | Fetch | GiveUp
+Event = Fetched | Ended | Lost | Taken
+
+
+@dataclass
+class _Stream:
+    home: int
+    place: int
+    is_open: bool = False
+    is_over: bool = False
+    num_answered: int = 0
+    asked: deque[int] = field(default_factory=deque)
+    """Batches that it has not answered yet."""
+    num_untaken: int = 0
+    """Batches that were asked of it, answered or not, and that the consumer does not have yet."""
+
+
+@dataclass
+class _Batch:
+    stream: int
+    task: Any
+    attempt: int = 0
+    losses: int = 0
+    is_here: bool = False
+    is_end: bool = False
+
+
+class Schedule:
+    """The bookkeeping of one epoch.
+
+    Args:
+        tasks: what to ask for, batch by batch; drawn from only as far as there is room. What it raises ends it, and
+            is kept in `failure` for when the batches before it were taken.
+        homes: for each stream the place where it begins.
+        num_places: how many places there are.
+        depth: batches of one stream that may be on their way or waiting to be taken, from 1.
+        in_order: hand batches out in the order of `tasks`; else as they come.
+        max_retries: how often one batch may be lost, above which the epoch ends in `GiveUp`.
+        stays: a place that was lost is there again at once; else its streams move to others, if there are any.
+    """
+
+    def __init__(
+        self,
+        tasks: Iterator[Any],
+        *,
+        homes: Sequence[int],
+        num_places: int,
+        depth: int = 2,
+        in_order: bool = True,
+        max_retries: int = 3,
+        stays: bool = False,
+    ) -> None:
+        self._tasks = tasks
+        self._depth = depth
+        self._in_order = in_order
+        self._max_retries = max_retries
+        self._stays = stays
+        self._streams = [_Stream(home, home) for home in homes]
+        self._times_lost = [0] * num_places
+        self._batches: dict[int, _Batch] = {}
+        """Those that the consumer does not have yet, in order."""
+        self._arrived: deque[int] = deque()
+        self._next_batch = 0
+        self._turn = 0
+        self._is_drained = False
+        self._has_given_up = False
+        self.failure: BaseException | None = None
+
+    @property
+    def ready(self) -> int | None:
+        """The batch that the consumer can take now."""
+        if not self._in_order:
+            return self._arrived[0] if self._arrived else None
+        first = next(iter(self._batches), None)
+        return first if first is not None and self._batches[first].is_here else None
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is left to take, and nothing will come."""
+        return self._has_given_up or not self._batches
+
+    def is_current(self, batch: int, attempt: int) -> bool:
+        """Whether an answer to this attempt is still waited for."""
+        return self._current(batch, attempt) is not None
+
+    def start(self) -> list[Action]:
+        """Ask for the first batches."""
+        return self._fill()
+
+    def step(self, event: Event) -> list[Action]:
+        """Take in what happened. News of an attempt that was given up changes nothing."""
+        if self._has_given_up:
+            return []
+        match event:
+            case Taken(batch=number):
+                return self._on_taken(number)
+            case Fetched(batch=number, attempt=attempt):
+                if (batch := self._current(number, attempt)) is not None:
+                    self._on_fetched(number, batch)
+                return []
+            case Ended(batch=number, attempt=attempt):
+                if (batch := self._current(number, attempt)) is not None:
+                    return self._on_ended(number, batch)
+                return []
+            case Lost(batch=number, attempt=attempt, reason=reason):
+                if (batch := self._current(number, attempt)) is not None:
+                    return self._on_lost(self._streams[batch.stream].place, reason)
+                return []
+
+    def _current(self, number: int, attempt: int) -> _Batch | None:
+        batch = self._batches.get(number)
+        return batch if batch is not None and batch.attempt == attempt and not batch.is_here else None
+
+    def _on_fetched(self, number: int, batch: _Batch) -> None:
+        stream = self._streams[batch.stream]
+        stream.asked.remove(number)
+        stream.num_answered += 1
+        batch.is_here = True
+        self._arrived.append(number)
+
+    def _on_ended(self, number: int, batch: _Batch) -> list[Action]:
+        batch.is_end = True
+        self._streams[batch.stream].asked.remove(number)
+        if not self._in_order:
+            self._end_stream(batch.stream)
+        return self._fill()
+
+    def _on_taken(self, number: int) -> list[Action]:
+        batch = self._batches.pop(number)
+        self._arrived.remove(number)
+        self._streams[batch.stream].num_untaken -= 1
+        return self._fill()
+
+    def _on_lost(self, place: int, reason: str) -> list[Action]:
+        self._times_lost[place] += 1
+        again: list[int] = []
+        for stream in self._streams:
+            if stream.place != place:
+                continue
+            stream.is_open = False
+            if stream.asked:  # the others of this stream had not been begun
+                first = self._batches[stream.asked[0]]
+                first.losses += 1
+                if first.losses > self._max_retries:
+                    self._has_given_up = True
+                    return [GiveUp(stream.asked[0], first.losses, reason)]
+            again += stream.asked
+        for stream in self._streams:
+            if stream.place == place:
+                stream.place = self._other_place(place)
+        actions: list[Action] = []
+        for number in sorted(again):
+            self._batches[number].attempt += 1
+            actions += self._ask(number)
+        return actions
+
+    def _other_place(self, lost: int) -> int:
+        """Among those that were lost least often, the one with the fewest streams."""
+        others = [place for place in range(len(self._times_lost)) if place != lost]
+        if self._stays or not others:
+            return lost
+        load = [sum(stream.place == place for stream in self._streams) for place in range(len(self._times_lost))]
+        return min(others, key=lambda place: (self._times_lost[place], load[place], (place - lost) % len(load)))
+
+    def _fill(self) -> list[Action]:
+        self._pass_ends()
+        actions: list[Action] = []
+        while not self._is_drained and (turn := self._find_turn()) is not None:
+            try:
+                task = next(self._tasks)
+            except StopIteration:
+                self._is_drained = True
+                break
+            except BaseException as error:  # the user's code
+                self._is_drained, self.failure = True, error
+                break
+            number, self._next_batch, self._turn = self._next_batch, self._next_batch + 1, turn + 1
+            self._batches[number] = _Batch(turn, task)
+            self._streams[turn].asked.append(number)
+            self._streams[turn].num_untaken += 1
+            actions += self._ask(number)
+        return actions
+
+    def _find_turn(self) -> int | None:
+        """The stream that gets the next batch; None while there is no room."""
+        for i in range(len(self._streams)):
+            turn = (self._turn + i) % len(self._streams)
+            stream = self._streams[turn]
+            if stream.is_over:
+                continue
+            if stream.num_untaken < self._depth:
+                return turn
+            if self._in_order:  # nobody overtakes
+                return None
+        return None
+
+    def _ask(self, number: int) -> list[Action]:
+        batch = self._batches[number]
+        stream = self._streams[batch.stream]
+        actions: list[Action] = []
+        if not stream.is_open:
+            stream.is_open = True
+            actions.append(Open(stream.place, batch.stream, stream.num_answered))
+        return [*actions, Fetch(stream.place, batch.stream, number, batch.attempt, batch.task)]
+
+    def _pass_ends(self) -> None:
+        """Ends whose turn has come."""
+        while self._in_order and (first := next(iter(self._batches), None)) is not None:
+            if not self._batches[first].is_end:
+                return
+            self._end_stream(self._batches[first].stream)
+
+    def _end_stream(self, index: int) -> None:
+        """Nothing more comes of it: what it was asked for besides will not be waited for."""
+        stream = self._streams[index]
+        stream.is_over = True
+        for number in [number for number, batch in self._batches.items() if batch.stream == index]:
+            if not self._batches[number].is_here:
+                del self._batches[number]
+                stream.num_untaken -= 1
+        stream.asked.clear()

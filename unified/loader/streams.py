@@ -1,0 +1,242 @@
+"""In a process that fetches: streams, each with its own copy of a dataset and its own random numbers."""
+
+from __future__ import annotations
+
+import random
+import reprlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import _utils
+
+from unified.bus import remote
+from unified.loader.orders import Batch, Failure, FetchBatch, NoMore, OpenStream, Reply, StreamLostError
+from unified.loader.parts import LoaderParts
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 6, 200, 200
+"""What a message says of keys, which may be whole items."""
+
+
+class RandomState:
+    """The state of every global source of random numbers that torch seeds for its own data loader workers."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._torch = torch.get_rng_state()
+        self._numpy = numpy.random.get_state() if (numpy := _numpy()) is not None else None
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if (numpy := _numpy()) is not None and self._numpy is not None:
+            numpy.random.set_state(self._numpy)
+
+
+def seed_as_torch_does(base_seed: int, stream: int) -> int:
+    """Seed this process as torch seeds its data loader worker of this id; the seed."""
+    seed = base_seed + stream
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if (numpy := _numpy()) is not None:
+        numpy.random.seed(_utils.worker._generate_state(base_seed, stream))  # type: ignore[no-untyped-call]
+    return seed
+
+
+class StreamHost:
+    """The streams of one loader that live in this process.
+
+    Args:
+        load: gives a copy of the loader's parts: one is asked for by each stream.
+        where: this process, for messages.
+        node: id of the node, for messages.
+        is_sent_on: batches leave this process through the bus, and not through torch's shared memory.
+    """
+
+    _on_stage: _Stream | None = None
+    """The stream whose random numbers and worker info are this process's now, of whichever host."""
+
+    def __init__(
+        self, load: Callable[[], LoaderParts], *, where: str, node: str = "", is_sent_on: bool = False
+    ) -> None:
+        self._load = load
+        self._is_sent_on = is_sent_on
+        self._where = where
+        self._node = node
+        self._streams: dict[int, _Stream] = {}
+
+    def open(self, order: OpenStream) -> None:
+        """Begin an epoch. What goes wrong in the user's code is the answer to the first fetch."""
+        StreamHost._leave_stage()
+        try:
+            stream = self._streams.get(order.stream)
+            if stream is None or stream.failure is not None:
+                stream = self._streams[order.stream] = _Stream(self._load(), self._is_sent_on)
+            StreamHost._on_stage = stream
+            stream.begin(order)
+        except Exception as error:
+            broken = self._streams[order.stream] = _Stream(None)
+            broken.failure = self._failure(error, f"the start of stream {order.stream} of a data loader")
+            StreamHost._on_stage = None
+
+    def fetch(self, order: FetchBatch) -> Reply:
+        """Make a batch.
+
+        Raises:
+            StreamLostError: the stream was never opened here.
+        """
+        stream = self._streams.get(order.stream)
+        if stream is None:
+            raise StreamLostError(f"stream {order.stream} of loader {order.key} is not open in {self._where}.")
+        if stream.failure is not None:
+            return stream.failure
+        if StreamHost._on_stage is not stream:
+            StreamHost._leave_stage()
+            stream.enter_stage()
+            StreamHost._on_stage = stream
+        try:
+            return Batch(stream.fetch(order.task))
+        except _EndOfStream:
+            return NoMore()
+        except Exception as error:
+            return self._failure(error, f"{stream.position(order)} of {stream.name}")
+
+    def close(self) -> None:
+        """Let go of the datasets."""
+        if StreamHost._on_stage in self._streams.values():
+            StreamHost._leave_stage()
+        self._streams.clear()
+
+    @staticmethod
+    def _leave_stage() -> None:
+        if StreamHost._on_stage is not None:
+            StreamHost._on_stage.leave_stage()
+            StreamHost._on_stage = None
+
+    def _failure(self, error: Exception, what: str) -> Failure:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals is globals():  # our own frames say nothing to the user
+            trace = trace.tb_next
+        theirs = error.with_traceback(trace or error.__traceback__)
+        return Failure(what, remote.describe(theirs, worker=self._where, node=self._node))
+
+
+class _EndOfStream(Exception):
+    pass
+
+
+class _Stream:
+    """One of torch's "workers": an id, a dataset, a state."""
+
+    def __init__(self, parts: LoaderParts | None, is_sent_on: bool = False) -> None:
+        self.failure: Failure | None = None
+        self._parts = parts
+        self._is_sent_on = is_sent_on
+        self._is_fresh = True
+        self._random: RandomState | None = None
+        self._info: Any = None
+        self._items: Iterator[Any] = iter(())
+        self._num_read = 0
+        self._has_ended = False
+        self._doing = ""
+
+    @property
+    def name(self) -> str:
+        return self._parts.name if self._parts is not None else "a dataset"
+
+    def begin(self, order: OpenStream) -> None:
+        assert self._parts is not None
+        seed = seed_as_torch_does(order.base_seed, order.stream)
+        self._info = _utils.worker.WorkerInfo(
+            id=order.stream, num_workers=order.num_streams, seed=seed, dataset=self._parts.dataset
+        )
+        _utils.worker._worker_info = self._info
+        if self._is_fresh and self._parts.worker_init_fn is not None:
+            self._parts.worker_init_fn(order.stream)
+            if order.epoch > 0:  # as it would have been had this stream lived since epoch 0
+                seed_as_torch_does(order.base_seed, order.stream)
+        self._is_fresh = False
+        if self._parts.is_iterable:
+            self._items, self._num_read, self._has_ended = iter(self._parts.dataset), 0, False
+            self._skip(order.skip)
+
+    def fetch(self, task: Any) -> Any:
+        assert self._parts is not None
+        samples = self._read(self._parts) if self._parts.is_iterable else self._look_up(self._parts, task)
+        self._doing = "in its collate_fn"
+        if self._is_sent_on and self._parts.collate_fn is _utils.collate.default_collate:
+            # Told of a worker it would make the batch in torch's shared memory, only to be copied into the bus's.
+            _utils.worker._worker_info = None
+        try:
+            return self._parts.collate_fn(samples)
+        finally:
+            _utils.worker._worker_info = self._info
+
+    def enter_stage(self) -> None:
+        _utils.worker._worker_info = self._info
+        if self._random is not None:
+            self._random.restore()
+
+    def leave_stage(self) -> None:
+        self._random = RandomState()
+        _utils.worker._worker_info = None
+
+    def position(self, order: FetchBatch) -> str:
+        """What was being done when user code raised."""
+        return f"batch {order.batch}, {self._doing},"
+
+    def _look_up(self, parts: LoaderParts, task: Any) -> Any:
+        dataset = parts.dataset
+        if not parts.has_batches:
+            self._doing = f"sample {_SHORT.repr(task)}"
+            return dataset[task]
+        if getattr(dataset, "__getitems__", None):
+            keys = list(task)
+            self._doing = f"samples {_SHORT.repr(keys)}"
+            return dataset.__getitems__(keys)
+        samples = []
+        for key in task:
+            self._doing = f"sample {_SHORT.repr(key)}"
+            samples.append(dataset[key])
+        return samples
+
+    def _read(self, parts: LoaderParts) -> Any:
+        if self._has_ended:
+            raise _EndOfStream
+        if not parts.has_batches:
+            return self._next()
+        samples: list[Any] = []
+        try:
+            for _ in range(parts.batch_size or 1):
+                samples.append(self._next())  # noqa: PERF401  # those before the end are kept
+        except _EndOfStream:
+            if not samples or parts.drop_last:
+                raise
+        return samples
+
+    def _next(self) -> Any:
+        self._doing = f"item {self._num_read} of stream {self._info.id}"
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self._has_ended = True
+            raise _EndOfStream from None
+        self._num_read += 1
+        return item
+
+    def _skip(self, count: int) -> None:
+        """Make and drop batches, so that all that the dataset and `collate_fn` remember is as it was elsewhere."""
+        for _ in range(count):
+            try:
+                self.fetch(None)
+            except Exception:  # it was told to the consumer when it happened first
+                continue
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy

@@ -1,0 +1,226 @@
+"""`DataQueue`: a queue that workers of a job share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from unified.bus.futures import RpcFuture
+from unified.errors import QueueClosedError, UnifiedError, UsageError
+from unified.queue.core.statistics import QueueStats
+from unified.queue.finder import OwnerFinder
+from unified.queue.hosting import host_of, journal_path
+from unified.queue.items import pack
+from unified.queue.putting import Putter
+from unified.queue.taking import Taker, end_main_thread
+from unified.worker.context import current_worker
+
+T = TypeVar("T")
+MAX_NAME_LENGTH = 190
+
+
+class DataQueue(Generic[T]):
+    """A bounded queue of the job: one worker owns it, any worker puts and takes.
+
+    Items can be anything that an rpc argument can be. A consumer, which is one thread with one such object, has what it
+    took *on lease*: the lease ends with its next take, or with `task_done`. When the worker dies before that, its items
+    go back to the front, so that each is done by one consumer. Objects may be shared by threads, not by processes that
+    user code forks.
+
+    ::
+
+        queue = DataQueue[Episode]("episodes", is_master=True, size=256)  # in one worker
+        queue = DataQueue[Episode]("episodes")                            # in the others
+        queue.put(episode)
+        for episode in queue:                                             # until somebody closes it
+            train(episode)
+
+    Args:
+        name: of the queue, in its job.
+        is_master: this worker owns it: the queue lives in its memory, and its life is the queue's.
+        size: items that may wait in it. What consumers have on lease does not count.
+        durable: the owner keeps a journal, and its next life goes on from there: nothing that was acknowledged is lost,
+            and meanwhile all others wait. Without it the queue is gone with the owner's life.
+        path: of the journal; default: a file beside the job's logs on the owner's node. Where the owner may be started
+            again on another node, a place that both see.
+        fsync: a durable queue acknowledges nothing before it is on disk, and so outlives a power failure, too.
+        max_bytes: of items that may wait in it, encoded; None: no limit. One item always fits.
+        owner_timeout: seconds to wait for an owner when there is none.
+
+    Of these only `name`, `is_master` and `owner_timeout` are for those that do not own it.
+
+    Raises:
+        QueueTakenError: `is_master`, and it has an owner already.
+        QueueJournalError: the journal cannot be used.
+        NotInWorkerError: this process is not a worker.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        is_master: bool = False,
+        size: int = 1000,
+        *,
+        durable: bool = False,
+        path: str | Path | None = None,
+        fsync: bool = False,
+        max_bytes: int | None = None,
+        owner_timeout: float = 300.0,
+    ) -> None:
+        worker = current_worker()
+        _check(name, size, max_bytes, is_master, durable=durable, path=path, fsync=fsync)
+        self.name = name
+        self.is_master = is_master
+        if is_master:
+            journal = (Path(path) if path is not None else journal_path(worker, name)) if durable else None
+            host_of(worker.bus).open(worker, name, size=size, max_bytes=max_bytes, journal=journal, fsync=fsync)
+        self._finder = OwnerFinder(worker, name, owner_timeout)
+        self._putter = Putter(self._finder)
+        self._taker = Taker(self._finder)
+        worker.on_finish(end_main_thread)
+
+    def put(self, *objs: T, timeout: float | None = None) -> None:
+        """Put items in, and return when the last one is. Waits while the queue is full, first come first served.
+
+        The items of one put stay together, in their order. More of them than there is room for go in as room comes, and
+        can be taken before the last one is in. Afterwards they may be changed: the queue has its own copies.
+
+        Args:
+            timeout: seconds to wait for room; None: for ever.
+
+        Raises:
+            QueueFullError: no room in time; its `num_put` says how many are in.
+            QueueClosedError: the queue was closed; `num_put` again.
+            QueueLostError: the owner's life ended.
+            QueueNotFoundError: there is no owner.
+            UsageError: an item cannot be sent; none of them is in.
+        """
+        if objs:
+            self._putter.put([pack(obj) for obj in objs], timeout)
+
+    def put_async(self, *objs: T) -> RpcFuture[None]:
+        """As `put`, and return at once: the future ends when the last item is in. Large items must not be changed
+        before. Puts of one thread go in in the order in which they were made.
+
+        The future can be waited for, awaited, and given callbacks. Cancelled, a put that is not on its way to the owner
+        is not made; one that is may go in all the same.
+        """
+        if not objs:
+            future: RpcFuture[None] = RpcFuture("a put of nothing")
+            future.succeed(None)
+            return future
+        return self._putter.put_async([pack(obj) for obj in objs])
+
+    def get(self, batch_size: int = 1, timeout: float | None = None) -> list[T]:
+        """Take up to `batch_size` items, as soon as there is one. What this thread took before is done.
+
+        What is there when several wait is shared among them. Arrays come read-only: ``.copy()`` to write.
+
+        Args:
+            batch_size: 1 or more.
+            timeout: seconds; None: for ever. When it is over, the list is empty.
+
+        Raises:
+            QueueClosedError: the queue is closed, empty, and nothing can come back: nobody has anything on lease.
+            QueueLostError: the owner's life ended.
+            QueueNotFoundError: there is no owner.
+            ProtocolError: an item cannot be read here, as its class cannot be imported. The next `get` brings the same,
+                unless `task_done` is called first.
+        """
+        if type(batch_size) is not int or batch_size < 1:
+            raise UsageError(f"get({batch_size!r}): a number of items from 1 up is wanted.")
+        return self._taker.take(batch_size, timeout)
+
+    def get_nowait(self, max_size: int = 1) -> list[T]:
+        """As `get`, without waiting: an empty list when there is nothing, or no owner yet."""
+        return self.get(max_size, timeout=0.0)
+
+    def task_done(self, count: int | None = None) -> None:
+        """This thread is done with what it took: should its worker die now, nobody will do it again.
+
+        Args:
+            count: so many items more, in the order in which they came; None: all.
+        """
+        self._taker.done(count)
+
+    def give_back(self) -> None:
+        """This thread is not done with what is left of what it took: it goes back to the front, for others."""
+        self._taker.give_back()
+
+    def qsize(self) -> int:
+        """How many items wait to be taken."""
+        return self.stats().depth
+
+    def stats(self) -> QueueStats:
+        """Depth, rates, leases, and who waits."""
+        return msgspec.convert(self._taker.ask("stats"), QueueStats)
+
+    def close(self) -> None:
+        """Close the queue, for everybody: no put goes in any more, consumers take what is there, and then end.
+
+        Any worker may close it, and more than once.
+        """
+        self._taker.ask("close")
+
+    def __iter__(self) -> Iterator[T]:
+        """Items, one by one, until the queue is closed and all is taken. Each is done when the next is asked for."""
+        while True:
+            try:
+                items = self.get(1)
+            except QueueClosedError:
+                return
+            yield from items
+
+    def batches(self, batch_size: int) -> Iterator[list[T]]:
+        """As iterating over the queue, with up to `batch_size` items at a time."""
+        while True:
+            try:
+                items = self.get(batch_size)
+            except QueueClosedError:
+                return
+            yield items
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What this thread took is done, or, after an error, given back. The owner closes the queue."""
+        with nullcontext() if error is None else suppress(UnifiedError):  # its own error says more
+            try:
+                if error is None:
+                    self.task_done()
+                else:
+                    self.give_back()
+            finally:
+                if self.is_master:
+                    self.close()
+
+    def __repr__(self) -> str:
+        return f"DataQueue({self.name!r}{', is_master=True' if self.is_master else ''})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r} cannot be sent to another process: make a DataQueue({self.name!r}) in the worker that wants it."
+        )
+
+
+def _check(
+    name: str, size: int, max_bytes: int | None, is_master: bool, *, durable: bool, path: object, fsync: bool
+) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise UsageError(f"a queue's name is a text of 1 to {MAX_NAME_LENGTH} characters, not {name!r}.")
+    if type(size) is not int or size < 1:
+        raise UsageError(f"queue {name!r} was given size={size!r}: a number of items from 1 up is wanted.")
+    if max_bytes is not None and max_bytes < 1:
+        raise UsageError(f"queue {name!r} was given max_bytes={max_bytes!r}: a number of bytes from 1 up is wanted.")
+    if (path is not None or fsync) and not durable:
+        raise UsageError(f"queue {name!r} was given path= or fsync=, which only a durable queue has: add durable=True.")
+    if durable and not is_master:
+        raise UsageError(f"queue {name!r}: its owner (is_master=True) says that it is durable; others need not.")

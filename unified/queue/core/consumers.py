@@ -1,0 +1,150 @@
+"""The line of gets, and what each consumer has on lease.
+
+A consumer has one lease at most. It ends with the consumer's next get, when the consumer says that it is done, or by
+being returned; what is returned goes back to its own place, so it is taken next.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from unified.queue.core.actions import AnswerGet, DropItems, DropLease, SaveLease
+from unified.queue.core.events import GetAsked, TakeDone, TakeReturned
+from unified.queue.core.items import Consumer, Handle, Item, Lease, WaitingGet
+from unified.queue.core.outcomes import Outcome
+from unified.queue.core.rates import Rate
+from unified.queue.core.turn import Turn
+
+
+class Consumers:
+    """Gets that wait, and leases."""
+
+    def __init__(self, turn: Turn, now: float) -> None:
+        self._turn = turn
+        self.line: OrderedDict[int, WaitingGet] = OrderedDict()
+        """By consumer."""
+        self.num_leased = 0
+        self.rate = Rate(now)
+
+    def ask(self, now: float, event: GetAsked) -> WaitingGet | None:
+        """The get in the line, to be served; None if it was answered already."""
+        handle = self._turn.handles.get(event.handle)
+        if handle is None:
+            self._answer(event.ticket, Outcome.UNKNOWN)
+            return None
+        consumer = handle.consumers.get(event.consumer)
+        if consumer is None:
+            consumer = handle.consumers[event.consumer] = Consumer(event.consumer, event.handle)
+        if event.number < consumer.number:  # overtaken by a newer one: nobody waits for its answer
+            self._answer(event.ticket, Outcome.WAITING)
+            return None
+        lease = consumer.lease
+        if lease is not None and lease.number == event.number:  # its first answer was lost
+            self._answer(event.ticket, Outcome.DONE, lease.items)
+            return None
+        self.stop_waiting(consumer, Outcome.WAITING)
+        self._end_lease(consumer, event.received)
+        consumer.number = event.number
+        deadline = self._turn.deadline(now, event.wait_s)
+        get = WaitingGet(event.ticket, consumer, event.number, event.max_items, deadline)
+        self.line[event.consumer] = get
+        return get
+
+    def hand_out(self, now: float) -> bool:
+        """Give to those in the line while there is something; whether anything was given.
+
+        What is there is shared among those who wait, so that one large get does not leave the others idle.
+        """
+        stock = self._turn.stock
+        has_given = False
+        while self.line and (depth := len(stock)):
+            share = -(-depth // len(self.line))
+            _, get = self.line.popitem(last=False)
+            items = stock.take(min(get.max_items, share))
+            get.consumer.lease = Lease(get.number, items)
+            self.num_leased += len(items)
+            self.rate.add(now, len(items))
+            if self._turn.is_durable:
+                self._save_lease(get, items)
+            self._answer(get.ticket, Outcome.DONE, items)
+            has_given = True
+        return has_given
+
+    def done(self, consumer: Consumer, event: TakeDone) -> None:
+        lease = consumer.lease
+        if lease is None or lease.number != event.number:
+            return
+        count = len(lease.items) if event.count is None else max(event.count - lease.num_done, 0)
+        done = lease.items[:count]
+        lease.items = lease.items[count:]
+        lease.num_done += len(done)
+        self._acknowledge(done)
+        if not lease.items:
+            consumer.lease = None
+
+    def returned(self, consumer: Consumer, event: TakeReturned) -> None:
+        consumer.number = max(consumer.number, event.number + 1)  # should that get come only now, it is too late
+        get = self.line.get(event.consumer)
+        if get is not None and get.number <= event.number:
+            self.stop_waiting(consumer, Outcome.WAITING)
+        if consumer.lease is not None and consumer.lease.number <= event.number:
+            self._end_lease(consumer, event.received)
+
+    def end(self, handle: Handle, consumer: Consumer, received: int) -> None:
+        """It will take no more, and was done with what it received."""
+        self.stop_waiting(consumer, Outcome.WAITING)
+        self._end_lease(consumer, received)
+        del handle.consumers[consumer.consumer]
+
+    def drop(self, handle: Handle) -> None:
+        """The handle is gone, in the middle of whatever its consumers did."""
+        for consumer in handle.consumers.values():
+            self.stop_waiting(consumer, Outcome.UNKNOWN)
+            self._give_back(consumer)
+
+    def stop_waiting(self, consumer: Consumer, outcome: Outcome) -> None:
+        get = self.line.pop(consumer.consumer, None)
+        if get is not None:
+            self._answer(get.ticket, outcome)
+
+    def expire_due(self, now: float) -> None:
+        for get in [each for each in self.line.values() if each.deadline is not None and each.deadline <= now]:
+            self.stop_waiting(get.consumer, Outcome.WAITING)
+
+    def end_all(self, outcome: Outcome) -> None:
+        for get in list(self.line.values()):
+            self.stop_waiting(get.consumer, outcome)
+
+    def _end_lease(self, consumer: Consumer, received: int) -> None:
+        lease = consumer.lease
+        if lease is None:
+            return
+        if lease.number <= received:
+            consumer.lease = None
+            self._acknowledge(lease.items)
+        else:  # its answer never arrived, so nobody has seen these
+            self._give_back(consumer)
+
+    def _acknowledge(self, items: list[Item]) -> None:
+        self.num_leased -= len(items)
+        if self._turn.is_durable and items:
+            self._turn.actions.append(DropItems(item_ids=[item.item_id for item in items]))
+
+    def _give_back(self, consumer: Consumer) -> None:
+        lease, consumer.lease = consumer.lease, None
+        if lease is None:
+            return
+        self.num_leased -= len(lease.items)
+        self._turn.stock.give_back(lease.items)
+        if self._turn.is_durable:
+            self._turn.actions.append(DropLease(item_ids=[item.item_id for item in lease.items]))
+
+    def _save_lease(self, get: WaitingGet, items: list[Item]) -> None:
+        consumer = get.consumer
+        item_ids = [item.item_id for item in items]
+        self._turn.actions.append(
+            SaveLease(handle=consumer.handle, consumer=consumer.consumer, number=get.number, item_ids=item_ids)
+        )
+
+    def _answer(self, ticket: int, outcome: Outcome, items: list[Item] | None = None) -> None:
+        self._turn.actions.append(AnswerGet(ticket=ticket, outcome=outcome, items=items or []))

@@ -1,0 +1,49 @@
+"""What must always be true of a queue's state between two steps. Tests check it; production does not."""
+
+from __future__ import annotations
+
+from unified.queue.core.queue import QueueCore
+
+
+def check(core: QueueCore) -> list[str]:
+    """Broken invariants, as sentences; empty when all is well."""
+    broken: list[str] = []
+    stock, producers, consumers, handles = core.stock, core.producers, core.consumers, core.turn.handles
+    waiting = stock.ids()
+    leases = [
+        consumer.lease
+        for handle in handles.values()
+        for consumer in handle.consumers.values()
+        if consumer.lease is not None
+    ]
+    leased = [item.item_id for lease in leases for item in lease.items]
+    if waiting != sorted(waiting):
+        broken.append(f"items leave in the order {waiting}, which is not that of their ids.")
+    if len({*waiting, *leased}) != len(waiting) + len(leased):
+        broken.append(f"an item is in two places: waiting {waiting}, leased {leased}.")
+    if len(leased) != consumers.num_leased:
+        broken.append(f"{len(leased)} items are leased, {consumers.num_leased} are counted.")
+    if any(not lease.items for lease in leases):
+        broken.append("a lease of nothing is kept.")
+    if waiting and consumers.line:
+        broken.append(f"{len(consumers.line)} gets wait though there are {len(waiting)} items.")
+    if producers.line:
+        put = next(iter(producers.line.values()))
+        if stock.has_room(put.items[put.num_in][1]):
+            broken.append(f"put {put.number} of handle {put.handle.handle} waits though there is room.")
+        if core.turn.is_closed:
+            broken.append("a put waits in a closed queue.")
+    if core.is_finished and consumers.line:
+        broken.append("a get waits for a queue that is finished.")
+    indexed = {(handle.handle, number) for handle in handles.values() for number in handle.waiting_puts}
+    if indexed != set(producers.line):
+        broken.append("the puts of the handles are not those in the line.")
+    for get in consumers.line.values():
+        if get.consumer.lease is not None:
+            broken.append(f"consumer {get.consumer.consumer} waits and has a lease.")
+        if handles.get(get.consumer.handle) is None:
+            broken.append(f"consumer {get.consumer.consumer} waits, and its handle is gone.")
+    deadlines = list(core.deadlines())
+    if deadlines and (core.next_deadline is None or core.next_deadline > min(deadlines)):
+        broken.append("a deadline would pass unseen.")
+    return broken

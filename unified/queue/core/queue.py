@@ -1,0 +1,235 @@
+"""A queue's decisions: who waits, who is given what, what comes back. No socket, no clock, no thread.
+
+Items have ids that rise in the order in which they went in, and leave in the order of their ids. Puts and gets wait in
+a line each. Only one line can be non-empty when everything has settled, as an item that is there goes to whoever waits
+for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from unified.queue.core.actions import Action, DropHandle, Memory, SaveClosed, SaveHandle
+from unified.queue.core.consumers import Consumers
+from unified.queue.core.events import (
+    CloseAsked,
+    ConsumerEnded,
+    Event,
+    GetAsked,
+    HandleAttached,
+    HandleClosed,
+    LifeEnded,
+    PutAsked,
+    TakeDone,
+    TakeReturned,
+    TimePassed,
+)
+from unified.queue.core.items import Consumer, Handle, Lease
+from unified.queue.core.outcomes import Outcome
+from unified.queue.core.producers import Producers
+from unified.queue.core.statistics import QueueStats
+from unified.queue.core.stock import Stock
+from unified.queue.core.turn import Turn
+
+
+class QueueCore:
+    """One queue. `step(now, event)` takes any event in any state and says what to do; every ticket is answered once.
+
+    Args:
+        now: on the clock of `step`.
+        name: for people.
+        size: items that may wait to be taken; leased ones do not count, and those that come back may go beyond it.
+        max_bytes: of waiting items, encoded; None: no limit. One item always fits.
+        is_durable: return the records that a journal needs.
+        memory: what the journal of an earlier life remembers; `put_at` of its items is on the clock of `step`.
+    """
+
+    def __init__(
+        self,
+        now: float,
+        *,
+        name: str,
+        size: int,
+        max_bytes: int | None = None,
+        is_durable: bool = False,
+        memory: Memory | None = None,
+    ) -> None:
+        self.name = name
+        self.stock = Stock(size, max_bytes)
+        self.turn = Turn(self.stock, is_durable=is_durable)
+        self.producers = Producers(self.turn, now)
+        self.consumers = Consumers(self.turn, now)
+        self._dead: dict[str, int] = {}
+        """By worker: the newest life that is known to be over."""
+        self._handlers: dict[type, Callable[[float, Any], None]] = {
+            HandleAttached: self._on_attached,
+            HandleClosed: self._on_handle_closed,
+            PutAsked: self._on_put,
+            GetAsked: self._on_get,
+            TakeDone: self._on_done,
+            TakeReturned: self._on_returned,
+            ConsumerEnded: self._on_consumer_ended,
+            LifeEnded: self._on_life_ended,
+            CloseAsked: self._on_close,
+            TimePassed: self._on_time,
+        }
+        if memory is not None:
+            self._restore(memory)
+
+    def step(self, now: float, event: Event) -> list[Action]:
+        self._handlers[type(event)](now, event)
+        return self.turn.take_actions()
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `TimePassed` is due. It may come early, and then finds nothing to do."""
+        return self.turn.next_deadline
+
+    @property
+    def is_finished(self) -> bool:
+        """Closed, empty, and nothing can come back."""
+        return self.turn.is_closed and not len(self.stock) and not self.consumers.num_leased
+
+    def stats(self, now: float) -> QueueStats:
+        oldest = self.stock.oldest
+        return QueueStats(
+            name=self.name,
+            size=self.stock.size,
+            depth=len(self.stock),
+            nbytes=self.stock.nbytes,
+            leased=self.consumers.num_leased,
+            num_put=self.producers.rate.total,
+            num_taken=self.consumers.rate.total,
+            puts_per_s=self.producers.rate.per_second(now),
+            gets_per_s=self.consumers.rate.per_second(now),
+            oldest_age_s=0.0 if oldest is None else max(now - oldest.put_at, 0.0),
+            waiting_producers=len(self.producers.line),
+            waiting_consumers=len(self.consumers.line),
+            handles=len(self.turn.handles),
+            is_closed=self.turn.is_closed,
+            is_durable=self.turn.is_durable,
+        )
+
+    def _on_attached(self, now: float, event: HandleAttached) -> None:
+        turn = self.turn
+        if event.handle in turn.handles or event.incarnation <= self._dead.get(event.worker, -1):
+            return  # of a dead one, whatever it asks is answered with UNKNOWN
+        turn.handles[event.handle] = Handle(event.handle, event.worker, event.incarnation)
+        turn.save(SaveHandle(handle=event.handle, worker=event.worker, incarnation=event.incarnation))
+        self._end_lives(now, event.worker, event.incarnation - 1)
+
+    def _on_handle_closed(self, now: float, event: HandleClosed) -> None:
+        handle = self.turn.handles.get(event.handle)
+        if handle is not None:
+            self._drop(handle)
+            self._settle(now)
+
+    def _on_life_ended(self, now: float, event: LifeEnded) -> None:
+        self._end_lives(now, event.worker, event.incarnation)
+
+    def _on_put(self, now: float, event: PutAsked) -> None:
+        put = self.producers.ask(now, event)
+        if put is None:
+            return
+        self._settle(now)
+        if event.wait_s is not None and event.wait_s <= 0 and put.ticket is not None:
+            self.producers.expire(put)
+
+    def _on_get(self, now: float, event: GetAsked) -> None:
+        get = self.consumers.ask(now, event)
+        if get is None:
+            return
+        self._settle(now)
+        if event.wait_s is not None and event.wait_s <= 0 and self.consumers.line.get(event.consumer) is get:
+            self.consumers.stop_waiting(get.consumer, Outcome.WAITING)
+
+    def _on_done(self, now: float, event: TakeDone) -> None:
+        consumer = self._consumer(event)
+        if consumer is not None:
+            self.consumers.done(consumer, event)
+            self._settle(now)
+
+    def _on_returned(self, now: float, event: TakeReturned) -> None:
+        consumer = self._consumer(event)
+        if consumer is not None:
+            self.consumers.returned(consumer, event)
+            self._settle(now)
+
+    def _on_consumer_ended(self, now: float, event: ConsumerEnded) -> None:
+        consumer = self._consumer(event)
+        if consumer is not None:
+            self.consumers.end(self.turn.handles[event.handle], consumer, event.received)
+            self._settle(now)
+
+    def _on_close(self, now: float, event: CloseAsked) -> None:
+        if not self.turn.is_closed:
+            self.turn.is_closed = True
+            self.turn.save(SaveClosed())
+            self.producers.end_all(Outcome.CLOSED)
+            self._settle(now)
+
+    def _on_time(self, now: float, event: TimePassed) -> None:
+        self.producers.expire_due(now)
+        self.consumers.expire_due(now)
+        self.turn.next_deadline = min(self.deadlines(), default=None)
+        self._settle(now)  # what gave up may have held back a put that fits
+
+    def deadlines(self) -> Iterator[float]:
+        """Of all who wait."""
+        yield from (put.deadline for put in self.producers.line.values() if put.deadline is not None)
+        yield from (get.deadline for get in self.consumers.line.values() if get.deadline is not None)
+
+    def _settle(self, now: float) -> None:
+        """Move what can move, until nothing can."""
+        producers, consumers = self.producers, self.consumers
+        while True:
+            if producers.line:
+                producers.let_in(now)
+            if not (consumers.line and consumers.hand_out(now) and producers.line):
+                break
+        if consumers.line and self.is_finished:
+            consumers.end_all(Outcome.CLOSED)
+
+    def _consumer(self, event: TakeDone | TakeReturned | ConsumerEnded) -> Consumer | None:
+        handle = self.turn.handles.get(event.handle)
+        return handle.consumers.get(event.consumer) if handle is not None else None
+
+    def _end_lives(self, now: float, worker: str, incarnation: int) -> None:
+        """This life is over, and every one before it."""
+        if incarnation <= self._dead.get(worker, -1):
+            return
+        self._dead[worker] = incarnation
+        handles = self.turn.handles.values()
+        gone = [each for each in handles if each.worker == worker and each.incarnation <= incarnation]
+        for handle in gone:
+            self._drop(handle)
+        if gone:
+            self._settle(now)
+
+    def _drop(self, handle: Handle) -> None:
+        self.producers.drop(handle)
+        self.consumers.drop(handle)
+        del self.turn.handles[handle.handle]
+        self.turn.save(DropHandle(handle=handle.handle))
+
+    def _restore(self, memory: Memory) -> None:
+        self.turn.is_closed = memory.is_closed
+        handles = self.turn.handles
+        for each in memory.handles:
+            handles[each.handle] = Handle(each.handle, each.worker, each.incarnation)
+        for put in memory.puts:
+            handle = handles[put.handle]
+            if put.outcome is Outcome.WAITING:
+                handle.begun_puts[put.number] = put.num_in
+            else:
+                handle.ended_puts[put.number] = (put.outcome, put.num_in)
+        waiting = {item.item_id: item for item in memory.items}
+        leased = []
+        for saved in memory.leases:
+            items = [waiting.pop(item_id) for item_id in saved.item_ids]
+            consumer = Consumer(saved.consumer, saved.handle, saved.number, Lease(saved.number, items, saved.num_done))
+            handles[saved.handle].consumers[saved.consumer] = consumer
+            leased += items
+        self.consumers.num_leased = len(leased)
+        self.stock.restore(list(waiting.values()), leased)

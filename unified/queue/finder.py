@@ -1,0 +1,282 @@
+"""Who owns a queue now: found by its name, waited for, and missed when its life ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+from weakref import ref
+
+from unified.core.backoff import Backoff
+from unified.errors import (
+    BusOverloadedError,
+    QueueClosedError,
+    QueueError,
+    QueueLostError,
+    QueueNotFoundError,
+    RemoteError,
+    RouteLostError,
+    RpcCancelledError,
+    RpcError,
+    RpcNotFoundError,
+    RpcTimeoutError,
+    UsageError,
+    WorkerDiedError,
+)
+from unified.protocol.records import Reachability
+from unified.queue.farewells import FAREWELLS
+from unified.queue.hosting import claimed_name, host_of
+from unified.queue.owner import method
+from unified.queue.sites import LocalSite, RemoteSite, Site
+from unified.worker.context import Worker
+from unified.worker.name_table import Holder
+
+AGAIN = Backoff(first_s=0.01, limit_s=1.0, num_free=1)
+ATTACH_WITHIN_S = 10.0
+
+
+class OwnerFinder:
+    """The way of one `DataQueue` object to its queue's owner, over the owner's lives.
+
+    Args:
+        patience_s: how long to wait for an owner when there is none.
+
+    Attributes:
+        handle: names the object to the owner.
+        site: the owner's life at which the handle is known; None: `attach` has to find it.
+    """
+
+    def __init__(self, worker: Worker, queue: str, patience_s: float) -> None:
+        self.handle = secrets.randbits(62)
+        self.site: Site | None = None
+        self.worker = worker
+        self.queue = queue
+        self.patience_s = patience_s
+        self._name = claimed_name(queue)
+        self._pid = os.getpid()
+        self._last: Site | None = None
+        """The newest one that was attached to."""
+        self._loss = ""
+        """Why what was in the queue is gone, or was all taken."""
+        self._was_finished = False
+        self._attaching = threading.Lock()
+        self._watch()
+
+    @property
+    def is_patient(self) -> bool:
+        """The owner may come back, with all that was in the queue."""
+        return self._last is not None and self._last.is_durable and not self._loss
+
+    def attach(self, until: float | None = None) -> Site:
+        """The site; waits until there is one, to the time `until` or as long as its patience goes.
+
+        Raises:
+            QueueNotFoundError: there is none in time.
+            QueueLostError: the queue that this object used is gone.
+            QueueClosedError: it was closed, drained and replaced.
+        """
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"queue {self.queue!r} was opened in process {self._pid}: this one ({os.getpid()}) was forked from it "
+                "and cannot use it. Put and get in the worker itself."
+            )
+        begun = time.monotonic()
+        if not self._attaching.acquire(timeout=self._left_s(begun, until)):
+            raise self._not_found(begun)
+        try:
+            return self._attach(begun, until)
+        finally:
+            self._attaching.release()
+
+    def detach(self, site: Site) -> None:
+        """This handle is not known there, or no longer."""
+        if self.site is site:
+            self.site = None
+
+    def result_of(self, site: Site, answer: Future[Any]) -> Any:
+        """What a question to `site` is answered with; waits for it."""
+        if self.site is not site:  # it ended just now, and the call would wait for the next life
+            answer.cancel()
+        try:
+            return answer.result()
+        finally:
+            del answer  # an error's traceback has this frame: the future that has the error is not to be in it
+
+    def failed(self, site: Site, error: RpcError) -> None:
+        """A question to `site` ended in an error: return if it is to be asked again, or raise what its asker is to get.
+
+        Raises:
+            QueueLostError: the owner's life is over, and the queue's contents with it.
+            RpcError: the error itself.
+        """
+        if isinstance(error, RemoteError):
+            raise error
+        if isinstance(error, RpcCancelledError) and self.site is not site:
+            return  # by us: it was for a life that has ended
+        if isinstance(error, WorkerDiedError | RpcNotFoundError):
+            self._end(site)
+            return
+        if not isinstance(error, RouteLostError | RpcTimeoutError | BusOverloadedError):
+            raise error
+
+    def pause(self, num_failed: int, until: float | None = None) -> None:
+        """Before asking again after so many failures."""
+        delay_s = AGAIN.delay_s(num_failed - 1)
+        time.sleep(delay_s if until is None else max(min(delay_s, until - time.monotonic()), 0.0))
+
+    def _attach(self, begun: float, until: float | None) -> Site:
+        num_failed = 0
+        while (site := self.site) is None:
+            if self._loss:
+                raise self._lost()
+            holder = self._holder(begun, until)
+            try:
+                self._attach_to(holder, self._left_s(begun, until))
+            except RemoteError:
+                raise
+            except RpcError as error:  # the owner has the name and not the queue yet, or has just died
+                if not isinstance(
+                    error, RpcNotFoundError | WorkerDiedError | RouteLostError | RpcTimeoutError | BusOverloadedError
+                ):
+                    raise
+                num_failed += 1
+                if self._left_s(begun, until) <= 0:
+                    raise self._not_found(begun) from error
+                self.pause(num_failed, until)
+        return site
+
+    def _holder(self, begun: float, until: float | None) -> Holder:
+        """Who has the queue's name; waits for one. One that is known is given even if there is no time left."""
+        while (holder := self.worker.names.holder(self._name)) is None:
+            left_s = self._left_s(begun, until)
+            if left_s <= 0:
+                raise self._not_found(begun)
+            with suppress(RpcTimeoutError):
+                self.worker.names.find(self._name, left_s)
+        return holder
+
+    def _attach_to(self, holder: Holder, left_s: float) -> None:
+        worker = self.worker
+        name, incarnation = worker.bus.worker, worker.bus.incarnation
+        site: Site
+        if holder == (name, incarnation):
+            service = host_of(worker.bus).find(self.queue)
+            if service is None:
+                raise RpcNotFoundError(f"queue {self.queue!r} is about to be made.")
+            answer = service.attach(self.handle, name, incarnation)
+            identity, is_durable, is_known = answer.result() if service.is_durable else answer
+            site = LocalSite(service, holder)
+        else:
+            timeout = max(min(left_s, ATTACH_WITHIN_S), 1.0)
+            question = (self.handle, name, incarnation)
+            # Not kept in a variable: see `result_of`.
+            identity, is_durable, is_known = worker.bus.call(
+                holder.worker, method(self.queue, "attach"), question, {}, timeout=timeout
+            ).result()
+            site = RemoteSite(worker.bus, self.queue, holder, identity, is_durable)
+        if not is_known:
+            self._loss = (
+                f"this worker's life {incarnation} was declared dead, and what it had taken was given to others"
+            )
+        elif self._last is not None and self._last.identity != identity:
+            self._was_finished = site.holder == self._last.holder
+            self._loss = self._why_another(self._last, site)
+        else:
+            FAREWELLS.start()
+            self._last = self.site = site
+            if worker.names.holder(self._name) != holder:  # it ended before it was there to be missed
+                self._end(site)
+
+    def _watch(self) -> None:
+        """Hear when the owner changes; not longer than this object lives."""
+        finder, watched = ref(self), self._name
+
+        def on_change(name: str, holder: Holder | None) -> None:
+            if name != watched:
+                return
+            found = finder()
+            if found is None:
+                stop()
+            elif found.site is not None and found.site.holder != holder:
+                found._end(found.site)
+
+        stop = self.worker.names.on_change(on_change)
+
+    def _end(self, site: Site) -> None:
+        """The life that it is in is over."""
+        self.detach(site)
+        if not site.is_durable and not self._loss:
+            holder, entry = site.holder, self.worker.bus.life_of(site.holder.worker)
+            is_it = entry is not None and entry.incarnation == holder.incarnation and bool(entry.reason)
+            reason = f" ({entry.reason})" if is_it and entry is not None else ""
+            self._loss = (
+                f"life {holder.incarnation} of its owner, worker {holder.worker}, ended{reason}, and what was in it is "
+                "gone"
+            )
+
+    def _lost(self) -> QueueError:
+        if self._was_finished:
+            return QueueClosedError(
+                f"queue {self.queue!r}, as worker {self.worker.bus.worker} knew it, was closed and drained, and its "
+                "owner has made another one of that name: a new DataQueue object uses that one."
+            )
+        holder = self.worker.names.holder(self._name)
+        if holder is not None and (self._last is None or holder != self._last.holder):
+            advice = f"Worker {holder.worker} has made the queue anew: a new DataQueue object uses that one."
+        else:
+            advice = (
+                "Once it is made anew, a new DataQueue object can use it; durable=True keeps items over such a death."
+            )
+        return QueueLostError(
+            f"queue {self.queue!r} is lost to worker {self.worker.bus.worker}: {self._loss}. {advice}"
+        )
+
+    def _why_another(self, last: Site, site: Site) -> str:
+        if self._was_finished:
+            return "it was closed, and another one was made"
+        if last.is_durable:
+            node = self._node_of(site.holder)
+            return (
+                f"it went on in life {site.holder.incarnation} of worker {site.holder.worker}{node} without its "
+                "journal; a journal on one node's disk cannot be found from another: give the queue a path= on a disk "
+                "that both see"
+            )
+        return f"life {last.holder.incarnation} of its owner, worker {last.holder.worker}, ended, and it is made anew"
+
+    def _node_of(self, holder: Holder) -> str:
+        entry = self.worker.bus.life_of(holder.worker)
+        return f" on node {entry.node}" if entry is not None and entry.node else ""
+
+    def _left_s(self, begun: float, until: float | None) -> float:
+        """How long to go on waiting. For the next life of a durable queue's owner: as long as it may still come."""
+        now = time.monotonic()
+        left_s = begun + self.patience_s - now
+        if self._last is not None and self._last.is_durable:
+            entry = self.worker.bus.life_of(self._last.holder.worker)
+            if entry is None or entry.state is not Reachability.ENDED:
+                left_s = self.patience_s
+        return max(left_s if until is None else min(left_s, until - now), 0.0)
+
+    def _not_found(self, begun: float) -> QueueNotFoundError:
+        waited = f"worker {self.worker.bus.worker} waited {time.monotonic() - begun:.3g} s for queue {self.queue!r}"
+        last = self._last
+        if last is None:
+            return QueueNotFoundError(
+                f"{waited}, and no worker of the job has made it: one has to call DataQueue({self.queue!r}, "
+                "is_master=True). See whether that worker is running (`unified status`), and whether both spell the "
+                "name alike."
+            )
+        owner = last.holder.worker
+        return QueueNotFoundError(
+            f"{waited} to come back: life {last.holder.incarnation} of its owner, worker {owner}, ended, and no next "
+            f"one has made it again. `unified explain {owner}` says more."
+        )
+
+    def __del__(self) -> None:
+        site = getattr(self, "site", None)
+        if site is not None:
+            FAREWELLS.handle_gone(site, self.handle)

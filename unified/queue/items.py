@@ -1,0 +1,53 @@
+"""Items as they travel and lie in a queue: encoded by who puts them, opened by who takes them, by nobody between.
+
+A small item is its bytes. One with large parts is a `Sealed`: what of it lies in its producer's shared memory stays
+there, as long as somebody holds it, and goes on to the consumer without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from unified.bus.codec import decode, decode_again, encode
+from unified.bus.sealed import Sealed
+
+Packed = bytes | Sealed
+
+
+def pack(value: object) -> Packed:
+    """Encode an item now.
+
+    Raises:
+        UsageError: part of it cannot be sent; the message names it.
+    """
+    body, buffers = encode(value)
+    return Sealed(body, buffers) if buffers else body
+
+
+def kept(packed: Packed) -> Packed:
+    """The item with no memory of the caller's, who may go on to change it."""
+    return packed if type(packed) is bytes else packed.detach()  # type: ignore[union-attr]
+
+
+def unpack(packed: Packed, *, is_only: bool) -> Any:
+    """The item.
+
+    Args:
+        is_only: nobody else has it in this process, so that its tensors may be laid over what was received.
+
+    Raises:
+        ProtocolError: it holds an object whose class cannot be imported here.
+    """
+    if isinstance(packed, Sealed):
+        return (decode if is_only else decode_again)(packed.body, packed.buffers)
+    return decode(packed)
+
+
+def nbytes(packed: Packed) -> int:
+    return len(packed) if isinstance(packed, bytes) else packed.nbytes
+
+
+def weighed(items: Iterable[Packed]) -> list[tuple[Packed, int]]:
+    """Each with its size, as a queue's core wants them."""
+    return [(item, len(item) if type(item) is bytes else nbytes(item)) for item in items]

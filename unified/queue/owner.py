@@ -1,0 +1,306 @@
+"""A queue on its owner: calls in, decisions by the core, answers out.
+
+The handlers run on the thread that receives and take microseconds. What has to wait, for an item, for room, or for the
+journal, is answered by a future that ends later; no thread is held. Items are never opened here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from unified.bus.futures import RpcFuture
+from unified.bus.registry import rpc
+from unified.errors import QueueJournalError
+from unified.queue import items as packed
+from unified.queue.alarm import Alarm
+from unified.queue.core.actions import Action, AnswerGet, AnswerPut, Record
+from unified.queue.core.events import (
+    CloseAsked,
+    ConsumerEnded,
+    Event,
+    GetAsked,
+    HandleAttached,
+    HandleClosed,
+    LifeEnded,
+    PutAsked,
+    TakeDone,
+    TakeReturned,
+    TimePassed,
+)
+from unified.queue.core.outcomes import Outcome
+from unified.queue.core.queue import QueueCore
+from unified.queue.journal import Journal
+from unified.queue.journal_file import JournalFile
+
+METHODS = ("attach", "put", "get", "done", "give_back", "end", "leave", "close", "stats")
+_NO_ANSWER = object()
+_Answer = tuple[RpcFuture[Any], Any]
+logger = logging.getLogger(__name__)
+
+
+def method(queue: str, verb: str) -> str:
+    """Under which name the owner's method is called over the bus."""
+    return f"__queue__.{queue}.{verb}"
+
+
+class QueueService:
+    """One queue. Any thread may call; nothing blocks.
+
+    What a method returns is the answer, or a future of it. A put is answered with None when all its items are in, a get
+    with a list of items; anything else is an `Outcome` as a number, of a put together with how many items went in.
+
+    Args:
+        name: of the queue.
+        size, max_bytes: see `QueueCore`.
+        journal: of a durable queue; opened here.
+        fsync: see `unified.queue.journal`.
+
+    Attributes:
+        identity: the same as long as the items in the queue are the same: of a durable queue, over its owner's lives.
+
+    Raises:
+        QueueJournalError: the journal cannot be opened.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        size: int,
+        max_bytes: int | None = None,
+        journal: Path | None = None,
+        fsync: bool = False,
+        identity: str = "",
+    ) -> None:
+        self.name = name
+        file = None if journal is None else JournalFile(journal, name, fsync=fsync)
+        self.identity = identity if file is None else file.journal_id
+        self._core = QueueCore(
+            time.monotonic(),
+            name=name,
+            size=size,
+            max_bytes=max_bytes,
+            is_durable=file is not None,
+            memory=None if file is None else file.memory(),
+        )
+        self._journal = None if file is None else Journal(file, name, self._fail)
+        self._failure: QueueJournalError | None = None
+        self._alarm = Alarm(self._ring)
+        self._lock = threading.Lock()
+        self._tickets = itertools.count()
+        self._waiting: dict[int, RpcFuture[Any]] = {}
+        self._what = f"an answer of queue {name!r}"
+
+    @property
+    def is_durable(self) -> bool:
+        return self._journal is not None
+
+    @property
+    def is_finished(self) -> bool:
+        """Closed, and all of it taken and done."""
+        return self._core.is_finished
+
+    @property
+    def lives(self) -> set[tuple[str, int]]:
+        """Of the handles that it knows: worker and incarnation."""
+        with self._lock:
+            return {(each.worker, each.incarnation) for each in self._core.turn.handles.values()}
+
+    @rpc(inline=True)
+    def attach(self, handle: int, worker: str, incarnation: int) -> Any:
+        """Make a handle known. Answers with the queue's identity, whether it is durable, and whether the handle may use
+        it: not if its life is known to be over."""
+        told = self._tell(HandleAttached(handle=handle, worker=worker, incarnation=incarnation))
+        answer = [self.identity, self.is_durable, handle in self._core.turn.handles]
+        if told is None:
+            return answer
+        attached: RpcFuture[Any] = RpcFuture(self._what)
+        told.add_done_callback(lambda done: _follow(done, attached, answer))
+        return attached
+
+    @rpc(inline=True)
+    def put(
+        self, handle: int, number: int, below: int, items: list[packed.Packed] | None, wait_s: float, is_last: bool
+    ) -> Any:
+        ticket = next(self._tickets)
+        event = PutAsked(
+            ticket=ticket,
+            handle=handle,
+            number=number,
+            below=below,
+            items=None if items is None else packed.weighed(items),
+            wait_s=wait_s,
+            is_last=is_last,
+        )
+        return self._ask(event, ticket)
+
+    @rpc(inline=True)
+    def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Any:
+        ticket = next(self._tickets)
+        event = GetAsked(
+            ticket=ticket,
+            handle=handle,
+            consumer=consumer,
+            number=number,
+            received=received,
+            max_items=max_items,
+            wait_s=wait_s,
+        )
+        return self._ask(event, ticket)
+
+    @rpc(inline=True)
+    def done(self, handle: int, consumer: int, number: int, count: int | None) -> Any:
+        return self._tell(TakeDone(handle=handle, consumer=consumer, number=number, count=count))
+
+    @rpc(inline=True)
+    def give_back(self, handle: int, consumer: int, number: int, received: int) -> Any:
+        return self._tell(TakeReturned(handle=handle, consumer=consumer, number=number, received=received))
+
+    @rpc(inline=True)
+    def end(self, handle: int, consumer: int, received: int) -> Any:
+        """A consumer will take no more."""
+        return self._tell(ConsumerEnded(handle=handle, consumer=consumer, received=received))
+
+    @rpc(inline=True)
+    def leave(self, handle: int) -> Any:
+        """A handle will ask no more."""
+        return self._tell(HandleClosed(handle=handle))
+
+    @rpc(inline=True)
+    def close(self) -> Any:
+        return self._tell(CloseAsked())
+
+    @rpc(inline=True)
+    def stats(self) -> dict[str, Any]:
+        with self._lock:
+            found: dict[str, Any] = msgspec.to_builtins(self._core.stats(time.monotonic()))
+        return found
+
+    def life_ended(self, worker: str, incarnation: int) -> None:
+        """This life, and every one before it, is over."""
+        with suppress(QueueJournalError):  # whoever asks for something is told
+            self._tell(LifeEnded(worker=worker, incarnation=incarnation))
+
+    def shut_down(self) -> None:
+        """Commit what waits and end the threads. Whoever still waits for an answer waits for the end of the process."""
+        self._alarm.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _ask(self, event: Event, ticket: int) -> Any:
+        """The answer, or a future of it."""
+        with self._lock:
+            actions = self._step(event)
+            if self._journal is not None:
+                future, answers = self._hold_back(self._journal, actions, ticket)
+            else:
+                future, answers = self._sort(actions, ticket)
+        self._set_alarm()
+        self._answer(answers)
+        return future
+
+    def _tell(self, event: Event) -> RpcFuture[Any] | None:
+        """Ask nothing: None; of a durable queue, a future that ends when it is committed."""
+        with self._lock:
+            actions = self._step(event)
+            if self._journal is not None:
+                future, answers = self._hold_back(self._journal, actions, None)
+            else:
+                future, answers = None, [self._addressed(each) for each in actions]
+        self._set_alarm()
+        self._answer(answers)
+        return future
+
+    def _step(self, event: Event) -> list[Action]:
+        if self._failure is not None:
+            raise QueueJournalError(str(self._failure))
+        return self._core.step(time.monotonic(), event)
+
+    def _sort(self, actions: list[Action], ticket: int) -> tuple[Any, list[_Answer]]:
+        """The answer to `ticket`, or a future of it, and what those who waited are to be told."""
+        answer: Any = _NO_ANSWER
+        answers = []
+        for action in actions:
+            if action.ticket == ticket:  # type: ignore[union-attr]  # a core without a journal only answers
+                answer = _content(action)
+            else:
+                answers.append(self._addressed(action))
+        if answer is _NO_ANSWER:
+            answer = self._waiting[ticket] = RpcFuture(self._what)
+        return answer, answers
+
+    def _hold_back(
+        self, journal: Journal, actions: list[Action], ticket: int | None
+    ) -> tuple[RpcFuture[Any], list[_Answer]]:
+        """A future of the answer, and what can be told at once: nothing that was not committed, or follows from it."""
+        future: RpcFuture[Any] = RpcFuture(self._what)
+        if ticket is not None:
+            self._waiting[ticket] = future
+        records: list[Record] = []
+        answers: list[_Answer] = [] if ticket is not None else [(future, None)]
+        for action in actions:
+            if isinstance(action, AnswerPut | AnswerGet):
+                answers.append(self._addressed(action))
+            else:
+                records.append(action)
+        if not answers and not records:
+            return future, []
+        if not records and journal.is_idle:
+            return future, answers
+        journal.write(records, partial(self._answer, answers))
+        return future, []
+
+    def _addressed(self, action: Action) -> _Answer:
+        assert isinstance(action, AnswerPut | AnswerGet)
+        return self._waiting.pop(action.ticket), _content(action)
+
+    def _answer(self, answers: list[_Answer]) -> None:
+        for future, content in answers:
+            if self._failure is None:
+                future.succeed(content)
+            else:
+                future.fail(self._failure)
+
+    def _fail(self, error: QueueJournalError) -> None:
+        """What the core holds is no longer what the next life would know: from now on there is nothing but this."""
+        with self._lock:
+            self._failure = error
+            waiting, self._waiting = list(self._waiting.values()), {}
+        logger.error("event=queue-failed queue=%s reason=%r", self.name, str(error))
+        for future in waiting:
+            future.fail(error)
+
+    def _set_alarm(self) -> None:
+        deadline = self._core.next_deadline
+        if deadline is not None:
+            self._alarm.set(deadline)
+
+    def _ring(self) -> None:
+        with suppress(QueueJournalError):
+            self._tell(TimePassed())
+
+
+def _content(action: Action) -> Any:
+    """As it travels."""
+    if isinstance(action, AnswerGet):
+        return [item.payload for item in action.items] if action.outcome is Outcome.DONE else int(action.outcome)
+    assert isinstance(action, AnswerPut)
+    return None if action.outcome is Outcome.DONE else [int(action.outcome), action.num_in]
+
+
+def _follow(done: Future[Any], follower: RpcFuture[Any], value: Any) -> None:
+    error = done.exception()
+    if error is None:
+        follower.succeed(value)
+    else:
+        follower.fail(error)

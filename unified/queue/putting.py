@@ -1,0 +1,286 @@
+"""A handle's puts, each of which goes in once: asked for again when an answer is lost, or when another life of a
+durable queue's owner has to be waited for.
+
+A put goes straight to the owner while all is well. One that fails on the way is *parked*, and a helper thread, which is
+there only while something is parked, sends these again in their order; what is put meanwhile is parked behind them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from unified.bus.futures import RpcFuture
+from unified.errors import (
+    QueueClosedError,
+    QueueError,
+    QueueFullError,
+    QueueNotFoundError,
+    RpcError,
+)
+from unified.queue.core.outcomes import Outcome
+from unified.queue.finder import OwnerFinder
+from unified.queue.items import Packed, nbytes
+from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, Site
+
+_WAITING = int(Outcome.WAITING)
+
+
+class _Put(msgspec.Struct, eq=False):
+    """One put, until it has ended."""
+
+    number: int
+    items: list[Packed]
+    nbytes: int
+    until: float | None
+    is_there: bool = False
+    """The owner has the items: it need only be asked."""
+    num_failed: int = 0
+    future: RpcFuture[None] | None = None
+    """Of one that is not waited for where it is made, or no longer."""
+
+
+class Putter:
+    """Puts, in the order of their numbers."""
+
+    def __init__(self, finder: OwnerFinder) -> None:
+        self._finder = finder
+        self._next = 0
+        self._open: OrderedDict[int, _Put] = OrderedDict()
+        self._parked: dict[int, _Put] = {}
+        self._lock = threading.Lock()
+        self._helper: threading.Thread | None = None
+
+    def put(self, items: list[Packed], timeout_s: float | None) -> None:
+        """Put all of them in; returns when the last one is.
+
+        Raises:
+            QueueFullError: there was no room for all in time.
+            QueueClosedError, QueueLostError, QueueNotFoundError: as their names say.
+        """
+        put = self._begin(items, timeout_s)
+        try:
+            if not self._put_straight(put):
+                self._parked_now(put).result()
+        except BaseException:
+            self._forget(put)
+            raise
+
+    def put_async(self, items: list[Packed]) -> RpcFuture[None]:
+        """As `put`, without waiting for it. The items must not be changed before it has ended."""
+        put = self._begin(items, None)
+        future = self._promised(put)
+        site = self._finder.site
+        if site is None or self._parked:
+            self._park(put)
+            return future
+        try:
+            answer = self._ask(put, site)
+        except RpcError as error:
+            self._failed(put, site, error)
+            return future
+        except BaseException:
+            self._forget(put)
+            raise
+        if isinstance(answer, Future):
+            future.parts = [answer]  # whoever waits receives the answer
+        self._expect(put, site, answer)
+        return future
+
+    def _begin(self, items: list[Packed], timeout_s: float | None) -> _Put:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        size = 0
+        for item in items:
+            size += len(item) if type(item) is bytes else nbytes(item)
+        with self._lock:
+            put = self._open[self._next] = _Put(self._next, items, size, until)
+            self._next += 1
+        return put
+
+    def _forget(self, put: _Put) -> None:
+        """It has ended."""
+        with self._lock:
+            self._open.pop(put.number, None)
+            self._parked.pop(put.number, None)
+
+    def _put_straight(self, put: _Put) -> bool:
+        """Put it in, waiting for the answers here; False if that does not go straight."""
+        site = self._finder.site
+        if site is None or self._parked:
+            return False
+        try:
+            while True:
+                answer = self._ask(put, site)
+                if isinstance(answer, Future):
+                    answer = self._finder.result_of(site, answer)
+                if answer is None:
+                    self._forget(put)
+                    return True
+                if answer[0] != _WAITING:
+                    break
+                put.is_there = True
+        except RpcError as error:
+            answer = None  # not the future, which has the error, whose traceback has this frame
+            self._finder.failed(site, error)
+            put.is_there = False
+            put.num_failed += 1
+            return False
+        if (refusal := self._refusal(put, answer)) is not None:
+            raise refusal
+        self._finder.detach(site)
+        put.is_there = False
+        return False
+
+    def _ask(self, put: _Put, site: Site) -> Any:
+        """The answer of the owner, or a future of it."""
+        with self._lock:
+            below = next(iter(self._open), put.number)
+        items, size = (None, 0) if put.is_there else (put.items, put.nbytes)
+        wait_s = LARGE_SLICE_S if size > LARGE_BYTES else SLICE_S
+        is_last = False
+        if put.until is not None:
+            left_s = max(put.until - time.monotonic(), 0.0)
+            is_last = left_s <= wait_s
+            wait_s = min(wait_s, left_s)
+        return site.put((self._finder.handle, put.number, below, items, wait_s, is_last), size)
+
+    def _refusal(self, put: _Put, answer: list[int]) -> QueueError | None:
+        """What an answer that is not DONE means to whoever put; None: it has to be asked for again."""
+        outcome, num_in = answer
+        if outcome == Outcome.FULL:
+            return QueueFullError(
+                f"queue {self._finder.queue!r} had no room in time: {num_in} of {len(put.items)} items went in. Its "
+                "consumers are slower than its producers; see its stats().",
+                num_in,
+            )
+        if outcome == Outcome.CLOSED:
+            return QueueClosedError(
+                f"queue {self._finder.queue!r} is closed: {num_in} of {len(put.items)} items went in before.", num_in
+            )
+        return None
+
+    # Of puts that have a future
+
+    def _promised(self, put: _Put) -> RpcFuture[None]:
+        put.future = RpcFuture(
+            f"a put of {len(put.items)} items to queue {self._finder.queue!r}",
+            host=self._finder.worker.bus,
+            on_cancel=partial(self._forget, put),
+        )
+        return put.future
+
+    def _parked_now(self, put: _Put) -> RpcFuture[None]:
+        future = self._promised(put)
+        self._park(put)
+        return future
+
+    def _expect(self, put: _Put, site: Site, answer: Any) -> None:
+        if isinstance(answer, Future):
+            if self._finder.site is not site:
+                answer.cancel()
+            callback = partial(self._on_answer, put, site)
+            link = answer.link if isinstance(answer, RpcFuture) else None
+            if link is None:
+                answer.add_done_callback(callback)
+            else:  # have its answer received though nobody waits, without keeping it from sharing a write with others
+                Future.add_done_callback(answer, callback)
+                link.attach()
+        else:
+            self._on_content(put, site, answer)
+
+    def _on_answer(self, put: _Put, site: Site, answer: Future[Any]) -> None:
+        """On whichever thread ended it: nothing here waits."""
+        error = answer.exception()
+        if isinstance(error, RpcError):
+            self._failed(put, site, error)
+        elif error is not None:
+            self._end(put, error)
+        else:
+            self._on_content(put, site, answer.result())
+
+    def _on_content(self, put: _Put, site: Site, answer: list[int] | None) -> None:
+        if answer is None:
+            self._end(put, None)
+        elif answer[0] == _WAITING:
+            put.is_there = True
+            try:
+                self._expect(put, site, self._ask(put, site))
+            except RpcError as error:
+                self._failed(put, site, error)
+        elif (refusal := self._refusal(put, answer)) is not None:
+            self._end(put, refusal)
+        else:
+            self._finder.detach(site)
+            self._park(put)
+
+    def _failed(self, put: _Put, site: Site, error: RpcError) -> None:
+        try:
+            self._finder.failed(site, error)
+        except RpcError as final:
+            self._end(put, final)
+        except QueueError as final:
+            self._end(put, final)
+        else:
+            put.num_failed += 1
+            self._park(put)
+
+    def _end(self, put: _Put, error: BaseException | None) -> None:
+        self._forget(put)
+        if put.future is None:
+            return
+        if error is None:
+            put.future.succeed(None)
+        else:
+            put.future.fail(error)
+
+    def _park(self, put: _Put) -> None:
+        put.is_there = False
+        with self._lock:
+            if put.number not in self._open:  # given up by whoever put it
+                return
+            self._parked[put.number] = put
+            if self._helper is None:
+                self._helper = threading.Thread(target=self._help, name="queue-puts", daemon=True)
+                self._helper.start()
+
+    def _help(self) -> None:
+        while True:
+            with self._lock:
+                if not self._parked:
+                    self._helper = None
+                    return
+                put = self._parked[min(self._parked)]
+            self._send_again(put)
+
+    def _send_again(self, put: _Put) -> None:
+        finder = self._finder
+        if put.num_failed:
+            finder.pause(put.num_failed, put.until)
+        try:
+            site = finder.site or finder.attach(put.until)
+        except QueueNotFoundError as error:
+            with self._lock:
+                parked = list(self._parked.values())
+            now = time.monotonic()
+            for each in parked:  # they have all waited as long
+                if put.until is None or (each.until is not None and each.until <= now):
+                    self._end(each, error)
+            self._end(put, error)
+            return
+        except (QueueError, RpcError) as error:
+            self._end(put, error)
+            return
+        try:
+            answer = self._ask(put, site)
+        except RpcError as error:
+            self._failed(put, site, error)
+            return
+        with self._lock:
+            self._parked.pop(put.number, None)  # only now: until it was sent, what follows has to stay behind it
+        self._expect(put, site, answer)

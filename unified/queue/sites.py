@@ -1,0 +1,90 @@
+"""Where a queue is, as its users see it: in another worker, or here. Both return the answer, or a future of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from unified.bus.endpoint import BusEndpoint
+from unified.queue import items as packed
+from unified.queue.owner import QueueService, method
+from unified.worker.name_table import Holder
+
+SLICE_S = 20.0
+"""The owner answers after so long at the latest, if only to say that there is nothing yet: so an answer that got lost
+is asked for again, and nobody waits on a call that the owner has forgotten."""
+MARGIN_S = 40.0
+"""Beyond the slice, until the call is given up and made again."""
+SLOWEST_BYTES_PER_S = 5_000_000
+LARGE_BYTES = 64 * 1024
+LARGE_SLICE_S = 0.2
+"""A put of `LARGE_BYTES` that finds no room is answered so soon, and then asks without its items: while they are on
+their way they count against what may be in flight to the owner."""
+PutQuestion = tuple[int, int, int, list[packed.Packed] | None, float, bool]
+"""Handle, number, below, items, wait_s, is_last: see `PutAsked`."""
+_NO_KWARGS: dict[str, Any] = {}
+
+
+class Site(Protocol):
+    """One life of the owner, in which a handle is known."""
+
+    holder: Holder
+    identity: str
+    """Of the queue's contents; see `QueueService`."""
+    is_durable: bool
+    is_here: bool
+    """In this very process."""
+
+    def put(self, question: PutQuestion, nbytes: int) -> Any: ...
+
+    def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Any: ...
+
+    def tell(self, verb: str, *args: Any) -> Any: ...
+
+
+class RemoteSite:
+    """In another worker."""
+
+    is_here = False
+
+    def __init__(self, bus: BusEndpoint, queue: str, holder: Holder, identity: str, is_durable: bool) -> None:
+        self.holder = holder
+        self.identity = identity
+        self.is_durable = is_durable
+        self._bus = bus
+        self._queue = queue
+        self._worker = holder.worker
+        self._put = method(queue, "put")
+        self._get = method(queue, "get")
+
+    def put(self, question: PutQuestion, nbytes: int) -> Future[Any]:
+        timeout = question[4] + MARGIN_S + nbytes / SLOWEST_BYTES_PER_S
+        return self._bus.call(self._worker, self._put, question, _NO_KWARGS, timeout=timeout)
+
+    def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Future[Any]:
+        question = (handle, consumer, number, received, max_items, wait_s)
+        return self._bus.call(self._worker, self._get, question, _NO_KWARGS, timeout=wait_s + MARGIN_S)
+
+    def tell(self, verb: str, *args: Any) -> Future[Any]:
+        return self._bus.call(self._worker, method(self._queue, verb), args, _NO_KWARGS, timeout=MARGIN_S)
+
+
+class LocalSite:
+    """In this very worker: calls go straight to the service."""
+
+    is_here = True
+
+    def __init__(self, service: QueueService, holder: Holder) -> None:
+        self.holder = holder
+        self.identity = service.identity
+        self.is_durable = service.is_durable
+        self._service = service
+        self.get = service.get
+
+    def put(self, question: PutQuestion, nbytes: int) -> Any:
+        handle, number, below, items, wait_s, is_last = question
+        kept = None if items is None else list(map(packed.kept, items))
+        return self._service.put(handle, number, below, kept, wait_s, is_last)
+
+    def tell(self, verb: str, *args: Any) -> Any:
+        return getattr(self._service, verb)(*args)

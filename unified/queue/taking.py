@@ -1,0 +1,213 @@
+"""A handle's consumers: one for each thread that takes through it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from unified.errors import QueueClosedError, QueueError, QueueNotFoundError, RpcError, UnifiedError, UsageError
+from unified.queue.core.outcomes import Outcome
+from unified.queue.farewells import FAREWELLS
+from unified.queue.finder import OwnerFinder
+from unified.queue.items import Packed, unpack
+from unified.queue.sites import SLICE_S, Site
+
+FINISH_WITHIN_S = 5.0
+
+
+class _Consumer:
+    """One thread, and only that thread uses it. As long as it has items the thread keeps it, even if the handle is
+    dropped; it is collected when the thread ends."""
+
+    __slots__ = ("consumer", "finder", "num_done", "num_items", "number", "received")
+
+    def __init__(self, finder: OwnerFinder) -> None:
+        self.consumer = secrets.randbits(62)
+        self.finder = finder
+        self.number = 0
+        """Of its newest get."""
+        self.received = 0
+        """Of the newest get whose items it has seen."""
+        self.num_items = 0
+        """That came with it."""
+        self.num_done = 0
+        """Of these."""
+
+    def has(self, num_items: int) -> None:
+        """It has these items of its newest get, and is done with those before."""
+        self.received, self.num_items, self.num_done = self.number, num_items, 0
+        if num_items:
+            _thread.holding.add(self)
+        else:
+            _thread.holding.discard(self)
+
+    def end(self) -> None:
+        """Its thread will take no more, and is done with what it took."""
+        _thread.holding.discard(self)
+        finder, self.number = self.finder, 0
+        if finder.site is not None:
+            with suppress(UnifiedError):  # its owner is gone, and with it whatever there is to tell
+                told = finder.site.tell("end", finder.handle, self.consumer, self.received)
+                if isinstance(told, Future):
+                    told.result(FINISH_WITHIN_S)
+
+    def __del__(self) -> None:
+        if self.number:
+            FAREWELLS.consumer_gone(self.finder, self.consumer, self.received)
+
+
+class _Thread(threading.local):
+    """Of each thread: the consumers that have items on lease."""
+
+    def __init__(self) -> None:
+        self.holding: set[_Consumer] = set()
+
+
+_thread = _Thread()
+
+
+def end_main_thread() -> None:
+    """The worker's entry point has returned: its thread is done with all that it took, and so are those that ended."""
+    for consumer in list(_thread.holding):
+        consumer.end()
+    FAREWELLS.flush(FINISH_WITHIN_S)
+
+
+class Taker:
+    """Takes, and says what is done."""
+
+    def __init__(self, finder: OwnerFinder) -> None:
+        self._finder = finder
+        self._local = threading.local()
+        self._first_asked = 0.0
+
+    def take(self, max_items: int, timeout_s: float | None) -> list[Any]:
+        """Up to `max_items`, as soon as there is one; none if there is none in time. What this thread took before is
+        done.
+
+        Raises:
+            ProtocolError: one of them cannot be read here. The next take brings them again, unless `done` comes first.
+            QueueClosedError: the queue is closed, and there is and will be nothing more in it.
+            QueueLostError, QueueNotFoundError: as their names say.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        consumer = self._consumer()
+        before = consumer.number, consumer.num_items, consumer.num_done
+        consumer.number += 1
+        consumer.num_items = consumer.num_done = 0
+        try:
+            items, is_only = self._take(consumer, max_items, until)
+        except (QueueError, RpcError):
+            raise
+        except BaseException:  # an interrupt: the answer may be on its way, and nobody waits for it
+            self._give_up(consumer)
+            raise
+        if items is None:  # it may have handed out items that never came: this take is asked again under its number
+            consumer.number, consumer.num_items, consumer.num_done = before
+            return []
+        values = [unpack(item, is_only=is_only) for item in items]
+        consumer.has(len(items))
+        return values
+
+    def done(self, count: int | None) -> None:
+        """This thread is done with the next `count` items of its last take; None: with all of it."""
+        consumer = self._consumer()
+        left = consumer.num_items - consumer.num_done
+        if count is not None and not 0 <= count <= left:
+            raise UsageError(
+                f"task_done({count}): this thread has {left} items of queue {self._finder.queue!r} that are not done."
+            )
+        if not left and consumer.number == consumer.received:
+            return
+        num_done = consumer.num_items if count is None else consumer.num_done + count
+        is_all = num_done == consumer.num_items
+        self._tell("done", consumer.consumer, consumer.number, None if is_all else num_done)
+        if is_all:
+            consumer.has(0)  # of a take that could not be opened, too
+        consumer.num_done = num_done
+
+    def give_back(self) -> None:
+        """This thread is not done with what is left of its last take: it goes back to the front."""
+        consumer = self._consumer()
+        if consumer.num_done < consumer.num_items or consumer.number > consumer.received:
+            self._tell("give_back", consumer.consumer, consumer.number, consumer.number - 1)
+            consumer.has(0)
+
+    def ask(self, verb: str, *args: Any) -> Any:
+        """Ask the owner, again until it answers."""
+        num_failed = 0
+        while True:
+            site = self._finder.site or self._finder.attach()
+            try:
+                answer = site.tell(verb, *args)
+                return self._finder.result_of(site, answer) if isinstance(answer, Future) else answer
+            except RpcError as error:
+                answer = None
+                self._finder.failed(site, error)
+            num_failed += 1
+            self._finder.pause(num_failed)
+
+    def _tell(self, verb: str, *args: Any) -> None:
+        self.ask(verb, self._finder.handle, *args)
+
+    def _take(self, consumer: _Consumer, max_items: int, until: float | None) -> tuple[list[Packed] | None, bool]:
+        """The items, and whether nobody else in this process has them; None if time is over and the owner was not heard."""
+        finder = self._finder
+        num_failed = 0
+        while True:
+            site = finder.site
+            if site is None:
+                site = self._found(until)
+                if site is None:
+                    return None, True
+            is_heard = True
+            wait_s = SLICE_S if until is None else max(min(until - time.monotonic(), SLICE_S), 0.0)
+            try:
+                answer = site.get(
+                    finder.handle, consumer.consumer, consumer.number, consumer.received, max_items, wait_s
+                )
+                if isinstance(answer, Future):
+                    answer = finder.result_of(site, answer)
+            except RpcError as error:
+                answer = Outcome.WAITING  # not the future, which has the error, whose traceback has this frame
+                is_heard = False
+                finder.failed(site, error)
+                num_failed += 1
+                finder.pause(num_failed, until)
+            if type(answer) is list:
+                return answer, not site.is_here
+            if answer == Outcome.CLOSED:
+                raise QueueClosedError(
+                    f"queue {finder.queue!r} is closed, and all that was in it has been taken: nothing more will come."
+                )
+            if answer == Outcome.UNKNOWN:
+                finder.detach(site)
+            elif until is not None and time.monotonic() >= until:
+                return [] if is_heard else None, True
+
+    def _found(self, until: float | None) -> Site | None:
+        """The owner; None if this take's own time is over, and there may yet be one."""
+        now = time.monotonic()
+        self._first_asked = self._first_asked or now
+        try:
+            return self._finder.attach(until)
+        except QueueNotFoundError:
+            if until is None or now - self._first_asked >= self._finder.patience_s:
+                raise
+            return None
+
+    def _give_up(self, consumer: _Consumer) -> None:
+        site = self._finder.site
+        if site is not None:
+            site.tell("give_back", self._finder.handle, consumer.consumer, consumer.number, consumer.received)
+
+    def _consumer(self) -> _Consumer:
+        try:
+            consumer: _Consumer = self._local.consumer
+        except AttributeError:
+            consumer = self._local.consumer = _Consumer(self._finder)
+        return consumer

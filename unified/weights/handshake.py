@@ -1,0 +1,205 @@
+"""What rank 0 of the senders and the receivers say to each other before and after the buckets."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from unified.bus.shm_pool import default_limit
+from unified.errors import RpcError, RpcNotFoundError, WeightsError, WeightsTimeoutError, WeightsVersionError
+from unified.weights.assembly import Life
+from unified.weights.lives import GONE, LATE, Failure, LifeCalls, failure_of, method
+from unified.weights.plan import Bucket, Manifest, tree
+from unified.weights.source import Source
+
+FIRST_PAUSE_S = 0.005
+LAST_PAUSE_S = 0.25
+ABORT_WITHIN_S = 5.0
+LENT_SHARE = 0.25
+"""What one version may take of the shared memory of a process and still stay there until the next: with that one, and
+with one that a slow reader keeps, it leaves a quarter. Receivers copy a larger one as it comes."""
+
+
+class Attempt(NamedTuple):
+    """A version that receivers expect."""
+
+    manifest: Manifest
+    heads: tuple[Life, ...]
+    """To whom the buckets are sent."""
+    lives: tuple[Life, ...]
+    """All that will have them."""
+    failures: dict[str, Failure]
+    """Of those that were lost meanwhile."""
+
+
+class Verdict(NamedTuple):
+    """What came of an attempt."""
+
+    failures: dict[str, Failure]
+    again: bool
+    """Another attempt may reach those that failed."""
+
+
+class Handshake:
+    """With the receivers called `name`.
+
+    Args:
+        what: the weights and the group in words.
+        node: of this worker.
+    """
+
+    def __init__(self, calls: LifeCalls, name: str, what: str, node: str) -> None:
+        self._calls = calls
+        self._name = name
+        self._what = what
+        self._node = node
+
+    def begin(
+        self,
+        targets: Mapping[str, str],
+        source: Source,
+        buckets: tuple[Bucket, ...],
+        senders: tuple[Life, ...],
+        *,
+        version: int | None,
+        last: int,
+        force: bool,
+        deadline: float,
+    ) -> Attempt:
+        """Find the receivers, choose the version, and have them expect it.
+
+        Args:
+            targets: node of each worker; empty: not known.
+            version: None: one more than the newest that anybody has, and than `last`.
+
+        Raises:
+            WeightsVersionError: somebody has a newer one, or another sender is bringing this one.
+            WeightsTimeoutError: a worker has no receiver yet.
+            WeightsError: a worker cannot be reached.
+        """
+        versions, lives = self._find(list(targets), deadline)
+        newest = max(versions.values())
+        if version is None:
+            version = max(newest, last) + 1
+        elif version < newest and not force:
+            there = next(worker for worker, each in versions.items() if each == newest)
+            raise WeightsVersionError(
+                f"version {version} of {self._what} was not sent: worker {there} has version {newest}, and versions go "
+                "up. Leave version= out to have the next one, or say force=True to go back."
+            )
+        heads, mates = tree(lives, targets, self._node)
+        manifest = Manifest(
+            session=secrets.token_hex(8),
+            version=version,
+            buckets=buckets,
+            keys=source.keys,
+            aliases=source.aliases,
+            others=source.others,
+            metadata=source.metadata,
+            senders=senders,
+            mates=mates,
+            is_lent=_can_lend(buckets, is_passed_on=bool(mates)),
+            timeout_s=left_s(deadline),
+            force=force,
+        )
+        attempt = Attempt(manifest, tuple(heads), tuple(lives), {})
+        refusals: dict[str, str] = {}
+        for worker, answer in self._ask(lives, "begin", [manifest], deadline).items():
+            if isinstance(answer, Failure):
+                attempt.failures[worker] = answer
+            elif answer:
+                refusals[worker] = answer
+        if refusals:
+            worker, reason = next(iter(refusals.items()))
+            self.abort(attempt, [life.worker for life in lives], f"worker {worker} refused it: {reason}")
+            raise WeightsVersionError(
+                f"version {version} of {self._what} was not sent: worker {worker} refuses it, because {reason}. "
+                "(If all ranks of a role call sync_weights with the same model, say collective=True.)"
+            )
+        return attempt
+
+    def finish(self, attempt: Attempt, failures: Mapping[str, Failure], deadline: float) -> Verdict:
+        """When every bucket was answered: have the version published by all that have it whole."""
+        failed = dict(failures)
+        self.abort(attempt, failed, "its sender could not deliver all of it")
+        whole = [life for life in attempt.lives if life.worker not in failed]
+        answers = self._ask(whole, "commit", [attempt.manifest.session], deadline)
+        failed |= {worker: answer for worker, answer in answers.items() if isinstance(answer, Failure)}
+        may_come = all(failure.kind == GONE for failure in failed.values())
+        return Verdict(failed, bool(failed) and may_come and time.monotonic() < deadline)
+
+    def abort(self, attempt: Attempt, workers: Iterable[str], reason: str) -> None:
+        """Have receivers forget it. Nobody waits: whoever does not hear of it drops it when its time is up."""
+        wanted = set(workers)
+        lives = [life for life in attempt.lives if life.worker in wanted]
+        with contextlib.suppress(RpcError):
+            self._calls.call_many(
+                lives, method(self._name, "abort"), [attempt.manifest.session, reason], timeout=ABORT_WITHIN_S
+            )
+
+    def error(self, version: int | None, failures: Mapping[str, Failure]) -> WeightsError:
+        """Says who did not get it, and why."""
+        what = self._what if version is None else f"version {version} of {self._what}"
+        texts = "".join(f"\n  {worker}: {failure.text}" for worker, failure in failures.items())
+        is_late = {failure.kind for failure in failures.values()} <= {LATE, GONE}
+        return (WeightsTimeoutError if is_late else WeightsError)(f"{what} did not reach:{texts}")
+
+    def _find(self, targets: Sequence[str], deadline: float) -> tuple[dict[str, int], list[Life]]:
+        """The newest version that each worker has, and its life, as soon as each has a receiver."""
+        found: dict[str, tuple[int, Life]] = {}
+        pause_s = FIRST_PAUSE_S
+        while True:
+            missing = [worker for worker in targets if worker not in found]
+            calls = self._calls.bus.call_many(missing, method(self._name, "version"), [], {}, timeout=left_s(deadline))
+            for worker, call in zip(missing, calls, strict=True):
+                try:
+                    version, incarnation = call.result()
+                    found[worker] = version, Life(worker, incarnation)
+                except RpcNotFoundError:
+                    pass
+                except RpcError as error:
+                    failure = failure_of(error)
+                    if failure.kind != GONE:
+                        raise self.error(None, {worker: failure}) from error
+            if len(found) == len(targets):
+                return {worker: found[worker][0] for worker in targets}, [found[worker][1] for worker in targets]
+            if time.monotonic() + pause_s >= deadline:
+                names = ", ".join(worker for worker in targets if worker not in found)
+                raise WeightsTimeoutError(
+                    f"{self._what} did not reach {names}: there is no WeightsReceiver({self._name!r}) there. "
+                    "Each worker of the role makes one when it starts."
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, LAST_PAUSE_S)
+
+    def _ask(self, lives: Sequence[Life], verb: str, args: Sequence[Any], deadline: float) -> dict[str, Any]:
+        """The answers by worker, or the failure of the call."""
+        answers: dict[str, Any] = {}
+        calls = self._calls.call_many(lives, method(self._name, verb), args, timeout=left_s(deadline))
+        for life, call in zip(lives, calls, strict=True):
+            try:
+                answers[life.worker] = call.result()
+            except RpcError as error:
+                call.cancel()
+                answers[life.worker] = failure_of(error)
+        return answers
+
+
+def _can_lend(buckets: Sequence[Bucket], *, is_passed_on: bool) -> bool:
+    """Whether those that share memory of theirs, the senders or who passes on for them, can spare it for long."""
+    limit = default_limit()
+    if limit == 0:  # all goes by the wire, into memory of the receivers
+        return True
+    of_rank: dict[int, int] = {}
+    for bucket in buckets:
+        rank = 0 if is_passed_on else bucket.rank  # who passes on has them all
+        of_rank[rank] = of_rank.get(rank, 0) + bucket.nbytes
+    return max(of_rank.values(), default=0) <= LENT_SHARE * limit
+
+
+def left_s(deadline: float) -> float:
+    """Seconds to a deadline on the monotonic clock, and never none: a call wants more than zero."""
+    return max(deadline - time.monotonic(), 0.001)

@@ -1,0 +1,134 @@
+"""What is to be sent, cut into buckets, and which worker passes it on to which. Pure, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from unified.weights.assembly import Life
+
+BUCKET_BYTES = 32 * 1024 * 1024
+ALIGNMENT = 64
+"""Of each tensor in a bucket's memory, in bytes."""
+
+
+class Entry(NamedTuple):
+    """One tensor as it is sent."""
+
+    key: str
+    dtype: str
+    """As torch names it: ``bfloat16``."""
+    shape: tuple[int, ...]
+    nbytes: int
+    is_sharded: bool = False
+    """It lies over several ranks, which gather it together."""
+
+
+class Bucket(NamedTuple):
+    """Tensors that travel together."""
+
+    entries: tuple[Entry, ...]
+    rank: int
+    """Which of the senders sends it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that holds it, each tensor at its `offsets`."""
+        return sum(_aligned(entry.nbytes) for entry in self.entries)
+
+    @property
+    def offsets(self) -> list[int]:
+        found, end = [], 0
+        for entry in self.entries:
+            found.append(end)
+            end += _aligned(entry.nbytes)
+        return found
+
+
+class Manifest(NamedTuple):
+    """All about one version but its tensors' values: what a sender says first."""
+
+    session: str
+    version: int
+    buckets: tuple[Bucket, ...]
+    keys: tuple[str, ...]
+    """All, in the order of the state dict."""
+    aliases: Mapping[str, str]
+    """Tied tensors: a key, and the key of the entry that has its value."""
+    others: Mapping[str, Any]
+    """Entries that are no dense tensors, by key."""
+    metadata: Any
+    """What torch keeps beside a state dict (the versions of its modules)."""
+    senders: tuple[Life, ...]
+    mates: Mapping[str, tuple[Life, ...]]
+    """For a receiver those on its node to whom it passes buckets on."""
+    is_lent: bool
+    """The sender can spare the shared memory of this version until the next one."""
+    timeout_s: float
+    force: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+
+def cut(entries: Iterable[Entry], bucket_bytes: int, num_ranks: int = 1) -> tuple[Bucket, ...]:
+    """Buckets of at most `bucket_bytes`, in the order given; a larger tensor is one by itself.
+
+    What no rank has alone is spread over the ranks; the rest, which rank 0 has as well as any, it sends.
+    """
+    plain: list[Entry] = []
+    sharded: list[Entry] = []
+    for entry in entries:
+        (sharded if entry.is_sharded else plain).append(entry)
+    buckets = [Bucket(tuple(run), 0) for run in _runs(plain, bucket_bytes)]
+    buckets += [Bucket(tuple(run), index % num_ranks) for index, run in enumerate(_runs(sharded, bucket_bytes))]
+    return tuple(buckets)
+
+
+def digest(buckets: Iterable[Bucket], aliases: Mapping[str, str], others: Iterable[str]) -> str:
+    """The same for ranks that are about to send the same model in the same way."""
+    text = repr((list(buckets), sorted(aliases.items()), sorted(others)))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tree(
+    targets: Iterable[Life], nodes: Mapping[str, str], here: str
+) -> tuple[list[Life], dict[str, tuple[Life, ...]]]:
+    """To whom the sender sends, and who of them passes on to whom.
+
+    Workers on the sender's own node read one copy in shared memory. Of those on another node the first gets the bytes
+    over the network, once, and passes them on through shared memory there.
+
+    Args:
+        nodes: of each target; empty: not known.
+        here: the sender's node.
+    """
+    direct: list[Life] = []
+    by_node: dict[str, list[Life]] = {}
+    for target in targets:
+        node = nodes[target.worker]
+        if node in ("", here):
+            direct.append(target)
+        else:
+            by_node.setdefault(node, []).append(target)
+    mates = {lives[0].worker: tuple(lives[1:]) for lives in by_node.values() if len(lives) > 1}
+    return direct + [lives[0] for lives in by_node.values()], mates
+
+
+def _runs(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Entry]]:
+    runs: list[list[Entry]] = []
+    room = 0
+    for entry in entries:
+        nbytes = _aligned(entry.nbytes)
+        if not runs or nbytes > room:
+            runs.append([])
+            room = bucket_bytes
+        runs[-1].append(entry)
+        room -= nbytes
+    return runs
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

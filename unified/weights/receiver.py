@@ -1,0 +1,176 @@
+"""`WeightsReceiver`: where a worker gets the weights that another role sends it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from unified.errors import UsageError
+from unified.worker.context import current_worker
+
+if TYPE_CHECKING:
+    import torch
+
+    from unified.bus.endpoint import BusEndpoint
+    from unified.weights.snapshot import VersionedStateDict
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsReceiver:
+    """Receives what `RoleGroup.sync_weights` of another role sends to this one. Make one when the worker starts.
+
+    A version becomes visible when all of it has come, in one moment; what is read once stays as it was. Nothing is
+    loaded into a model but by `load_into`.
+
+    Args:
+        name: for a worker that receives several models; `sync_weights(…, name=…)` says the same.
+        copy: True: copy each version into memory of this process as it comes. False: keep it where it came to, which
+            on the sender's host is shared memory of the sender. None: keep it, unless the sender says that its model is
+            too large for that. See docs/weights.md for what either costs.
+        bus: for tests; this worker's own.
+
+    Raises:
+        UsageError: this process has a receiver of that name already.
+        NotInWorkerError: this process is not a worker.
+    """
+
+    def __init__(self, name: str = "default", *, copy: bool | None = None, bus: BusEndpoint | None = None) -> None:
+        from unified.weights.reception import Reception  # imports torch
+
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"WeightsReceiver({name!r}): a name is wanted.")
+        self.name = name
+        self._callbacks: list[Callable[[int], object]] = []
+        self._news = threading.Condition()
+        self._newest = 0
+        self._count = 0
+        """Of publications, as a version may be published again."""
+        self._is_closed = False
+        self._teller: threading.Thread | None = None
+        self._reception = Reception(
+            current_worker().bus if bus is None else bus, name, copy=copy, on_published=self._on_published
+        )
+
+    @property
+    def version(self) -> int:
+        """Of the newest complete version; 0: none has come in this life of the worker."""
+        return self._reception.version
+
+    def wait(self, min_version: int | None = None, timeout: float | None = None) -> int:
+        """Wait until a version of at least `min_version` (None: any) is complete; its number, which may be higher.
+
+        Args:
+            timeout: seconds; None: as long as this worker lives.
+
+        Raises:
+            WeightsTimeoutError: it did not come in time; the message says what is there and what is on its way.
+            WeightsError: the receiver was closed.
+        """
+        return self._wait(min_version, timeout).version
+
+    def state_dict(self) -> VersionedStateDict:
+        """The newest complete version, whole: a state dict with its number as `.version`, copied nowhere.
+
+        Its tensors are for reading alone, and stay as they are for as long as they are kept. ``.clone()`` what is to be
+        changed.
+
+        Raises:
+            WeightsTimeoutError: no version has come yet.
+        """
+        from unified.weights.snapshot import VersionedStateDict
+
+        latest = self._wait(None, 0)
+        state = VersionedStateDict(latest)
+        state.version = latest.version
+        if hasattr(latest, "_metadata"):
+            state._metadata = latest._metadata
+        return state
+
+    def load_into(
+        self,
+        model: torch.nn.Module | MutableMapping[str, Any],
+        min_version: int | None = None,
+        timeout: float | None = None,
+        strict: bool = True,
+        *,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> int:
+        """Wait as `wait` does, and copy that version into the model: always all of one version.
+
+        Args:
+            model: its parameters and buffers are written to, on whatever device they are, cast to their own dtype; one
+                that is sharded (FSDP2, a DTensor) takes its own part. Or a state dict of tensors to write to.
+            strict: the model has exactly the keys that were sent. Else those that both have are loaded.
+            lock: held while the model is being changed, and not while waiting; for threads that compute with it.
+
+        Returns:
+            The version's number, `min_version` or higher.
+
+        Raises:
+            WeightsMismatchError: it does not fit the model; names the keys. Nothing was changed.
+            WeightsTimeoutError, WeightsError: as `wait`.
+        """
+        from unified.weights.snapshot import load
+
+        latest = self._wait(min_version, timeout)
+        with lock if lock is not None else contextlib.nullcontext():
+            load(latest, model, strict=strict, what=f"version {latest.version} of weights {self.name!r}")
+        return latest.version
+
+    def on_version(self, callback: Callable[[int], object]) -> None:
+        """Have `callback(version)` called after a version has come, in a thread that is kept for that.
+
+        Versions that come while a callback runs are told once, as the newest of them. What it raises is logged.
+        """
+        with self._news:
+            self._callbacks.append(callback)
+            if self._teller is None and not self._is_closed:
+                self._teller = threading.Thread(target=self._tell, name="weights-news", daemon=True)
+                self._teller.start()
+
+    def close(self) -> None:
+        """Receive no more and let go of all versions. Who waits gets a WeightsError; senders are told that there is no
+        receiver. A second time changes nothing."""
+        self._reception.close()
+        with self._news:
+            self._is_closed = True
+            self._news.notify_all()
+        if self._teller is not None and self._teller is not threading.current_thread():
+            self._teller.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, min_version: int | None, timeout: float | None) -> VersionedStateDict:
+        return self._reception.wait(1 if min_version is None else min_version, timeout)
+
+    def _on_published(self, version: int) -> None:
+        with self._news:
+            self._count += 1
+            self._newest = version
+            self._news.notify_all()
+
+    def _tell(self) -> None:
+        told = 0
+        while True:
+            with self._news:
+                self._news.wait_for(lambda told=told: self._is_closed or self._count > told)  # type: ignore[misc]
+                if self._is_closed:
+                    return
+                told, version, callbacks = self._count, self._newest, list(self._callbacks)
+            for callback in callbacks:
+                try:
+                    callback(version)
+                except Exception:
+                    logger.exception("weights=%s event=callback-failed version=%d", self.name, version)

@@ -1,0 +1,158 @@
+"""The model that is to be sent: its tensors by key, whole or sharded over ranks, tied ones once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unified.bus.tensors import is_dense
+from unified.errors import UsageError
+from unified.weights.plan import Bucket, Entry, Manifest, cut, digest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_COMPILED = "_orig_mod"
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile, which put a prefix before its keys."""
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            module = module.module
+        elif isinstance(getattr(module, _COMPILED, None), torch.nn.Module):
+            module = getattr(module, _COMPILED)
+        else:
+            return module
+
+
+def is_replicated(weights: object) -> bool:
+    """A model of which each rank of the process group has the same copy: DistributedDataParallel says so."""
+    module = weights
+    while isinstance(getattr(module, _COMPILED, None), torch.nn.Module):
+        module = getattr(module, _COMPILED)
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel)
+
+
+class Source:
+    """A state dict, to be sent.
+
+    Args:
+        weights: a module, or a state dict of one.
+        dtype: what floating-point tensors are cast to; None: nothing.
+
+    Raises:
+        UsageError: it is neither, a key is no string, or a tensor has no values (the meta device).
+    """
+
+    def __init__(self, weights: torch.nn.Module | Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UsageError(f"dtype={dtype!r}: a floating-point dtype of torch is wanted, such as torch.bfloat16.")
+        state = unwrap(weights).state_dict() if isinstance(weights, torch.nn.Module) else weights
+        if not isinstance(state, Mapping):
+            raise UsageError(f"sync_weights takes a torch module or its state dict, not a {type(weights).__name__}.")
+        self._dtype = dtype
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.entries: list[Entry] = []
+        self.aliases: dict[str, str] = {}
+        self.others: dict[str, Any] = {}
+        self.keys = tuple(state)
+        self.metadata = getattr(state, "_metadata", None)
+        seen: dict[object, str] = {}
+        for key, value in state.items():
+            if not isinstance(key, str):
+                raise UsageError(f"the key {key!r} of the state dict is no string.")
+            self._add(key, value, seen)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh that all sharded tensors lie on; None if there are none, or they differ."""
+        meshes: list[DeviceMesh] = [tensor.device_mesh for tensor in self._tensors.values() if _is_sharded(tensor)]  # type: ignore[attr-defined]
+        return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(entry.is_sharded for entry in self.entries)
+
+    def cut(self, bucket_bytes: int, num_ranks: int) -> tuple[Bucket, ...]:
+        return cut(self.entries, bucket_bytes, num_ranks)
+
+    def digest(self, buckets: Sequence[Bucket]) -> str:
+        return digest(buckets, self.aliases, self.others)
+
+    @torch.no_grad()
+    def collect(self, entry: Entry) -> torch.Tensor:
+        """The tensor itself; a sharded one is gathered, which is a collective of all its ranks. Not cast yet, unless
+        it was gathered: fewer bytes travel then."""
+        tensor = self._tensors[entry.key]
+        if not entry.is_sharded:
+            return tensor
+        cast = tensor.to(getattr(torch, entry.dtype))
+        whole: torch.Tensor = cast.full_tensor()  # type: ignore[attr-defined]  # of a DTensor
+        return whole
+
+    def is_models(self, entry: Entry, tensor: torch.Tensor) -> bool:
+        """Whether a collected tensor is the model's own memory, and no copy."""
+        own = _local(self._tensors[entry.key])
+        return bool(tensor.untyped_storage()._cdata == own.untyped_storage()._cdata)
+
+    def _add(self, key: str, value: Any, seen: dict[object, str]) -> None:
+        if not isinstance(value, torch.Tensor):
+            self.others[key] = value
+            return
+        tensor = value.detach()
+        if tensor.is_meta:
+            raise UsageError(f"tensor {key!r} is on the meta device and has no values to send.")
+        is_sharded = _is_sharded(tensor)
+        if not is_sharded and (type(tensor) is not torch.Tensor or not is_dense(torch, tensor)):
+            self.others[key] = tensor  # sparse, quantized, or of a library's own class: pickled as it likes
+            return
+        first = seen.setdefault(_identity(tensor), key)
+        if first != key:
+            self.aliases[key] = first
+            return
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        nbytes = tensor.numel() * dtype.itemsize
+        self._tensors[key] = tensor
+        self.entries.append(Entry(key, str(dtype).removeprefix("torch."), tuple(tensor.shape), nbytes, is_sharded))
+
+
+def check_bucket(manifest: Manifest, index: int, tensors: Sequence[object]) -> list[torch.Tensor]:
+    """The tensors of a bucket that came, if they are those that the manifest announced.
+
+    Raises:
+        UsageError: they are not.
+    """
+    entries = manifest.buckets[index].entries
+    found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    for entry, tensor in zip(entries, found, strict=False):
+        if tuple(tensor.shape) != entry.shape or str(tensor.dtype) != f"torch.{entry.dtype}":
+            raise UsageError(
+                f"bucket {index} of version {manifest.version} holds a {tensor.dtype} of shape {list(tensor.shape)} "
+                f"where {entry.key!r}, a {entry.dtype} of shape {list(entry.shape)}, was announced."
+            )
+    if not len(found) == len(tensors) == len(entries):
+        raise UsageError(f"bucket {index} of version {manifest.version} holds {len(found)} of {len(entries)} tensors.")
+    return found
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Is it a DTensor? That module takes long to import, and where nobody did there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """The same for two tensors only if they are one memory, looked at in one way; on every rank that has a part, also
+    where that part is empty."""
+    local = _local(tensor)
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), local.dtype, tuple(tensor.shape), local.stride(), local.is_conj()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; another tensor itself."""
+    return tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]

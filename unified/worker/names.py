@@ -1,0 +1,195 @@
+"""`current_worker().names`: names that a worker claims in its job, so that others find whoever holds them.
+
+The master decides: the first to claim a name holds it while its life lasts, and anybody else's claim is refused. The
+answer, and who holds what, come with the job's directory, so that a look-up costs no message.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from unified.errors import RpcTimeoutError, UsageError
+from unified.protocol.records import DirectoryEntry, NameClaims
+from unified.worker.name_table import Claim, Holder, NameChanged, NameTable
+
+Watcher = Callable[[str, Holder | None], None]
+
+
+class Names:
+    """The names of this worker's job. Every method but `learn` is for any thread.
+
+    Args:
+        job_id, worker, incarnation: whose names these are.
+        say: takes the whole set of claims to the agent; an older set that comes after a newer one is ignored there.
+    """
+
+    def __init__(self, *, job_id: str, worker: str, incarnation: int, say: Callable[[NameClaims], None]) -> None:
+        self._job_id = job_id
+        self._worker = worker
+        self._say = say
+        self._table = NameTable(worker, incarnation)
+        self._news = threading.Condition()
+        self._said = 0
+        self._watchers: list[Watcher] = []
+        self._learning_thread = 0
+        self._pid = os.getpid()
+
+    def claim(self, name: str, timeout_s: float = 60.0) -> None:
+        """Hold `name` from now on, until `release` or the end of this life. Blocks until the master has agreed.
+
+        A name that this life holds already is no error. The worker's next life has to claim its names again.
+
+        Args:
+            name: 1 to 200 characters; at most 1000 names a worker.
+            timeout_s: how long to wait for the master's answer, in seconds. It takes milliseconds, but for a master
+                that is being restarted, and while the job's other workers have not all started.
+
+        Raises:
+            UsageError: another worker holds the name; or it cannot be a name; or this is no place to wait.
+            RpcTimeoutError: no answer came in time; the claim is withdrawn.
+        """
+        self._check_may_wait("claim a name")
+        with self._news:
+            claim = self._table.claim(name)
+            with self._waiting_for(name, claim):
+                self._tell_agent()
+                self._wait(lambda: claim.is_answered, timeout_s)
+        if claim.refusal:
+            text = f"worker {self._worker} cannot claim the name {name!r} in job {self._job_id}: {claim.refusal}."
+            raise UsageError(text)
+        if not claim.is_granted:
+            raise RpcTimeoutError(
+                f"worker {self._worker} claimed the name {name!r} in job {self._job_id}, had no answer within "
+                f"{timeout_s:g} s, and gave up. The master answers once all workers of the job have started; "
+                "`unified status` tells whether it can be reached and what it waits for."
+            )
+
+    def release(self, name: str) -> None:
+        """Hold `name` no longer. Returns at once: it is free for others when the master has heard of it.
+
+        A name that this worker has not claimed is no error.
+        """
+        self._check_process()
+        with self._news:
+            if self._table.withdraw(name, "it was released while its claim waited for an answer"):
+                self._tell_agent()
+                self._news.notify_all()
+
+    def find(self, name: str, timeout_s: float | None = None) -> str:
+        """Full name of the worker that holds `name`; waits until there is one.
+
+        Args:
+            timeout_s: in seconds; None: as long as this worker lives.
+
+        Raises:
+            RpcTimeoutError: nobody has claimed it in time.
+            UsageError: this is no place to wait.
+        """
+        if (holder := self.holder(name)) is not None:
+            return holder.worker
+        self._check_may_wait("wait for a name")
+        with self._news:
+            self._wait(lambda: self._table.holder(name) is not None, timeout_s)
+            holder = self._table.holder(name)
+        if holder is None:
+            raise RpcTimeoutError(
+                f"worker {self._worker} waited {timeout_s:g} s for the holder of the name {name!r}, and no living "
+                f"worker of job {self._job_id} has claimed it: see whether the one that should is running (`unified "
+                "status`), and whether both spell the name alike."
+            )
+        return holder.worker
+
+    def holder(self, name: str) -> Holder | None:
+        """(worker, incarnation) of the life that holds `name`, as far as is known here; None if there is none."""
+        return self._table.holder(name)
+
+    def on_change(self, callback: Watcher) -> Callable[[], None]:
+        """Have ``callback(name, holder)`` called whenever a name of the job gets another holder, or loses it (None).
+
+        Death of the holder's life is a loss; its next life, once it claims the name, is another holder. The callback
+        runs in the thread that reads the agent's orders: it must be quick, and can neither claim nor wait for a name.
+        What it raises is printed.
+
+        Ask `holder` after this for what is true already.
+
+        Returns:
+            A function without arguments that ends the calls.
+        """
+        self._check_process()
+        with self._news:
+            self._watchers.append(callback)
+
+        def stop() -> None:
+            with self._news:
+                if callback in self._watchers:
+                    self._watchers.remove(callback)
+
+        return stop
+
+    def learn(self, entries: Iterable[DirectoryEntry]) -> None:
+        """Take news of the directory in: for the runtime, from one thread at a time."""
+        with self._news:
+            changes = self._table.learn(entries)
+            watchers = list(self._watchers)
+            self._news.notify_all()
+        self._learning_thread = threading.get_ident()
+        try:
+            for change in changes:
+                for watcher in watchers:
+                    _call(watcher, change)
+        finally:
+            self._learning_thread = 0
+
+    def _tell_agent(self) -> None:
+        """Say the claims if they have changed. Holds the lock: an agent that is gone ends the process."""
+        claims = self._table.claims
+        if claims.number > self._said:
+            self._said = claims.number
+            self._say(claims)
+
+    def _wait(self, is_true: Callable[[], bool], timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not is_true():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            self._news.wait(left)
+
+    @contextmanager
+    def _waiting_for(self, name: str, claim: Claim) -> Iterator[None]:
+        """At the end of the wait, however it ends, a claim for which nobody waits any more is withdrawn."""
+        claim.num_waiting += 1
+        try:
+            yield
+        finally:
+            claim.num_waiting -= 1
+            if not claim.is_answered and not claim.num_waiting:
+                self._table.withdraw(name)
+            self._tell_agent()
+
+    def _check_may_wait(self, what: str) -> None:
+        self._check_process()
+        if threading.get_ident() == self._learning_thread:
+            raise UsageError(
+                f"worker {self._worker} cannot {what} in an on_change callback: the answer would come through the very "
+                "thread that waits for it. Do it in a thread of your own."
+            )
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"the names of worker {self._worker} belong to process {self._pid}: this one ({os.getpid()}) was "
+                "forked from it and hears of no change. Use them in the worker itself."
+            )
+
+
+def _call(watcher: Watcher, change: NameChanged) -> None:
+    try:
+        watcher(change.name, change.holder)
+    except Exception:  # the others, and the news that follow, are still owed their turn
+        traceback.print_exc()
