@@ -21,9 +21,11 @@ from soak_journal import Fact, Life
 NEWS_S = 5.0
 """How long after a death a call may still end in it: the news has to travel."""
 CLOCK_S = 0.05
+AWAY_S = 10.0
+"""How long after the death of a queue's owner a get may yet end without having reached the next."""
 MOST_SHOWN = 20
-OWNERS_ERRORS: tuple[str, ...] = ()
-"""Parts of errors that a queue may end in while its owner is down; none: it has to wait."""
+OWNERS = {"durable": "vault-0"}
+"""Of the queues whose owner is killed."""
 
 
 class Kill(NamedTuple):
@@ -98,7 +100,7 @@ def close(facts: Iterable[Fact], kills: Iterable[Kill], began_at: float = 0.0) -
         elif fact.word == "died":
             _check_death(accounts, fact, deaths, began_at)
         elif fact.word != "start":
-            _note(accounts, stories, fact, began_at)
+            _note(accounts, stories, fact, deaths, began_at)
     for item_id, story in stories.items():
         _check_item(accounts, item_id, story, killed)
     return accounts
@@ -118,9 +120,15 @@ def _check_death(accounts: Accounts, fact: Fact, deaths: Mapping[str, list[float
         )
 
 
-def _note(accounts: Accounts, stories: dict[str, Story], fact: Fact, began_at: float) -> None:
+def _note(
+    accounts: Accounts,
+    stories: dict[str, Story],
+    fact: Fact,
+    deaths: Mapping[str, list[float]],
+    began_at: float,
+) -> None:
     queue, ids = fact.rest[0], fact.rest[1]
-    if fact.word == "doubt" and not any(text in fact.rest[2] for text in OWNERS_ERRORS):
+    if fact.word == "doubt":
         accounts.wrong.append(f"{fact.at - began_at:.1f} s, {named(fact.life)}: queue {queue}: {fact.rest[2]}")
     for item_id in ids:
         story = stories.setdefault(item_id, Story(queue))
@@ -138,6 +146,10 @@ def _note(accounts: Accounts, stories: dict[str, Story], fact: Fact, began_at: f
                 own.ack_begun_at = fact.at
             case "ack!", Delivery():
                 own.acked_at = fact.at
+            case "ack~", Delivery():
+                away = deaths.get(OWNERS.get(queue, ""), ())
+                if not any(own.ack_begun_at - AWAY_S < at < fact.at for at in away):
+                    own.acked_at = fact.at
             case "doubt", Delivery():
                 own.is_doubtful = True
 

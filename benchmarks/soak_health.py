@@ -19,6 +19,8 @@ BUCKETS = 24
 FEWEST_BUCKETS = 6
 CONFIDENCE = 1.96
 """Standard deviations of the trend's rank statistic: one trend in forty that is none is taken for growth."""
+POOLS_FILL_S = 120.0
+"""Every size of slot has been needed by then, so that the pools have what they will have."""
 TOLERANCE = {"mib": (8.0, 0.05), "descriptors": (4.0, 0.05)}
 """Growth over the whole time that is let pass: so much, or this share of the beginning."""
 
@@ -95,7 +97,8 @@ def judge(samples: Sequence[Sample], since_s: float) -> tuple[dict[str, Growth],
     names = sorted({name for sample in window for name in sample.anonymous_mib})
     series = [(f"memory of {name}", "mib", [s.anonymous_mib.get(name) for s in window]) for name in names]
     series += [(f"descriptors of {name}", "descriptors", [s.descriptors.get(name) for s in window]) for name in names]
-    series.append(("shared memory", "mib", [s.shared_mib for s in window]))
+    if since_s >= POOLS_FILL_S:
+        series.append(("shared memory", "mib", [s.shared_mib for s in window]))
     for title, unit, values in series:
         known = [value for value in values if value is not None]
         found = growth([sample.at for sample in window], known) if len(known) == len(window) else None

@@ -11,6 +11,7 @@ last line is cut. The words:
     take   queue, ids                                a get gave these
     keep   queue, ids                                they are recorded: the consumer has done its work
     ack?   queue, ids        ack!   queue, ids       before and after what acknowledges them
+    ack~   queue, ids                                after a get that acknowledged them and gave nothing
     doubt  queue, ids, error                         a put or an acknowledgement ended in an error
 """
 

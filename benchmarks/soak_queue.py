@@ -2,7 +2,8 @@
 
 A consumer *keeps* an item by writing its id into its journal: that is its durable work. Only then it acknowledges, in
 one of two ways: `task_done()`, or its next `get`. So a consumer that is killed between the two leaves an item that is
-kept and comes again; `soak_accounts` knows that from one that was doubled.
+kept and comes again; `soak_accounts` knows that from one that was doubled. A `get` that gives nothing acknowledges too,
+unless the owner was away all the while and could not be told.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class Consumer:
             self._held = ids
             if self._is_explicit:
                 self._acknowledged_by(queue.task_done)
+        if self._held:
+            self._acknowledged_by(queue.task_done)
 
     def _acknowledged_by(self, step: Callable[[], Any]) -> Any:
         """Make a step that acknowledges what is held."""
@@ -101,5 +104,7 @@ class Consumer:
             time.sleep(WAIT_S)
             return None
         if held:
-            self._journal.write("ack!", self._name, held)
+            is_sure = found != []
+            self._journal.write("ack!" if is_sure else "ack~", self._name, held)
+            self._held = [] if is_sure else held
         return found

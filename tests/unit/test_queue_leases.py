@@ -364,4 +364,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueLeases = QueueMachine.TestCase
-TestQueueLeases.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestQueueLeases.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -76,6 +76,14 @@ def test_what_may_not(steps: Sequence[Step], kills: Sequence[Kill], text: str) -
     assert text in found[0]
 
 
+def test_a_get_that_gave_nothing_acknowledges_if_the_owner_was_there() -> None:
+    steps = [*PUT, *DONE_BY_B[:3], (2.3, B, "ack~"), *DONE_BY_C]
+    facts = [Fact(life, at, word, ["durable", ["item"]]) for at, life, word in steps]
+    assert close(facts, [*KILL_B, Kill(2.1, Life("vault-0", 0))]).wrong == []
+    (found,) = close(facts, [*KILL_B, Kill(2.5, Life("vault-0", 0))]).wrong
+    assert "peer-1#0 had acknowledged it" in found
+
+
 def test_a_death_that_nobody_caused() -> None:
     facts = [Fact(A, 10.0, "died", ["peer_8-1_1-0", 9.0, "E: why"])]
     assert close(facts, [Kill(9.5, B)]).wrong == []
@@ -137,6 +145,6 @@ def test_only_what_lived_all_the_time_is_judged_and_each_by_its_name() -> None:
         for place, at in enumerate(TIMES)
     ]
     growths, wrong = judge(samples, 0)
-    assert set(growths) == {"memory of elder", "memory of agent", "descriptors of agent", "shared memory"}
+    assert set(growths) == {"memory of elder", "memory of agent", "descriptors of agent"}
     assert [line.partition(" grows")[0] for line in wrong] == ["memory of elder", "descriptors of agent"]
     assert growth(TIMES[:8], flat[:8]) is None, "too few to judge"

@@ -122,3 +122,20 @@ def test_round_changes_rank_and_world_size(worker: Worker) -> None:
     worker._begin_round(RunOrder(round=5, rank=1, world_size=2))
     assert (worker.round, worker.actor_info.rank, worker.actor_info.world_size) == (5, 1, 2)
     assert worker.actor_info.name == "trainer_4-3_2-1"
+
+
+def test_callbacks_at_the_end_of_the_entry_point(worker: Worker, capsys: pytest.CaptureFixture[str]) -> None:
+    called: list[str] = []
+
+    def fail() -> None:
+        called.append("fail")
+        raise ValueError("broken")
+
+    def note() -> None:
+        called.append("note")
+
+    for callback in (fail, note, note):
+        worker.on_finish(callback)
+    worker._finish()
+    assert called == ["fail", "note"]
+    assert "broken" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -35,6 +36,7 @@ from unified.queue.sites import LocalSite, RemoteSite, Site
 from unified.worker.context import Worker
 from unified.worker.name_table import Holder
 
+logger = logging.getLogger(__name__)
 AGAIN = Backoff(first_s=0.01, limit_s=1.0, num_free=1)
 ATTACH_WITHIN_S = 10.0
 
@@ -71,6 +73,14 @@ class OwnerFinder:
         """The owner may come back, with all that was in the queue."""
         return self._last is not None and self._last.is_durable and not self._loss
 
+    def check_process(self) -> None:
+        """UsageError in a process that was forked from the worker: what it put would go nowhere."""
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"queue {self.queue!r} was opened in process {self._pid}: this one ({os.getpid()}) was forked from it "
+                "and cannot use it. Put and get in the worker itself, and hand items to its children."
+            )
+
     def attach(self, until: float | None = None) -> Site:
         """The site; waits until there is one, to the time `until` or as long as its patience goes.
 
@@ -79,11 +89,6 @@ class OwnerFinder:
             QueueLostError: the queue that this object used is gone.
             QueueClosedError: it was closed, drained and replaced.
         """
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"queue {self.queue!r} was opened in process {self._pid}: this one ({os.getpid()}) was forked from it "
-                "and cannot use it. Put and get in the worker itself."
-            )
         begun = time.monotonic()
         if not self._attaching.acquire(timeout=self._left_s(begun, until)):
             raise self._not_found(begun)
@@ -122,6 +127,8 @@ class OwnerFinder:
             return
         if not isinstance(error, RouteLostError | RpcTimeoutError | BusOverloadedError):
             raise error
+        if isinstance(error, RpcTimeoutError):
+            logger.warning("event=queue-owner-silent queue=%s reason=%r: asked again", self.queue, str(error))
 
     def pause(self, num_failed: int, until: float | None = None) -> None:
         """Before asking again after so many failures."""

@@ -85,23 +85,25 @@ class QueueHost:
                     "worker owns a queue; all others use it without is_master."
                 ) from error
             if old is not None:
-                self._close(old)
-            service = QueueService(
-                queue, size=size, max_bytes=max_bytes, journal=journal, fsync=fsync, identity=secrets.token_hex(8)
-            )
-            self._services[queue] = service
+                self._end(old)
+            try:
+                service = QueueService(
+                    queue, size=size, max_bytes=max_bytes, journal=journal, fsync=fsync, identity=secrets.token_hex(8)
+                )
+            except BaseException:
+                worker.names.release(claimed_name(queue))
+                raise
+            self._services[queue] = service  # first: it hears of deaths from here on
             self._bury(service)
             for verb in METHODS:
                 self._bus.registry[method(queue, verb)] = getattr(service, verb)
         atexit.register(service.shut_down)
         return service
 
-    def _close(self, service: QueueService) -> None:
-        for verb in METHODS:
-            self._bus.registry.unregister(method(service.name, verb))
+    def _end(self, service: QueueService) -> None:
+        """Another one takes its place, and its names on the bus."""
         service.shut_down()
         atexit.unregister(service.shut_down)
-        del self._services[service.name]
 
     def _bury(self, service: QueueService) -> None:
         """Of the lives that a journal knows, those that ended while nobody listened: this worker's own among them."""

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -118,15 +118,13 @@ class QueueService:
 
     @rpc(inline=True)
     def attach(self, handle: int, worker: str, incarnation: int) -> Any:
-        """Make a handle known. Answers with the queue's identity, whether it is durable, and whether the handle may use
-        it: not if its life is known to be over."""
-        told = self._tell(HandleAttached(handle=handle, worker=worker, incarnation=incarnation))
-        answer = [self.identity, self.is_durable, handle in self._core.turn.handles]
-        if told is None:
-            return answer
-        attached: RpcFuture[Any] = RpcFuture(self._what)
-        told.add_done_callback(lambda done: _follow(done, attached, answer))
-        return attached
+        """Make a handle known. Answers with the queue's identity, whether it is durable, and whether the handle's life
+        is still thought to be alive."""
+        handles = self._core.turn.handles
+        return self._tell(
+            HandleAttached(handle=handle, worker=worker, incarnation=incarnation),
+            lambda: [self.identity, self.is_durable, handle in handles],
+        )
 
     @rpc(inline=True)
     def put(
@@ -209,17 +207,18 @@ class QueueService:
         self._answer(answers)
         return future
 
-    def _tell(self, event: Event) -> RpcFuture[Any] | None:
-        """Ask nothing: None; of a durable queue, a future that ends when it is committed."""
+    def _tell(self, event: Event, answer: Callable[[], Any] = lambda: None) -> Any:
+        """What needs no answer of the core's: `answer()`, or of a durable queue a future of it that ends with the
+        commit."""
         with self._lock:
             actions = self._step(event)
             if self._journal is not None:
-                future, answers = self._hold_back(self._journal, actions, None)
+                answered, answers = self._hold_back(self._journal, actions, None, answer)
             else:
-                future, answers = None, [self._addressed(each) for each in actions]
+                answered, answers = answer(), [self._addressed(each) for each in actions]
         self._set_alarm()
         self._answer(answers)
-        return future
+        return answered
 
     def _step(self, event: Event) -> list[Action]:
         if self._failure is not None:
@@ -240,14 +239,14 @@ class QueueService:
         return answer, answers
 
     def _hold_back(
-        self, journal: Journal, actions: list[Action], ticket: int | None
+        self, journal: Journal, actions: list[Action], ticket: int | None, answer: Callable[[], Any] = lambda: None
     ) -> tuple[RpcFuture[Any], list[_Answer]]:
         """A future of the answer, and what can be told at once: nothing that was not committed, or follows from it."""
         future: RpcFuture[Any] = RpcFuture(self._what)
         if ticket is not None:
             self._waiting[ticket] = future
         records: list[Record] = []
-        answers: list[_Answer] = [] if ticket is not None else [(future, None)]
+        answers: list[_Answer] = [] if ticket is not None else [(future, answer())]
         for action in actions:
             if isinstance(action, AnswerPut | AnswerGet):
                 answers.append(self._addressed(action))
@@ -296,11 +295,3 @@ def _content(action: Action) -> Any:
         return [item.payload for item in action.items] if action.outcome is Outcome.DONE else int(action.outcome)
     assert isinstance(action, AnswerPut)
     return None if action.outcome is Outcome.DONE else [int(action.outcome), action.num_in]
-
-
-def _follow(done: Future[Any], follower: RpcFuture[Any], value: Any) -> None:
-    error = done.exception()
-    if error is None:
-        follower.succeed(value)
-    else:
-        follower.fail(error)

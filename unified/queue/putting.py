@@ -23,6 +23,7 @@ from unified.errors import (
     QueueFullError,
     QueueNotFoundError,
     RpcError,
+    UnifiedError,
 )
 from unified.queue.core.outcomes import Outcome
 from unified.queue.finder import OwnerFinder
@@ -94,6 +95,7 @@ class Putter:
         return future
 
     def _begin(self, items: list[Packed], timeout_s: float | None) -> _Put:
+        self._finder.check_process()
         until = None if timeout_s is None else time.monotonic() + timeout_s
         size = 0
         for item in items:
@@ -222,9 +224,7 @@ class Putter:
     def _failed(self, put: _Put, site: Site, error: RpcError) -> None:
         try:
             self._finder.failed(site, error)
-        except RpcError as final:
-            self._end(put, final)
-        except QueueError as final:
+        except (RpcError, QueueError) as final:
             self._end(put, final)
         else:
             put.num_failed += 1
@@ -273,7 +273,7 @@ class Putter:
                     self._end(each, error)
             self._end(put, error)
             return
-        except (QueueError, RpcError) as error:
+        except UnifiedError as error:
             self._end(put, error)
             return
         try:

@@ -23,7 +23,7 @@ class _Consumer:
     """One thread, and only that thread uses it. As long as it has items the thread keeps it, even if the handle is
     dropped; it is collected when the thread ends."""
 
-    __slots__ = ("consumer", "finder", "num_done", "num_items", "number", "received")
+    __slots__ = ("consumer", "finder", "num_done", "num_items", "number", "received", "unread")
 
     def __init__(self, finder: OwnerFinder) -> None:
         self.consumer = secrets.randbits(62)
@@ -32,10 +32,17 @@ class _Consumer:
         """Of its newest get."""
         self.received = 0
         """Of the newest get whose items it has seen."""
+        self.unread = 0
+        """Of the newest get that brought items."""
         self.num_items = 0
         """That came with it."""
         self.num_done = 0
         """Of these."""
+
+    @property
+    def has_unread(self) -> bool:
+        """Its newest get brought items that could not be read."""
+        return self.unread == self.number > self.received
 
     def has(self, num_items: int) -> None:
         """It has these items of its newest get, and is done with those before."""
@@ -109,36 +116,38 @@ class Taker:
         if items is None:  # it may have handed out items that never came: this take is asked again under its number
             consumer.number, consumer.num_items, consumer.num_done = before
             return []
+        consumer.unread = consumer.number
         values = [unpack(item, is_only=is_only) for item in items]
         consumer.has(len(items))
         return values
 
     def done(self, count: int | None) -> None:
-        """This thread is done with the next `count` items of its last take; None: with all of it."""
+        """This thread is done with the next `count` items of its last take; None: with all of it, read or not."""
         consumer = self._consumer()
         left = consumer.num_items - consumer.num_done
         if count is not None and not 0 <= count <= left:
             raise UsageError(
                 f"task_done({count}): this thread has {left} items of queue {self._finder.queue!r} that are not done."
             )
-        if not left and consumer.number == consumer.received:
+        if not left and not consumer.has_unread:
             return
         num_done = consumer.num_items if count is None else consumer.num_done + count
         is_all = num_done == consumer.num_items
         self._tell("done", consumer.consumer, consumer.number, None if is_all else num_done)
         if is_all:
-            consumer.has(0)  # of a take that could not be opened, too
+            consumer.has(0)
         consumer.num_done = num_done
 
     def give_back(self) -> None:
         """This thread is not done with what is left of its last take: it goes back to the front."""
         consumer = self._consumer()
-        if consumer.num_done < consumer.num_items or consumer.number > consumer.received:
+        if consumer.num_done < consumer.num_items or consumer.has_unread:
             self._tell("give_back", consumer.consumer, consumer.number, consumer.number - 1)
             consumer.has(0)
 
     def ask(self, verb: str, *args: Any) -> Any:
         """Ask the owner, again until it answers."""
+        self._finder.check_process()
         num_failed = 0
         while True:
             site = self._finder.site or self._finder.attach()
@@ -155,7 +164,7 @@ class Taker:
         self.ask(verb, self._finder.handle, *args)
 
     def _take(self, consumer: _Consumer, max_items: int, until: float | None) -> tuple[list[Packed] | None, bool]:
-        """The items, and whether nobody else in this process has them; None if time is over and the owner was not heard."""
+        """Items, and whether nobody else here has them; no list if time is over and the owner was not heard."""
         finder = self._finder
         num_failed = 0
         while True:
@@ -206,6 +215,7 @@ class Taker:
             site.tell("give_back", self._finder.handle, consumer.consumer, consumer.number, consumer.received)
 
     def _consumer(self) -> _Consumer:
+        self._finder.check_process()
         try:
             consumer: _Consumer = self._local.consumer
         except AttributeError:

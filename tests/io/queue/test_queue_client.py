@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -439,3 +440,22 @@ def test_the_object_stays_in_its_process(trio: tuple[Member, Member, Member]) ->
     with pytest.raises(UsageError, match="make a DataQueue"):
         queue.put(queue)  # type: ignore[arg-type]
     assert repr(queue) == "DataQueue('q', is_master=True)"
+
+
+def test_a_forked_process_is_told_that_it_cannot(trio: tuple[Member, Member, Member]) -> None:
+    mine = trio[0].queue(is_master=True)
+    mine.put(1)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            mine.put(2)
+        except UsageError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        assert "was forked from it" in pipe.read()
+    os.waitpid(pid, 0)
+    assert mine.qsize() == 1

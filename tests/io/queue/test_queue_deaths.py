@@ -226,6 +226,18 @@ def test_default_place_of_a_journal_is_beside_the_logs(trio: tuple[Member, Membe
         owner.queue("other", is_master=True, durable=True)
 
 
+def test_a_queue_that_could_not_be_made_is_free_for_others(
+    trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    first, second, _ = trio
+    durable["path"].mkdir()
+    with pytest.raises(QueueJournalError, match="cannot be opened"):
+        first.queue(**durable)
+    eventually(lambda: second.names.holder("queue/q") is None)
+    second.queue(is_master=True).put(1)
+    assert first.queue().get(1) == [1]
+
+
 def test_a_disk_that_fails_ends_the_queue_with_an_error(
     trio: tuple[Member, Member, Member], durable: dict[str, Any]
 ) -> None:

@@ -1,0 +1,83 @@
+"""A take whose time is over before the owner was heard: whatever the owner handed out meanwhile comes with the next."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from unified.errors import RouteLostError, RpcError
+from unified.queue.core.outcomes import Outcome
+from unified.queue.finder import OwnerFinder
+from unified.queue.items import pack
+from unified.queue.taking import Taker
+
+
+class ScriptedOwner:
+    """Answers takes as it was told to, and remembers what was asked."""
+
+    is_here = True
+
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.asked: list[tuple[int, int]] = []
+        """Number and received of each take."""
+        self.told: list[tuple[str, Any]] = []
+
+    def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Any:
+        self.asked.append((number, received))
+        answer = self.script.pop(0)
+        if isinstance(answer, RpcError):
+            raise answer
+        return answer
+
+    def tell(self, verb: str, *args: Any) -> None:
+        self.told.append((verb, args[2]))
+
+
+def taker_of(owner: ScriptedOwner) -> Taker:
+    """A taker whose owner is always found, and never lost for good."""
+    nothing = lambda *_: None  # noqa: E731
+    finder = SimpleNamespace(
+        handle=1, queue="q", site=owner, failed=nothing, pause=nothing, detach=nothing, check_process=nothing
+    )
+    return Taker(cast(OwnerFinder, finder))
+
+
+def test_a_take_that_was_not_heard_is_asked_again_under_its_number() -> None:
+    owner = ScriptedOwner([pack("a")], RouteLostError("the owner died"), [pack("b")], Outcome.WAITING, [pack("c")])
+    taker = taker_of(owner)
+    assert taker.take(1, 0.0) == ["a"]
+    assert taker.take(1, 0.0) == []
+    assert taker.take(1, 0.0) == ["b"], "handed out by the life that died, or by the next"
+    assert taker.take(1, 0.0) == [], "the owner said so itself"
+    assert taker.take(1, 0.0) == ["c"]
+    assert owner.asked == [(1, 0), (2, 1), (2, 1), (3, 2), (4, 3)]
+
+
+def test_what_was_taken_before_can_still_be_acknowledged() -> None:
+    owner = ScriptedOwner([pack("a"), pack("b")], RouteLostError("the owner died"))
+    taker = taker_of(owner)
+    assert taker.take(2, 0.0) == ["a", "b"]
+    assert taker.take(2, 0.0) == []
+    taker.done(None)
+    assert owner.told == [("done", 1)]
+
+
+def test_a_take_that_failed_is_not_acknowledged_unseen() -> None:
+    owner = ScriptedOwner([pack("a")], RpcError("the answer cannot be read here"), [pack("b")])
+    taker = taker_of(owner)
+    assert taker.take(1, None) == ["a"]
+    taker._finder.failed = _raise  # type: ignore[method-assign]
+    with pytest.raises(RpcError, match="cannot be read here"):
+        taker.take(1, None)
+    taker.done(None)
+    taker.give_back()
+    assert owner.told == []
+    assert taker.take(1, None) == ["b"]
+    assert owner.asked == [(1, 0), (2, 1), (3, 1)]
+
+
+def _raise(site: object, error: RpcError) -> None:
+    raise error
