@@ -56,8 +56,8 @@ def test_interrupted_wait_loses_nothing(world: World) -> None:
     assert me is not None
     for _ in range(10):
         timer = threading.Timer(0.01, signal.pthread_kill, (me, signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            timer.start()  # on a busy machine it may come before the wait has begun
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - on a busy machine it comes before the wait has begun
+            timer.start()
             futures[0].result(PATIENCE_S)
         timer.join()
     assert call(a, "ping") == 1
