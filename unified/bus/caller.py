@@ -14,7 +14,7 @@ import msgspec
 from unified.bus import calls
 from unified.bus.codec import decode
 from unified.bus.courier import Courier
-from unified.bus.futures import Host, RpcFuture
+from unified.bus.futures import Host, RpcFuture, call_in_words
 from unified.bus.inbound import CURRENT
 from unified.bus.link import Link
 from unified.bus.parcel import Parcel
@@ -44,7 +44,6 @@ class _Outbound(msgspec.Struct, eq=False):
 
     future: RpcFuture[Any] | None
     """None once it has ended in a stream."""
-    what: str | tuple[str, str]
     target: str
     method: str
     trace_id: str
@@ -57,6 +56,18 @@ class _Outbound(msgspec.Struct, eq=False):
     """Of the life that it was sent to."""
     link: Link | None = None
     feed: StreamFeed | None = None
+
+    @property
+    def words(self) -> str:
+        """The call, for messages."""
+        return call_in_words(self.method, self.target)
+
+    def fail(self, error: RpcError, later: list[RpcFuture[Any]] | None = None) -> None:
+        """End its stream or its future; `later` as in `RpcFuture.fail`."""
+        if self.feed is not None:
+            self.feed.fail(error)
+        elif self.future is not None:
+            self.future.fail(error, later)
 
 
 class CallDesk:
@@ -134,16 +145,15 @@ class CallDesk:
             self._courier.release()
         self._window.take(target, nbytes, block=may_wait, deadline=deadline)
         call_id = next(self._call_ids)
-        what = (method, target)
         future: RpcFuture[Any] = RpcFuture(
-            what, deadline=deadline, host=self._host, on_cancel=partial(self._cancel, call_id)
+            (method, target), deadline=deadline, host=self._host, on_cancel=partial(self._cancel, call_id)
         )
         handled = CURRENT.get()
         if handled is None:
             trace_id, chain = f"{self._inbox_id[:8]}.{call_id}", _NO_CHAIN
         else:
             trace_id, chain = handled.trace_id, [*handled.chain, handled.token]
-        self._outbound[call_id] = _Outbound(future, what, target, method, trace_id, chain, nbytes, parcel)
+        self._outbound[call_id] = _Outbound(future, target, method, trace_id, chain, nbytes, parcel)
         made = calls.CallMade(call_id=call_id, target=target, method=method, timeout_s=timeout)
         self.step(made, may_wait=may_wait)
         return future
@@ -182,13 +192,10 @@ class CallDesk:
             self._end_with(envelope, outbound, body, buffers)
         except BaseException as error:  # such as KeyboardInterrupt, on a user's thread: it can be half done
             if outbound is not None:
-                failure = RpcError(f"{type(error).__name__} came while the answer to {_words(outbound.what)} was read.")
+                failure = RpcError(f"{type(error).__name__} came while the answer to {outbound.words} was read.")
                 self.step(calls.SendFailed(call_id=call_id, error=failure))
                 self._ended(call_id)
-                if outbound.feed is not None:
-                    outbound.feed.fail(failure)
-                elif outbound.future is not None:
-                    outbound.future.fail(failure)
+                outbound.fail(failure)
             raise
 
     def _end_with(self, envelope: Envelope, outbound: _Outbound | None, body: Buffer, buffers: list[Buffer]) -> None:
@@ -212,29 +219,19 @@ class CallDesk:
         feed, future = outbound.feed, outbound.future
         try:
             if kind is Kind.ERROR:
-                error = rebuild(body, _words(outbound.what))
-                if feed is not None:
-                    feed.fail(error)
-                elif future is not None:
-                    future.fail(error)
+                outbound.fail(rebuild(body, outbound.words))
             elif feed is not None:
                 feed.end(envelope.count)
             elif future is not None:
                 future.succeed(decode(body, buffers))
         except ProtocolError as error:
-            failure = RpcError(f"the answer to {_words(outbound.what)} cannot be read here: {error}")
-            failure.__cause__ = error
-            if future is not None:
-                future.fail(failure)
-            elif feed is not None:
-                feed.fail(failure)
+            outbound.fail(_unreadable(outbound, error))
 
     def fail(self, call_id: int, reason: ProtocolError) -> None:
         """An answer came that cannot be read here."""
         outbound = self._outbound.get(call_id)
         if outbound is not None:
-            error = RpcError(f"the answer to {_words(outbound.what)} cannot be read here: {reason}")
-            self.step(calls.SendFailed(call_id=call_id, error=error))
+            self.step(calls.SendFailed(call_id=call_id, error=_unreadable(outbound, reason)))
 
     def give_up(self, call_id: int, error: RpcError) -> None:
         """Messages of a call were lost: end it, and tell its callee, in case that one goes on."""
@@ -248,7 +245,7 @@ class CallDesk:
         for call_id, outbound in list(self._outbound.items()):
             if outbound.is_relayed:
                 error = RouteLostError(
-                    f"the connection to the bus relay broke while {_words(outbound.what)} was open; whether its "
+                    f"the connection to the bus relay broke while {outbound.words} was open; whether its "
                     "handler ran is not known. Call again if it may run twice."
                 )
                 self.give_up(call_id, error)
@@ -282,12 +279,8 @@ class CallDesk:
         match action:
             case calls.FailCall(call_id=call_id, error=error):
                 outbound = self._ended(call_id)
-                if outbound is None:
-                    return
-                if outbound.feed is not None:
-                    outbound.feed.fail(error)
-                elif outbound.future is not None:
-                    outbound.future.fail(error, later)
+                if outbound is not None:
+                    outbound.fail(error, later)
             case calls.SendCancel(call_id=call_id, inbox=inbox):
                 self._courier.tell(Kind.CANCEL, call_id, inbox)
             case calls.DropPeer(inbox_id=inbox_id):
@@ -329,7 +322,7 @@ class CallDesk:
                 future.done,
             )
         except Exception as error:
-            failure = RpcError(f"{_words(outbound.what)} could not be sent: {type(error).__name__}: {error}")
+            failure = RpcError(f"{outbound.words} could not be sent: {type(error).__name__}: {error}")
             self.step(calls.SendFailed(call_id=call_id, error=failure))
 
     def _open_stream(self, call_id: int) -> None:
@@ -339,7 +332,7 @@ class CallDesk:
         inbox, link, future = outbound.inbox, outbound.link, outbound.future
         outbound.future = None  # that its user drops the stream is noticed by its being collected
         outbound.feed = StreamFeed(
-            _words(outbound.what),
+            outbound.words,
             send_more=lambda count: self._courier.tell(Kind.MORE, call_id, inbox, count),
             cancel=partial(self._cancel, call_id),
             abandon=partial(self._reaper.put, call_id),
@@ -400,5 +393,7 @@ def _is_from(envelope: Envelope, outbound: _Outbound) -> bool:
     return outbound.inbox is not None and outbound.inbox.inbox_id == envelope.sender
 
 
-def _words(what: str | tuple[str, str]) -> str:
-    return what if isinstance(what, str) else f"the call of {what[0]!r} to worker {what[1]}"
+def _unreadable(outbound: _Outbound, reason: ProtocolError) -> RpcError:
+    error = RpcError(f"the answer to {outbound.words} cannot be read here: {reason}")
+    error.__cause__ = reason
+    return error

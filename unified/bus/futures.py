@@ -88,7 +88,7 @@ class RpcFuture(Future[T]):
     def what(self) -> str:
         """The call in words, for messages."""
         what = self._what
-        return what if isinstance(what, str) else f"the call of {what[0]!r} to worker {what[1]}"
+        return what if isinstance(what, str) else call_in_words(*what)
 
     if TYPE_CHECKING:
         _condition: threading.Condition  # to `concurrent.futures.as_completed` it is as any other's
@@ -266,6 +266,11 @@ class RpcFuture(Future[T]):
 
 
 _making = threading.Lock()
+
+
+def call_in_words(method: str, target: str) -> str:
+    """A call, for messages."""
+    return f"the call of {method!r} to worker {target}"
 
 
 def gather(futures: Sequence[Future[T]], what: str) -> RpcFuture[list[T]]:

@@ -21,6 +21,7 @@ from typing import Protocol
 from unified.bus.frames import FrameReader, Frames
 from unified.bus.tensors import Buffer
 from unified.errors import ProtocolError
+from unified.protocol.records import Inbox
 
 RECEIVE_BYTES = 64 * 1024
 HELD_BYTES = 16 * 1024
@@ -64,7 +65,6 @@ class Link:
     """
 
     is_relay = False
-    is_local = True
 
     def __init__(
         self,
@@ -128,6 +128,11 @@ class Link:
         """What the watcher is to wait for."""
         wants_in = self.wants_in and not self.is_full
         return (select.EPOLLIN if wants_in else 0) | (select.EPOLLOUT if self._backlog else 0)
+
+    def meet(self, theirs: Inbox, ours: Inbox) -> None:
+        """The other side has said who it is."""
+        self.can_share = bool(theirs.shm) and theirs.shm == ours.shm
+        self.devices = theirs.gpus
 
     def hold(self, piece: Buffer) -> bool:
         """Keep a small message back until `release`, or the next `send`; False, and it was sent, if enough is held."""

@@ -30,8 +30,6 @@ class Outlet:
         secure: prepares the socket, before it connects.
     """
 
-    is_local = False
-
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],

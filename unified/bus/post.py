@@ -131,8 +131,7 @@ class PostOffice:
                 connection.close()
                 raise
             link = self._make_link(connection, inbox.inbox_id)
-            link.can_share = bool(inbox.shm) and inbox.shm == self._inbox.shm
-            link.devices = inbox.gpus
+            link.meet(inbox, self._inbox)
             envelope, body = self._hello(inbox.inbox_id)
             link.send(pack(envelope, body, ()))
             return link

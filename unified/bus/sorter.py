@@ -75,19 +75,11 @@ class MailSorter:
                 inbox = decode_hello(frames.body)
                 self._post.greet(envelope.sender, inbox)
                 link.peer_id = envelope.sender
-                link.can_share = bool(inbox.shm) and inbox.shm == self._inbox.shm
-                link.devices = inbox.gpus
+                link.meet(inbox, self._inbox)
                 return
             if envelope.sender != link.peer_id:
                 raise ProtocolError(f"from inbox {envelope.sender!r}, which is not who said HELLO on this connection")
-            buffers = frames.buffers
-            if envelope.shared is not None:
-                try:
-                    buffers = self._reader.borrow(envelope.sender, envelope.shared, buffers)
-                    self._desk.want_trims()
-                except ProtocolError as error:
-                    self._refuse_unreadable(envelope, link, error)
-                    raise
+            buffers = self._buffers(envelope, frames, link)
             self._dispatch(envelope, frames.body, buffers, link, False)
         except ProtocolError as error:
             self._intake.reject(error)
@@ -96,9 +88,27 @@ class MailSorter:
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
 
+    def _buffers(self, envelope: Envelope, frames: Frames, link: Link) -> list[Buffer]:
+        """Those of a message, wherever they lie.
+
+        Raises:
+            ProtocolError: they cannot be read here; whoever waits has been told.
+        """
+        if envelope.shared is None:
+            return frames.buffers
+        try:
+            buffers = self._reader.borrow(envelope.sender, envelope.shared, frames.buffers)
+        except ProtocolError as error:
+            self._refuse_unreadable(envelope, link, error)
+            raise
+        self._desk.want_trims()
+        return buffers
+
     def _refuse_unreadable(self, envelope: Envelope, link: Link, reason: ProtocolError) -> None:
         """Its caller waits, and is not to wait for ever."""
-        if envelope.kind is Kind.CALL:
+        if envelope.kind in _ANSWERS:
+            self._desk.fail(envelope.call_id, reason)
+        elif envelope.kind is Kind.CALL:
             error = RpcError(f"the arguments of {envelope.method!r} cannot be read in worker {self._worker}: {reason}")
             call = InboundCall(
                 envelope.call_id, envelope.sender, envelope.worker, envelope.method, None, b"", [], link=link
@@ -112,14 +122,7 @@ class MailSorter:
             envelope = self._intake.read(frames.envelope)
             if envelope.sender != link.peer_id or envelope.kind not in _ANSWERS:
                 raise ProtocolError(f"{envelope.kind.name} from {envelope.sender!r} on a link to {link.peer_id!r}")
-            buffers = frames.buffers
-            if envelope.shared is not None:
-                try:
-                    buffers = self._reader.borrow(envelope.sender, envelope.shared, buffers)
-                    self._desk.want_trims()
-                except ProtocolError as error:
-                    self._desk.fail(envelope.call_id, error)
-                    raise
+            buffers = self._buffers(envelope, frames, link)
             self._desk.take(envelope, frames.body, buffers)
         except ProtocolError as error:
             self._intake.reject(error)
