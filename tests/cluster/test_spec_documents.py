@@ -6,43 +6,18 @@ defined around them, and nothing in them is changed.
 
 from __future__ import annotations
 
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
+from tests.cluster.conftest import Project
 from unified.api.builder import DLJobBuilder
 from unified.testing import LocalCluster
 
 pytestmark = pytest.mark.cluster
 
 Cluster = Callable[..., LocalCluster]
-
-
-class Project(Protocol):
-    """Writes modules that workers can import."""
-
-    def __call__(self, **modules: str) -> None: ...
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
-    folder = tmp_path / "project"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(str(folder))
-
-    def write(**modules: str) -> None:
-        for name, text in modules.items():
-            (folder / f"{name}.py").write_text(textwrap.dedent(text))
-
-    before = set(sys.modules)
-    yield write
-    for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", "") and str(folder) in str(sys.modules[name].__file__):
-            del sys.modules[name]
 
 
 # Documents 1 ("Function entrypoint example") and 3 ("Function entrypoint").

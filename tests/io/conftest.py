@@ -16,6 +16,7 @@ from unified.protocol.client_master import (
     client_to_master,
     master_to_client,
 )
+from unified_master.relay import BusRelay
 
 Respond = Callable[[ClientToMaster], MasterAnswer | list[bytes] | None]
 
@@ -68,3 +69,11 @@ def fake_master() -> Iterator[FakeMaster]:
     master = FakeMaster().start()
     yield master
     master.close()
+
+
+@pytest.fixture
+def relay() -> Iterator[str]:
+    """Address of a bus relay."""
+    relay = BusRelay("tcp://127.0.0.1:0")
+    yield relay.start()
+    relay.close()

@@ -26,6 +26,7 @@ from unified.bus.calls import (
     SendCall,
     SendCancel,
     SendFailed,
+    StreamCut,
     TimePassed,
 )
 from unified.errors import (
@@ -197,6 +198,7 @@ def test_closing_ends_all_and_refuses_more() -> None:
         CallCancelled(call_id=9),
         DeliveryFailed(call_id=9, code="unknown-target"),
         SendFailed(call_id=9, error=RpcError("")),
+        StreamCut(call_id=9, reason="closed"),
         TimePassed(),
     ],
 )
@@ -204,12 +206,14 @@ def test_events_about_unknown_calls_do_nothing(event: Event) -> None:
     assert Story().tell(event) == []
 
 
-def test_broken_link_waits_for_the_news_of_a_death_and_then_for_no_more() -> None:
+@pytest.mark.parametrize("loss", [LinkLost(inbox_id="b0", reason="closed"), StreamCut(call_id=1, reason="closed")])
+def test_broken_way_waits_for_the_news_of_a_death_and_then_for_no_more(loss: Event) -> None:
     for dies in (True, False):
         story = Story()
         story.tell(news("alive"))
         story.tell(CallMade(call_id=1, target="b", method="m"))
-        assert story.tell(LinkLost(inbox_id="b0", reason="closed")) == []
+        story.tell(AnswerCame(call_id=1, sender="b0", is_last=False))
+        assert story.tell(loss) == []
         if dies:
             (failed, _) = story.tell(news("dead", reason="killed by SIGKILL"))
             assert isinstance(failed, FailCall)
@@ -218,9 +222,10 @@ def test_broken_link_waits_for_the_news_of_a_death_and_then_for_no_more() -> Non
             story.now += 1.9
             assert story.tell(TimePassed()) == []
             story.now += 0.2
-            (failed,) = story.tell(TimePassed())
+            failed, cancelled = story.tell(TimePassed())
             assert isinstance(failed, FailCall)
             assert isinstance(failed.error, RouteLostError)
+            assert isinstance(cancelled, SendCancel), "if it lives, it need not go on"
 
 
 def test_stream_stays_open_until_its_last_answer() -> None:
@@ -275,6 +280,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(call_id=st.integers(1, 8), code=st.sampled_from(["unknown-target", "overloaded"]))
     def give_back(self, call_id: int, code: Any) -> None:
         self.tell(DeliveryFailed(call_id=call_id, code=code))
+
+    @rule(call_id=st.integers(1, 8))
+    def cut(self, call_id: int) -> None:
+        self.tell(StreamCut(call_id=call_id, reason="closed"))
 
     @rule(seconds=st.floats(0, 5))
     def pass_time(self, seconds: float) -> None:

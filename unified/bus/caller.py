@@ -96,7 +96,7 @@ class CallDesk:
         limit_bytes: int,
     ) -> None:
         self._host = host
-        self._inbox_id = inbox_id
+        self._trace = f"{inbox_id[:8]}."
         self._courier = courier
         self._post = post
         self._on_gone = on_gone
@@ -150,7 +150,7 @@ class CallDesk:
         )
         handled = CURRENT.get()
         if handled is None:
-            trace_id, chain = f"{self._inbox_id[:8]}.{call_id}", _NO_CHAIN
+            trace_id, chain = f"{self._trace}{call_id}", _NO_CHAIN
         else:
             trace_id, chain = handled.trace_id, [*handled.chain, handled.token]
         self._outbound[call_id] = _Outbound(future, target, method, trace_id, chain, nbytes, parcel)
@@ -307,7 +307,8 @@ class CallDesk:
         else:
             outbound.parcel = None  # nothing gives it back
         if isinstance(way, Link):
-            outbound.link = future.link = way
+            outbound.link = way
+            future.comes_on(way)
         try:
             self._courier.call(
                 way,
@@ -340,8 +341,7 @@ class CallDesk:
             host=self._host,
         )
         if link is not None:
-            link.num_streams += 1
-            link.attach()
+            link.want()
         future.succeed(RpcStream(outbound.feed))
 
     def _ended(self, call_id: int) -> _Outbound | None:
@@ -349,7 +349,7 @@ class CallDesk:
         if outbound is not None:
             self._window.give_back(outbound.target, outbound.nbytes)
             if outbound.feed is not None and outbound.link is not None:
-                outbound.link.num_streams -= 1
+                outbound.link.unwant()
         return outbound
 
     def _watch(self) -> None:

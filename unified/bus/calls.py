@@ -30,7 +30,7 @@ LOST_GRACE_S = 2.0
 """How long the directory has to say that the worker behind a broken link died."""
 
 
-class CallMade(Value, frozen=True, kw_only=True):
+class CallMade(Value, frozen=True, kw_only=True, gc=False):
     """A caller wants `method` of `target` (a worker's full name)."""
 
     call_id: int
@@ -45,7 +45,7 @@ class NewsCame(Value, frozen=True, kw_only=True):
     entries: list[DirectoryEntry]
 
 
-class AnswerCame(Value, frozen=True, kw_only=True):
+class AnswerCame(Value, frozen=True, kw_only=True, gc=False):
     """A result or an error, from the inbox `sender`."""
 
     call_id: int
@@ -59,6 +59,13 @@ class DeliveryFailed(Value, frozen=True, kw_only=True):
 
     call_id: int
     code: Literal["unknown-target", "overloaded"]
+
+
+class StreamCut(Value, frozen=True, kw_only=True):
+    """What keeps the stream of a call going did not reach its callee. If that died, news of it is on its way."""
+
+    call_id: int
+    reason: str
 
 
 class SendFailed(Value, frozen=True, kw_only=True):
@@ -92,7 +99,16 @@ class BusClosed(Value, frozen=True, kw_only=True):
 
 
 Event = (
-    CallMade | NewsCame | AnswerCame | DeliveryFailed | SendFailed | LinkLost | CallCancelled | TimePassed | BusClosed
+    CallMade
+    | NewsCame
+    | AnswerCame
+    | DeliveryFailed
+    | StreamCut
+    | SendFailed
+    | LinkLost
+    | CallCancelled
+    | TimePassed
+    | BusClosed
 )
 
 
@@ -104,7 +120,7 @@ class SendCall(Value, frozen=True, kw_only=True):
     timeout_s: float | None
 
 
-class AcceptAnswer(Value, frozen=True, kw_only=True):
+class AcceptAnswer(Value, frozen=True, kw_only=True, gc=False):
     """The answer is the one waited for: decode it and end the call with it."""
 
     call_id: int
@@ -134,7 +150,7 @@ Action = SendCall | AcceptAnswer | FailCall | SendCancel | DropPeer
 TimerKey = tuple[Literal["deadline", "retry", "lost"], int]
 
 
-class _OpenCall(msgspec.Struct):
+class _OpenCall(msgspec.Struct, gc=False):
     call_id: int
     target: str
     method: str
@@ -167,6 +183,7 @@ class CallTable:
             NewsCame: self._on_news,
             AnswerCame: self._on_answer,
             DeliveryFailed: self._on_delivery_failed,
+            StreamCut: self._on_stream_cut,
             SendFailed: self._on_send_failed,
             LinkLost: self._on_link_lost,
             CallCancelled: self._on_cancelled,
@@ -256,12 +273,23 @@ class CallTable:
         call = self._open.get(event.call_id)
         return [] if call is None else [self._fail(call, event.error)]
 
+    def _on_stream_cut(self, now: float, event: StreamCut) -> list[Action]:
+        call = self._open.get(event.call_id)
+        if call is not None:
+            self._lose(now, call, event.reason)
+        return []
+
     def _on_link_lost(self, now: float, event: LinkLost) -> list[Action]:
         for call in self._open.values():
-            if call.inbox is not None and call.inbox.inbox_id == event.inbox_id and not call.lost:
-                call.lost = event.reason
-                self._timers.arm(("lost", call.call_id), now + LOST_GRACE_S)
+            if call.inbox is not None and call.inbox.inbox_id == event.inbox_id:
+                self._lose(now, call, event.reason)
         return []
+
+    def _lose(self, now: float, call: _OpenCall, reason: str) -> None:
+        """It will not be answered: give the directory time to say that its worker died."""
+        if not call.lost:
+            call.lost = reason
+            self._timers.arm(("lost", call.call_id), now + LOST_GRACE_S)
 
     def _on_cancelled(self, now: float, event: CallCancelled) -> list[Action]:
         call = self._open.get(event.call_id)
@@ -279,7 +307,7 @@ class CallTable:
             if kind == "deadline":
                 actions += self._give_up(call, self._late(now, call))
             elif kind == "lost":
-                actions.append(self._fail(call, _broken(call)))
+                actions += self._give_up(call, _broken(call))
             elif call.inbox is not None:
                 actions.append(SendCall(call_id=call_id, inbox=call.inbox, timeout_s=call.left(now)))
         return actions

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from unified.bus.decoding import Reader
-from unified.bus.encoding import BODY, Ext, TooDeep, Writer, is_plain, pack
+from unified.bus.encoding import BODY, SCALARS, Ext, TooDeep, Writer, is_plain, pack
 from unified.bus.outgoing import OUT_OF_BAND_BYTES as OUT_OF_BAND_BYTES
 from unified.bus.sealed import Sealed as Sealed
 from unified.bus.tensors import Buffer
@@ -40,6 +40,8 @@ class Encoded(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        if not self.buffers:
+            return len(self.body)
         return len(self.body) + sum(
             len(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer.nbytes for buffer in self.buffers
         )
@@ -63,6 +65,17 @@ def encode(value: object, *, devices: bool = False) -> Encoded:
             return _lifted(value, devices)
         return Encoded(body, []) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
     return _lifted(value, devices)
+
+
+def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], *, devices: bool = False) -> Encoded:
+    """``[args, kwargs]`` of a call, as `encode` does it; decodes to two items, a list and a dict."""
+    if not SCALARS.issuperset(map(type, args)) or not SCALARS.issuperset(map(type, kwargs.values())):
+        return encode([list(args), kwargs], devices=devices)
+    try:
+        body = pack((args, kwargs))
+    except (OverflowError, UnicodeEncodeError):
+        return encode([list(args), kwargs], devices=devices)
+    return Encoded(body, []) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
 
 
 def decode(body: Buffer, buffers: Sequence[Buffer] = ()) -> Any:

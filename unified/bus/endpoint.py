@@ -21,7 +21,7 @@ import zmq
 
 from unified.bus import calls
 from unified.bus.caller import CallDesk
-from unified.bus.codec import encode
+from unified.bus.codec import encode_arguments
 from unified.bus.courier import Courier
 from unified.bus.cuda import visible_devices
 from unified.bus.curve import Gatekeeper
@@ -37,7 +37,7 @@ from unified.bus.receiver import Receiver
 from unified.bus.registry import RPC_REGISTRY, MethodRegistry
 from unified.bus.routes import read_policy
 from unified.bus.service import MAX_HANDLER_THREADS, CallService
-from unified.bus.shm_files import identity
+from unified.bus.shm_files import identity, own_pid
 from unified.bus.shm_pool import SharedPool
 from unified.bus.shm_reader import SharedReader
 from unified.bus.sorter import MailSorter
@@ -268,7 +268,7 @@ class BusEndpoint:
         """
         self._check_may_call(method)
         return self._desk.call(
-            target, method, Parcel(encode([list(args), kwargs], devices=True)), timeout, self._may_wait(block)
+            target, method, Parcel(encode_arguments(args, kwargs, devices=True)), timeout, self._may_wait(block)
         )
 
     def call_many(
@@ -283,7 +283,7 @@ class BusEndpoint:
     ) -> list[RpcFuture[Any]]:
         """As `call`, to several workers: the arguments are encoded once, and lie in shared memory once."""
         self._check_may_call(method)
-        parcel = Parcel(encode([list(args), kwargs], devices=True), num_readers=len(targets))
+        parcel = Parcel(encode_arguments(args, kwargs, devices=True), num_readers=len(targets))
         may_wait = self._may_wait(block)
         return [self._desk.call(target, method, parcel, timeout, may_wait) for target in targets]
 
@@ -348,7 +348,7 @@ class BusEndpoint:
             raise UsageError(f"the method name {method[:40]!r}… has {len(method)} characters.")
 
     def _check_is_ours(self) -> None:
-        if self._pid != os.getpid():
+        if self._pid != own_pid():
             raise UsageError(
                 f"the bus of worker {self.worker} belongs to process {self._pid}: this one ({os.getpid()}) was forked "
                 "from it and cannot call. Call in the worker itself, and hand results to its children."

@@ -59,6 +59,23 @@ class RpcFuture(Future[T]):
         deadline: of the call, on this process's monotonic clock; None if it has none.
     """
 
+    # As an open call has them; there are many, and few come to have all of these.
+    _state = PENDING
+    _result: Any = None
+    _exception: BaseException | None = None
+    _made_condition: threading.Condition | None = None
+    _waiters: list[Any]
+    _done_callbacks: list[Callable[[Any], object]]
+    """Both are made with the condition, without which nobody reads or writes them."""
+    _is_wanted = False
+    """Its answer is to be received though no thread may be waiting for it."""
+    _wants = False
+    """Its link knows that."""
+    link: Link | None = None
+    """On which its answer will come, where a waiting thread can receive it itself."""
+    parts: Sequence[Future[Any]] = ()
+    """Futures that this one waits for."""
+
     def __init__(
         self,
         what: str | tuple[str, str] = "a call",
@@ -67,22 +84,12 @@ class RpcFuture(Future[T]):
         host: Host | None = None,
         on_cancel: Callable[[], object] | None = None,
     ) -> None:
-        self._state = PENDING
-        self._result: Any = None
-        self._exception: BaseException | None = None
-        self._waiters: list[Any] = []
-        self._done_callbacks: list[Callable[[Any], object]] = []
         self._what = what
         self.deadline = deadline
         self._host = host
         self._on_cancel = on_cancel
         self._open = [True]
         """Emptied by whoever ends it: of two that try, one succeeds."""
-        self._made_condition: threading.Condition | None = None
-        self.link: Link | None = None
-        """On which its answer will come, where a waiting thread can receive it itself."""
-        self.parts: Sequence[Future[Any]] = ()
-        """Futures that this one waits for."""
 
     @property
     def what(self) -> str:
@@ -96,17 +103,68 @@ class RpcFuture(Future[T]):
 
         @property
         def _condition(self) -> threading.Condition:
-            condition = self._made_condition
-            if condition is None:
-                with _making:
-                    condition = self._made_condition
-                    if condition is None:
-                        condition = self._made_condition = threading.Condition()
-            return condition
+            self.be_received()
+            return self._make_condition()
 
     def done(self) -> bool:
         """Whether it has ended."""
+        if self._state in _ENDED:
+            return True
+        if not self._is_wanted:  # who asks again and again does not receive the answer
+            self.be_received()
+        return False
+
+    def _has_ended(self) -> bool:
         return self._state in _ENDED
+
+    def comes_on(self, link: Link) -> None:
+        """Its answer will come on this link."""
+        self.link = link
+        if self._is_wanted:
+            self.be_received()
+
+    def be_received(self, *, at_once: bool = True) -> None:
+        """Somebody is to be told when it has ended, and may not wait for it: have the bus receive the answer.
+
+        Args:
+            at_once: send now what is held back, this call perhaps, to share a write.
+        """
+        self._is_wanted = True
+        for part in self.parts:
+            if isinstance(part, RpcFuture):
+                part.be_received(at_once=at_once)
+        link = self.link
+        if link is None or self._wants or self._state in _ENDED:
+            return
+        self._wants = True
+        if at_once:
+            link.release()
+        link.want()
+        if self._state in _ENDED:
+            self._unwant_link()
+
+    def on_end(self, fn: Callable[[Future[T]], object]) -> None:
+        """As `add_done_callback`, where somebody is going to wait for it, or calls `be_received`."""
+        with self._make_condition():
+            if self._state not in _ENDED:
+                self._done_callbacks.append(fn)
+                return
+        fn(self)
+
+    def _make_condition(self) -> threading.Condition:
+        condition = self._made_condition
+        if condition is None:
+            with _making:
+                condition = self._made_condition
+                if condition is None:
+                    self._waiters, self._done_callbacks = [], []
+                    condition = self._made_condition = threading.Condition()
+        return condition
+
+    def _unwant_link(self) -> None:
+        """Once, of two that try: it was ended, or had been meanwhile."""
+        if self.__dict__.pop("_wants", False) and self.link is not None:
+            self.link.unwant()
 
     def result(self, timeout: float | None = None) -> T:
         """The value, waiting for it for at most `timeout` seconds.
@@ -134,7 +192,7 @@ class RpcFuture(Future[T]):
 
     def cancel(self) -> bool:
         """Give the call up: it ends in `RpcCancelledError`, and its handler is told. False if it has ended already."""
-        if not self.done():
+        if not self._has_ended():
             if self._on_cancel is not None:
                 self._on_cancel()
             self.fail(RpcCancelledError(f"{self.what} was cancelled by its caller."))
@@ -161,13 +219,6 @@ class RpcFuture(Future[T]):
         """End in `value`, unless it has ended already."""
         self._end(value, None)
 
-    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Call `fn(self)` when it has ended; at once if it has."""
-        super().add_done_callback(fn)
-        if self.link is not None and not self.done():
-            self.link.release()
-            self.link.attach()  # nobody may be going to wait for it
-
     def _end(self, value: Any, error: BaseException | None, later: list[RpcFuture[Any]] | None = None) -> None:
         try:
             self._open.pop()
@@ -175,6 +226,8 @@ class RpcFuture(Future[T]):
             return
         self._result, self._exception = value, error
         self._state = FINISHED
+        if self._wants:
+            self._unwant_link()
         # From here on a thread that makes the condition finds the state; one that made it before is told.
         condition = self._made_condition
         if condition is not None:
@@ -207,17 +260,17 @@ class RpcFuture(Future[T]):
         finally:
             if host is not None:
                 host.after_wait(token)
-        if not self.done():
+        if not self._has_ended():
             raise RpcTimeoutError(f"{self.what} had not ended after {timeout} s of waiting; the call goes on.")
 
     def receive(self, until: float | None, whole: RpcFuture[Any]) -> None:
         """Receive the answer on this thread, if no other does, until `whole`, of which it is a part, has ended."""
         link = self.link
-        if link is None or self.done() or whole.done():
+        if link is None or self._has_ended() or whole._has_ended():
             return
         if link.reader == threading.get_ident():
             raise self.waited_in_vain()
-        link.receive_until(self.done if whole is self else lambda: self.done() or whole.done(), until)
+        link.receive_until(self._has_ended if whole is self else lambda: self._has_ended() or whole._has_ended(), until)
 
     def waited_in_vain(self) -> RpcError:
         """The error of a thread that waits for what it alone could receive."""
@@ -227,21 +280,21 @@ class RpcFuture(Future[T]):
         )
 
     def _sleep(self, until: float | None) -> None:
-        if self.done():
+        if self._has_ended():
             return
         link = self.link
         if link is not None:
-            link.block()
+            link.want()
         try:
-            with self._condition:
-                while not self.done():
+            with self._make_condition():
+                while not self._has_ended():
                     left_s = None if until is None else until - time.monotonic()
                     if left_s is not None and left_s <= 0:
                         return
-                    self._condition.wait(None if left_s is None else min(left_s, _LONGEST_SLEEP_S))
+                    self._make_condition().wait(None if left_s is None else min(left_s, _LONGEST_SLEEP_S))
         finally:
             if link is not None:
-                link.unblock()
+                link.unwant()
 
     def __reduce__(self) -> Any:
         raise TypeError(f"the future of {self.what} cannot be sent to another process: send its result.")
@@ -250,7 +303,7 @@ class RpcFuture(Future[T]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> T:
-        if not self.done():
+        if not self._has_ended():
             token = None if self._host is None else self._host.before_wait(self)
             try:
                 return await asyncio.wrap_future(self)
@@ -302,5 +355,8 @@ def gather(futures: Sequence[Future[T]], what: str) -> RpcFuture[list[T]]:
             whole.succeed([each.result() for each in futures])
 
     for future in futures:
-        Future.add_done_callback(future, ended)  # without having the bus read at once: whoever waits will
+        if isinstance(future, RpcFuture):
+            future.on_end(ended)  # whoever waits for the whole receives it
+        else:
+            future.add_done_callback(ended)
     return whole

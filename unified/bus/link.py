@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from unified.bus.frames import FrameReader, Frames
+from unified.bus.spinning import Spin
 from unified.bus.tensors import Buffer
 from unified.errors import ProtocolError
 from unified.protocol.records import Inbox
@@ -97,13 +98,13 @@ class Link:
         self.num_reads = 0
         self.error: ProtocolError | None = None
         """What came could not be read."""
-        self.num_streams = 0
-        """Open streams whose items come on it."""
         self.reader = 0
         """Ident of the thread that reads; 0 for none."""
         self._reading = threading.Lock()
         self._shall_close = False
-        self._num_blocked = 0
+        self._counting = threading.Lock()
+        self._num_wanting = 0
+        """Streams, threads and callbacks that what comes on it is for, though they do not read it themselves."""
         self._frames = FrameReader()
         self._cut: deque[Frames] = deque()
         """Received, and yet to be handed on."""
@@ -118,6 +119,7 @@ class Link:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if is_ours else -1
         self._waking = threading.Lock()
         """Guards that nobody writes to a number that has become another file's."""
+        self._spin = Spin()
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
         if is_ours:
@@ -226,12 +228,12 @@ class Link:
     def receive_until(self, done: Callable[[], bool], deadline: float | None) -> None:
         """Receive, on this thread, until `done()` or `deadline` (monotonic); returns at once if another thread does."""
         if not self._reading.acquire(False):
-            self._num_blocked += 1
+            self.want()  # before looking again: who reads now will look at it when leaving
             try:
                 if not self._reading.acquire(False):
                     return
             finally:
-                self._num_blocked -= 1
+                self.unwant()
         try:
             self.reader = threading.get_ident()
             self.detach()
@@ -239,26 +241,29 @@ class Link:
                 left_s = _LONGEST_POLL_S if deadline is None else min(deadline - time.monotonic(), _LONGEST_POLL_S)
                 if left_s <= 0:
                     return
-                for fd, _ in self._poll.poll(left_s * 1000 + 1):
+                for fd, _ in self._spin.look(self._poll.poll) or self._poll.poll(left_s * 1000 + 1):
                     if fd == self.fd:
                         self._receive()
                     else:
                         os.eventfd_read(self._wake)
         finally:
             self._stop_reading()
-            if self._num_blocked or self.num_streams:
+            if self._num_wanting:
                 self.attach()
             else:
                 self._watcher.left(self)
 
-    def block(self) -> None:
-        """A thread goes to sleep until another receives its answer (see `unblock`)."""
-        self._num_blocked += 1
-        if not self.wants_in and not self.reader:
+    def want(self) -> None:
+        """What comes on it is to be received also when nobody waits for it in `receive_until`; undone by `unwant`."""
+        with self._counting:
+            self._num_wanting += 1
+        if not self.reader:
             self.attach()
 
-    def unblock(self) -> None:
-        self._num_blocked -= 1
+    def unwant(self) -> None:
+        """One less wants that."""
+        with self._counting:
+            self._num_wanting -= 1
 
     def attach(self) -> None:
         """Have the receiving thread read it."""

@@ -10,6 +10,8 @@ from unified.bus.cuda import DeviceTensor, settle
 from unified.bus.shm_pool import SharedPool
 from unified.bus.shm_staged import Granted, Staged
 
+_staging = threading.Lock()
+
 
 class Parcel:
     """A value encoded once, and laid into shared memory once, however many it goes to.
@@ -18,13 +20,14 @@ class Parcel:
         num_readers: how many it goes to.
     """
 
+    __slots__ = ("_is_staged", "_num_readers", "_staged", "content", "nbytes")
+
     def __init__(self, content: Encoded, num_readers: int = 1) -> None:
         self.content = content
         self.nbytes = content.nbytes
         self._num_readers = num_readers
         self._staged: Staged | None = None
         self._is_staged = False
-        self._lock = threading.Lock()
 
     def settled(self, devices: Sequence[str], is_same_process: bool) -> Parcel:
         """With its CUDA tensors made into frames for one reader, which sees these devices; itself if it has none."""
@@ -42,7 +45,7 @@ class Parcel:
             if staged is not None:
                 staged.release()
             return granted
-        with self._lock:
+        with _staging:
             if not self._is_staged:
                 self._staged = pool.stage(self.content.buffers, self._num_readers)
                 self._is_staged = True

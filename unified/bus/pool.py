@@ -35,8 +35,10 @@ class HandlerPool:
             if self._is_closed:
                 return
             self._num_busy += 1
-            self._work.put(work)
             self._grow()
+            # Last: nothing that lets other threads run stands between this and what the submitting thread does next,
+            # which may be to begin the call before this one.
+            self._work.put(work)
 
     def waits(self) -> bool:
         """This thread is about to wait for another call; if True, call `waited` afterwards."""

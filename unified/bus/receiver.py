@@ -19,10 +19,14 @@ from collections.abc import Callable
 
 from unified.bus.frames import Frames
 from unified.bus.link import Link
+from unified.bus.spinning import Spin
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.002
 """How long a handler may hold up the rest, about."""
+LEFT_TICKS = 8
+"""How long answers may lie that nobody waits for: a thread that makes many calls would be disturbed by another that
+receives their answers meanwhile."""
 MAX_THREADS = 64
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -53,10 +57,12 @@ class Receiver:
         self._on_busy = on_busy
         self._on_idle = on_idle
         self._epoll = select.epoll()
+        self._spin = Spin()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._links: dict[int, Link] = {}
-        self._left: dict[Link, int] = {}
-        """Links that nobody reads since a waiting thread left them, and how often they had been read when last seen."""
+        self._left: dict[Link, tuple[int, int]] = {}
+        """Links that nobody reads since a waiting thread left them: how often they had been read when last seen, and
+        for how many ticks it was as often."""
         self._mail: deque[tuple[Link, Frames]] = deque()
         self._lock = threading.Lock()
         self._turn = threading.Lock()
@@ -131,7 +137,7 @@ class Receiver:
     def left(self, link: Link) -> None:
         """A waiting thread stopped reading it: if none comes back soon, this receiver reads it again."""
         if link not in self._left:
-            self._left[link] = link.num_reads
+            self._left[link] = (link.num_reads, 0)
             self._keep_ticking()
 
     def lend(self) -> bool:
@@ -178,9 +184,11 @@ class Receiver:
     def tick(self) -> bool:
         """Look after what was left alone too long; False when there is nothing to look after."""
         self._is_ticking = False  # first: what begins from here on calls for ticks itself
-        for link, num_reads in list(self._left.items()):
+        for link, (num_reads, num_ticks) in list(self._left.items()):
             if link.num_reads != num_reads or link.reader:
-                self._left[link] = link.num_reads
+                self._left[link] = (link.num_reads, 0)
+            elif num_ticks < LEFT_TICKS:
+                self._left[link] = (num_reads, num_ticks + 1)
             else:
                 self._left.pop(link, None)
                 link.attach()
@@ -277,7 +285,7 @@ class Receiver:
             if self._leader != me:
                 return
         self._on_idle()
-        for fd, events in self._epoll.poll():
+        for fd, events in self._spin.look(self._epoll.poll) or self._epoll.poll():
             if fd == self._bell:
                 return
             link_or_none = self._links.get(fd)

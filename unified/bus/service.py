@@ -270,10 +270,10 @@ class CallService:
         began = 0.0
         try:
             args, kwargs = self._arguments(call)
-            if in_line:
-                self._start_next(call)
-                in_line = False
             began = time.perf_counter()
+            if in_line:
+                in_line = False
+                self._start_next(call)
             value = method.function(*args, **kwargs)
             if call.num_waits == 0:
                 method.pace.took(time.perf_counter() - began)

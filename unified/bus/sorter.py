@@ -188,8 +188,8 @@ class MailSorter:
         if lost.kind is Kind.CALL:
             self._desk.step(calls.DeliveryFailed(call_id=envelope.call_id, code=lost.code))
         elif lost.kind is Kind.MORE:
-            error = RpcError(f"the relay dropped what keeps the stream of call {envelope.call_id} going: {lost.code}.")
-            self._desk.give_up(envelope.call_id, error)
+            words = {"unknown-target": "the relay does not know it", "overloaded": "too much waits for it at the relay"}
+            self._desk.step(calls.StreamCut(call_id=envelope.call_id, reason=words[lost.code]))
         elif lost.kind in _ANSWERS:
             self._service.cancel(lost.target, envelope.call_id)  # a stream of which an item was lost is of no use
             if lost.code == "overloaded":

@@ -200,7 +200,7 @@ class StreamFeed:
     def _sleep(self) -> None:
         link = self.link
         if link is not None:
-            link.block()
+            link.want()
         try:
             with self._changed:
                 self._num_waiting += 1
@@ -210,7 +210,7 @@ class StreamFeed:
                     self._num_waiting -= 1
         finally:
             if link is not None:
-                link.unblock()
+                link.unwant()
 
     def _finish(self, error: BaseException | None) -> None:
         with self._changed:

@@ -67,9 +67,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     job: str = ""
     """Mail of another job is refused."""
     shared: list[Any] | None = None
-    """One entry a buffer: where it lies in shared memory, or None for one that follows as a frame. None: all follow."""
+    """Which buffers lie in shared memory, and where (see `unified.bus.shm_reader`); None: all follow as frames."""
     count: int = 0
-    """Of a MORE."""
+    """Of a MORE: how many more items may come. Of an ITEM: its place. Of a stream's RESULT: how many items came."""
 
 
 class Undelivered(Value, frozen=True, kw_only=True):

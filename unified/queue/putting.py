@@ -187,12 +187,11 @@ class Putter:
             if self._finder.site is not site:
                 answer.cancel()
             callback = partial(self._on_answer, put, site)
-            link = answer.link if isinstance(answer, RpcFuture) else None
-            if link is None:
+            if isinstance(answer, RpcFuture):
+                answer.on_end(callback)
+                answer.be_received(at_once=False)  # it may share a write with others
+            else:
                 answer.add_done_callback(callback)
-            else:  # have its answer received though nobody waits, without keeping it from sharing a write with others
-                Future.add_done_callback(answer, callback)
-                link.attach()
         else:
             self._on_content(put, site, answer)
 

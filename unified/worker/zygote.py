@@ -29,6 +29,7 @@ from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteUp, ZygoteWord, agent_to_zygote
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
 from unified.worker.leave import leave
+from unified.worker.memory import give_back_idle
 from unified.worker.warm import for_later, import_one, warm_up
 
 QUIET_S = 1.0
@@ -99,7 +100,9 @@ class Zygote:
         finally:
             self._is_importing = False
         if not self._later:
+            gc.collect()
             gc.freeze()
+            give_back_idle()
 
     def _note_signal(self, number: int, _frame: object) -> None:
         """The byte in the wake-up socket does the waking; a signal without a handler would not make one."""

@@ -1,23 +1,19 @@
-"""A world for each test, and for each route."""
+"""A world for each test, and for each route; shared memory for a test."""
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.io.bus.shm_peer import Side
+from tests.io.bus.weights_world import Cast
 from tests.io.bus.world import World
 from unified.testing import eventually
-from unified_master.relay import BusRelay
-
-
-@pytest.fixture
-def relay() -> Iterator[str]:
-    relay = BusRelay("tcp://127.0.0.1:0")
-    yield relay.start()
-    relay.close()
 
 
 @pytest.fixture(params=["auto", "tcp", "relay"])
@@ -34,3 +30,31 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def _new_since(before: set[threading.Thread]) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("bus-")]
+
+
+@pytest.fixture
+def cast(world: World) -> Iterator[Cast]:
+    cast = Cast(world)
+    yield cast
+    cast.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    """For segments: a folder in shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as path:
+        yield path
+
+
+@pytest.fixture
+def owner(directory: str) -> Iterator[Side]:
+    """A process with a pool: this one."""
+    side = Side(directory, "owner")
+    yield side
+    side.pool.close()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,19 +19,6 @@ from unified.errors import ProtocolError
 
 NBYTES = 300_000
 LATER_S = 5.0
-
-
-@pytest.fixture
-def directory() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as path:
-        yield path
-
-
-@pytest.fixture
-def owner(directory: str) -> Iterator[Side]:
-    side = Side(directory, "owner")
-    yield side
-    side.pool.close()
 
 
 def names(directory: str) -> list[str]:

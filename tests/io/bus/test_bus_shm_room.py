@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +16,6 @@ from unified.bus.shm_segment import Segment
 from unified.errors import UsageError
 
 MIB = 1024 * 1024
-
-
-@pytest.fixture
-def directory() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as path:
-        yield path
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -28,18 +27,11 @@ NBYTES = 300_000
 
 
 @pytest.fixture
-def directory() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as path:
-        yield path
-
-
-@pytest.fixture
-def owner(directory: str) -> Iterator[Side]:
-    side = Side(directory, "owner")
-    yield side
+def owner(owner: Side, directory: str) -> Iterator[Side]:
+    yield owner
     for inbox_id in ("owner", "reader", "consumer", "another"):
-        side.pool.forget(inbox_id)  # what a test left on its way
-    side.pool.close()
+        owner.pool.forget(inbox_id)  # what a test left on its way
+    owner.pool.close()
     if os.listdir(directory):
         gc.collect()  # an error that was expected still knows what it was about
     Sweeper(directory).sweep(0.0, 0.0, is_last=True)  # what processes left that a test killed

@@ -3,37 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from tests.io.bus.weights_world import Cast, fill, model_of, values_of
-from tests.io.bus.world import PATIENCE_S, World
+from tests.io.bus.weights_world import SMALL, Cast, fill, model_of, one_route, values_of
+from tests.io.bus.world import PATIENCE_S
 from unified.errors import UsageError, WeightsError, WeightsMismatchError, WeightsTimeoutError
 from unified.testing import eventually
-
-SMALL = 50_000
-"""Bytes: a model of `model_of` is several buckets."""
-
-
-@pytest.fixture
-def cast(world: World) -> Iterator[Cast]:
-    cast = Cast(world)
-    yield cast
-    cast.close()
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as pool:
-        yield pool
-
-
-one_route = pytest.mark.parametrize("world", ["auto"], indirect=True)
-"""For tests of what does not depend on the route."""
 
 
 def test_what_was_read_stays_as_it_was(cast: Cast) -> None:

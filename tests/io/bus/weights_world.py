@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from tests.io.bus.world import PATIENCE_S, World, entry
@@ -15,6 +16,13 @@ from unified.weights.sender import Order, WeightsSender
 ORDER = Order(
     version=None, dtype=None, bucket_bytes=1 << 20, timeout=PATIENCE_S, wait=True, force=False, collective=None
 )
+
+
+SMALL = 50_000
+"""Bytes: a model of `model_of` is several buckets."""
+
+one_route = pytest.mark.parametrize("world", ["auto"], indirect=True)
+"""For tests of what does not depend on the route."""
 
 
 class Cast:

@@ -8,16 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.queue.queue_members import QueueWorld
+from tests.io.queue.queue_members import Member, QueueWorld
 from unified.testing import eventually
-from unified_master.relay import BusRelay
-
-
-@pytest.fixture
-def relay() -> Iterator[str]:
-    relay = BusRelay("tcp://127.0.0.1:0")
-    yield relay.start()
-    relay.close()
 
 
 @pytest.fixture(params=["auto", "tcp", "relay"])
@@ -30,6 +22,12 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     yield world
     world.close()
     assert eventually(lambda: not _new_since(before), message=f"left: {_new_since(before)}")
+
+
+@pytest.fixture
+def trio(world: QueueWorld) -> tuple[Member, Member, Member]:
+    a, b, c = (world.worker(name) for name in "abc")
+    return a, b, c
 
 
 def _new_since(before: set[threading.Thread]) -> list[threading.Thread]:

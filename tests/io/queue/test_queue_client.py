@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.io.queue.queue_members import Member, QueueWorld
+from tests.io.queue.queue_members import Member
 from unified.errors import (
     ProtocolError,
     QueueClosedError,
@@ -28,12 +28,6 @@ from unified.queue.client import DataQueue
 from unified.testing import eventually
 
 PATIENCE_S = 20.0
-
-
-@pytest.fixture
-def trio(world: QueueWorld) -> tuple[Member, Member, Member]:
-    a, b, c = (world.worker(name) for name in "abc")
-    return a, b, c
 
 
 def in_thread(work: Any, *arguments: Any) -> Any:

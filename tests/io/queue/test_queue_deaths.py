@@ -28,12 +28,6 @@ from unified.testing import eventually
 PATIENCE_S = 20.0
 
 
-@pytest.fixture
-def trio(world: QueueWorld) -> tuple[Member, Member, Member]:
-    a, b, c = (world.worker(name) for name in "abc")
-    return a, b, c
-
-
 def begun(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
     pool = ThreadPoolExecutor(1)
     future = pool.submit(work, *arguments)

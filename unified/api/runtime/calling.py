@@ -39,6 +39,8 @@ class CallOptions:
 
     def but(self, timeout: float | None, retries: int | None) -> Self:
         """With these in place of its own, where they are not None."""
+        if timeout is None and retries is None:
+            return self
         return replace(
             self,
             timeout=self.timeout if timeout is None else timeout,
@@ -47,6 +49,8 @@ class CallOptions:
 
     def taken_from(self, kwargs: dict[str, Any]) -> Self:
         """With `_timeout` and `_retries` of a call's keyword arguments, which are taken out."""
+        if not kwargs:
+            return self
         return self.but(kwargs.pop("_timeout", None), kwargs.pop("_retries", None))
 
 
@@ -61,9 +65,11 @@ def begin(
     Raises:
         UsageError: retries of a method that is known not to be idempotent; an argument that cannot be sent.
     """
-    check_retries(method, options.retries)
-    first = current_worker().bus.call(target, method_name(method), args, kwargs, timeout=options.timeout)
-    return _retried(first, target, method_name(method), args, kwargs, options)
+    name = method_name(method)
+    if options.retries:
+        check_retries(method, options.retries)
+    first = current_worker().bus.call(target, name, args, kwargs, timeout=options.timeout)
+    return _retried(first, target, name, args, kwargs, options) if options.retries else first
 
 
 def begin_all(
@@ -73,6 +79,8 @@ def begin_all(
     check_retries(method, options.retries)
     name = method_name(method)
     futures = current_worker().bus.call_many(targets, name, args, kwargs, timeout=options.timeout)
+    if not options.retries:
+        return futures
     return [
         _retried(future, target, name, args, kwargs, options) for target, future in zip(targets, futures, strict=True)
     ]
@@ -87,9 +95,6 @@ def check_stream(options: CallOptions) -> None:
 def _retried(
     first: RpcFuture[Any], target: str, name: str, args: Sequence[Any], kwargs: dict[str, Any], options: CallOptions
 ) -> RpcFuture[Any]:
-    if not options.retries:
-        return first
-
     def again(left_s: float | None) -> RpcFuture[Any]:
         return current_worker().bus.call(target, name, args, kwargs, timeout=left_s, block=False)
 
