@@ -27,7 +27,7 @@ QUEUE_ITEM = b"x" * 1024
 QUEUE_SINGLE = 500
 QUEUE_BATCH = 100
 QUEUE_BATCHES = 20
-SETTLE_S = 3.0
+SETTLE_S = 6.0
 """Between the start of a runtime and the first reading, so that what it prepares in the background is there."""
 STEADY_S = 0.3
 """A reading shorter than this is taken again, and the median counts."""

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.cluster
 Cluster = Callable[..., LocalCluster]
 
 SERVICE = '''
-import asyncio, os, time
+import asyncio, os, resource, time
+import numpy as np
 from unified import current_worker, export_rpc_instance, rpc
 
 class Letters:
@@ -72,6 +73,13 @@ class Service:
         if worker.actor_info.rank == 1 and worker.incarnation == 0:
             os._exit(3)
         return worker.incarnation
+
+    @rpc()
+    def make(self, nbytes):
+        """Besides an array: how many pages had to be made anew for it."""
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        array = np.ones(nbytes, np.uint8)
+        return array, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 '''
 
 DRIVER = """
@@ -133,6 +141,11 @@ def retries():
         raise AssertionError("nobody died")
     assert group.call("fragile").result()[1] == 1  # waits for the next life
 
+def results():
+    actor = RoleGroup("service")[0]
+    faults = [actor.call("make", 64 << 20).result()[1] for _ in range(12)]
+    assert faults[-6:] == [0] * 6, f"memory that was there is not used again: {faults}"
+
 def retries_at_once():
     group = RoleGroup("service").with_options(retries=2, timeout=40)
     assert group.call("fragile").result()[1] == 1
@@ -161,7 +174,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DLJo
     return make
 
 
-@pytest.mark.parametrize("function", ["streams", "retries", "retries_at_once"])
+@pytest.mark.parametrize("function", ["streams", "retries", "retries_at_once", "results"])
 def test_calls_of_every_kind(local_cluster: Cluster, job: Callable[[str], DLJob], function: str) -> None:
     handle = local_cluster(nodes=2, devices=2).submit(
         job(function), function.replace("_", "-"), failover_exec_strategy=2, stop_grace_s=1

@@ -104,10 +104,10 @@ class _Life:
 
     def _be_born(self) -> Worker:
         launch = self._launch
-        self._stop.install()
         environment.apply(launch)
+        keep_freed(os.environ)  # before there is a second thread, which would get memory of its own to allocate from
+        self._stop.install()
         settle_libraries(environment.thread_count(os.environ))
-        keep_freed(os.environ)
         sys.setswitchinterval(SWITCH_S)
         self._bus = bus = BusEndpoint(
             job_id=launch.job_id,
