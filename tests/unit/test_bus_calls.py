@@ -22,11 +22,11 @@ from unified.bus.calls import (
     Event,
     FailCall,
     LinkLost,
+    MailLost,
     NewsCame,
     SendCall,
     SendCancel,
     SendFailed,
-    StreamCut,
     TimePassed,
 )
 from unified.errors import (
@@ -198,7 +198,7 @@ def test_closing_ends_all_and_refuses_more() -> None:
         CallCancelled(call_id=9),
         DeliveryFailed(call_id=9, code="unknown-target"),
         SendFailed(call_id=9, error=RpcError("")),
-        StreamCut(call_id=9, reason="closed"),
+        MailLost(call_id=9, reason="closed"),
         TimePassed(),
     ],
 )
@@ -206,7 +206,7 @@ def test_events_about_unknown_calls_do_nothing(event: Event) -> None:
     assert Story().tell(event) == []
 
 
-@pytest.mark.parametrize("loss", [LinkLost(inbox_id="b0", reason="closed"), StreamCut(call_id=1, reason="closed")])
+@pytest.mark.parametrize("loss", [LinkLost(inbox_id="b0", reason="closed"), MailLost(call_id=1, reason="closed")])
 def test_broken_way_waits_for_the_news_of_a_death_and_then_for_no_more(loss: Event) -> None:
     for dies in (True, False):
         story = Story()
@@ -283,7 +283,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(call_id=st.integers(1, 8))
     def cut(self, call_id: int) -> None:
-        self.tell(StreamCut(call_id=call_id, reason="closed"))
+        self.tell(MailLost(call_id=call_id, reason="closed"))
 
     @rule(seconds=st.floats(0, 5))
     def pass_time(self, seconds: float) -> None:

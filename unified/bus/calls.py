@@ -61,8 +61,8 @@ class DeliveryFailed(Value, frozen=True, kw_only=True):
     code: Literal["unknown-target", "overloaded"]
 
 
-class StreamCut(Value, frozen=True, kw_only=True):
-    """What keeps the stream of a call going did not reach its callee. If that died, news of it is on its way."""
+class MailLost(Value, frozen=True, kw_only=True):
+    """Its answer, or what keeps its stream going, was lost on its way. If its callee died, news of that is coming."""
 
     call_id: int
     reason: str
@@ -103,7 +103,7 @@ Event = (
     | NewsCame
     | AnswerCame
     | DeliveryFailed
-    | StreamCut
+    | MailLost
     | SendFailed
     | LinkLost
     | CallCancelled
@@ -183,7 +183,7 @@ class CallTable:
             NewsCame: self._on_news,
             AnswerCame: self._on_answer,
             DeliveryFailed: self._on_delivery_failed,
-            StreamCut: self._on_stream_cut,
+            MailLost: self._on_mail_lost,
             SendFailed: self._on_send_failed,
             LinkLost: self._on_link_lost,
             CallCancelled: self._on_cancelled,
@@ -273,7 +273,7 @@ class CallTable:
         call = self._open.get(event.call_id)
         return [] if call is None else [self._fail(call, event.error)]
 
-    def _on_stream_cut(self, now: float, event: StreamCut) -> list[Action]:
+    def _on_mail_lost(self, now: float, event: MailLost) -> list[Action]:
         call = self._open.get(event.call_id)
         if call is not None:
             self._lose(now, call, event.reason)
@@ -371,7 +371,7 @@ def _died(call: _OpenCall, life: DirectoryEntry, reason: str) -> WorkerDiedError
 
 def _broken(call: _OpenCall) -> RouteLostError:
     return RouteLostError(
-        f"the connection to worker {call.target} broke while {call.method!r} was open ({call.lost}), and nothing says "
+        f"mail to or from worker {call.target} was lost while {call.method!r} was open ({call.lost}), and nothing says "
         "that it died; whether its handler ran is not known. Call again if it may run twice."
     )
 

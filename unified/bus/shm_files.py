@@ -31,7 +31,7 @@ _PREFIX = "unified-"
 GRACE_S = 10.0
 """How long what a dead process sent may take to be received."""
 YOUNG_S = 60.0
-"""A file without a header is somebody's who is just making it, until it is this old."""
+"""A file without a header is no segment of this version, and left alone until it is this old."""
 
 
 def segment_name(inbox_id: str, number: int) -> str:

@@ -24,6 +24,10 @@ IDLE_S = 30.0
 MAX_SEGMENTS = 2048
 
 
+class PayloadGoneError(ProtocolError):
+    """What a message names was there, and is no more: whoever sent it died, or took this process for dead."""
+
+
 class SharedReader:
     """Segments of others, mapped here. Safe for threads.
 
@@ -50,7 +54,8 @@ class SharedReader:
             frames: what came on the wire.
 
         Raises:
-            ProtocolError: the descriptor is none, or what it names is no longer there.
+            PayloadGoneError: what it names is no longer there.
+            ProtocolError: the descriptor is none.
         """
         buffers: list[Buffer] = []
         loans: dict[tuple[str, int, int], Loan] = {}
@@ -108,18 +113,18 @@ class SharedReader:
             if loan is None:
                 segment = self._segment(owner, number)
                 if not segment.claims.borrow(cell, tag, self._mark):
-                    raise ProtocolError(
-                        f"the shared memory of a message from {sender} is no longer there: its sender took this "
-                        "process for dead."
+                    raise PayloadGoneError(
+                        f"the shared memory of a message from {sender} is no longer there: its sender has died, or "
+                        "took this process for dead"
                     )
                 loan = loans[key] = lend(Claim(segment, cell, tag, is_sole=bool(is_sole)))
             if not 0 <= first <= first + count <= loan.num_parts:
                 raise ProtocolError(f"a message names parts {first} to {first + count} of {loan.num_parts}.")
             buffers += [loan.part(index) for index in range(first, first + count)]
         except OSError as error:
-            raise ProtocolError(
-                f"the shared memory of a message from {sender} cannot be opened ({error}): "
-                "the process that made it has ended."
+            raise PayloadGoneError(
+                f"the shared memory of a message from {sender} cannot be opened ({error}): the process that made it "
+                "has ended"
             ) from None
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"not a part of shared memory: {part!r} ({error})") from None

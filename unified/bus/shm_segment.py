@@ -35,21 +35,21 @@ class Segment:
         mark: of this process.
 
     Raises:
-        OSError: there is no room (nothing is left behind then), or no such directory.
+        OSError: there is no room, no such directory, or a file of this name.
     """
 
     def __init__(self, directory: str, inbox_id: str, number: int, capacity: int, mark: int) -> None:
         self.path = os.path.join(directory, segment_name(inbox_id, number))
         size = HEADER_BYTES + capacity + SLACK_BYTES
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # Without a name until it says whose it is: of a process that is killed meanwhile nothing is left.
+        descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(descriptor, first_words(mark), 0)
             for start in range(0, size, _STEP_BYTES):  # memory that was promised and is not there would be a SIGBUS
                 os.posix_fallocate(descriptor, start, min(_STEP_BYTES, size - start))
             self._mapping = Mapping(descriptor, size, writable=True)
-        except BaseException:
-            os.unlink(self.path)
-            raise
+            # Python follows the link only where it is given a folder, which means nothing for an absolute path.
+            os.link(f"/proc/self/fd/{descriptor}", self.path, src_dir_fd=descriptor, follow_symlinks=True)
         finally:
             os.close(descriptor)
         self._view = self._mapping.view()

@@ -19,7 +19,7 @@ from unified.bus.post import PostOffice
 from unified.bus.receiver import Receiver
 from unified.bus.remote import describe_ours
 from unified.bus.service import CallService
-from unified.bus.shm_reader import SharedReader
+from unified.bus.shm_reader import PayloadGoneError, SharedReader
 from unified.bus.tensors import Buffer
 from unified.errors import BusOverloadedError, ProtocolError, RpcError
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, decode_hello, decode_undelivered
@@ -106,7 +106,9 @@ class MailSorter:
 
     def _refuse_unreadable(self, envelope: Envelope, link: Link, reason: ProtocolError) -> None:
         """Its caller waits, and is not to wait for ever."""
-        if envelope.kind in _ANSWERS:
+        if envelope.kind in _ANSWERS and isinstance(reason, PayloadGoneError):
+            self._desk.step(calls.MailLost(call_id=envelope.call_id, reason=str(reason)))
+        elif envelope.kind in _ANSWERS:
             self._desk.fail(envelope.call_id, reason)
         elif envelope.kind is Kind.CALL:
             error = RpcError(f"the arguments of {envelope.method!r} cannot be read in worker {self._worker}: {reason}")
@@ -189,7 +191,7 @@ class MailSorter:
             self._desk.step(calls.DeliveryFailed(call_id=envelope.call_id, code=lost.code))
         elif lost.kind is Kind.MORE:
             words = {"unknown-target": "the relay does not know it", "overloaded": "too much waits for it at the relay"}
-            self._desk.step(calls.StreamCut(call_id=envelope.call_id, reason=words[lost.code]))
+            self._desk.step(calls.MailLost(call_id=envelope.call_id, reason=words[lost.code]))
         elif lost.kind in _ANSWERS:
             self._service.cancel(lost.target, envelope.call_id)  # a stream of which an item was lost is of no use
             if lost.code == "overloaded":

@@ -19,8 +19,8 @@ def keep_freed(env: Mapping[str, str]) -> int:
     """Have this process keep up to ``UNIFIED_KEEP_FREED_MB`` (512) MiB of freed memory for its next arrays; 0: none.
 
     glibc gives an array of 32 MiB back to the system when it is freed, and the next one is made of pages that have to
-    be cleared anew, which takes longer than filling it. Threads then share one arena, since only the first can hold large
-    arrays; so call it before there are threads. Where the C library is another one nothing is done.
+    be cleared anew, which takes longer than filling it. Threads then share one arena, since only the first can hold
+    large arrays; so call it before there are threads. Where the C library is another one nothing is done.
 
     Returns:
         MiB that are kept.
