@@ -29,8 +29,9 @@ QUEUE_BATCH = 100
 QUEUE_BATCHES = 20
 SETTLE_S = 6.0
 """Between the start of a runtime and the first reading, so that what it prepares in the background is there."""
+FEWEST_READINGS = 3
 STEADY_S = 0.3
-"""A reading shorter than this is taken again, and the median counts."""
+"""Readings are taken until this time has passed, and the median counts: the first may meet memory that is new."""
 MOST_READINGS = 9
 
 
@@ -70,7 +71,9 @@ class Readings:
 
     def __iter__(self) -> Iterator[int]:
         began = time.perf_counter()
-        while not self.values or (time.perf_counter() - began < STEADY_S and len(self.values) < MOST_READINGS):
+        while len(self.values) < FEWEST_READINGS or (
+            time.perf_counter() - began < STEADY_S and len(self.values) < MOST_READINGS
+        ):
             yield len(self.values)
 
     def add(self, value: float) -> None:

@@ -17,6 +17,7 @@ import pytest
 from unified import process
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ZygoteToAgent, ZygoteUp, zygote_to_agent
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
+from unified.worker.zygote import QUIET_S
 
 PATIENCE_S = 10.0
 ENTRY = """
@@ -272,7 +273,11 @@ def test_no_worker_outlives_a_killed_agent(tmp_path: Path) -> None:
         assert time.monotonic() - began < 2.0
 
 
-def test_what_nobody_waits_for_is_imported_when_it_is_quiet(zygote: ZygoteProcess, tmp_path: Path) -> None:
+def test_what_nobody_waits_for_is_imported_after_the_first_fork_when_it_is_quiet(
+    zygote: ZygoteProcess, tmp_path: Path
+) -> None:
+    time.sleep(QUIET_S + 0.3)
+    assert not (tmp_path / "late").exists(), "nobody has asked for anything yet"
     first = zygote.fork("modules")
     zygote.forked(first)
     assert zygote.exited(first) == 0

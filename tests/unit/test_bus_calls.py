@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from unified.bus.calls import (
-    AcceptAnswer,
     Action,
-    AnswerCame,
     BusClosed,
     CallCancelled,
-    CallMade,
     CallTable,
     DeliveryFailed,
     DropPeer,
@@ -48,61 +45,81 @@ def news(state: str, incarnation: int = 0, worker: str = "b", reason: str = "") 
     return NewsCame(entries=[entry])
 
 
-def made(call_id: int = 1, timeout_s: float | None = None) -> CallMade:
-    return CallMade(call_id=call_id, target="b", method="m", timeout_s=timeout_s)
+class Made(NamedTuple):
+    """A caller wants method `m`."""
+
+    call_id: int = 1
+    timeout_s: float | None = None
+    target: str = "b"
+
+
+def tell(table: CallTable, now: float, event: Event | Made) -> list[Action]:
+    """An event; or that a call is made, with what follows from it as actions too."""
+    if not isinstance(event, Made):
+        return table.step(now, event)
+    try:
+        inbox = table.make(now, event.call_id, event.target, "m", event.timeout_s)
+    except RpcError as error:
+        return [FailCall(call_id=event.call_id, error=error)]
+    return [] if inbox is None else [SendCall(call_id=event.call_id, inbox=inbox, timeout_s=event.timeout_s)]
 
 
 class Story:
     """A table, and the time."""
 
-    def __init__(self, *events: Event) -> None:
+    def __init__(self, *events: Event | Made) -> None:
         self.table = CallTable()
         self.now = 100.0
         for event in events:
             self.tell(event)
 
-    def tell(self, event: Event, after_s: float = 0.0) -> list[Action]:
+    def tell(self, event: Event | Made, after_s: float = 0.0) -> list[Action]:
         self.now += after_s
-        actions = self.table.step(self.now, event)
+        actions = tell(self.table, self.now, event)
         assert self.table.check() == []
         return actions
 
-    def fails(self, event: Event, after_s: float = 0.0) -> RpcError:
+    def answer(self, sender: str, is_last: bool = True) -> bool:
+        """Whether an answer to call 1 is what is waited for."""
+        is_awaited = self.table.answer(1, sender, is_last)
+        assert self.table.check() == []
+        return is_awaited
+
+    def fails(self, event: Event | Made, after_s: float = 0.0) -> RpcError:
         (action,) = (each for each in self.tell(event, after_s) if isinstance(each, FailCall))
         return action.error
 
 
 def test_call_is_sent_and_its_answer_accepted_once() -> None:
     story = Story(news("alive"))
-    assert story.tell(made(timeout_s=5)) == [SendCall(call_id=1, inbox=Inbox(inbox_id="b0"), timeout_s=5)]
-    answer = AnswerCame(call_id=1, sender="b0")
-    assert story.tell(answer) == [AcceptAnswer(call_id=1)]
-    assert story.tell(answer) == []
+    assert story.tell(Made(timeout_s=5)) == [SendCall(call_id=1, inbox=Inbox(inbox_id="b0"), timeout_s=5)]
+    assert story.answer("b0")
+    assert not story.answer("b0")
     assert story.table.next_deadline is None
 
 
 def test_answer_of_another_life_is_ignored() -> None:
-    story = Story(news("alive"), made())
-    assert story.tell(AnswerCame(call_id=1, sender="b1")) == []
+    story = Story(news("alive"), Made())
+    assert not story.answer("b1")
     assert story.table.num_open == 1
 
 
 def test_call_to_an_unknown_worker_waits_and_is_sent_with_what_is_left() -> None:
     story = Story()
-    assert story.tell(made(timeout_s=5)) == []
+    assert story.tell(Made(timeout_s=5)) == []
     assert story.tell(news("alive"), after_s=2) == [SendCall(call_id=1, inbox=Inbox(inbox_id="b0"), timeout_s=3)]
 
 
 def test_call_between_two_lives_waits_for_the_next() -> None:
     story = Story(news("alive"), news("dead"))
-    assert story.tell(made()) == []
+    assert story.tell(Made()) == []
     (sent,) = story.tell(news("alive", 1))
     assert isinstance(sent, SendCall)
     assert sent.inbox.inbox_id == "b1"
 
 
 def test_death_fails_what_was_sent_and_names_who_died_and_why() -> None:
-    story = Story(news("alive"), made())
+    story = Story(news("alive"), Made())
     fail, drop = story.tell(news("dead", reason="killed by SIGKILL"))
     assert drop == DropPeer(inbox_id="b0")
     assert isinstance(fail, FailCall)
@@ -113,14 +130,14 @@ def test_death_fails_what_was_sent_and_names_who_died_and_why() -> None:
 
 
 def test_new_life_fails_the_calls_to_the_old_one() -> None:
-    story = Story(news("alive"), made())
+    story = Story(news("alive"), Made())
     assert isinstance(story.fails(news("alive", 1)), WorkerDiedError)
 
 
 def test_ended_worker_fails_waiting_and_new_calls_at_once() -> None:
-    story = Story(made())
+    story = Story(Made())
     assert isinstance(story.fails(news("ended", reason="the job is stopping")), WorkerDiedError)
-    error = story.fails(made(2))
+    error = story.fails(Made(2))
     assert isinstance(error, WorkerDiedError)
     assert "the job is stopping" in str(error)
 
@@ -134,7 +151,7 @@ def test_ended_worker_fails_waiting_and_new_calls_at_once() -> None:
     ],
 )
 def test_deadline_says_what_was_awaited(events: list[Event], state: str) -> None:
-    story = Story(*events, made(timeout_s=5))
+    story = Story(*events, Made(timeout_s=5))
     assert story.table.next_deadline == 105
     error = story.fails(TimePassed(), after_s=5)
     assert isinstance(error, RpcTimeoutError)
@@ -144,14 +161,14 @@ def test_deadline_says_what_was_awaited(events: list[Event], state: str) -> None
 
 @pytest.mark.parametrize("event", [CallCancelled(call_id=1), TimePassed()])
 def test_callee_is_told_when_nobody_waits_any_more(event: Event) -> None:
-    story = Story(news("alive"), made(timeout_s=1))
+    story = Story(news("alive"), Made(timeout_s=1))
     actions = story.tell(event, after_s=1)
     assert SendCancel(call_id=1, inbox=Inbox(inbox_id="b0")) in actions
-    assert story.tell(AnswerCame(call_id=1, sender="b0")) == []  # late
+    assert not story.answer("b0"), "it is late"
 
 
 def test_waiting_call_is_cancelled_without_telling_anybody() -> None:
-    story = Story(made())
+    story = Story(Made())
     (action,) = story.tell(CallCancelled(call_id=1))
     assert isinstance(action, FailCall)
     assert isinstance(action.error, RpcCancelledError)
@@ -159,7 +176,7 @@ def test_waiting_call_is_cancelled_without_telling_anybody() -> None:
 
 
 def test_call_that_the_relay_did_not_deliver_is_sent_again_ever_more_slowly() -> None:
-    story = Story(news("alive"), made(timeout_s=100))
+    story = Story(news("alive"), Made(timeout_s=100))
     waits = []
     for _ in range(8):
         assert story.tell(DeliveryFailed(call_id=1, code="unknown-target")) == []
@@ -174,27 +191,26 @@ def test_call_that_the_relay_did_not_deliver_is_sent_again_ever_more_slowly() ->
 
 
 def test_overloaded_relay_ends_the_call() -> None:
-    story = Story(news("alive"), made())
+    story = Story(news("alive"), Made())
     assert isinstance(story.fails(DeliveryFailed(call_id=1, code="overloaded")), BusOverloadedError)
 
 
 def test_call_that_cannot_be_sent_ends_with_that_error() -> None:
     error = RpcError("no route")
-    assert Story(news("alive"), made()).fails(SendFailed(call_id=1, error=error)) is error
+    assert Story(news("alive"), Made()).fails(SendFailed(call_id=1, error=error)) is error
 
 
 def test_closing_ends_all_and_refuses_more() -> None:
-    story = Story(news("alive"), made(1), made(2, 5.0))
+    story = Story(news("alive"), Made(1), Made(2, 5.0))
     ended = story.tell(BusClosed(reason="closed"))
     assert [type(each.error) for each in ended if isinstance(each, FailCall)] == [RpcCancelledError] * 2
-    assert isinstance(story.fails(made(3)), RpcCancelledError)
+    assert isinstance(story.fails(Made(3)), RpcCancelledError)
     assert story.table.next_deadline is None
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        AnswerCame(call_id=9, sender="x"),
         CallCancelled(call_id=9),
         DeliveryFailed(call_id=9, code="unknown-target"),
         SendFailed(call_id=9, error=RpcError("")),
@@ -211,8 +227,8 @@ def test_broken_way_waits_for_the_news_of_a_death_and_then_for_no_more(loss: Eve
     for dies in (True, False):
         story = Story()
         story.tell(news("alive"))
-        story.tell(CallMade(call_id=1, target="b", method="m"))
-        story.tell(AnswerCame(call_id=1, sender="b0", is_last=False))
+        story.tell(Made())
+        assert story.answer("b0", is_last=False)
         assert story.tell(loss) == []
         if dies:
             (failed, _) = story.tell(news("dead", reason="killed by SIGKILL"))
@@ -231,10 +247,10 @@ def test_broken_way_waits_for_the_news_of_a_death_and_then_for_no_more(loss: Eve
 def test_stream_stays_open_until_its_last_answer() -> None:
     story = Story()
     story.tell(news("alive"))
-    story.tell(CallMade(call_id=1, target="b", method="m", timeout_s=10))
-    assert story.tell(AnswerCame(call_id=1, sender="b0", is_last=False)) == [AcceptAnswer(call_id=1)]
+    story.tell(Made(timeout_s=10))
+    assert story.answer("b0", is_last=False)
     assert story.table.num_open == 1
-    assert story.tell(AnswerCame(call_id=1, sender="b0")) == [AcceptAnswer(call_id=1)]
+    assert story.answer("b0")
     assert story.table.num_open == 0
 
 
@@ -248,16 +264,15 @@ class AnyOrder(RuleBasedStateMachine):
         self.made = 0
         self.ended: list[int] = []
 
-    def tell(self, event: Event) -> None:
-        opens_stream = isinstance(event, AnswerCame) and not event.is_last
-        for action in self.table.step(self.now, event):
-            if isinstance(action, FailCall | AcceptAnswer) and not opens_stream:
+    def tell(self, event: Event | Made) -> None:
+        for action in tell(self.table, self.now, event):
+            if isinstance(action, FailCall):
                 self.ended.append(action.call_id)
 
     @rule(worker=st.sampled_from("ab"), timeout_s=st.none() | st.floats(0, 10))
     def call(self, worker: str, timeout_s: Any) -> None:
         self.made += 1
-        self.tell(CallMade(call_id=self.made, target=worker, method="m", timeout_s=timeout_s))
+        self.tell(Made(self.made, timeout_s, worker))
 
     @rule(
         worker=st.sampled_from("ab"), incarnation=st.integers(0, 3), state=st.sampled_from(["alive", "dead", "ended"])
@@ -267,7 +282,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(call_id=st.integers(1, 8), worker=st.sampled_from("ab"), incarnation=st.integers(0, 3), is_last=st.booleans())
     def answer(self, call_id: int, worker: str, incarnation: int, is_last: bool) -> None:
-        self.tell(AnswerCame(call_id=call_id, sender=f"{worker}{incarnation}", is_last=is_last))
+        if self.table.answer(call_id, f"{worker}{incarnation}", is_last) and is_last:
+            self.ended.append(call_id)
 
     @rule(worker=st.sampled_from("ab"), incarnation=st.integers(0, 3))
     def lose_link(self, worker: str, incarnation: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from unified.errors import RouteLostError, RpcError
+from unified.errors import QueueNotFoundError, RouteLostError, RpcError
 from unified.queue.core.outcomes import Outcome
 from unified.queue.finder import OwnerFinder
 from unified.queue.items import pack
@@ -77,6 +77,35 @@ def test_a_take_that_failed_is_not_acknowledged_unseen() -> None:
     assert owner.told == []
     assert taker.take(1, None) == ["b"]
     assert owner.asked == [(1, 0), (2, 1), (3, 1)]
+
+
+def test_patience_with_an_owner_begins_anew_with_each_time_that_it_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = ScriptedOwner([pack("a")], [pack("b")])
+    taker = taker_of(owner)
+    finder: Any = taker._finder
+    clock = [1000.0]
+    monkeypatch.setattr("unified.queue.taking.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def attach(until: float | None) -> object:
+        if not finder.may_be_found:
+            raise QueueNotFoundError("nobody has it")
+        finder.site = owner
+        return owner
+
+    finder.attach, finder.patience_s = attach, 300.0
+    for item in ("a", "b"):
+        finder.site, finder.may_be_found = None, False
+        for _ in range(3):
+            assert taker.take(1, 0.5) == []
+            clock[0] += 99
+        finder.may_be_found = True
+        assert taker.take(1, 0.5) == [item]
+        clock[0] += 1000
+    finder.site, finder.may_be_found = None, False
+    assert taker.take(1, 0.5) == []
+    clock[0] += 301
+    with pytest.raises(QueueNotFoundError):
+        taker.take(1, 0.5)
 
 
 def _raise(site: object, error: RpcError) -> None:

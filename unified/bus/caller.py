@@ -153,31 +153,43 @@ class CallDesk:
             trace_id, chain = f"{self._trace}{call_id}", _NO_CHAIN
         else:
             trace_id, chain = handled.trace_id, [*handled.chain, handled.token]
-        self._outbound[call_id] = _Outbound(future, target, method, trace_id, chain, nbytes, parcel)
-        made = calls.CallMade(call_id=call_id, target=target, method=method, timeout_s=timeout)
-        self.step(made, may_wait=may_wait)
+        outbound = _Outbound(future, target, method, trace_id, chain, nbytes, parcel)
+        self._outbound[call_id] = outbound
+        try:
+            with self._lock:
+                self._last_call_at = now = time.monotonic()
+                inbox = self.table.make(now, call_id, target, method, timeout)
+                if timeout is not None:
+                    self._mind_deadlines()
+        except RpcError as error:
+            self._ended(call_id)
+            future.fail(error.with_traceback(None))  # which would hold this frame, and so the future
+        else:
+            if inbox is not None:
+                self._send_call(call_id, outbound, inbox, timeout, may_wait)
         return future
 
-    def step(self, event: calls.Event, *, may_wait: bool = False) -> None:
+    def step(self, event: calls.Event) -> None:
         """Something happened: have it decided what follows, and do that."""
         with self._lock:
-            now = time.monotonic()
-            actions = self.table.step(now, event)
-            if type(event) is calls.CallMade:
-                self._last_call_at = now
-            due = self.table.next_deadline
-            if due is not None and due < self._wakes_at:
-                self._wakes_at = 0.0  # once is enough
-                self._alarm.notify()
+            actions = self.table.step(time.monotonic(), event)
+            self._mind_deadlines()
         later: list[RpcFuture[Any]] = []
         for action in actions:
-            self._perform(action, may_wait, later)
+            self._perform(action, later)
         if not later:
             return
         if type(event) in _ON_PRECIOUS_THREADS:
             threading.Thread(target=_call_back, args=(later,), name="bus-callbacks", daemon=True).start()
         else:
             _call_back(later)
+
+    def _mind_deadlines(self) -> None:
+        """Under the lock: the alarm thread is not to sleep longer than until the next."""
+        due = self.table.next_deadline
+        if due is not None and due < self._wakes_at:
+            self._wakes_at = 0.0  # once is enough
+            self._alarm.notify()
 
     def take(self, envelope: Envelope, body: Buffer, buffers: list[Buffer]) -> None:
         """An answer came, or a part of one."""
@@ -203,10 +215,8 @@ class CallDesk:
         call_id, kind = envelope.call_id, envelope.kind
         is_last = kind is not Kind.STREAM
         with self._lock:
-            accepted = self.table.step(
-                time.monotonic(), calls.AnswerCame(call_id=call_id, sender=envelope.sender, is_last=is_last)
-            )
-        if not accepted:
+            is_awaited = self.table.answer(call_id, envelope.sender, is_last)
+        if not is_awaited:
             inbox = None if is_last else self.table.directory.inbox(envelope.sender)
             if inbox is not None:  # a CANCEL can have overtaken its call; without another the generator waits for MORE
                 self._courier.tell(Kind.CANCEL, call_id, inbox)
@@ -272,11 +282,12 @@ class CallDesk:
     def _cancel(self, call_id: int) -> None:
         self.step(calls.CallCancelled(call_id=call_id))
 
-    def _perform(self, action: calls.Action, may_wait: bool, later: list[RpcFuture[Any]]) -> None:
-        if type(action) is calls.SendCall:  # first, and by itself: matching patterns takes a microsecond
-            self._send_call(action.call_id, action.inbox, action.timeout_s, may_wait)
-            return
+    def _perform(self, action: calls.Action, later: list[RpcFuture[Any]]) -> None:
         match action:
+            case calls.SendCall(call_id=call_id, inbox=inbox, timeout_s=timeout_s):
+                outbound = self._outbound.get(call_id)
+                if outbound is not None:
+                    self._send_call(call_id, outbound, inbox, timeout_s, False)
             case calls.FailCall(call_id=call_id, error=error):
                 outbound = self._ended(call_id)
                 if outbound is not None:
@@ -285,12 +296,11 @@ class CallDesk:
                 self._courier.tell(Kind.CANCEL, call_id, inbox)
             case calls.DropPeer(inbox_id=inbox_id):
                 self._on_gone(inbox_id)
-            case calls.AcceptAnswer():
-                raise AssertionError("answers are performed where they come in")
 
-    def _send_call(self, call_id: int, inbox: Inbox, timeout_s: float | None, may_wait: bool) -> None:
-        outbound = self._outbound.get(call_id)
-        if outbound is None or outbound.parcel is None or outbound.future is None:
+    def _send_call(
+        self, call_id: int, outbound: _Outbound, inbox: Inbox, timeout_s: float | None, may_wait: bool
+    ) -> None:
+        if outbound.parcel is None or outbound.future is None:
             return
         try:
             way = self._post.way(inbox)
@@ -320,7 +330,7 @@ class CallDesk:
                 outbound.chain,
                 parcel,
                 may_wait,
-                future.done,
+                future.has_ended,
             )
         except Exception as error:
             failure = RpcError(f"{outbound.words} could not be sent: {type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ from unified.errors import (
     WorkerDiedError,
 )
 from unified.job.spec import Value
-from unified.protocol.records import DirectoryEntry, Inbox
+from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 1.0
@@ -30,28 +30,10 @@ LOST_GRACE_S = 2.0
 """How long the directory has to say that the worker behind a broken link died."""
 
 
-class CallMade(Value, frozen=True, kw_only=True, gc=False):
-    """A caller wants `method` of `target` (a worker's full name)."""
-
-    call_id: int
-    target: str
-    method: str
-    timeout_s: float | None = None
-
-
 class NewsCame(Value, frozen=True, kw_only=True):
     """Entries of the directory that are new, or perhaps not."""
 
     entries: list[DirectoryEntry]
-
-
-class AnswerCame(Value, frozen=True, kw_only=True, gc=False):
-    """A result or an error, from the inbox `sender`."""
-
-    call_id: int
-    sender: str
-    is_last: bool = True
-    """No: it opens a stream, and the call stays open."""
 
 
 class DeliveryFailed(Value, frozen=True, kw_only=True):
@@ -98,18 +80,7 @@ class BusClosed(Value, frozen=True, kw_only=True):
     reason: str
 
 
-Event = (
-    CallMade
-    | NewsCame
-    | AnswerCame
-    | DeliveryFailed
-    | MailLost
-    | SendFailed
-    | LinkLost
-    | CallCancelled
-    | TimePassed
-    | BusClosed
-)
+Event = NewsCame | DeliveryFailed | MailLost | SendFailed | LinkLost | CallCancelled | TimePassed | BusClosed
 
 
 class SendCall(Value, frozen=True, kw_only=True):
@@ -118,12 +89,6 @@ class SendCall(Value, frozen=True, kw_only=True):
     call_id: int
     inbox: Inbox
     timeout_s: float | None
-
-
-class AcceptAnswer(Value, frozen=True, kw_only=True, gc=False):
-    """The answer is the one waited for: decode it and end the call with it."""
-
-    call_id: int
 
 
 class FailCall(Value, frozen=True, kw_only=True):
@@ -146,7 +111,7 @@ class DropPeer(Value, frozen=True, kw_only=True):
     inbox_id: str
 
 
-Action = SendCall | AcceptAnswer | FailCall | SendCancel | DropPeer
+Action = SendCall | FailCall | SendCancel | DropPeer
 TimerKey = tuple[Literal["deadline", "retry", "lost"], int]
 
 
@@ -170,7 +135,10 @@ class _OpenCall(msgspec.Struct, gc=False):
 
 
 class CallTable:
-    """The open calls of one process. `step(now, event)` takes any event in any state and says what to do."""
+    """The open calls of one process. `step(now, event)` takes any event in any state and says what to do.
+
+    What happens with each call, and so ten thousands of times a second, has methods of its own: `make` and `answer`.
+    """
 
     def __init__(self) -> None:
         self.directory = Directory()
@@ -179,9 +147,7 @@ class CallTable:
         self._timers: TimerTable[TimerKey] = TimerTable()
         self._closed = ""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
-            CallMade: self._on_made,
             NewsCame: self._on_news,
-            AnswerCame: self._on_answer,
             DeliveryFailed: self._on_delivery_failed,
             MailLost: self._on_mail_lost,
             SendFailed: self._on_send_failed,
@@ -216,19 +182,46 @@ class CallTable:
                 broken.append(f"call {call.call_id} waits though {call.target} can be reached")
         return broken
 
-    def _on_made(self, now: float, event: CallMade) -> list[Action]:
+    def make(self, now: float, call_id: int, target: str, method: str, timeout_s: float | None) -> Inbox | None:
+        """A caller wants `method` of `target` (a worker's full name).
+
+        Returns:
+            where to send it, with all its time left; None: it waits for a life of its target.
+
+        Raises:
+            RpcError: it ends in this, and has not been opened.
+        """
         if self._closed:
-            return [FailCall(call_id=event.call_id, error=RpcCancelledError(self._closed))]
-        call = _OpenCall(event.call_id, event.target, event.method, now, event.timeout_s)
-        ended = self.directory.get(call.target) if self.directory.is_ended(call.target) else None
-        if ended is not None:
-            return [FailCall(call_id=call.call_id, error=_hopeless(call, ended))]
-        self._open[call.call_id] = call
-        self._by_target.setdefault(call.target, {})[call.call_id] = call
-        if call.timeout_s is not None:
-            self._timers.arm(("deadline", call.call_id), now + call.timeout_s)
-        inbox = self.directory.reachable(call.target)
-        return [] if inbox is None else [self._send(now, call, inbox)]
+            raise RpcCancelledError(self._closed)
+        call = _OpenCall(call_id, target, method, now, timeout_s)
+        entry = self.directory.get(target)
+        if entry is not None and entry.state is Reachability.ENDED:
+            raise _hopeless(call, entry)
+        self._open[call_id] = call
+        same = self._by_target.get(target)
+        if same is None:
+            self._by_target[target] = {call_id: call}
+        else:
+            same[call_id] = call
+        if timeout_s is not None:
+            self._timers.arm(("deadline", call_id), now + timeout_s)
+        if entry is None or entry.state is not Reachability.ALIVE or entry.inbox is None:
+            return None
+        call.inbox, call.sent_at, call.incarnation = entry.inbox, now, entry.incarnation
+        return entry.inbox
+
+    def answer(self, call_id: int, sender: str, is_last: bool = True) -> bool:
+        """A result or an error came from the inbox `sender`; whether it is what the call waits for.
+
+        Args:
+            is_last: the call ends with it; no: it opens a stream.
+        """
+        call = self._open.get(call_id)
+        if call is None or call.inbox is None or call.inbox.inbox_id != sender:
+            return False  # late, or from another life than the one that was asked
+        if is_last:
+            self._close(call)
+        return True
 
     def _on_news(self, now: float, event: NewsCame) -> list[Action]:
         actions: list[Action] = []
@@ -245,14 +238,6 @@ class CallTable:
                 case WorkerEnded(entry):
                     actions += [self._fail(call, _hopeless(call, entry)) for call in self._calls_to(entry.worker)]
         return actions
-
-    def _on_answer(self, now: float, event: AnswerCame) -> list[Action]:
-        call = self._open.get(event.call_id)
-        if call is None or call.inbox is None or call.inbox.inbox_id != event.sender:
-            return []  # late, or from another life than the one that was asked
-        if event.is_last:
-            self._close(call)
-        return [AcceptAnswer(call_id=call.call_id)]
 
     def _on_delivery_failed(self, now: float, event: DeliveryFailed) -> list[Action]:
         call = self._open.get(event.call_id)

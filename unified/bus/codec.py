@@ -30,6 +30,8 @@ from unified.errors import ProtocolError
 LARGE_BODY_BYTES = 64 * 1024
 """A body of this size is a frame of its own, which may go through shared memory."""
 _BARE = Reader(())
+_new = tuple.__new__
+"""Makes a NamedTuple in half the time."""
 
 
 class Encoded(NamedTuple):
@@ -63,7 +65,7 @@ def encode(value: object, *, devices: bool = False) -> Encoded:
             body = pack(value)
         except (OverflowError, UnicodeEncodeError):
             return _lifted(value, devices)
-        return Encoded(body, []) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
+        return _new(Encoded, (body, [])) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
     return _lifted(value, devices)
 
 
@@ -75,7 +77,7 @@ def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], *, devices: bo
         body = pack((args, kwargs))
     except (OverflowError, UnicodeEncodeError):
         return encode([list(args), kwargs], devices=devices)
-    return Encoded(body, []) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
+    return _new(Encoded, (body, [])) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
 
 
 def decode(body: Buffer, buffers: Sequence[Buffer] = ()) -> Any:

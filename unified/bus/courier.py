@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unified.bus.codec import Encoded
@@ -25,7 +25,6 @@ from unified.protocol.records import Inbox
 logger = logging.getLogger(__name__)
 BURST_S = 0.0002
 """Calls to one peer that follow each other faster share writes, until somebody waits for one, or for a tick."""
-_EMPTY = Encoded(b"", [])
 _ENDS = (Kind.RESULT, Kind.ERROR)
 """Never wait on a link: where they would have to, no further handlers are begun (`Link.is_full`)."""
 
@@ -102,7 +101,7 @@ class Courier:
             self._job_id,
             shared,
         )
-        self.send(way, envelope, Encoded(parcel.content.body, buffers), may_wait, give_up)
+        self.send(way, envelope, parcel.content.body, buffers, may_wait, give_up)
 
     def reply(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool:
         """Answer a call; False if that cannot be done, or not without waiting."""
@@ -131,7 +130,7 @@ class Courier:
             shared=shared,
             count=count,
         )
-        return self.send(way, envelope, Encoded(answer.body, buffers), may_wait, lambda: call.is_stale)
+        return self.send(way, envelope, answer.body, buffers, may_wait, lambda: call.is_stale)
 
     def tell(self, kind: Kind, call_id: int, inbox: Inbox, count: int = 0) -> None:
         """Send a CANCEL or a MORE; lost, the handler runs on for nothing, or waits for the caller's end."""
@@ -139,13 +138,21 @@ class Courier:
             BUS_VERSION, kind, call_id, self._inbox_id, self._worker, inbox.inbox_id, job=self._job_id, count=count
         )
         with contextlib.suppress(RpcError, OSError):
-            self.send(self._post.way(inbox), envelope, _EMPTY, False, lambda: False)
+            self.send(self._post.way(inbox), envelope, b"", [], False, lambda: False)
 
-    def send(self, way: Way, envelope: Envelope, content: Encoded, may_wait: bool, give_up: Callable[[], bool]) -> bool:
+    def send(
+        self,
+        way: Way,
+        envelope: Envelope,
+        body: Buffer,
+        buffers: Sequence[Buffer],
+        may_wait: bool,
+        give_up: Callable[[], bool],
+    ) -> bool:
         """Send a message; False if there was no room, and `may_wait` or `give_up` forbade to wait for it."""
         frame = encode_envelope(envelope)
         if isinstance(way, Link):
-            pieces = pack(frame, content.body, content.buffers)
+            pieces = pack(frame, body, buffers)
             if self._shares_write(way, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
                 if way.hold(pieces[0]) and way not in self._holding:
                     self._holding.add(way)
@@ -155,7 +162,7 @@ class Courier:
             if may_wait and way.backlog_bytes > self._limit_bytes and envelope.kind not in _ENDS:
                 self._wait(lambda: way.wait_for_room(self._limit_bytes, lambda: self.is_closing or give_up()))
             return True
-        frames: list[Buffer] = [frame, content.body, *content.buffers]
+        frames: list[Buffer] = [frame, body, *buffers]
         if way.try_send(frames):
             return True
         if may_wait:

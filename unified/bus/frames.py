@@ -17,6 +17,8 @@ from unified.protocol.envelope import MAX_ENVELOPE_BYTES
 _HEAD = struct.Struct("<III")
 _SIZE = struct.Struct("<Q")
 MAX_BUFFERS = 65_536
+_new = tuple.__new__
+"""Makes a NamedTuple in half the time."""
 JOINED_BYTES = 16 * 1024
 """Up to here one copy is cheaper than a longer list for the kernel."""
 FIRST_BYTES = 1024 * 1024
@@ -93,7 +95,7 @@ class FrameReader:
             for size in sizes:
                 buffers.append(view[next_at : next_at + size])
                 next_at += size
-            found.append(Frames(data[at:body_at], view[body_at : body_at + body_size], buffers))
+            found.append(_new(Frames, (data[at:body_at], view[body_at : body_at + body_size], buffers)))
             start = end
         self._rest = data[start:]
         return found

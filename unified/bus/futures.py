@@ -114,7 +114,8 @@ class RpcFuture(Future[T]):
             self.be_received()
         return False
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """As `done`, of whoever does not wait for it."""
         return self._state in _ENDED
 
     def comes_on(self, link: Link) -> None:
@@ -192,7 +193,7 @@ class RpcFuture(Future[T]):
 
     def cancel(self) -> bool:
         """Give the call up: it ends in `RpcCancelledError`, and its handler is told. False if it has ended already."""
-        if not self._has_ended():
+        if not self.has_ended():
             if self._on_cancel is not None:
                 self._on_cancel()
             self.fail(RpcCancelledError(f"{self.what} was cancelled by its caller."))
@@ -260,17 +261,17 @@ class RpcFuture(Future[T]):
         finally:
             if host is not None:
                 host.after_wait(token)
-        if not self._has_ended():
+        if not self.has_ended():
             raise RpcTimeoutError(f"{self.what} had not ended after {timeout} s of waiting; the call goes on.")
 
     def receive(self, until: float | None, whole: RpcFuture[Any]) -> None:
         """Receive the answer on this thread, if no other does, until `whole`, of which it is a part, has ended."""
         link = self.link
-        if link is None or self._has_ended() or whole._has_ended():
+        if link is None or self.has_ended() or whole.has_ended():
             return
         if link.reader == threading.get_ident():
             raise self.waited_in_vain()
-        link.receive_until(self._has_ended if whole is self else lambda: self._has_ended() or whole._has_ended(), until)
+        link.receive_until(self.has_ended if whole is self else lambda: self.has_ended() or whole.has_ended(), until)
 
     def waited_in_vain(self) -> RpcError:
         """The error of a thread that waits for what it alone could receive."""
@@ -280,14 +281,14 @@ class RpcFuture(Future[T]):
         )
 
     def _sleep(self, until: float | None) -> None:
-        if self._has_ended():
+        if self.has_ended():
             return
         link = self.link
         if link is not None:
             link.want()
         try:
             with self._make_condition():
-                while not self._has_ended():
+                while not self.has_ended():
                     left_s = None if until is None else until - time.monotonic()
                     if left_s is not None and left_s <= 0:
                         return
@@ -303,7 +304,7 @@ class RpcFuture(Future[T]):
         return self._awaited().__await__()
 
     async def _awaited(self) -> T:
-        if not self._has_ended():
+        if not self.has_ended():
             token = None if self._host is None else self._host.before_wait(self)
             try:
                 return await asyncio.wrap_future(self)

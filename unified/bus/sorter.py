@@ -26,7 +26,7 @@ from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, decode_hello,
 from unified.protocol.records import Inbox
 
 logger = logging.getLogger(__name__)
-_ANSWERS = frozenset({Kind.RESULT, Kind.ERROR, Kind.STREAM, Kind.ITEM})
+_ANSWERS = (Kind.RESULT, Kind.ITEM, Kind.ERROR, Kind.STREAM)  # no set: to hash an enum takes longer than to look
 
 
 class MailSorter:
@@ -210,4 +210,4 @@ class MailSorter:
                     job=self._job_id,
                 )
                 way = self._post.way(Inbox(inbox_id=lost.target))
-                self._courier.send(way, ours, Encoded(describe_ours(error), []), False, lambda: False)
+                self._courier.send(way, ours, describe_ours(error), [], False, lambda: False)

@@ -90,7 +90,8 @@ class Taker:
     def __init__(self, finder: OwnerFinder) -> None:
         self._finder = finder
         self._local = threading.local()
-        self._first_asked = 0.0
+        self._missed_since = 0.0
+        """When an owner was first looked for in vain; 0 while there is one."""
 
     def take(self, max_items: int, timeout_s: float | None) -> list[Any]:
         """Up to `max_items`, as soon as there is one; none if there is none in time. What this thread took before is
@@ -173,6 +174,7 @@ class Taker:
                 site = self._found(until)
                 if site is None:
                     return None, True
+            self._missed_since = 0.0
             is_heard = True
             wait_s = SLICE_S if until is None else max(min(until - time.monotonic(), SLICE_S), 0.0)
             try:
@@ -201,11 +203,11 @@ class Taker:
     def _found(self, until: float | None) -> Site | None:
         """The owner; None if this take's own time is over, and there may yet be one."""
         now = time.monotonic()
-        self._first_asked = self._first_asked or now
+        self._missed_since = self._missed_since or now
         try:
             return self._finder.attach(until)
         except QueueNotFoundError:
-            if until is None or now - self._first_asked >= self._finder.patience_s:
+            if until is None or now - self._missed_since >= self._finder.patience_s:
                 raise
             return None
 

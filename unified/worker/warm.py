@@ -36,7 +36,7 @@ def warm_up(entry_module: str) -> None:
 
 
 def for_later(entry_module: str) -> list[str]:
-    """Modules that are worth importing when nobody waits: what the entry names in `PRELOAD_LATER`, else torch's own."""
+    """Modules worth importing when there are jobs and nobody waits: what `PRELOAD_LATER` names, else torch's own."""
     return list(getattr(sys.modules[entry_module], "PRELOAD_LATER", LATER if "torch" in sys.modules else ()))
 
 

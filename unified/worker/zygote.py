@@ -21,7 +21,8 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NoReturn
 
 from unified import process
@@ -33,7 +34,7 @@ from unified.worker.memory import give_back_idle
 from unified.worker.warm import for_later, import_one, warm_up
 
 QUIET_S = 1.0
-"""After so long without a fork or an exit the zygote imports what is worth having but not worth waiting for."""
+"""After so long without a fork or an exit the zygote does what is worth having but not worth waiting for."""
 DEFAULT_ENTRY = "unified.worker.start:main"
 FDS_PER_FORK = 3
 _PASSED_BYTES = socket.CMSG_SPACE(FDS_PER_FORK * array.array("i").itemsize)
@@ -53,7 +54,9 @@ class Zygote:
         self._buffer = StreamBuffer()
         self._descriptors: deque[int] = deque()
         self._children: dict[int, Fork] = {}
-        self._later = deque(for_later(self._module))
+        self._later = for_later(self._module)
+        """Modules to be imported once it has forked: an agent that waits for its first job need not hold them."""
+        self._idle_work: deque[Callable[[], object]] = deque([give_back_idle])
         self._is_quiet = False
         self._is_importing = False
         self._is_asked_to_end = False
@@ -75,7 +78,7 @@ class Zygote:
             while not self._is_asked_to_end:
                 self._is_quiet = not poll.poll(self._patience_ms())
                 if self._is_quiet:
-                    self._warm_further()
+                    self._do_idle_work()
                     continue
                 self._reap()
                 if not self._take_orders():
@@ -86,23 +89,32 @@ class Zygote:
             self._kill_all()
 
     def _patience_ms(self) -> float | None:
-        if not self._later:
+        if not self._idle_work:
             return None
         return 0 if self._is_quiet else QUIET_S * 1000
 
-    def _warm_further(self) -> None:
+    def _do_idle_work(self) -> None:
         self._is_importing = True
         try:
             if not self._is_asked_to_end:
-                import_one(self._later.popleft())
+                self._idle_work.popleft()()
         except _AskedToEnd:
             return
         finally:
             self._is_importing = False
-        if not self._later:
-            gc.collect()
-            gc.freeze()
-            give_back_idle()
+
+    def _plan_imports(self) -> None:
+        """There is a job: import, as soon as it is quiet, what those that follow will want."""
+        self._idle_work.extend(partial(import_one, name) for name in self._later)
+        if self._later:
+            self._idle_work.append(self._settle)
+            self._later = []
+
+    def _settle(self) -> None:
+        """Of what was imported: nothing that children would have to copy, and nothing that is not needed."""
+        gc.collect()
+        gc.freeze()
+        give_back_idle()
 
     def _note_signal(self, number: int, _frame: object) -> None:
         """The byte in the wake-up socket does the waking; a signal without a handler would not make one."""
@@ -148,6 +160,7 @@ class Zygote:
             self._say(ForkFailed(child=order.child, error=f"fork: {error.strerror}"))
         else:
             self._children[pid] = order
+            self._plan_imports()
             self._say(Forked(child=order.child, pid=pid))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

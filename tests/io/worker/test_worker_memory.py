@@ -50,3 +50,27 @@ def test_arrays_of_a_thread_find_memory_that_is_there() -> None:
 def test_what_is_no_number_is_refused() -> None:
     with pytest.raises(OptionError, match="'lots' is not a number of MiB"):
         keep_freed({"UNIFIED_KEEP_FREED_MB": "lots"})
+
+
+LIBRARIES = """
+    import numpy as np
+    from unified.worker.memory import give_back_idle
+
+    def resident_kb():
+        return sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("Pss_File:"))
+
+    assert np.linalg.inv(np.eye(100)).sum() == 100
+    before = resident_kb()
+    give_back_idle()
+    print(before, resident_kb())
+    assert np.linalg.inv(2 * np.eye(100)).sum() == 50
+    give_back_idle()
+"""
+
+
+def test_pages_of_libraries_are_given_back_and_read_anew() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LIBRARIES)], capture_output=True, text=True, check=True, timeout=50
+    )
+    before, after = (int(word) for word in done.stdout.split())
+    assert after < before / 2

@@ -1,0 +1,232 @@
+"""What workers ask of the master as coordinator of their data, barriers and checkpoints. A request has one answer.
+
+Names and fields are those of the reference document's ``coordinator.proto``; what it lacks is marked by its docstring.
+They travel on the control socket of the master, as other requests of clients do. `space` is new everywhere: what is
+asked in one space is not seen in another. Workers of a job use the job's id, scripts outside a job the empty one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from unified.job.spec import Value
+from unified.protocol.client_master import ClientRequest, MasterAnswer
+
+ReleasedBy = Literal["arrived", "lost", "timeout", "closed"]
+
+
+class CoordinatorRequest(ClientRequest, frozen=True, kw_only=True):
+    """From a worker."""
+
+    space: str = ""
+
+
+class CoordinatorAnswer(MasterAnswer, frozen=True, kw_only=True):
+    """To a worker. What cannot be done is answered by `unified.protocol.client_master.Refused`."""
+
+
+class RegisterWorker(CoordinatorRequest, tag="register-worker", frozen=True, kw_only=True):
+    """Again with the same `worker_id` and `session`: the same answer. Another session: a new life of that worker."""
+
+    worker_id: str
+    session: str
+    """Of this life of the worker; chosen at random."""
+    hostname: str = ""
+    port: int = 0
+    gpu_count: int = 0
+    memory_bytes: int = 0
+    metadata: dict[str, str] = {}
+    rank: int = -1
+    world_size: int = 0
+    """Of this worker; 0: it takes part in no barrier."""
+    timeout_s: float = 30.0
+    """It is lost when it was not heard of for so long."""
+
+
+class WorkerRegistration(CoordinatorAnswer, tag="worker-registration", frozen=True, kw_only=True):
+    assigned_id: str
+    heartbeat_interval_s: float
+    incarnation: int
+    """How many lives of this worker were registered before."""
+
+
+class Heartbeat(CoordinatorRequest, tag="coordinator-heartbeat", frozen=True, kw_only=True):
+    worker_id: str
+    session: str
+
+
+class HeartbeatResponse(CoordinatorAnswer, tag="heartbeat-response", frozen=True, kw_only=True):
+    is_known: bool
+    """False: it was lost, or a new life took its place: register again, or end."""
+    revision: int = 0
+    """Counts up with each change of who is there."""
+
+
+class DeregisterWorker(CoordinatorRequest, tag="deregister-worker", frozen=True, kw_only=True):
+    worker_id: str
+    session: str
+
+
+class FileRun(Value, frozen=True, kw_only=True):
+    """Rows of one file, in the order of the dataset."""
+
+    path: str
+    num_samples: int
+
+
+class RegisterDataset(CoordinatorRequest, tag="register-dataset", frozen=True, kw_only=True):
+    """Again with the same values: nothing happens. With others: refused, with what differs."""
+
+    dataset_id: str
+    path: str
+    format: str
+    total_samples: int
+    shard_size: int = 10_000
+    shuffle: bool = False
+    seed: int = 0
+    metadata: dict[str, str] = {}
+    files: list[FileRun] = []
+    """Of which the dataset consists, in order, as its registrar found them. Empty: the files are not known."""
+
+
+class DatasetRegistration(CoordinatorAnswer, tag="dataset-registration", frozen=True, kw_only=True):
+    dataset_id: str
+    num_shards: int
+    epoch: int
+    """The current one."""
+
+
+class ShardAssignment(Value, frozen=True, kw_only=True):
+    """One shard: samples ``start_sample`` to ``end_sample`` (not included) of the dataset, in its own order."""
+
+    shard_id: int
+    file_paths: list[str]
+    start_sample: int
+    end_sample: int
+
+
+class GetDataShard(CoordinatorRequest, tag="get-data-shard", frozen=True, kw_only=True):
+    """Which unfinished shards of an epoch are this worker's now."""
+
+    dataset_id: str
+    worker_id: str
+    epoch: int
+
+
+class DataShards(CoordinatorAnswer, tag="data-shards", frozen=True, kw_only=True):
+    shards: list[ShardAssignment]
+    """In the order in which they are to be read."""
+    revision: int
+    """Ask again when the heartbeat tells of a higher one."""
+
+
+class MarkDone(CoordinatorRequest, tag="mark-done", frozen=True, kw_only=True):
+    """New: these shards were read to their end, and are served to nobody again in this epoch."""
+
+    dataset_id: str
+    worker_id: str
+    epoch: int
+    shard_ids: list[int]
+
+
+class SetDataWorker(CoordinatorRequest, tag="set-data-worker", frozen=True, kw_only=True):
+    """New: a worker joins those that a dataset's shards are spread over, or leaves them."""
+
+    dataset_id: str
+    worker_id: str
+    is_member: bool = True
+
+
+class AdvanceEpoch(CoordinatorRequest, tag="advance-epoch", frozen=True, kw_only=True):
+    """New: make `epoch` the current one; an epoch that is past stays past."""
+
+    dataset_id: str
+    epoch: int
+
+
+class GetDatasets(CoordinatorRequest, tag="get-datasets", frozen=True, kw_only=True):
+    """New. Answered by `Datasets`."""
+
+
+class DatasetStatus(Value, frozen=True, kw_only=True):
+    dataset_id: str
+    path: str
+    format: str
+    total_samples: int
+    shard_size: int
+    shuffle: bool
+    seed: int
+    num_shards: int
+    epoch: int
+    num_done: int
+    """Shards of the current epoch."""
+    workers: list[str]
+    """Over which its shards are spread, in order."""
+
+
+class Datasets(CoordinatorAnswer, tag="datasets", frozen=True, kw_only=True):
+    datasets: list[DatasetStatus]
+    workers: list[str]
+    """That are registered and not lost, in order."""
+
+
+class WaitBarrier(CoordinatorRequest, tag="wait-barrier", frozen=True, kw_only=True):
+    """Answered by `BarrierResponse` when it is released. Again with the same `arrival`: the same arrival."""
+
+    barrier_id: str
+    worker_id: str
+    session: str
+    arrival: int
+    """Counts up with each arrival of this session."""
+    world_size: int
+    timeout_s: float | None = None
+    on_loss: Literal["fail", "shrink"] = "fail"
+
+
+class BarrierResponse(CoordinatorAnswer, tag="barrier-response", frozen=True, kw_only=True):
+    released_by: ReleasedBy
+    generation: int
+    """How often this barrier was released before."""
+    arrived: list[str] = []
+    missing: list[str] = []
+    """Who had not arrived, as far as it is known who should."""
+    lost: list[str] = []
+    reason: str = ""
+
+
+class NotifyCheckpoint(CoordinatorRequest, tag="notify-checkpoint", frozen=True, kw_only=True):
+    """A checkpoint is complete; answered by `CheckpointResponse`."""
+
+    worker_id: str
+    step: int
+    path: str
+    """Of its manifest."""
+    name: str = "default"
+    """Of the series that it belongs to."""
+    size_bytes: int = 0
+    checksum: str = ""
+    world_size: int = 1
+    metadata: dict[str, str] = {}
+
+
+class CheckpointResponse(CoordinatorAnswer, tag="checkpoint-response", frozen=True, kw_only=True):
+    is_latest: bool
+
+
+class GetLatestCheckpoint(CoordinatorRequest, tag="get-latest-checkpoint", frozen=True, kw_only=True):
+    """Answered by `RecoveryInfo`."""
+
+    name: str = "default"
+
+
+class RecoveryInfo(CoordinatorAnswer, tag="recovery-info", frozen=True, kw_only=True):
+    is_found: bool
+    step: int = -1
+    path: str = ""
+    size_bytes: int = 0
+    checksum: str = ""
+    world_size: int = 0
+    worker_id: str = ""
+    metadata: dict[str, str] = {}
+    saved_at: float = 0.0
+    """Seconds since 1970, by the coordinator's clock."""
