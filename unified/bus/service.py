@@ -11,6 +11,7 @@ import inspect
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +33,8 @@ from unified.protocol.envelope import Kind
 logger = logging.getLogger(__name__)
 MAX_HANDLER_THREADS = 32
 MAX_CHAIN = 64
+MAX_RELAYED = 10_000
+"""As many messages may wait in a ZeroMQ socket, and be lost with its connection."""
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, dict, tuple})
 
 
@@ -84,6 +87,8 @@ class CallService:
         self._order = StartOrder()
         self._parked: dict[Link, list[Callable[[], object]]] = {}
         """What would begin calls whose link is full."""
+        self._relayed: deque[InboundCall] = deque(maxlen=MAX_RELAYED)
+        """Calls that were answered through the relay; the newest last."""
         self._lock = threading.Lock()
 
     def accept(self, call: InboundCall) -> None:
@@ -151,14 +156,19 @@ class CallService:
             begin()
 
     def relay_lost(self) -> None:
-        """Items of streams may be lost that were with the relay, and their callers would wait for them: end those."""
-        for call in list(self._known.values()):
-            if call.is_relayed and call.stream is not None:
-                call.stream.close()
-                error = RouteLostError(
-                    f"the connection of worker {self._worker} to the bus relay broke while it streamed {call.method!r}."
-                )
-                self._reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+        """Answers and items of streams may be lost that were with the relay, and their callers would wait for them.
+        Tell them all: whoever has had the answer is not told."""
+        streams = [call for call in list(self._known.values()) if call.is_relayed and call.stream is not None]
+        for stream in streams:
+            if stream.stream is not None:
+                stream.stream.close()
+        for call in [*streams, *self._relayed]:
+            error = RouteLostError(
+                f"the connection of worker {self._worker} to the bus relay broke, and the answer to {call.method!r} "
+                "may have been lost with it; its handler has run, or begun to. Call again if it may run twice."
+            )
+            self._reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+        self._relayed.clear()
 
     def begin_wait(self) -> InboundCall | None:
         """This thread's handler is about to wait for another call; give what comes back to `end_wait`."""
@@ -444,6 +454,9 @@ class CallService:
         self._forget(call)
         if call.is_stale:
             return
+        if call.is_relayed:
+            spare = InboundCall(call.call_id, call.sender, call.worker, call.method, None, b"", [], is_relayed=True)
+            self._relayed.append(spare)  # without what its handler made
         try:
             self._reply(call, kind, answer, may_wait)
         except Exception as error:  # such as a body of more than 4 GiB; its caller is not to wait for ever

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from tests.io.bus.world import PATIENCE_S, World, entry
-from unified.errors import BusOverloadedError, RpcError, RpcTimeoutError, UnifiedError
+from unified.errors import BusOverloadedError, RouteLostError, RpcError, RpcTimeoutError, UnifiedError
 from unified.protocol.envelope import (
     BUS_VERSION,
     Envelope,
@@ -176,6 +178,30 @@ def test_lost_relay_ends_the_calls_that_were_with_it(tmp_path: Path) -> None:
         assert again.start() == hub.address
         assert a.call("b", "echo", (2,), {}, timeout=PATIENCE_S).result(PATIENCE_S) == 2
         again.close()
+    finally:
+        world.close()
+
+
+def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path, relay: str) -> None:
+    world = World(tmp_path, "relay", relay)
+    try:
+        a, b = world.pair({"ping": lambda: "pong", "swallow": lambda: "lost"})
+        assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
+        reply, answered = b._service._reply, threading.Event()
+
+        def lose(*args: Any, **kwargs: Any) -> bool:
+            answered.set()
+            return True
+
+        b._service._reply = lose
+        pending = a.call("b", "swallow", (), {})
+        assert answered.wait(PATIENCE_S)
+        b._service._reply = reply
+        assert not pending.done()
+        b._sorter.relay_lost()
+        with pytest.raises(RouteLostError, match="the answer to 'swallow' may have been lost"):
+            pending.result(PATIENCE_S)
+        assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
     finally:
         world.close()
 
