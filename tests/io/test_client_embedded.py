@@ -179,7 +179,7 @@ def test_the_end_of_the_driver_is_the_end_of_the_cluster(stand_ins: Path, end: s
             assert len(processes(cluster_id)) == 3
             driver.kill()
     assert driver.returncode == (-signal.SIGKILL if end == "kill" else 0)
-    eventually(lambda: not processes(cluster_id), timeout=5, message="the cluster outlived its driver")
+    eventually(lambda: not processes(cluster_id), timeout=20, message="the cluster outlived its driver")
 
 
 def test_the_run_folder_of_a_killed_driver_is_swept_by_the_next(stand_ins: Path) -> None:
