@@ -12,5 +12,5 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 # A tester who has a cluster of their own has a key, which the clusters of these tests have not.
 os.environ["UNIFIED_KEY_FILE"] = ""
 
-# A shell that starts this in the background has it ignore interrupts, which some tests send to themselves or to drivers.
+# A shell that starts this in the background has it ignore interrupts, which some tests send to themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
