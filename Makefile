@@ -10,6 +10,7 @@ SECONDS ?= 600
 PEERS := out/peers
 PEER_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST ?= $(BIN)/python -m pytest --quiet
+PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile
 NOT_HERE := not gpu and not netns and not slurm and not browser
 
 .DEFAULT_GOAL := help
@@ -27,7 +28,7 @@ example: $(VENV)/.installed-examples ## run another example: make example N=acto
 	@$(BIN)/python examples/$(N)/submit.py
 
 test: setup lint types layers ## everything that needs no special machine: linters, types, layers and all tests
-	$(PYTEST) -m "$(NOT_HERE)" $(if $(REPORT),--junit-xml=$(REPORT))
+	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE)" $(if $(REPORT),--junit-xml=$(REPORT))
 
 check: setup lint types layers unit ## what to run before a commit: everything but the slow tests
 
