@@ -186,6 +186,7 @@ Start = Callable[..., MasterProcess]
 def test_a_job_runs_and_survives_a_killed_master(start: Start, connect: Connect) -> None:
     master = start()
     agent = FakeAgent(connect(master.address))
+    agent.until(lambda: any(isinstance(message, DesiredWorkers) for message in agent.heard))
     client = connect(master.address)
     assert expect(agent.status_after(client, SubmitJob(spec=spec())), Accepted).job_id == "train-1"
     running = agent.until_stage(client, "train", Stage.RUNNING)
