@@ -17,7 +17,7 @@ import source_text
 from pydantic import AliasChoices
 from typer.main import get_command
 
-from unified import errors, settings, testing
+from unified import errors, log_level, runtime_settings, settings, testing
 from unified.api.builder.roles import ElasticRoleBuilder, SimpleRoleBuilder
 from unified.cli.commands import build
 from unified.cli.run import run_parser
@@ -120,6 +120,12 @@ def options() -> Iterator[str]:
     yield from table_of(["option", "other name", "type", "default", "meaning"], job_options())
     yield "\n## Of an installation\n\nRead from the environment by clients and daemons.\n"
     yield from table_of(["variable", "default", "meaning"], installation_variables())
+    yield "\n## Of data, barriers and checkpoints\n"
+    yield "Keys of a TOML file, which `UNIFIED_CONFIG` names, each with a variable that is above it."
+    yield "An unknown section, key or `UNIFIED_<SECTION>_` variable is an error.\n"
+    yield from table_of(["section", "key", "variable", "default", "meaning"], runtime_keys())
+    yield "\n### Of one worker, outside a job\n"
+    yield from table_of(["variable", "default", "meaning"], runtime_variables())
     for daemon in ("unified_master", "unified_agent"):
         parser: argparse.ArgumentParser = importlib.import_module(f"{daemon}.cli").build_parser()
         yield f"\n## {parser.prog}\n\n{parser.description or ''}\n"
@@ -144,8 +150,23 @@ def installation_variables() -> Iterator[list[str]]:
     yield ["`UNIFIED_INSECURE`", "`0`", "`1`: daemons may listen beyond loopback without a cluster key."]
     yield ["`UNIFIED_HOME`", "`$XDG_STATE_HOME/unified`, else `~/.local/state/unified`", "State and logs."]
     yield ["`UNIFIED_RUN_DIR`", "`$XDG_RUNTIME_DIR/unified`, else `/tmp/unified-UID`", "Sockets; 0700."]
+    yield ["`UNIFIED_COMPAT`", "`0`", "`1`, `force`: have upstream's import paths, see [other scripts](compat.md)."]
     for field in source_text.fields(source_text.class_of(settings.Intervals)):
         yield [f"`UNIFIED_{field.name.upper()}`", _code(f"{field.default} s"), _cell(field.text)]
+
+
+def runtime_keys() -> Iterator[list[str]]:
+    for section, kind in runtime_settings.SECTIONS.items():
+        for field in source_text.fields(source_text.class_of(kind)):
+            variable = runtime_settings.variable_of(section, field.name)
+            yield [f"`[{section}]`", f"`{field.name}`", f"`{variable}`", _code(field.default), _cell(field.text)]
+
+
+def runtime_variables() -> Iterator[list[str]]:
+    names = {**runtime_settings.VARIABLES, "log_level": log_level.VARIABLE}
+    for field in source_text.fields(source_text.class_of(runtime_settings.RuntimeSettings)):
+        if field.name in names:
+            yield [f"`{names[field.name]}`", _code(field.default), _cell(field.text)]
 
 
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[list[str]]:

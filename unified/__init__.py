@@ -3,6 +3,7 @@
 The names below are imported at first use: `import unified` loads nothing.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 from unified import lazy
@@ -93,3 +94,8 @@ __getattr__, __dir__ = lazy.exports(
         "unified.errors": ["UnifiedError"],
     },
 )
+
+if os.environ.get("UNIFIED_COMPAT"):  # most processes do without, and need not load it
+    from unified import compat
+
+    compat.apply(os.environ)

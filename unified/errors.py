@@ -34,6 +34,24 @@
     │   ├── WeightsVersionError    refused: its version is not newer than what is there
     │   ├── WeightsTimeoutError    it took longer than it was given
     │   └── WeightsMismatchError   it does not fit the model that it was to be loaded into; names what does not
+    ├── DatasetError               a dataset's file that cannot be read, or is not what it should be; names it
+    │   └── DataFileNotFoundError  nothing is where a dataset should be
+    ├── CoordinatorError           what the coordinator of data, barriers and checkpoints did not do
+    │   ├── WorkerUnknownError     it has lost this worker, or a new life took its place
+    │   └── BarrierError           a barrier that was not passed; names who is lost
+    │       └── BarrierTimeoutError  names who is missing
+    ├── CheckpointError            a checkpoint that was not saved, or cannot be loaded
+    │   ├── CheckpointNotFoundError   there is none of that step, or none at all
+    │   ├── CheckpointCorruptError    what is stored is not what was saved
+    │   ├── CheckpointSaveError       saves that were accepted earlier failed; knows their steps
+    │   ├── CheckpointExistsError     another writer has saved that step
+    │   └── CheckpointTimeoutError    the saves were not done in time
+    ├── StorageError               an object of a store that could not be read or written
+    │   ├── NotFoundError          there is no such object
+    │   ├── AlreadyExistsError     it is there already, and was not to be replaced
+    │   ├── StorageDeniedError     the store said no, or nobody gave credentials
+    │   ├── StorageFullError       no room
+    │   └── StorageUnavailableError  the store did not answer, also when asked again
     └── InvariantError             us: a core found its own state broken
 
 Each message says what happened, to whom (job, worker, node), and what to do next.
@@ -229,6 +247,114 @@ class WeightsTimeoutError(WeightsError, TimeoutError):
 
 class WeightsMismatchError(WeightsError, ValueError):
     """Weights do not fit the model: keys that are missing or unexpected, or shapes that differ. Nothing was changed."""
+
+
+class DatasetError(UnifiedError, ValueError):
+    """A dataset cannot be read, or is not what it was said to be: the message names the file, and says what to do."""
+
+
+class DataFileNotFoundError(DatasetError, FileNotFoundError):
+    """There is no file where a dataset should be, or one is there no longer."""
+
+
+class CoordinatorError(UnifiedError, RuntimeError):
+    """The coordinator of data, barriers and checkpoints said no, or cannot go on; the message says why.
+
+    Attributes:
+        code: a short word for programs, such as ``"not-found"``; empty if there is none.
+    """
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class WorkerUnknownError(CoordinatorError):
+    """The coordinator does not count this worker among the living: it was silent for too long, or was replaced."""
+
+
+class BarrierError(CoordinatorError):
+    """A barrier was released, but not because all had arrived.
+
+    Attributes:
+        arrived: workers that had.
+        missing: workers that had not, as far as it is known who should have.
+        lost: workers that were lost, and for which there was no use to wait.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        arrived: Iterable[str] = (),
+        missing: Iterable[str] = (),
+        lost: Iterable[str] = (),
+        code: str = "",
+    ) -> None:
+        super().__init__(message, code=code)
+        self.arrived = list(arrived)
+        self.missing = list(missing)
+        self.lost = list(lost)
+
+
+class BarrierTimeoutError(BarrierError, TimeoutError):
+    """Not all had arrived at a barrier within the time that somebody was ready to wait."""
+
+
+class CheckpointError(UnifiedError, RuntimeError):
+    """A checkpoint was not saved, or cannot be loaded; the message says which, and why."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint of that step, or none at all; the message names those there are."""
+
+
+class CheckpointCorruptError(CheckpointError, ValueError):
+    """What is stored is not what was saved: a checksum or a size does not match, or a manifest cannot be read."""
+
+
+class CheckpointSaveError(CheckpointError):
+    """Saves that were accepted by an earlier call failed since, all their tries used up.
+
+    Attributes:
+        steps: of the checkpoints that were not saved.
+    """
+
+    def __init__(self, message: str, steps: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.steps = tuple(steps)
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """Another writer has saved a checkpoint of that step in the same place; nothing of it was changed."""
+
+
+class CheckpointTimeoutError(CheckpointError, TimeoutError):
+    """The saves that were accepted were not done in the time given; they go on."""
+
+
+class StorageError(UnifiedError, OSError):
+    """An object of a store could not be read, written, listed or deleted; the message says which and why."""
+
+
+class NotFoundError(StorageError, FileNotFoundError):
+    """There is no object with this key, or not even the bucket or folder that would hold it."""
+
+
+class AlreadyExistsError(StorageError, FileExistsError):
+    """There is an object with this key, and it was not to be replaced."""
+
+
+class StorageDeniedError(StorageError, PermissionError):
+    """The store refused: no credentials, wrong ones, or no right to do this."""
+
+
+class StorageFullError(StorageError):
+    """The disk is full, or a quota is reached."""
+
+
+class StorageUnavailableError(StorageError, ConnectionError):
+    """The store did not answer, or answered that it cannot now, also after being asked again."""
 
 
 class InvariantError(UnifiedError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from unified import process, settings
 from unified.errors import UnifiedError, UsageError
 from unified.keys import ClusterKey, check_listening, find_key, may_go_without
+from unified.log_level import logging_level
 from unified.protocol.records import NodeResources
 from unified_agent import inventory
 from unified_agent.daemon import AgentDaemon, AgentOptions
@@ -51,7 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="have workers listen beyond loopback without a cluster key (also: UNIFIED_INSECURE=1)")  # fmt: skip
     add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
         help="end at once when the process that started this one ends, or if PID is not its parent now")  # fmt: skip
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--log-level", choices=["debug", "info", "warning", "error"],
+        help="one of debug, info, warning, error (default: UNIFIED_LOG_LEVEL, else RUST_LOG, else info)")  # fmt: skip
     add("--worker-entry", default="unified.worker.start:main", help=argparse.SUPPRESS)
     return parser
 
@@ -74,7 +76,7 @@ def _run(arguments: argparse.Namespace, parent: int | None) -> int:
     node = _node_id(arguments.node_id)
     master, host, port = _master(arguments.master)
     logging.basicConfig(
-        level=arguments.log_level.upper(),
+        level=logging_level(arguments.log_level, os.environ),
         stream=sys.stderr,
         format=f"%(asctime)s agent {node} %(levelname)s %(message)s",
     )

@@ -14,6 +14,8 @@ from pathlib import Path
 from unified import process, settings
 from unified.errors import UnifiedError, UsageError
 from unified.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
+from unified.log_level import logging_level
+from unified.runtime_settings import RuntimeSettings
 from unified_master.daemon import MasterDaemon, MasterOptions
 
 _ENDPOINT = re.compile(r"(?:tcp://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?\Z")
@@ -28,9 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
         "UNIFIED_START_S, in seconds.",
     )
     add = parser.add_argument
-    default = f"tcp://127.0.0.1:{settings.DEFAULT_PORT}"
-    add("--bind", default=default, metavar="tcp://HOST:PORT",
-        help=f"where to listen; port 0 takes any free one (default: {default})")  # fmt: skip
+    add("--bind", metavar="tcp://HOST:PORT",
+        help="where to listen; port 0 takes any free one (default: [coordinator] address of the settings, "
+        f"tcp://{RuntimeSettings().coordinator.address})")  # fmt: skip
     add("--state-dir", type=Path, metavar="DIR",
         help=f"where decisions are kept; one master a directory (default: {settings.home() / 'master'})")  # fmt: skip
     add("--relay-bind", metavar="tcp://HOST:PORT",
@@ -40,7 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--address-file", type=Path, metavar="FILE", help="write the address here once the master is ready")
     add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
         help="end when the process that started this one ends, or if PID is not its parent now")  # fmt: skip
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--log-level", choices=["debug", "info", "warning", "error"],
+        help="one of debug, info, warning, error (default: UNIFIED_LOG_LEVEL, else RUST_LOG, else info)")  # fmt: skip
     return parser
 
 
@@ -49,12 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     if arguments.die_with_parent is not None:
         process.die_with_parent(signal.SIGTERM, arguments.die_with_parent or os.getppid())
-    logging.basicConfig(
-        level=arguments.log_level.upper(), stream=sys.stderr, format="%(asctime)s master %(levelname)s %(message)s"
-    )
     process.set_title("unified-master")
     try:
-        bind = _endpoint("--bind", arguments.bind)
+        logging.basicConfig(
+            level=logging_level(arguments.log_level, os.environ),
+            stream=sys.stderr,
+            format="%(asctime)s master %(levelname)s %(message)s",
+        )
+        bind = _endpoint("--bind", arguments.bind or RuntimeSettings.load().coordinator.address)
         relay_bind = _endpoint("--relay-bind", arguments.relay_bind) if arguments.relay_bind else None
         options = MasterOptions(
             bind=bind,

@@ -21,9 +21,11 @@ from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMis
 from unified.keys import ClusterKey
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.client_master import ClientToMaster, Refused
+from unified.protocol.coordinator import CoordinatorRequest, WorkerToCoordinator
 from unified.protocol.framing import UNREADABLE, Codec
 from unified.protocol.records import EventRecord
 from unified.settings import Intervals
+from unified_master.coordinator import Asked, Desk
 from unified_master.core.actions import MasterAction, Report, Save, Send
 from unified_master.core.events import MasterEvent, Received, TimePassed
 from unified_master.core.master import MasterCore
@@ -36,7 +38,9 @@ MAX_MESSAGE = 64 * 1024 * 1024
 MAX_DEFECTS = 5
 DEFECT_WINDOW_S = 60.0
 _log = logging.getLogger("unified.master")
-_codec: Codec[AgentToMaster | ClientToMaster] = Codec(AgentToMaster | ClientToMaster)
+_codec: Codec[AgentToMaster | ClientToMaster | WorkerToCoordinator] = Codec(
+    AgentToMaster | ClientToMaster | WorkerToCoordinator
+)
 _loose_header = msgspec.msgpack.Decoder(tuple[int, int])
 
 
@@ -154,7 +158,7 @@ class MasterDaemon:
             poller.register(router, zmq.POLLIN)
             poller.register(wake, zmq.POLLIN)
             while not self._is_stopping:
-                due = core.next_deadline
+                due = self._next_deadline(core)
                 wait_s = 60.0 if due is None else min(60.0, max(0.0, due - self._clock.now()))
                 poller.poll(math.ceil(wait_s * 1000))
                 events = self._take_in(router)
@@ -172,9 +176,16 @@ class MasterDaemon:
 
     def _begin_reign(self, store: Store, relay: str) -> MasterCore:
         core = MasterCore(self.options.intervals, relay)
-        actions = core.restore(self._clock.now(), store.records(), store.events())
+        records, now = store.records(), self._clock.now()
+        actions = core.restore(now, records, store.events())
         self._record(actions, store)
+        self._desk = Desk(core)
+        self._desk.restore(now, records)
         return core
+
+    def _next_deadline(self, core: MasterCore) -> float | None:
+        deadlines = [core.next_deadline, self._desk.next_deadline]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _announce(self, address: str, relay: str) -> None:
         key = self.options.key.fingerprint if self.options.key is not None else "none"
@@ -182,9 +193,9 @@ class MasterDaemon:
         if self.options.address_file is not None:
             write_atomically(self.options.address_file, f"{address}\n")
 
-    def _take_in(self, router: zmq.Socket[bytes]) -> list[MasterEvent]:
+    def _take_in(self, router: zmq.Socket[bytes]) -> list[MasterEvent | Asked]:
         """All messages that are there, up to a limit, checked at the door."""
-        events: list[MasterEvent] = []
+        events: list[MasterEvent | Asked] = []
         for _ in range(MAX_BATCH):
             try:
                 peer, *frames = router.recv_multipart(zmq.NOBLOCK)
@@ -195,7 +206,10 @@ class MasterDaemon:
             except ProtocolError as error:
                 self._refuse(router, peer, frames, error)
                 continue
-            events.append(Received(peer=peer, request_id=request_id, message=message))
+            if isinstance(message, CoordinatorRequest):
+                events.append(Asked(peer=peer, request_id=request_id, request=message))
+            else:
+                events.append(Received(peer=peer, request_id=request_id, message=message))
         return events
 
     def _refuse(self, router: zmq.Socket[bytes], peer: bytes, frames: Sequence[bytes], error: ProtocolError) -> None:
@@ -212,13 +226,13 @@ class MasterDaemon:
             _log.warning("event=message-refused reason=%r refused_so_far=%d", text, self._refusals.total)
 
     def _handle(
-        self, core: MasterCore, events: Sequence[MasterEvent], router: zmq.Socket[bytes], store: Store
+        self, core: MasterCore, events: Sequence[MasterEvent | Asked], router: zmq.Socket[bytes], store: Store
     ) -> MasterCore:
         """Step through a batch of events; commit everything, then send. Returns the core to go on with."""
         actions: list[MasterAction] = []
         for event in events:
             try:
-                actions += core.step(self._clock.now(), event)
+                self._step(core, event, actions)
             except Exception:  # any defect of ours: the core may be half changed, so it is not used again
                 self._record(actions, store)
                 self._perform(actions, router)
@@ -228,8 +242,20 @@ class MasterDaemon:
         self._perform(actions, router)
         return core
 
+    def _step(self, core: MasterCore, event: MasterEvent | Asked, actions: list[MasterAction]) -> None:
+        """One event; its consequences are added to `actions` as soon as each is known."""
+        now = self._clock.now()
+        if isinstance(event, Asked):
+            actions += self._desk.answer(now, event)
+            return
+        decided = core.step(now, event)
+        actions += decided
+        actions += self._desk.hear(now, decided)
+        if isinstance(event, TimePassed):
+            actions += self._desk.time_passed(now)
+
     def _after_defect(
-        self, core: MasterCore, event: MasterEvent, router: zmq.Socket[bytes], store: Store
+        self, core: MasterCore, event: MasterEvent | Asked, router: zmq.Socket[bytes], store: Store
     ) -> MasterCore:
         """Go on from what was saved, as after a restart. Too many defects in a short time end the process."""
         _log.exception("event=defect reason=%r", f"while handling {str(event)[:500]}")
@@ -240,7 +266,7 @@ class MasterDaemon:
                 f"{len(self._defects)} defects within {DEFECT_WINDOW_S:g} s (see the log): the master gives up. "
                 "Workers run on; start it again with the same --state-dir, and please report the traceback."
             )
-        if isinstance(event, Received):
+        if isinstance(event, Received | Asked):
             reason = "the master met a defect of its own while handling this; its log has the traceback."
             _send(router, [event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id)])
         return self._begin_reign(store, core.relay)
@@ -254,9 +280,14 @@ class MasterDaemon:
             _log.info("%s", describe(report.record))
 
     def _perform(self, actions: Sequence[MasterAction], router: zmq.Socket[bytes]) -> None:
+        message: object = None
+        body = b""
         for action in actions:
             if isinstance(action, Send):
-                _send(router, [action.peer, *_codec.encode(action.message, action.request_id)])
+                if action.message is not message:  # all whom a barrier releases are sent the same
+                    message = action.message
+                    body = _codec.encode(message)[1]
+                _send(router, [action.peer, _codec.encode_header(action.request_id), body])
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._is_stopping = True

@@ -11,6 +11,7 @@ PACKAGES = [ROOT / "unified", ROOT / "agent/unified_agent", ROOT / "master/unifi
 SAY_NOTHING = {"api", "base", "common", "helper", "helpers", "impl", "manager", "misc", "types", "util", "utils"}
 TECHNICAL_KINDS = {"classes", "enums", "interfaces", "models"}
 ALLOWED = {ROOT / "unified/api"}  # `unified.api.builder` and `unified.api.runtime` are what users already import
+OF_THE_DOCUMENTS = ("CheckpointManager", "ShardManager")  # names that users of the reference documents import
 EMPTY_SUFFIXES = ("Manager", "Base", "Helper", "Util", "Utils", "Impl")
 
 
@@ -31,6 +32,7 @@ def test_no_module_or_folder_has_a_name_that_says_nothing() -> None:
 
 def test_no_class_has_a_name_that_says_nothing() -> None:
     found = [f"{file.relative_to(ROOT)}: {name}" for file in sources() for name in classes(file)]
+    found = [line for line in found if not line.endswith(OF_THE_DOCUMENTS)]
     assert not [line for line in found if line.endswith(EMPTY_SUFFIXES)]
 
 

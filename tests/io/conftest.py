@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.io.s3_fixture import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
 from unified.protocol.client_master import (
     ClientToMaster,
     MasterAnswer,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from tests.sim.sim_agent import Agent, Said
 from unified.protocol.agent_master import MasterOrder, MasterToAgent
-from unified.protocol.client_master import ClientToMaster, MasterToClient
+from unified.protocol.client_master import ClientToMaster, MasterAnswer
 from unified.protocol.records import EventRecord, Stage
 from unified.settings import Intervals
 from unified_master.core.actions import MasterAction, Report, Save, Send
@@ -35,7 +35,7 @@ class World:
         self.agents: dict[str, Agent] = {}
         self.cut: set[str] = set()
         """Nodes that neither hear nor are heard."""
-        self.answers: list[tuple[int, MasterToClient]] = []
+        self.answers: list[tuple[int, MasterAnswer]] = []
         self.stored: dict[tuple[str, str], bytes] = {}
         self.log: list[EventRecord] = []
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -72,10 +72,10 @@ class World:
         self.step(Received(peer=CLIENT, request_id=number, message=request))
         return number
 
-    def answer(self, number: int) -> MasterToClient | None:
+    def answer(self, number: int) -> MasterAnswer | None:
         return next((message for request, message in self.answers if request == number), None)
 
-    def request(self, request: ClientToMaster) -> MasterToClient:
+    def request(self, request: ClientToMaster) -> MasterAnswer:
         """Ask, and wait for the answer."""
         number = self.ask(request)
         self.until(lambda: self.answer(number) is not None, f"an answer to {type(request).__name__}")

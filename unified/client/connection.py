@@ -13,9 +13,9 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import zmq
 
@@ -24,15 +24,16 @@ from unified.client.dealer import Dealer
 from unified.errors import MasterUnreachableError, ProtocolError, RefusedError, UnifiedError, VersionMismatchError
 from unified.keys import KEY_VARIABLE, ClusterKey
 from unified.protocol.client_master import (
-    ClientToMaster,
+    ClientRequest,
     GetJob,
-    MasterToClient,
+    MasterAnswer,
     Refused,
     RestartWorkers,
     SubmitJob,
     client_to_master,
     master_to_client,
 )
+from unified.protocol.framing import Codec
 
 RESEND_S = 2.0
 _NOT_TWICE = (SubmitJob, RestartWorkers)
@@ -44,7 +45,13 @@ A = TypeVar("A")
 class Reply:
     """The answer to one request, once it is there."""
 
-    def __init__(self, request_id: int, message: ClientToMaster, timeout_s: float) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        message: ClientRequest,
+        timeout_s: float,
+        when_done: Callable[[Reply], None] | None = None,
+    ) -> None:
         self.request_id = request_id
         self.message = message
         self.timeout_s = timeout_s
@@ -53,19 +60,22 @@ class Reply:
         self.resend_at = float("inf")
         self.is_sent = False
         self._done = threading.Event()
-        self._answer: MasterToClient | None = None
+        self._answer: MasterAnswer | None = None
         self._error: UnifiedError | None = None
+        self._when_done = when_done
 
-    def resolve(self, answer: MasterToClient | None, error: UnifiedError | None = None) -> None:
+    def resolve(self, answer: MasterAnswer | None, error: UnifiedError | None = None) -> None:
         """End the wait. The connection calls it, once."""
         self._answer, self._error = answer, error
         self._done.set()
+        if self._when_done is not None:
+            self._when_done(self)
 
     def is_answered(self, timeout_s: float) -> bool:
         """Wait for the answer, or an error, for at most so long."""
         return self._done.wait(timeout_s)
 
-    def result(self) -> MasterToClient:
+    def result(self) -> MasterAnswer:
         """Wait for the answer.
 
         Raises:
@@ -91,15 +101,24 @@ class MasterConnection:
         address: ``tcp://HOST:PORT`` of the master.
         key: of its cluster (`unified.keys.find_key`); None for one that has none.
         timeout_s: how long a request waits for its answer when it names no time of its own.
+        answers: what the master may answer to what is asked here.
 
     Raises:
         UsageError: `address` is not an address. Whether anybody listens there shows with the first request.
     """
 
-    def __init__(self, address: str, *, key: ClusterKey | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: ClusterKey | None = None,
+        timeout_s: float = 10.0,
+        answers: Codec[Any] = master_to_client,
+    ) -> None:
         self.address = parse_address(address)
         self._key = key
         self.timeout_s = timeout_s
+        self._answers = answers
         self._lock = threading.Lock()
         self._next_id = 1
         self._outbox: deque[Reply] = deque()
@@ -123,7 +142,7 @@ class MasterConnection:
         """False once it was closed, or its socket broke: no request will be answered any more."""
         return not self._is_closed and self._ended_by is None
 
-    def request(self, message: ClientToMaster, *, timeout_s: float | None = None) -> MasterToClient:
+    def request(self, message: ClientRequest, *, timeout_s: float | None = None) -> MasterAnswer:
         """Send one request and wait for its answer.
 
         Args:
@@ -138,7 +157,7 @@ class MasterConnection:
         """
         return self.send(message, timeout_s=timeout_s).result()
 
-    def ask(self, message: ClientToMaster, expected: type[A], *, timeout_s: float | None = None) -> A:
+    def ask(self, message: ClientRequest, expected: type[A], *, timeout_s: float | None = None) -> A:
         """As `request`, for an answer of one kind; any other is a `ProtocolError`."""
         return self.take(self.send(message, timeout_s=timeout_s), expected)
 
@@ -152,24 +171,40 @@ class MasterConnection:
             )
         return answer
 
-    def send(self, message: ClientToMaster, *, timeout_s: float | None = None) -> Reply:
-        """Send one request and do not wait yet; many may be on their way together."""
+    def send(
+        self,
+        message: ClientRequest,
+        *,
+        timeout_s: float | None = None,
+        when_done: Callable[[Reply], None] | None = None,
+    ) -> Reply:
+        """Send one request and do not wait yet; many may be on their way together.
+
+        Args:
+            when_done: is called once there is an answer or an error, mostly in the connection's own thread.
+        """
         seconds = self.timeout_s if timeout_s is None else timeout_s
         if isinstance(message, GetJob):
             seconds += message.wait_s
         with self._lock:
-            reply = Reply(self._next_id, message, seconds)
+            reply = Reply(self._next_id, message, seconds, when_done)
             self._next_id += 1
-            if self._is_closed or self._ended_by is not None:
-                reply.resolve(None, self._ended_by or self._closed())
-                return reply
-            self._outbox.append(reply)
-            self._waiting[reply.request_id] = reply
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="unified-connection", daemon=True)
-                self._thread.start()
-        os.eventfd_write(self._wake, 1)
+            error = self._ended_by or (self._closed() if self._is_closed else None)
+            if error is None:
+                self._outbox.append(reply)
+                self._waiting[reply.request_id] = reply
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name="unified-connection", daemon=True)
+                    self._thread.start()
+                os.eventfd_write(self._wake, 1)
+        if error is not None:
+            reply.resolve(None, error)
         return reply
+
+    def abandon(self, reply: Reply) -> None:
+        """Nobody waits for this answer any more: it is not asked for again, and dropped if it comes."""
+        with self._lock:
+            self._waiting.pop(reply.request_id, None)
 
     def close(self) -> None:
         """Close the socket. Requests still waiting fail; a second call does nothing."""
@@ -274,7 +309,7 @@ class MasterConnection:
         if reply is None:
             return
         try:
-            reply.resolve(master_to_client.decode(frames).message)
+            reply.resolve(self._answers.decode(frames).message)
         except ProtocolError as error:
             reply.resolve(None, self._not_a_master(error))
 

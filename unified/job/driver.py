@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 WORKING_DIR = "DLROVER_WORKING_DIR"
+INHERITED = ("UNIFIED_COMPAT",)
+"""Variables of this process that its job's workers have too, wherever they run; the job's own environment wins."""
 
 
 class Driver(NamedTuple):
@@ -19,17 +21,21 @@ class Driver(NamedTuple):
     sys_path: list[str]
     submitted_by: str
     """user@host:pid, for people."""
+    env: Mapping[str, str] = {}
+    """Of `INHERITED`, those that are set."""
 
     @classmethod
     def here(cls, env: Mapping[str, str] | None = None) -> Driver:
         """This process."""
+        env = os.environ if env is None else env
         cwd = os.getcwd()
         script_dir = cwd if not sys.path or sys.path[0] == "" else sys.path[0]
         paths = [cwd] if sys.flags.safe_path else [script_dir, cwd]
         return cls(
-            working_dir=(os.environ if env is None else env).get(WORKING_DIR) or cwd,
+            working_dir=env.get(WORKING_DIR) or cwd,
             sys_path=list(dict.fromkeys(str(Path(path).absolute()) for path in paths)),
             submitted_by=f"{_user()}@{os.uname().nodename}:{os.getpid()}",
+            env={name: env[name] for name in INHERITED if env.get(name)},
         )
 
 

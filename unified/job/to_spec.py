@@ -24,7 +24,7 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
     job = config.dl_config
     return JobSpec(
         name=config.job_name,
-        roles=[_role(name, job, config.working_dir) for name in job.workloads],
+        roles=[_role(name, job, config.working_dir, driver) for name in job.workloads],
         node_num=job.node_number,
         device_per_node=job.device_per_node,
         accelerator_type=job.accelerator_type.value,
@@ -50,7 +50,7 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
     )
 
 
-def _role(name: str, job: DLConfig, working_dir: str | None) -> RoleSpec:
+def _role(name: str, job: DLConfig, working_dir: str | None, driver: Driver) -> RoleSpec:
     workload = job.workloads[name]
     shared = {key: value for key, value in job.global_envs.items() if not (working_dir and key == WORKING_DIR)}
     failover = workload.node_group_failover
@@ -64,7 +64,7 @@ def _role(name: str, job: DLConfig, working_dir: str | None) -> RoleSpec:
         per_group=workload.per_group,
         collocation=workload.group,
         resources=_resources(workload.resource, grouped),
-        envs={**shared, **workload.envs},
+        envs={**driver.env, **shared, **workload.envs},
         config=payload.encode(workload.config, f"config of role {name}"),
         is_driver=workload.is_driver,
         max_restart=workload.max_restart,

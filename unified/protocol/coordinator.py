@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Literal
 
 from unified.job.spec import Value
-from unified.protocol.client_master import ClientRequest, MasterAnswer
+from unified.protocol.client_master import ClientRequest, Done, MasterAnswer, Refused
+from unified.protocol.framing import Codec
 
 ReleasedBy = Literal["arrived", "lost", "timeout", "closed"]
 
@@ -103,6 +104,9 @@ class ShardAssignment(Value, frozen=True, kw_only=True):
     file_paths: list[str]
     start_sample: int
     end_sample: int
+    first_row: int = 0
+    """New: the row of the first of these files at which the shard begins (see `unified.core.file_layout`); it goes on
+    through the rest of that file and the files after it, until it has as many rows as samples."""
 
 
 class GetDataShard(CoordinatorRequest, tag="get-data-shard", frozen=True, kw_only=True):
@@ -121,12 +125,24 @@ class DataShards(CoordinatorAnswer, tag="data-shards", frozen=True, kw_only=True
 
 
 class MarkDone(CoordinatorRequest, tag="mark-done", frozen=True, kw_only=True):
-    """New: these shards were read to their end, and are served to nobody again in this epoch."""
+    """New: these shards were read to their end, and are served to nobody again in this epoch. Answered by `ShardsDone`.
+
+    A worker reports each shard before it begins the next: the first unfinished one of its list is its own as long as it
+    is there, those after it may go to others."""
 
     dataset_id: str
     worker_id: str
     epoch: int
     shard_ids: list[int]
+
+
+class ShardsDone(CoordinatorAnswer, tag="shards-done", frozen=True, kw_only=True):
+    """New."""
+
+    shard_ids: list[int]
+    """Of those reported, which count. Reported twice, or read by somebody else after this worker was lost: not."""
+    revision: int
+    """If it is not that of the worker's `DataShards`, it asks again before it begins another shard."""
 
 
 class SetDataWorker(CoordinatorRequest, tag="set-data-worker", frozen=True, kw_only=True):
@@ -230,3 +246,34 @@ class RecoveryInfo(CoordinatorAnswer, tag="recovery-info", frozen=True, kw_only=
     metadata: dict[str, str] = {}
     saved_at: float = 0.0
     """Seconds since 1970, by the coordinator's clock."""
+
+
+WorkerToCoordinator = (
+    RegisterWorker
+    | Heartbeat
+    | DeregisterWorker
+    | RegisterDataset
+    | GetDataShard
+    | MarkDone
+    | SetDataWorker
+    | AdvanceEpoch
+    | GetDatasets
+    | WaitBarrier
+    | NotifyCheckpoint
+    | GetLatestCheckpoint
+)
+CoordinatorToWorker = (
+    Done
+    | Refused
+    | WorkerRegistration
+    | HeartbeatResponse
+    | DatasetRegistration
+    | DataShards
+    | ShardsDone
+    | Datasets
+    | BarrierResponse
+    | CheckpointResponse
+    | RecoveryInfo
+)
+worker_to_coordinator: Codec[WorkerToCoordinator] = Codec(WorkerToCoordinator)
+coordinator_to_worker: Codec[CoordinatorToWorker] = Codec(CoordinatorToWorker)

@@ -46,6 +46,10 @@ class Codec(Generic[M]):
         """The two frames of a message."""
         return [_encoder.encode((version, request_id)), _encoder.encode(message)]
 
+    def encode_header(self, request_id: int = 0) -> bytes:
+        """The first frame alone, for a message whose second is at hand."""
+        return _encoder.encode((PROTOCOL_VERSION, request_id))
+
     def decode(self, frames: Sequence[bytes]) -> Control[M]:
         """The message in two frames.
 

@@ -15,7 +15,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from unified import process
+from unified import compat, process
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.registry import export_rpc_instance, export_rpc_module
 from unified.errors import EntryPointError
@@ -105,6 +105,7 @@ class _Life:
     def _be_born(self) -> Worker:
         launch = self._launch
         environment.apply(launch)
+        compat.apply(os.environ)  # the zygote was started before it was known what this worker's job wants
         keep_freed(os.environ)  # before there is a second thread, which would get memory of its own to allocate from
         self._stop.install()
         settle_libraries(environment.thread_count(os.environ))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unified.job.spec import Value
 from unified.protocol.agent_master import MasterToAgent
-from unified.protocol.client_master import MasterToClient
+from unified.protocol.client_master import MasterAnswer
 from unified.protocol.records import EventRecord
 
 
@@ -27,7 +27,7 @@ class Send(Value, frozen=True, kw_only=True):
 
     peer: bytes
     request_id: int = 0
-    message: MasterToAgent | MasterToClient
+    message: MasterToAgent | MasterAnswer
 
 
 MasterAction = Save | Report | Send

@@ -16,7 +16,7 @@ from unified.protocol.agent_master import (
 from unified.protocol.records import EventRecord
 from unified.settings import Intervals
 from unified_master.core import batching, desired, directory, jobs, nodes, observing, queue, recovery, requests, restart
-from unified_master.core.actions import MasterAction
+from unified_master.core.actions import MasterAction, Report
 from unified_master.core.events import MasterEvent, Received, TimePassed
 from unified_master.core.restore import Record, restore
 from unified_master.core.state import Cluster, TimerKey
@@ -66,6 +66,10 @@ class MasterCore:
             case _:
                 assert_never(event)
         return self._finish(turn)
+
+    def remark(self, now: float, event: str, reason: str, job: str = "", worker: str = "") -> Report:
+        """An entry for the event log about what was decided elsewhere in this process."""
+        return Report(record=Turn(now, self.cluster).entry(event, reason, self.cluster.jobs.get(job), worker=worker))
 
     def _received(self, turn: Turn, event: Received) -> None:
         peer, number, message = event.peer, event.request_id, event.message

@@ -68,6 +68,12 @@ class Turn:
         self, event: str, reason: str, job: JobRecord | None = None, role: str = "", worker: str = "", node: str = ""
     ) -> None:
         """A fact or a decision, for the log and for `unified explain`."""
+        self.actions.append(Report(record=self.entry(event, reason, job, role, worker, node)))
+
+    def entry(
+        self, event: str, reason: str, job: JobRecord | None = None, role: str = "", worker: str = "", node: str = ""
+    ) -> EventRecord:
+        """The next entry of the event log, which its caller has to report."""
         record = EventRecord(
             at=self.now,
             event=event,
@@ -81,7 +87,7 @@ class Turn:
         self.cluster.next_event += 1
         if job is not None:
             self.cluster.events.setdefault(job.job_id, deque(maxlen=MAX_EVENTS)).append(record)
-        self.actions.append(Report(record=record))
+        return record
 
     def decide(self, event: str, reason: str, job: JobRecord, role: str = "", worker: str = "", node: str = "") -> None:
         """A decision about a whole job or role: as `report`, and the job's reason from now on."""

@@ -1,0 +1,97 @@
+"""The master as coordinator of data, barriers and checkpoints: the shared core, in the words of the master's shell.
+
+Workers of a job meet in the space of its id. So what the master's own core reports of lives and jobs is told here, too:
+nobody at a barrier waits for the missed heartbeats of a worker whose end is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unified.core.coordination.actions import Answer, Forget, Persist
+from unified.core.coordination.actions import Report as Remark
+from unified.core.coordination.coordinator import CoordinatorCore
+from unified.core.coordination.events import Event, RequestCame, SpaceClosed, TimePassed, WorkerGone
+from unified.job.spec import Value
+from unified.protocol.coordinator import CoordinatorRequest, Heartbeat
+from unified.protocol.records import EventRecord
+from unified_master.core.actions import MasterAction, Report, Save, Send
+from unified_master.core.master import MasterCore
+from unified_master.core.restore import Record
+
+LIFE_ENDS = frozenset({"worker-finished", "worker-exited", "worker-failed"})
+"""Events of the master's core after which that life of the worker says nothing more."""
+
+
+class Asked(Value, frozen=True, kw_only=True):
+    """A worker asks the coordinator. `peer` is where the answer goes."""
+
+    peer: bytes
+    request_id: int
+    request: CoordinatorRequest
+
+
+class Desk:
+    """The coordinator's core behind the master's socket and store.
+
+    Args:
+        master: the core that keeps the event log.
+    """
+
+    def __init__(self, master: MasterCore) -> None:
+        self._core = CoordinatorCore()
+        self._master = master
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `time_passed` is due; None if nothing is awaited."""
+        return self._core.next_deadline
+
+    def restore(self, now: float, records: Iterable[Record]) -> None:
+        """Go on from what was saved. Those who wait at barriers ask again by themselves.
+
+        Raises:
+            CoordinatorError: the records are not readable.
+        """
+        self._core.restore(now, records)
+
+    def answer(self, now: float, asked: Asked) -> list[MasterAction]:
+        """What to do about a request; at a barrier its answer comes from a later call."""
+        peer, request_id, request = asked.peer, asked.request_id, asked.request
+        if isinstance(request, Heartbeat):  # thousands a second, and nothing of them is kept
+            return [Send(peer=peer, request_id=request_id, message=self._core.heartbeat(now, request))]
+        return self._step(now, RequestCame(token=(peer, request_id), request=request))
+
+    def time_passed(self, now: float) -> list[MasterAction]:
+        """What to do when `next_deadline` has come."""
+        return self._step(now, TimePassed())
+
+    def hear(self, now: float, actions: Iterable[MasterAction]) -> list[MasterAction]:
+        """What to do about what the master's core has just decided: lives that ended, jobs that are forgotten."""
+        found: list[MasterAction] = []
+        for action in actions:
+            if isinstance(action, Report) and action.record.event in LIFE_ENDS:
+                found += self._life_ended(now, action.record)
+            elif isinstance(action, Save) and action.kind == "job" and action.data is None:
+                found += self._step(now, SpaceClosed(space=action.key))
+        return found
+
+    def _life_ended(self, now: float, record: EventRecord) -> list[MasterAction]:
+        gone = WorkerGone(space=record.job, worker_id=record.worker, reason=f"its process ended ({record.reason})")
+        return self._step(now, gone)
+
+    def _step(self, now: float, event: Event) -> list[MasterAction]:
+        translated: list[MasterAction] = []
+        for action in self._core.step(now, event):
+            match action:
+                case Answer(token=(peer, request_id), answer=answer):
+                    translated.append(Send(peer=peer, request_id=request_id, message=answer))
+                case Persist(rows=rows):
+                    translated += [Save(kind=kind, key=key, data=data) for kind, key, data in rows]
+                case Forget(keys=keys):
+                    translated += [Save(kind=kind, key=key, data=None) for kind, key in keys]
+                case Remark():
+                    translated.append(
+                        self._master.remark(now, action.event, action.reason, action.space, action.worker_id)
+                    )
+        return translated

@@ -1,0 +1,161 @@
+"""`python -m unified.compat`, and real packages of upstream's names on disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BUILDER = "dlrover.python.unified.api.builder"
+PRINTS_ITSELF = """
+import sys, pickle, pathlib
+from dlrover.python.unified.api.builder import DLJobBuilder
+class Thing: pass
+pickle.loads(pickle.dumps(Thing()))
+print(__name__, sys.argv, pathlib.Path(__file__).name, sys.path[0], DLJobBuilder.__module__)
+"""
+
+
+def python(*arguments: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter, without what this one's environment says about aliases."""
+    inherited = {name: value for name, value in os.environ.items() if name != "UNIFIED_COMPAT"}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**inherited, **env},
+        check=False,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    file = folder / "train.py"
+    file.write_text(PRINTS_ITSELF)
+    return file
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Path:
+    """A folder with a `dlrover` and a `dtruntime` as pip would put them there."""
+    folder = tmp_path / "site"
+    for package in ("dlrover", "dlrover/python", "dlrover/python/unified", "dlrover/python/unified/api"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
+    (folder / "dlrover/python/unified/api/builder.py").write_text("DLJobBuilder = 'the real one'")
+    (folder / "dlrover/python/unified/controller.py").write_text("Controller = 'the real one'")
+    (folder / "dtruntime.py").write_text("DatasetRegistry = 'the real one'")
+    return folder
+
+
+def test_script_runs_as_python_would_run_it(script: Path, tmp_path: Path) -> None:
+    done = python("-m", "unified.compat", "scripts/train.py", "--lr", "1", "--force", cwd=tmp_path)
+    assert done.stdout == (
+        f"__main__ ['scripts/train.py', '--lr', '1', '--force'] train.py {script.parent} unified.api.builder.builder\n"
+    ), done.stderr
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_script_imports_what_lies_beside_it(script: Path, tmp_path: Path) -> None:
+    (script.parent / "beside.py").write_text(f"from {BUILDER} import DLJobBuilder")
+    script.write_text("import beside; print(beside.DLJobBuilder.__name__)")
+    assert python("-m", "unified.compat", script, cwd=tmp_path).stdout == "DLJobBuilder\n"
+
+
+@pytest.mark.parametrize(("end", "code"), [("import sys; sys.exit(7)", 7), ("1 / 0", 1), ("this is no Python", 1)])
+def test_exit_code_is_the_scripts(script: Path, tmp_path: Path, end: str, code: int) -> None:
+    script.write_text(end)
+    done = python("-m", "unified.compat", script, cwd=tmp_path)
+    assert done.returncode == code
+    assert ("train.py" in done.stderr) == (code == 1), "a traceback names the script"
+
+
+def test_script_that_is_not_there(tmp_path: Path) -> None:
+    done = python("-m", "unified.compat", "nothing.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "unified.compat: nothing.py cannot be read: No such file or directory.\n",
+    )
+
+
+def test_without_a_script_it_says_how(tmp_path: Path) -> None:
+    done = python("-m", "unified.compat", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "SCRIPT.py" in done.stderr
+
+
+def test_children_of_the_script_inherit_the_aliases(script: Path, tmp_path: Path) -> None:
+    child = f"import unified; from {BUILDER} import DLJobBuilder; print(DLJobBuilder.__module__)"
+    script.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)")
+    assert python("-m", "unified.compat", script, cwd=tmp_path).stdout == "unified.api.builder.builder\n"
+
+
+@pytest.mark.parametrize(("value", "works"), [("1", True), ("force", True), ("0", False), ("", False)])
+def test_variable_makes_import_unified_bring_the_aliases(tmp_path: Path, value: str, works: bool) -> None:
+    code = f"import unified; from {BUILDER} import DLJobBuilder"
+    done = python("-c", code, cwd=tmp_path, UNIFIED_COMPAT=value)
+    assert (done.returncode == 0) == works, done.stderr
+
+
+def test_variable_that_says_nothing_is_told(tmp_path: Path) -> None:
+    done = python("-c", "import unified", cwd=tmp_path, UNIFIED_COMPAT="yes please")
+    assert "UNIFIED_COMPAT='yes please' is none of 1, 0 and force." in done.stderr
+
+
+def test_aliases_cost_no_heavy_import(tmp_path: Path) -> None:
+    code = f"import sys, unified; from {BUILDER} import DLJobBuilder; import dtruntime; print(*sorted(sys.modules))"
+    loaded = set(python("-c", code, cwd=tmp_path, UNIFIED_COMPAT="1").stdout.split())
+    assert "unified.compat.dtruntime" in loaded
+    assert not loaded & {"torch", "numpy", "pyarrow", "boto3", "zmq", "unified.data", "unified.checkpoint"}
+
+
+# Real packages
+
+
+BOTH = f"import unified, dtruntime; from {BUILDER} import DLJobBuilder; print(dtruntime.__name__, DLJobBuilder)"
+
+
+def test_real_packages_are_never_shadowed(real: Path, tmp_path: Path) -> None:
+    code = (
+        f"import unified, dtruntime; from {BUILDER} import DLJobBuilder; print(DLJobBuilder, dtruntime.DatasetRegistry)"
+    )
+    done = python("-c", code, cwd=tmp_path, UNIFIED_COMPAT="1", PYTHONPATH=str(real))
+    assert done.stdout == "the real one the real one\n", done.stderr
+
+
+def test_real_packages_are_shadowed_when_asked(real: Path, tmp_path: Path) -> None:
+    done = python("-c", BOTH, cwd=tmp_path, UNIFIED_COMPAT="force", PYTHONPATH=str(real))
+    assert done.stdout == ("unified.compat.dtruntime <class 'unified.api.builder.builder.DLJobBuilder'>\n"), done.stderr
+
+
+def test_what_else_a_real_package_has_stays_when_it_is_shadowed(real: Path, tmp_path: Path) -> None:
+    code = f"import unified; from {BUILDER} import DLJobBuilder; from dlrover.python.unified import controller as c; "
+    done = python("-c", code + "print(c.Controller)", cwd=tmp_path, UNIFIED_COMPAT="force", PYTHONPATH=str(real))
+    assert done.stdout == "the real one\n", done.stderr
+
+
+def test_command_says_that_a_real_package_is_used(script: Path, real: Path, tmp_path: Path) -> None:
+    script.write_text(f"from {BUILDER} import DLJobBuilder; print(DLJobBuilder)")
+    given = python("-m", "unified.compat", script, cwd=tmp_path, PYTHONPATH=str(real))
+    assert given.stdout == "the real one\n"
+    assert f"dlrover is installed ({real}/dlrover/__init__.py) and is used; --force" in given.stderr
+    forced = python("-m", "unified.compat", "--force", script, cwd=tmp_path, PYTHONPATH=str(real))
+    assert (forced.stdout, forced.stderr) == ("<class 'unified.api.builder.builder.DLJobBuilder'>\n", "")
+
+
+def test_folder_that_happens_to_have_the_name_is_no_package(tmp_path: Path) -> None:
+    (tmp_path / "dtruntime").mkdir()
+    (tmp_path / "dlrover").mkdir()
+    (tmp_path / "dlrover/mine.py").write_text("VALUE = 3")
+    code = f"{BOTH}; import dlrover.mine; print(dlrover.mine.VALUE)"
+    done = python("-c", code, cwd=tmp_path, UNIFIED_COMPAT="1")
+    assert done.stdout == ("unified.compat.dtruntime <class 'unified.api.builder.builder.DLJobBuilder'>\n3\n"), (
+        done.stderr
+    )

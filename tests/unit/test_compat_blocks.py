@@ -1,0 +1,234 @@
+"""Documents 1 and 2, and what document 3 lists, under `unified.compat`: upstream's import paths and all.
+
+Blocks are kept as text and executed. Only a gap that a document leaves to its reader (`...`, `xxx`) is filled or left
+out, and a comment says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import pytest
+
+from unified import compat
+from unified.api.builder import DLJob
+from unified.job.options import submit_options
+
+RUNTIME = "dlrover.python.unified.api.runtime"
+
+
+@pytest.fixture(autouse=True)
+def aliases() -> Iterator[None]:
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+def execute(block: str, **names: Any) -> dict[str, Any]:
+    """The names that a block leaves behind."""
+    exec(compile(textwrap.dedent(block), "block", "exec"), names)
+    return names
+
+
+# Document 1, "Instruction", step 2, less its gap `...`; `submit` is stopped at the door of the cluster.
+FIRST_EXAMPLE = """
+    from dlrover.python.unified.api.builder import DLJobBuilder
+
+    dl_job = (
+        DLJobBuilder()
+        .dl_type("SFT")
+        .node_num(1)
+        .device_per_node(4)
+        .config({"k1": "v1"})
+        .trainer("xxx", "xxx")
+        .build())
+
+    dl_job.submit()
+"""
+
+# Document 2, "Single role". `args` is given: the document's own is a dict, which has no `__dict__`.
+SINGLE_ROLE = """
+    from omegaconf import DictConfig
+    from dlrover.python.unified.api.builder import DLJobBuilder
+    job = (
+    DLJobBuilder()
+    .config(DictConfig(args.__dict__))
+    .node_num(2)
+    .device_per_node(2)
+    .device_type("GPU" if torch.cuda.is_available() else "CPU")
+    .train("examples.unified.elastic.nanogpt.train.run")
+    .nnodes(2)
+    .nproc_per_node(2)
+    .end() #optional, for type hinting
+    .build()
+    )
+    job.submit(job_name="nanogpt")
+"""
+
+# Document 2, "Single role(via CLI command)".
+COMMAND = """
+    from dlrover.python.unified.api.builder import DLJobBuilder
+    # Conveniently convert a CLI command into a Ray job
+    cmd = f"dlrover-run --nnodes=1 --nproc_per_node=1 {Your_dlrover_root_dir}/dlrover/python/unified/tests/integration_test/dummy_run.py --test 0"
+    job = DLJobBuilder().by_dlrover_run_cmd(cmd).build()
+    job.submit("test_cmd_api", master_cpu=1, master_memory=128)
+"""  # noqa: E501  # the document's line
+
+# Document 2, "Multiple roles(outline)". Each gap `xxx` is filled, each `...` left out.
+OUTLINE = """
+    job = (
+    DLJobBuilder()
+    .node_num(worker_node_num) # total machine number
+    .device_per_node(device_per_worker_node) # device number per machine
+    .device_type("GPU") # device type
+    .config({}) # global training variables setting
+    .global_env({"DLROVER_LOG_LEVEL": log_level}) # global environment variables setting
+    .role("a").run("module.a.run") # any workloads
+    .resource(cpu=1) # resource unit for this role group
+    .total(2) # total workloads number for this role group
+    .role("b").run("module.b.run") # any workloads
+    .workload("role","entrypoint.run") # any workloads in another way
+    .build()
+    )
+"""
+
+# Document 2, "Use RL as a example".
+RL = """
+    job = (
+    DLJobBuilder()
+    .config(DictConfig(args))
+    .role("trainer").train("module.trainer.run").total(2).resource(gpu=1).end()
+    .role("rollout").run("module.rollout.run").total(4).resource(cpu=4).end()
+    .workload("reward", "module.reward.run").total(1).resource(cpu=2).end()
+    .build()
+    )
+    job.submit(job_name="rl_job")
+"""
+
+# Document 3, "DataQueue", its "Interface sketch".
+QUEUE = """
+    class DataQueue(Generic[T]):
+        \"\"\"
+        Distributed data queue interface.
+        \"\"\"
+
+        def __init__(self, name: str, is_master: bool = False, size: int = 1000): ...
+
+        def qsize(self) -> int: ...
+
+        def put(self, *obj: T) -> None: ...
+
+        def put_async(self, *obj: T) -> Future[None]: ...
+
+        def get(self, batch_size: int) -> List[T]: ...
+
+        def get_nowait(self, max_size: int = 1) -> List[T]: ...
+"""
+IMPORT = "from dlrover.python.unified.api.builder import DLJobBuilder\n"
+
+
+class Torch:
+    """Of torch, what the document's block asks for, on a host without an accelerator."""
+
+    class cuda:  # torch's own name
+        @staticmethod
+        def is_available() -> bool:
+            return False
+
+
+@pytest.fixture(autouse=True)
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DLJob, str]]:
+    """Jobs that came to the cluster's door, with their names. Past it: tests/cluster/test_compat_jobs.py."""
+    jobs: list[tuple[DLJob, str]] = []
+
+    def submit(job: DLJob, job_name: str | None = None, /, **options: Any) -> int:
+        config = submit_options(job, {**({"job_name": job_name} if job_name else {}), **options}, {})
+        jobs.append((job, config.job_name))
+        return 0
+
+    monkeypatch.setattr(DLJob, "submit", submit)
+    return jobs
+
+
+def test_first_example_of_the_guide(submitted: list[tuple[DLJob, str]]) -> None:
+    execute(FIRST_EXAMPLE)
+    job, _ = submitted[0]
+    assert (job.node_num, job.device_per_node, job.dl_type, job.config.k1) == (1, 4, "SFT", "v1")
+    assert job.get_workload("TRAINER").entry_point == "xxx.xxx"
+
+
+def test_single_role(submitted: list[tuple[DLJob, str]]) -> None:
+    execute(SINGLE_ROLE, args=Namespace(data_dir="data/nanogpt/", batch_size=16), torch=Torch())
+    job, name = submitted[0]
+    workload = job.get_workload("ELASTIC")
+    assert (name, workload.total, workload.per_group, job.device_type) == ("nanogpt", 4, 2, "CPU")
+    assert dict(job.config) == {"data_dir": "data/nanogpt/", "batch_size": 16}
+
+
+def test_single_role_by_a_command_line(submitted: list[tuple[DLJob, str]]) -> None:
+    execute(COMMAND, Your_dlrover_root_dir="/srv")
+    job, name = submitted[0]
+    entry_point = job.get_workload("ELASTIC").entry_point
+    assert (name, entry_point) == (
+        "test_cmd_api",
+        "/srv/dlrover/python/unified/tests/integration_test/dummy_run.py --test 0",
+    )
+
+
+def test_outline_of_several_roles() -> None:
+    names = execute(IMPORT + textwrap.dedent(OUTLINE), worker_node_num=2, device_per_worker_node=4, log_level="INFO")
+    job: DLJob = names["job"]
+    assert {role: workload.total for role, workload in job.workloads.items()} == {"a": 2, "b": 1, "role": 1}
+
+
+def test_reinforcement_learning(submitted: list[tuple[DLJob, str]]) -> None:
+    from omegaconf import DictConfig
+
+    execute(IMPORT + textwrap.dedent(RL), DictConfig=DictConfig, args={})
+    job, name = submitted[0]
+    assert name == "rl_job"
+    assert {role: workload.total for role, workload in job.workloads.items()} == {
+        "trainer": 2,
+        "rollout": 4,
+        "reward": 1,
+    }
+
+
+def test_queue_is_called_as_document_3_sketches_it() -> None:
+    gaps = {"Generic": Generic, "T": TypeVar("T"), "Future": Future, "List": list}
+    sketch, ours = execute(QUEUE, **gaps)["DataQueue"], importlib.import_module(f"{RUNTIME}.queue").DataQueue
+    methods = {name: thing for name, thing in vars(sketch).items() if inspect.isfunction(thing)}
+    assert len(methods) == 6
+    for name, method in methods.items():
+        has = inspect.signature(getattr(ours, name)).parameters
+        for parameter in inspect.signature(method).parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                assert any(own.kind is own.VAR_POSITIONAL for own in has.values()), name
+            else:
+                own = has[parameter.name]
+                assert own.kind == parameter.kind
+                assert parameter.default in (parameter.empty, own.default)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rpc", "RoleGroup", "RoleActor", "UserRpcProxy", "create_rpc_proxy"),
+        *("export_rpc_method", "export_rpc_instance", "FutureSequence"),
+    ],
+)
+def test_exports_that_document_3_lists(name: str) -> None:
+    assert callable(getattr(importlib.import_module(RUNTIME), name))
+
+
+def test_class_that_document_2_names_for_all_options() -> None:
+    """`dlrover.python.unified.common.config.JobConfig`."""
+    from unified.job import JobConfig
+
+    assert importlib.import_module("dlrover.python.unified.common.config").JobConfig is JobConfig

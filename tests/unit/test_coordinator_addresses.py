@@ -1,0 +1,111 @@
+"""Where a process looks for its coordinator, and who it says it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from unified.data.client import RemoteCoordinator, parse_coordinator
+from unified.data.local_coordinator import embedded_coordinator
+from unified.data.orchestrator import TrainingOrchestrator
+from unified.data.registry import DatasetRegistry
+from unified.data.surroundings import look_around, open_coordinator
+from unified.errors import UsageError
+
+VARIABLES = ("COORDINATOR_URL", "WORKER_ID", "RANK", "WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("tcp://10.0.0.1:5", "tcp://10.0.0.1:5"),
+        ("http://coordinator:50051", "tcp://coordinator:50051"),
+        ("HTTP://coordinator:50051/", "tcp://coordinator:50051"),
+        ("http://coordinator", "tcp://coordinator:7077"),
+        ("localhost:50051", "tcp://localhost:50051"),
+        ("tcp://[::1]:5", "tcp://[::1]:5"),
+        (" head ", "tcp://head:7077"),
+        ("local", None),
+        ("LOCAL", None),
+    ],
+)
+def test_forms_of_an_address(text: str, address: str | None) -> None:
+    assert parse_coordinator(text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "https://a:1", "grpc://a:1", "a:0", "a:65536", "http://a:1/path", "a b", "http://"]
+)
+def test_what_is_no_address_is_named(text: str) -> None:
+    with pytest.raises(UsageError, match=r"tcp://HOST:PORT"):
+        parse_coordinator(text)
+
+
+def test_the_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_coordinator(None) == (embedded_coordinator(), False)
+    monkeypatch.setenv("COORDINATOR_URL", "http://somewhere:50051")
+    found, is_mine = open_coordinator(None)
+    assert isinstance(found, RemoteCoordinator)
+    assert (found.address, is_mine) == ("tcp://somewhere:50051", True)
+    given, _ = open_coordinator("elsewhere:1")
+    assert isinstance(given, RemoteCoordinator)
+    assert given.address == "tcp://elsewhere:1"
+    assert open_coordinator("local") == (embedded_coordinator(), False)
+
+
+def test_a_worker_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORKER_ID", "gpu-host"), ("RANK", "3"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    worker = TrainingOrchestrator(coordinator_url="local")
+    assert (worker.worker_id, worker.rank, worker.world_size) == ("gpu-host", 3, 8)
+    registry = DatasetRegistry("local")
+    assert (registry.rank, registry.world_size) == (3, 8)
+    with pytest.raises(UsageError, match="rank 8 is not in a world of 8"):
+        registry.get_shard("d", 8, 0)
+
+
+def test_a_worker_of_nothing_at_all_is_alone() -> None:
+    worker = TrainingOrchestrator(coordinator_url="local")
+    assert (worker.worker_id, worker.rank, worker.world_size) == ("worker-0", 0, 1)
+    with pytest.raises(UsageError, match="RANK"):
+        DatasetRegistry("local").get_shard("d", epoch=0)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "one"}, "RANK='one'"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "rank 4 is not in a world of 4"),
+        ({"RANK": "-1"}, "rank -1"),
+        ({"WORLD_SIZE": "0"}, "at least one"),
+    ],
+)
+def test_variables_that_cannot_be(env: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        look_around(env)
+
+
+def test_the_settings_say_how_long_a_worker_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIFIED_COORDINATOR_HEARTBEAT_TIMEOUT_MS", "5000")
+    monkeypatch.setenv("UNIFIED_COORDINATOR_HEARTBEAT_INTERVAL_MS", "250")
+    worker = TrainingOrchestrator(coordinator_url="local")
+    assert (worker.heartbeat_interval_s, worker.heartbeat_timeout_s) == (0.25, 5.0)
+    worker = TrainingOrchestrator(coordinator_url="local", heartbeat_interval_s=2, heartbeat_timeout_s=9)
+    assert (worker.heartbeat_interval_s, worker.heartbeat_timeout_s) == (2, 9)
+    monkeypatch.delenv("UNIFIED_COORDINATOR_HEARTBEAT_TIMEOUT_MS")
+    monkeypatch.delenv("UNIFIED_COORDINATOR_HEARTBEAT_INTERVAL_MS")
+    worker = TrainingOrchestrator(coordinator_url="local")
+    assert (worker.heartbeat_interval_s, worker.heartbeat_timeout_s) == (None, 30.0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_times_that_cannot_be(seconds: float) -> None:
+    with pytest.raises(UsageError, match="heartbeat_timeout_s"):
+        TrainingOrchestrator(coordinator_url="local", heartbeat_timeout_s=seconds)
+    with pytest.raises(UsageError, match="heartbeat_interval_s"):
+        TrainingOrchestrator(coordinator_url="local", heartbeat_interval_s=seconds)

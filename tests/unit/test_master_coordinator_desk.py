@@ -1,0 +1,102 @@
+"""The coordinator behind the master's socket: its actions in the master's words, and what it hears of jobs."""
+
+from __future__ import annotations
+
+from unified.protocol.client_master import MasterAnswer
+from unified.protocol.coordinator import (
+    BarrierResponse,
+    CoordinatorRequest,
+    Heartbeat,
+    HeartbeatResponse,
+    NotifyCheckpoint,
+    RegisterWorker,
+    WaitBarrier,
+    WorkerRegistration,
+)
+from unified.protocol.records import EventRecord
+from unified.settings import Intervals
+from unified_master.coordinator import Asked, Desk
+from unified_master.core.actions import MasterAction, Report, Save, Send
+from unified_master.core.master import MasterCore
+
+NOW = 1000.0
+
+
+class Behind:
+    """A desk, and the store that it writes to."""
+
+    def __init__(self, kept: dict[tuple[str, str], bytes] | None = None) -> None:
+        self.kept = kept or {}
+        self.master = MasterCore(Intervals())
+        self.desk = Desk(self.master)
+        self.desk.restore(NOW, [(*key, data) for key, data in self.kept.items()])
+        self.reports: list[EventRecord] = []
+
+    def ask(self, request: CoordinatorRequest, request_id: int = 1) -> list[MasterAnswer]:
+        asked = Asked(peer=b"p", request_id=request_id, request=request)
+        return [message for _, message in self.take(self.desk.answer(NOW, asked))]
+
+    def take(self, actions: list[MasterAction]) -> list[tuple[int, MasterAnswer]]:
+        answers: list[tuple[int, MasterAnswer]] = []
+        for action in actions:
+            if isinstance(action, Save):
+                self.kept.pop((action.kind, action.key), None)
+                if action.data is not None:
+                    self.kept[action.kind, action.key] = action.data
+            elif isinstance(action, Report):
+                self.reports.append(action.record)
+            elif isinstance(action, Send) and isinstance(action.message, MasterAnswer):
+                answers.append((action.request_id, action.message))
+        return answers
+
+    def register(self, rank: int) -> None:
+        worker = RegisterWorker(space="job-1", worker_id=f"w{rank}", session="s", rank=rank, world_size=2)
+        (answer,) = self.ask(worker)
+        assert isinstance(answer, WorkerRegistration)
+
+
+def test_the_end_of_a_life_releases_those_who_wait_for_it() -> None:
+    behind = Behind()
+    behind.register(0)
+    behind.register(1)
+    wait = WaitBarrier(space="job-1", barrier_id="b", worker_id="w0", session="s", arrival=1, world_size=2)
+    assert behind.ask(wait, request_id=5) == []
+    ended = EventRecord(at=NOW, event="worker-failed", reason="signal 9", job="job-1", worker="w1", sequence=1)
+    elsewhere = EventRecord(at=NOW, event="worker-failed", reason="signal 9", job="job-2", worker="w1", sequence=2)
+    assert behind.take(behind.desk.hear(NOW, [Report(record=elsewhere)])) == []
+    ((request_id, answer),) = behind.take(behind.desk.hear(NOW, [Report(record=ended)]))
+    assert isinstance(answer, BarrierResponse)
+    assert (request_id, answer.released_by, answer.lost) == (5, "lost", ["w1"])
+    assert "signal 9" in answer.reason
+    assert "worker-lost" in [record.event for record in behind.reports]
+    assert len({record.sequence for record in behind.reports}) == len(behind.reports)
+
+
+def test_what_is_saved_is_known_to_the_next_one_and_forgotten_with_the_job() -> None:
+    behind = Behind()
+    behind.register(0)
+    behind.ask(NotifyCheckpoint(space="job-1", worker_id="w0", step=3, path="p"))
+    assert behind.kept
+    assert all(kind.startswith("coordinator-") for kind, _ in behind.kept)
+    after = Behind(dict(behind.kept))
+    heartbeat = Heartbeat(space="job-1", worker_id="w0", session="s")
+    (answer,) = after.ask(heartbeat)
+    assert isinstance(answer, HeartbeatResponse)
+    assert answer.is_known
+    assert after.kept == behind.kept
+    assert after.desk.next_deadline is not None
+    after.take(after.desk.hear(NOW, [Save(kind="job", key="job-1", data=None)]))
+    assert after.kept == {}
+    assert after.desk.next_deadline is None
+
+
+def test_silence_is_noticed_in_time() -> None:
+    behind = Behind()
+    behind.register(0)
+    due = behind.desk.next_deadline
+    assert due is not None
+    behind.take(behind.desk.time_passed(due))
+    assert [record.event for record in behind.reports][-1] == "worker-lost"
+    (answer,) = behind.ask(Heartbeat(space="job-1", worker_id="w0", session="s"))
+    assert isinstance(answer, HeartbeatResponse)
+    assert not answer.is_known

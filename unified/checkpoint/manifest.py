@@ -1,0 +1,184 @@
+"""What a checkpoint is: its manifest, which says what belongs to it. Pure: names, records, and their bytes.
+
+A checkpoint exists when its manifest does. The manifest of step 1 is ``step-000001.json``; what it describes, its
+*parts*, was written before it under names that no other save uses, ``step-000001.TOKEN.bin``. So one rename (or one
+put) makes a checkpoint, or replaces one by another of the same step, and a crash before it changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from unified.errors import CheckpointCorruptError, UsageError
+from unified.job.spec import Value
+
+FORMAT = 1
+"""Of manifests. One with a higher number was written by a later version."""
+
+Kind = Literal["bytes", "state", "sharded", "files", "metadata"]
+"""`bytes`: as the user gave them. `state`: a state dict, as ``torch.save`` writes it. `sharded`: of several ranks.
+`files`: a directory. `metadata`: nothing but the manifest."""
+
+Compression = Literal["gzip", "zstd"]
+
+_MANIFEST = re.compile(r"step-(\d{6,})\.json")
+_PART = re.compile(r"step-(\d{6,})\.([0-9a-z]+)\.(?:bin|parts/.+)")
+
+
+class Part(Value, frozen=True, kw_only=True):
+    """One stored object."""
+
+    key: str
+    """Relative to the place of the manifests."""
+    size_bytes: int
+    """As stored, so after compression."""
+    checksum: str
+    """Of what is stored: ``crc32:`` and eight hexadecimal digits."""
+    name: str = ""
+    """Of a file in its directory."""
+
+
+class Manifest(Value, frozen=True, kw_only=True):
+    """A checkpoint. Sizes are bytes, times seconds since 1970."""
+
+    step: int
+    kind: Kind = "bytes"
+    size_bytes: int = 0
+    """Of all parts, as stored."""
+    checksum: str = ""
+    """Of its one part; of several, a checksum over theirs."""
+    compression: Compression | None = None
+    rank: int = 0
+    """Who wrote it."""
+    world_size: int = 1
+    saved_at: float = 0.0
+    writer: str = ""
+    """Names the life of the manager that wrote it."""
+    parts: list[Part] = []
+    metadata: dict[str, Any] = {}
+    """As the user gave it."""
+    format: int = FORMAT
+
+
+def make_manifest(parts: Iterable[Part], *, step: int, **fields: Any) -> Manifest:
+    """A manifest whose size and checksum are those of its parts."""
+    parts = list(parts)
+    if len(parts) == 1:
+        checksum = parts[0].checksum
+    elif parts:
+        joined = "\n".join(f"{part.name} {part.size_bytes} {part.checksum}" for part in parts)
+        checksum = "sha256:" + hashlib.sha256(joined.encode()).hexdigest()
+    else:
+        checksum = ""
+    return Manifest(
+        step=step, parts=parts, size_bytes=sum(part.size_bytes for part in parts), checksum=checksum, **fields
+    )
+
+
+def encode(manifest: Manifest) -> bytes:
+    """As it is stored: JSON that people can read.
+
+    Raises:
+        UsageError: the metadata holds what JSON cannot say.
+    """
+    try:
+        plain = msgspec.to_builtins(manifest)
+        return (json.dumps(plain, indent=2, sort_keys=False, allow_nan=False) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"The metadata of the checkpoint of step {manifest.step} cannot be written as JSON: {error}. "
+            "Give plain numbers, text, lists and dicts."
+        ) from error
+
+
+def decode(data: bytes, name: str) -> Manifest:
+    """Read a manifest.
+
+    Args:
+        name: of the file, for errors; its step must be the one inside.
+
+    Raises:
+        CheckpointCorruptError: it is cut short, is none, or was written by a later version.
+    """
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointCorruptError(f"{name} is not the manifest of a checkpoint: {error}") from error
+    if manifest.format > FORMAT:
+        raise CheckpointCorruptError(
+            f"{name} was written by a later version of unified (format {manifest.format}, known is {FORMAT}); update it"
+        )
+    if manifest.step != step_of(name):
+        raise CheckpointCorruptError(f"{name} says that it is of step {manifest.step}: it was renamed or copied")
+    return manifest
+
+
+def manifest_name(step: int) -> str:
+    """``step-000001.json``; steps of more than six digits have longer names."""
+    return f"step-{step:06d}.json"
+
+
+def part_name(step: int, token: str, name: str = "") -> str:
+    """Of what one save stores: one payload, or the file `name` of several."""
+    return f"step-{step:06d}.{token}." + (f"parts/{name}" if name else "bin")
+
+
+def step_of(name: str) -> int | None:
+    """Of a manifest's name; None: it is no manifest. ``step-1.json`` is none, so that a step has one name alone."""
+    found = _MANIFEST.fullmatch(name)
+    if found is None or manifest_name(int(found[1])) != name:
+        return None
+    return int(found[1])
+
+
+def part_of(key: str) -> tuple[int, str] | None:
+    """The step and the token in a part's key; None: it is none of ours."""
+    found = _PART.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
+
+
+def check_step(step: object) -> int:
+    """A step as users may give it.
+
+    Raises:
+        UsageError: it is no whole number from 0 up.
+    """
+    is_whole = isinstance(step, int) or hasattr(step, "__index__")  # numpy's integers have it
+    if isinstance(step, bool) or not is_whole or int(step) < 0:  # type: ignore[call-overload]
+        raise UsageError(f"A checkpoint's step is a whole number from 0 up, not {step!r}.")
+    return int(step)  # type: ignore[call-overload, no-any-return]
+
+
+class Checksum:
+    """CRC-32 of a stream: made to find what a disk, a network or a cut write has done, not an attacker."""
+
+    def __init__(self) -> None:
+        self._value = 0
+        self.nbytes = 0
+
+    def update(self, chunk: bytes | bytearray | memoryview) -> None:
+        self._value = zlib.crc32(chunk, self._value)
+        self.nbytes += len(chunk)
+
+    @property
+    def text(self) -> str:
+        return f"crc32:{self._value:08x}"
+
+
+def check_part(part: Part, nbytes: int, checksum: str) -> None:
+    """Compare what was read with what was saved.
+
+    Raises:
+        CheckpointCorruptError: they differ.
+    """
+    if nbytes != part.size_bytes:
+        raise CheckpointCorruptError(f"{part.key} has {nbytes} bytes, {part.size_bytes} were saved")
+    if checksum != part.checksum:
+        raise CheckpointCorruptError(f"{part.key} has the checksum {checksum}, {part.checksum} was saved")

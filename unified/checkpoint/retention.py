@@ -1,0 +1,93 @@
+"""Which stored objects may go: checkpoints past the number to keep, and what crashed saves left. Pure.
+
+Order matters to whoever carries a plan out: a manifest goes before its parts, so that a crash between them leaves
+parts without a manifest, which the next sweep finds, and never a manifest without its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from unified.checkpoint.manifest import Manifest, manifest_name, part_of, step_of
+from unified.job.spec import Value
+
+LEFTOVER_AFTER_S = 600.0
+"""A part without a manifest is left over when it is so old. A save writes its manifest right after its parts, or after
+some tries; another writer's save that takes longer between the two than this would be taken for dead."""
+
+
+class Stored(Value, frozen=True, kw_only=True):
+    """One object in the store."""
+
+    key: str
+    """Relative to the place of the manifests."""
+    size_bytes: int
+    modified_at: float
+    """Seconds since 1970."""
+
+
+class Sweep(Value, frozen=True, kw_only=True):
+    """Keys to delete, in this order."""
+
+    manifests: list[str] = []
+    parts: list[str] = []
+    steps: list[int] = []
+    """Whose checkpoints go."""
+
+
+def plan_sweep(
+    stored: Iterable[Stored],
+    manifests: Mapping[int, Manifest],
+    *,
+    keep_last_n: int | None,
+    now: float,
+    protected: Collection[int] = (),
+    known_bad: Collection[int] = (),
+    writing: Collection[str] = (),
+    leftover_after_s: float = LEFTOVER_AFTER_S,
+) -> Sweep:
+    """What to delete.
+
+    Only checkpoints that look whole count towards the number to keep: the manifest can be read, and every part is
+    there with its size. So a newer one that is damaged never pushes out the last good one.
+
+    Args:
+        stored: everything at the place of the manifests.
+        manifests: those that could be read, by step.
+        keep_last_n: how many good ones to keep; None: all.
+        now: seconds since 1970.
+        protected: steps that stay: those just saved.
+        known_bad: steps whose checksum did not match.
+        writing: tokens of saves that are under way here.
+        leftover_after_s: age of a part without a manifest.
+    """
+    stored = list(stored)
+    sizes = {each.key: each.size_bytes for each in stored}
+    steps = {step for each in stored if (step := step_of(each.key)) is not None}
+    good = sorted((step for step in steps if step in manifests and is_whole(manifests[step], sizes)), reverse=True)
+    good = [step for step in good if step not in known_bad]
+    going: list[int] = []
+    if keep_last_n is not None and len(good) > keep_last_n:
+        oldest_kept = good[keep_last_n - 1]
+        # Damaged ones between those that are kept stay, for somebody to look at; older ones go with the rest.
+        going = sorted(step for step in steps if step < oldest_kept and step not in protected)
+    gone = set(going)
+    unreadable = {step for step in steps if step not in manifests and step not in gone}
+    in_use = {part.key for step, manifest in manifests.items() if step not in gone for part in manifest.parts}
+    named_by_gone = {part.key for step in going if step in manifests for part in manifests[step].parts}
+    parts = []
+    for each in stored:
+        found = part_of(each.key)
+        if found is None or each.key in in_use or found[1] in writing:
+            continue
+        # A manifest that cannot be read may name it: whether it is left over is not known.
+        if found[0] in unreadable:
+            continue
+        if each.key in named_by_gone or now - each.modified_at > leftover_after_s:
+            parts.append(each.key)
+    return Sweep(manifests=[manifest_name(step) for step in going], parts=sorted(parts), steps=going)
+
+
+def is_whole(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
+    """Whether every part is there with its size; what they hold is not looked at."""
+    return all(sizes.get(part.key) == part.size_bytes for part in manifest.parts)

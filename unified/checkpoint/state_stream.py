@@ -1,0 +1,148 @@
+"""A state dict as a stream of bytes: what ``torch.save`` writes, handed on piece by piece and never held as a whole."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from unified.checkpoint.compression import Chunk
+from unified.checkpoint.payloads import CHUNK_BYTES, slices
+from unified.checkpoint.staging import Staged, Stager
+from unified.errors import CheckpointError
+
+SMALL_BYTES = 256 << 10
+"""Pieces up to here are copied together, so that many small tensors do not cost a hand-over each."""
+
+
+class StatePayload:
+    """A staged state dict, to be saved; see `unified.checkpoint.payloads.Payload`."""
+
+    def __init__(self, staged: Staged, stager: Stager) -> None:
+        self.nbytes = staged.nbytes
+        self._staged = staged
+        self._stager = stager
+
+    def chunks(self) -> Iterator[Chunk]:
+        self._staged.wait()
+        return stream(self._staged.tree)
+
+    def release(self) -> None:
+        self._stager.put_back(self._staged)
+
+
+def stream(tree: Any) -> Iterator[Chunk]:
+    """What ``torch.save(tree, file)`` writes, a piece at a time; a piece is valid until the next one is asked for."""
+    handover = Handover()
+    writer = threading.Thread(target=_write, args=(tree, handover), name="checkpoint-pickler", daemon=True)
+    writer.start()
+    try:
+        yield from handover
+    finally:
+        handover.abandon()
+        writer.join()
+
+
+def load_state(data: Chunk, *, map_location: Any, weights_only: bool) -> Any:
+    """What was saved by `stream`, as ``torch.load`` gives it.
+
+    Raises:
+        CheckpointError: it cannot be loaded, such as objects under ``weights_only``.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location=map_location, weights_only=weights_only)
+    except Exception as error:
+        hint = " If you trust who saved it, load it with weights_only=False." if weights_only else ""
+        raise CheckpointError(f"The checkpoint is whole, but torch cannot load it: {error}{hint}") from error
+
+
+class _AbandonedError(Exception):
+    """Nobody reads any more."""
+
+
+class Handover:
+    """A file for one thread to write, and an iterator over its pieces for another: the writer waits for the reader."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._piece: memoryview | None = None
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._is_abandoned = False
+        self._small = bytearray()
+
+    def write(self, data: Chunk) -> int:
+        """Hand a piece over. Returns when it was used, or copied."""
+        view = memoryview(data).cast("B")
+        if view.nbytes <= SMALL_BYTES:
+            self._small += view
+            if len(self._small) >= CHUNK_BYTES:
+                self._give_small()
+        else:
+            self._give_small()
+            self._give(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Part of being a file."""
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Nothing more is written."""
+        try:
+            if error is None:
+                self._give_small()
+        except _AbandonedError:
+            pass
+        with self._changed:
+            self._is_over, self._error = True, error
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Nothing more is read."""
+        with self._changed:
+            self._is_abandoned = True
+            self._piece = None
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._piece is not None or self._is_over)
+                piece = self._piece
+                if piece is None:
+                    if self._error is not None:
+                        raise self._error
+                    return
+            yield from slices(piece)
+            with self._changed:
+                self._piece = None
+                self._changed.notify_all()
+
+    def _give_small(self) -> None:
+        if self._small:
+            data, self._small = self._small, bytearray()
+            self._give(memoryview(data))
+
+    def _give(self, view: memoryview) -> None:
+        with self._changed:
+            if self._is_abandoned:
+                raise _AbandonedError
+            self._piece = view
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._piece is None)
+            if self._is_abandoned:
+                raise _AbandonedError
+
+
+def _write(tree: Any, handover: Handover) -> None:
+    try:
+        torch.save(tree, handover)  # type: ignore[arg-type]
+    except _AbandonedError:
+        handover.finish()
+    except BaseException as error:
+        handover.finish(error)
+    else:
+        handover.finish()

@@ -1,0 +1,268 @@
+"""Checkpoints in a store: written so that a crash at any byte changes nothing, read so that damage is noticed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from unified.checkpoint.compression import Chunk, decompress
+from unified.checkpoint.manifest import (
+    Checksum,
+    Compression,
+    Kind,
+    Manifest,
+    Part,
+    check_part,
+    decode,
+    encode,
+    make_manifest,
+    manifest_name,
+    part_name,
+    step_of,
+)
+from unified.checkpoint.payloads import Measured, Payload
+from unified.checkpoint.retention import Stored, Sweep, plan_sweep
+from unified.checkpoint.writers import Writer, judge
+from unified.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError
+
+if TYPE_CHECKING:
+    from unified.storage.backend import StorageBackend
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """A checkpoint that is to be written."""
+
+    step: int
+    token: str
+    """In the names of its parts; no other save has it."""
+    payloads: dict[str, Payload] = field(default_factory=dict)
+    """By the part's name, which is empty where there is only one."""
+    kind: Kind = "bytes"
+    compression: Compression | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class CheckpointStore:
+    """One series of checkpoints at one place. Safe for threads.
+
+    Args:
+        backend: of the storage.
+        prefix: of all its keys, without a slash at the end; empty: the root of the backend.
+        writer: who writes here.
+        place: the same place in words.
+    """
+
+    def __init__(self, backend: StorageBackend, prefix: str, writer: Writer, *, place: str = "the storage") -> None:
+        self.backend = backend
+        self.prefix = prefix
+        self.writer = writer
+        self.place = place
+        self.known_bad: set[int] = set()
+        """Steps whose checkpoint was damaged when it was loaded."""
+        self._read_before: dict[str, tuple[object, Manifest]] = {}
+        self._writing: set[str] = set()
+        self._lock = threading.Lock()
+
+    def key(self, name: str) -> str:
+        """In the backend."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def write(self, order: Order) -> Manifest:
+        """Write a checkpoint: its parts, then its manifest.
+
+        Returns:
+            Its manifest; another rank's, if one with the same state was faster.
+
+        Raises:
+            CheckpointExistsError: somebody else writes the same step here.
+            OSError: the store does not take it.
+        """
+        existing = self._existing(order.step)
+        if not self._may_write(existing, order.step):
+            return existing  # type: ignore[return-value]
+        with self._lock:
+            self._writing.add(order.token)
+        try:
+            parts = [self._write_part(order, name, payload) for name, payload in order.payloads.items()]
+            return self.publish(order, parts, existing)
+        finally:
+            with self._lock:
+                self._writing.discard(order.token)
+
+    def publish(self, order: Order, parts: Iterable[Part], existing: Manifest | None = None) -> Manifest:
+        """Make a checkpoint of parts that are written: the last step of `write`, which see.
+
+        Args:
+            existing: the manifest of that step that may be replaced.
+        """
+        manifest = make_manifest(
+            parts,
+            step=order.step,
+            kind=order.kind,
+            compression=order.compression,
+            rank=self.writer.rank,
+            world_size=self.writer.world_size,
+            saved_at=time.time(),
+            writer=self.writer.name,
+            metadata=order.metadata,
+        )
+        data = encode(manifest)
+        key = self.key(manifest_name(order.step))
+        try:
+            self.backend.write(key, data, if_absent=existing is None)
+        except FileExistsError:
+            existing = self._existing(order.step)
+            try:
+                may_write = self._may_write(existing, order.step)
+            except CheckpointExistsError:
+                self._delete(part.key for part in manifest.parts)
+                raise
+            if not may_write:
+                self._delete(part.key for part in manifest.parts)
+                return existing  # type: ignore[return-value]
+            self.backend.write(key, data)
+        self.known_bad.discard(order.step)
+        if existing is not None:
+            kept = {part.key for part in manifest.parts}
+            self._delete(part.key for part in existing.parts if part.key not in kept)
+        return manifest
+
+    def steps(self) -> list[int]:
+        """Of every checkpoint there is, in order."""
+        return sorted(step for each in self.stored() if (step := step_of(each.key)) is not None)
+
+    def stored(self) -> list[Stored]:
+        """Every object at this place, by its key relative to it."""
+        start = self.key("step-")
+        cut = len(start) - len("step-")
+        return [
+            Stored(key=stat.key[cut:], size_bytes=stat.nbytes, modified_at=stat.modified_at)
+            for stat in self.backend.list(start)
+        ]
+
+    def manifest(self, step: int) -> Manifest:
+        """Of one checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: there is none; the message names those there are.
+            CheckpointCorruptError: it cannot be read.
+        """
+        name = manifest_name(step)
+        try:
+            return decode(self.backend.read(self.key(name)), name)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"There is no checkpoint of step {step} in {self.place}: {describe(self.steps())}"
+            ) from error
+
+    def read(self, manifest: Manifest) -> Chunk:
+        """The data of a checkpoint of one part, as they were given to be saved.
+
+        Raises:
+            CheckpointCorruptError: they are not what was saved.
+        """
+        return decompress(self.read_part(manifest.parts[0]), manifest.compression)
+
+    def read_part(self, part: Part) -> bytearray:
+        """What is stored of one part.
+
+        Raises:
+            CheckpointCorruptError: it is not what was saved, or gone.
+        """
+        try:
+            data = bytearray(self.backend.stat(self.key(part.key)).nbytes)
+            check_part(part, len(data), part.checksum)  # of the wrong size: there is no need to read it
+            num_read = self.backend.read_into(self.key(part.key), data)
+        except FileNotFoundError as error:
+            raise CheckpointCorruptError(f"{part.key} is gone") from error
+        checksum = Checksum()
+        checksum.update(data)
+        check_part(part, num_read, checksum.text)
+        return data
+
+    def sweep(self, keep_last_n: int | None, protected: Collection[int]) -> Sweep:
+        """Delete what `unified.checkpoint.retention` says may go."""
+        stored = self.stored()
+        manifests = {}
+        for each in stored:
+            if (step := step_of(each.key)) is not None and (manifest := self._read_once(each, step)) is not None:
+                manifests[step] = manifest
+        with self._lock:
+            plan = plan_sweep(
+                stored,
+                manifests,
+                keep_last_n=keep_last_n,
+                now=time.time(),
+                protected=protected,
+                known_bad=self.known_bad,
+                writing=self._writing,
+            )
+        self._delete(plan.manifests)
+        self._delete(plan.parts)
+        gone = {*plan.manifests}
+        self._read_before = {key: known for key, known in self._read_before.items() if key not in gone}
+        return plan
+
+    def _write_part(self, order: Order, name: str, payload: Payload) -> Part:
+        measured = Measured(payload, order.compression)
+        key = part_name(order.step, order.token, name)
+        self.backend.write(self.key(key), measured)
+        checksum = measured.checksum
+        return Part(key=key, size_bytes=checksum.nbytes, checksum=checksum.text, name=name)
+
+    def _existing(self, step: int) -> Manifest | None:
+        """The manifest that a new one would replace; None: there is none that can be read."""
+        try:
+            return self.manifest(step) if self._is_there(step) else None
+        except (CheckpointNotFoundError, CheckpointCorruptError):
+            return None
+
+    def _is_there(self, step: int) -> bool:
+        return self.backend.exists(self.key(manifest_name(step)))
+
+    def _may_write(self, existing: Manifest | None, step: int) -> bool:
+        """Whether this writer writes that step; False: it is there, by another rank."""
+        judgement = judge(existing, self.writer)
+        if existing is None or judgement == "write":
+            return True
+        if judgement == "leave":
+            logger.info("event=checkpoint-shared step=%d: rank %d has saved it", step, existing.rank)
+            return False
+        raise CheckpointExistsError(
+            f"The checkpoint of step {step} in {self.place} was saved meanwhile by another writer "
+            f"({existing.writer}, rank {existing.rank} of {existing.world_size}). "
+            "Give each run a storage_path of its own; nothing of the other's was changed."
+        )
+
+    def _read_once(self, each: Stored, step: int) -> Manifest | None:
+        mark = (each.size_bytes, each.modified_at)
+        known = self._read_before.get(each.key)
+        if known is not None and known[0] == mark:
+            return known[1]
+        try:
+            manifest = self.manifest(step)
+        except (CheckpointNotFoundError, CheckpointCorruptError):
+            return None
+        self._read_before[each.key] = (mark, manifest)
+        return manifest
+
+    def _delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.backend.delete(self.key(name))
+
+
+def describe(steps: list[int]) -> str:
+    """Which checkpoints there are, in words."""
+    if not steps:
+        return "there is none at all"
+    more = f" and {len(steps) - MAX_NAMED} before" if len(steps) > MAX_NAMED else ""
+    return f"there are those of steps {', '.join(map(str, steps[-MAX_NAMED:]))}{more}"

@@ -1,0 +1,35 @@
+"""Who writes checkpoints, and who gives way when two write the same step. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from unified.checkpoint.manifest import Manifest
+from unified.job.spec import Value
+
+Judgement = Literal["write", "leave", "refuse"]
+
+
+class Writer(Value, frozen=True, kw_only=True):
+    """One life of a manager."""
+
+    name: str
+    """Host, process and a random word: no other life has it."""
+    rank: int = 0
+    world_size: int = 1
+    opened_at: float = 0.0
+    """Seconds since 1970."""
+
+
+def judge(existing: Manifest | None, writer: Writer) -> Judgement:
+    """What a writer does with a step that may be there already.
+
+    A run that went back to an older checkpoint saves the steps since then again: they replace those that an earlier
+    life left, and its own. Data-parallel ranks that all save the same step have the same state: the first one's stays.
+    Anybody else is another run that was pointed at the same place.
+    """
+    if existing is None or existing.writer == writer.name or existing.saved_at < writer.opened_at:
+        return "write"
+    if existing.world_size == writer.world_size > 1 and existing.rank != writer.rank:
+        return "leave"
+    return "refuse"

@@ -1,0 +1,87 @@
+"""Upstream's import paths for scripts that were written against them: ``dlrover.python.unified`` and ``dtruntime``.
+
+    python -m unified.compat script.py [args]
+
+runs a script with the aliases in place; its job's workers have them too. With ``UNIFIED_COMPAT=1`` in the environment
+the aliases are there as soon as anything imports `unified`. An alias is the very module it stands for, so that a class
+is one class under both names. A `dlrover` or `dtruntime` that is installed is left alone unless the aliases are forced
+(``UNIFIED_COMPAT=force``, ``--force``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Literal
+
+from unified.compat.finder import ROOTS, AliasFinder, installed
+from unified.errors import OptionError
+
+__all__ = ["VARIABLE", "apply", "found_installed", "install", "is_installed", "mode", "uninstall"]
+
+VARIABLE = "UNIFIED_COMPAT"
+_WORDS: dict[str, Literal["off", "on", "force"]] = {
+    **dict.fromkeys(("", "0", "false", "off"), "off"),
+    **dict.fromkeys(("1", "true", "on"), "on"),
+    "force": "force",
+}
+
+
+def mode(env: Mapping[str, str]) -> Literal["off", "on", "force"]:
+    """What ``UNIFIED_COMPAT`` asks for.
+
+    Raises:
+        OptionError: a word that means nothing.
+    """
+    word = env.get(VARIABLE, "")
+    if word.lower() not in _WORDS:
+        raise OptionError(f"{VARIABLE}={word!r} is none of 1, 0 and force.")
+    return _WORDS[word.lower()]
+
+
+def apply(env: Mapping[str, str]) -> None:
+    """Have the aliases, or not, as the environment says.
+
+    Raises:
+        OptionError: it says something else.
+    """
+    match mode(env):
+        case "off":
+            uninstall()
+        case "on":
+            install()
+        case "force":
+            install(force=True)
+
+
+def install(*, force: bool = False) -> None:
+    """Put the aliases in place, for all imports that come after. Again: only `force` changes.
+
+    Args:
+        force: they also stand in front of a `dlrover` or `dtruntime` that is installed.
+    """
+    if (finder := _finder()) is None:
+        sys.meta_path.insert(0, AliasFinder(force))
+    else:
+        finder.is_forced = force
+
+
+def uninstall() -> None:
+    """Take the aliases away, and forget what was imported through them."""
+    if (finder := _finder()) is not None:
+        sys.meta_path.remove(finder)
+        finder.forget()
+
+
+def is_installed() -> bool:
+    """Whether the aliases are in place."""
+    return _finder() is not None
+
+
+def found_installed() -> dict[str, str]:
+    """Which of the packages that the aliases stand for are really installed: name → where."""
+    return {root: where for root in ROOTS if (where := installed(root)) is not None}
+
+
+def _finder() -> AliasFinder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, AliasFinder)), None)

@@ -1,0 +1,272 @@
+"""Barriers: all of a world meet, and go on together; or are told why not.
+
+A barrier is known by its id and can be used again and again; each use is a *generation*. It ends for all who wait in
+it at once: because all arrived, because somebody was lost for whom there is no use to wait, or because the time that
+one of them was ready to wait is over. Who arrives after that is the first of the next generation.
+
+A loss counts for those who were registered when it happened: they may have counted on the lost one. It counts no more
+when the lost one, or somebody else with its rank, has registered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from unified.core.coordination.events import Token
+from unified.core.coordination.presence import current, heard
+from unified.core.coordination.records import (
+    BARRIER,
+    MAX_BARRIERS,
+    MAX_RELEASES,
+    Barrier,
+    PastReleases,
+    Presence,
+    Release,
+    Waiting,
+    Worker,
+    names,
+    row_key,
+)
+from unified.core.coordination.space import Space
+from unified.core.coordination.turn import Turn
+from unified.protocol.coordinator import BarrierResponse, ReleasedBy, WaitBarrier
+
+
+def wait(turn: Turn, space: Space, token: Token, request: WaitBarrier) -> None:
+    """A worker arrives, or asks again for the answer of an arrival."""
+    presence = current(space, request.worker_id, request.session)
+    if not isinstance(presence, Presence):
+        turn.refuse(token, *presence)
+        return
+    heard(space, presence, turn.now)
+    barrier = space.barriers.get(request.barrier_id)
+    if barrier is not None:
+        answer = _answered(barrier, request)
+        if answer is not None:
+            turn.answer(token, answer)
+            return
+    refusal = _refusal(presence, barrier, request)
+    if refusal is not None:
+        turn.refuse(token, "bad-request", refusal)
+        return
+    if barrier is None:
+        past = PastReleases(space=space.name, barrier_id=request.barrier_id, number=0, generation=0)
+        barrier = space.barriers[request.barrier_id] = Barrier(past=past)
+    _arrive(turn, space, barrier, presence, token, request)
+    _settle(turn, space, barrier)
+
+
+def drop_worker(turn: Turn, space: Space, presence: Presence, released_by: ReleasedBy) -> None:
+    """A life is over, and has been put among the gone: answer what it asked, and see who waited for it."""
+    worker = presence.worker
+    for barrier_id in sorted(presence.waits_at):
+        barrier = space.barriers[barrier_id]
+        waiting = barrier.waiting.pop(worker.worker_id)
+        answer = BarrierResponse(
+            released_by=released_by,
+            generation=barrier.past.generation,
+            arrived=list(barrier.waiting),
+            lost=[worker.worker_id] if released_by == "lost" else [],
+            reason=f"worker {worker.worker_id} itself is gone: {worker.reason}.",
+        )
+        for token in waiting.tokens.values():
+            turn.answer(token, answer)
+        if barrier.waiting:
+            barrier.oldest_came_at = min(each.presence.worker.came_at for each in barrier.waiting.values())
+        else:
+            _close(space, barrier)
+    presence.waits_at = set()
+    for barrier in _open(space):
+        _settle(turn, space, barrier)
+
+
+def overdue(turn: Turn, space: Space, barrier: Barrier) -> None:
+    """Somebody is not ready to wait any longer."""
+    lost = _lost(space, barrier)
+    missing = _missing(space, barrier)
+    who = [*missing, *(f"{each.worker_id} (gone, as {each.reason})" for each in lost)]
+    seats = {rank for world, rank in space.seats if world == barrier.world_size} | {each.info.rank for each in lost}
+    num_unknown = barrier.world_size - len(barrier.waiting) - len(who)
+    vacant = [rank for rank in range(barrier.world_size) if rank not in seats]
+    if 0 < num_unknown == len(vacant):
+        who += [f"rank {rank} (nobody registered for it)" for rank in vacant]
+    elif num_unknown > 0:
+        who.append(f"{num_unknown} of whom nobody registered")
+    came = names(_by_rank(space, barrier.waiting))
+    reason = f"barrier {barrier.barrier_id!r} of {barrier.world_size} took too long: missing {names(who)}; {came} came."
+    turn.report("barrier-broken", reason, space.name)
+    _release(turn, space, barrier, "timeout", lost, reason)
+
+
+def close(turn: Turn, space: Space) -> None:
+    """Nobody will ask here again."""
+    for barrier in _open(space):
+        answer = BarrierResponse(
+            released_by="closed", generation=barrier.past.generation, reason=f"the space {space.name!r} was closed."
+        )
+        for waiting in barrier.waiting.values():
+            for token in waiting.tokens.values():
+                turn.answer(token, answer)
+        space.clocks.barriers.cancel((space.name, barrier.barrier_id))
+
+
+def _answered(barrier: Barrier, request: WaitBarrier) -> BarrierResponse | None:
+    """What this arrival was answered, if it was."""
+    for release in reversed(barrier.past.releases):
+        session, arrival = release.arrivals.get(request.worker_id, ("", -1))
+        if session == request.session:
+            return release.response if request.arrival <= arrival else None
+    return None
+
+
+def _refusal(presence: Presence, barrier: Barrier | None, request: WaitBarrier) -> str | None:
+    who, world = f"worker {request.worker_id}", request.world_size
+    registered = presence.worker.info.world_size
+    if not request.barrier_id:
+        return f"{who} waits at a barrier without an id."
+    if world < 1 or world != registered:
+        return (
+            f"{who} waits at barrier {request.barrier_id!r} of {world}, and is registered with world_size={registered}:"
+            " both must be the number of workers that meet there, at least 1."
+        )
+    if request.timeout_s is not None and not request.timeout_s >= 0:
+        return f"{who} would wait {request.timeout_s} s: give 0 or more, or nothing to wait without an end."
+    if barrier is None or not barrier.waiting:
+        return None
+    if world != barrier.world_size:
+        return (
+            f"{who} waits at barrier {barrier.barrier_id!r} of {world}, where {barrier.opened_by} waits for "
+            f"{barrier.world_size}: all must say the same world_size."
+        )
+    if request.on_loss != barrier.on_loss:
+        return (
+            f"{who} waits at barrier {barrier.barrier_id!r} with on_loss={request.on_loss!r}, where "
+            f"{barrier.opened_by} has {barrier.on_loss!r}: all must say the same."
+        )
+    return None
+
+
+def _arrive(turn: Turn, space: Space, barrier: Barrier, presence: Presence, token: Token, request: WaitBarrier) -> None:
+    came_at = presence.worker.came_at
+    if not barrier.waiting:
+        barrier.world_size, barrier.on_loss, barrier.opened_by = request.world_size, request.on_loss, request.worker_id
+        barrier.oldest_came_at, barrier.deadline = came_at, None
+    barrier.oldest_came_at = min(barrier.oldest_came_at, came_at)
+    waiting = barrier.waiting.get(request.worker_id)
+    if waiting is None:
+        waiting = barrier.waiting[request.worker_id] = Waiting(presence, {})
+        presence.waits_at.add(request.barrier_id)
+    is_new = request.arrival not in waiting.tokens
+    waiting.tokens[request.arrival] = token
+    if is_new and request.timeout_s is not None and request.timeout_s < math.inf:
+        deadline = turn.now + request.timeout_s
+        if barrier.deadline is None or deadline < barrier.deadline:
+            barrier.deadline = deadline
+            space.clocks.barriers.arm((space.name, barrier.barrier_id), deadline)
+
+
+def _settle(turn: Turn, space: Space, barrier: Barrier) -> None:
+    """Release it if there is nothing to wait for."""
+    lost = _lost(space, barrier)
+    needed = barrier.world_size - (len(lost) if barrier.on_loss == "shrink" else 0)
+    who = ", ".join(f"{each.worker_id} (gone, as {each.reason})" for each in lost)
+    if len(barrier.waiting) >= needed:
+        is_shrunk = len(barrier.waiting) < barrier.world_size
+        _release(turn, space, barrier, "arrived", lost if is_shrunk else [], f"without {who}." if is_shrunk else "")
+    elif lost and barrier.on_loss == "fail":
+        reason = f"barrier {barrier.barrier_id!r} of {barrier.world_size} cannot be reached without {who}."
+        turn.report("barrier-broken", reason, space.name)
+        _release(turn, space, barrier, "lost", lost, reason)
+    elif barrier.deadline is not None and barrier.deadline <= turn.now:
+        overdue(turn, space, barrier)
+
+
+def _release(
+    turn: Turn, space: Space, barrier: Barrier, released_by: ReleasedBy, lost: list[Worker], reason: str
+) -> None:
+    """End a generation; its answer is remembered for those who do not receive it."""
+    past = barrier.past
+    response = BarrierResponse(
+        released_by=released_by,
+        generation=past.generation,
+        arrived=_by_rank(space, barrier.waiting),
+        missing=[] if released_by == "arrived" else _missing(space, barrier),
+        lost=[each.worker_id for each in lost],
+        reason=reason,
+    )
+    arrivals: dict[str, tuple[str, int]] = {}
+    for worker_id, waiting in barrier.waiting.items():
+        arrivals[worker_id] = (waiting.presence.session, max(waiting.tokens))
+        for token in waiting.tokens.values():
+            turn.answer(token, response)
+    for release in past.releases:
+        for worker_id in arrivals:
+            release.arrivals.pop(worker_id, None)
+    earlier = [release for release in past.releases if release.arrivals]
+    past.releases = [*earlier, Release(response=response, arrivals=arrivals)][-MAX_RELEASES:]
+    past.generation += 1
+    space.num_releases += 1
+    past.number = space.num_releases
+    turn.save(BARRIER, row_key(space.name, barrier.barrier_id), past)
+    _close(space, barrier)
+    _forget_idle(turn, space)
+
+
+def _close(space: Space, barrier: Barrier) -> None:
+    """Nobody waits here for now."""
+    for waiting in barrier.waiting.values():
+        waiting.presence.waits_at.discard(barrier.barrier_id)
+    barrier.waiting = {}
+    barrier.deadline = None
+    space.clocks.barriers.cancel((space.name, barrier.barrier_id))
+    del space.barriers[barrier.barrier_id]
+    if barrier.past.generation:
+        space.barriers[barrier.barrier_id] = barrier  # at the end: it is the one that was used last
+
+
+def _forget_idle(turn: Turn, space: Space) -> None:
+    while len(space.barriers) > MAX_BARRIERS:
+        oldest = next((each for each in space.barriers.values() if not each.waiting), None)
+        if oldest is None:
+            return
+        del space.barriers[oldest.barrier_id]
+        turn.save(BARRIER, row_key(space.name, oldest.barrier_id), None)
+
+
+def _open(space: Space) -> list[Barrier]:
+    """Where somebody waits."""
+    at = {barrier_id for presence in space.present.values() for barrier_id in presence.waits_at}
+    return [space.barriers[barrier_id] for barrier_id in sorted(at)]
+
+
+def _lost(space: Space, barrier: Barrier) -> list[Worker]:
+    """Workers of this world that are gone since those who wait are there, and whose place nobody has taken."""
+    lost: list[Worker] = []
+    for worker in reversed(space.gone.values()):
+        if worker.gone_at <= barrier.oldest_came_at:
+            break
+        world, rank = worker.seat
+        if world != barrier.world_size:
+            continue
+        if rank >= 0:
+            is_replaced = worker.seat in space.seats
+        else:
+            is_replaced = sum(each.worker.info.world_size == world for each in space.present.values()) >= world
+        if not is_replaced:
+            lost.append(worker)
+    return sorted(lost, key=lambda worker: (worker.info.rank, worker.worker_id))
+
+
+def _missing(space: Space, barrier: Barrier) -> list[str]:
+    """Workers of this world that are there and have not arrived."""
+    missing = [
+        worker_id
+        for worker_id, presence in space.present.items()
+        if presence.worker.info.world_size == barrier.world_size and worker_id not in barrier.waiting
+    ]
+    return _by_rank(space, missing)
+
+
+def _by_rank(space: Space, worker_ids: Iterable[str]) -> list[str]:
+    return sorted(worker_ids, key=lambda worker_id: (space.present[worker_id].worker.info.rank, worker_id))

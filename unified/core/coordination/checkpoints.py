@@ -1,0 +1,56 @@
+"""Which checkpoint of a series is the latest: the one of the highest step, whoever tells of it, and however often."""
+
+from __future__ import annotations
+
+from unified.core.coordination.events import Token
+from unified.core.coordination.records import CHECKPOINT, Checkpoint, row_key
+from unified.core.coordination.space import Space
+from unified.core.coordination.turn import Turn
+from unified.protocol.coordinator import CheckpointResponse, GetLatestCheckpoint, NotifyCheckpoint, RecoveryInfo
+
+
+def notify(turn: Turn, space: Space, token: Token, request: NotifyCheckpoint) -> None:
+    """A checkpoint is complete. Of two with one step the one that was told of last counts: it lies there now."""
+    if request.step < 0 or not request.path:
+        turn.refuse(
+            token,
+            "bad-request",
+            f"a checkpoint has a step of 0 or more and the path of its manifest; this one has step {request.step} and "
+            f"path {request.path!r}.",
+        )
+        return
+    latest = space.checkpoints.get(request.name)
+    if latest is not None and request.step < latest.notice.step:
+        turn.answer(token, CheckpointResponse(is_latest=False))
+        return
+    if latest is None or latest.notice != request:
+        checkpoint = space.checkpoints[request.name] = Checkpoint(notice=request, saved_at=turn.now)
+        turn.save(CHECKPOINT, row_key(space.name, request.name), checkpoint)
+        turn.report(
+            "checkpoint-complete",
+            f"step {request.step} of series {request.name!r} is at {request.path}",
+            space.name,
+            request.worker_id,
+        )
+    turn.answer(token, CheckpointResponse(is_latest=True))
+
+
+def latest(turn: Turn, space: Space, token: Token, request: GetLatestCheckpoint) -> None:
+    """Where to go on from."""
+    checkpoint = space.checkpoints.get(request.name)
+    if checkpoint is None:
+        turn.answer(token, RecoveryInfo(is_found=False))
+        return
+    notice = checkpoint.notice
+    answer = RecoveryInfo(
+        is_found=True,
+        step=notice.step,
+        path=notice.path,
+        size_bytes=notice.size_bytes,
+        checksum=notice.checksum,
+        world_size=notice.world_size,
+        worker_id=notice.worker_id,
+        metadata=notice.metadata,
+        saved_at=checkpoint.saved_at,
+    )
+    turn.answer(token, answer)

@@ -1,0 +1,157 @@
+"""A coordinator's core: one entry, `step(now, event) -> actions`. It decides everything and touches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from unified.core.coordination import barriers, checkpoints, datasets, workers
+from unified.core.coordination.actions import Action, Row
+from unified.core.coordination.events import Event, RequestCame, SpaceClosed, TimePassed, Token, WorkerGone
+from unified.core.coordination.invariants import check
+from unified.core.coordination.presence import heard
+from unified.core.coordination.restoring import forget, restore
+from unified.core.coordination.space import Clocks, Space
+from unified.core.coordination.turn import Turn
+from unified.protocol.coordinator import (
+    AdvanceEpoch,
+    CoordinatorRequest,
+    DeregisterWorker,
+    GetDatasets,
+    GetDataShard,
+    GetLatestCheckpoint,
+    Heartbeat,
+    HeartbeatResponse,
+    MarkDone,
+    NotifyCheckpoint,
+    RegisterDataset,
+    RegisterWorker,
+    SetDataWorker,
+    WaitBarrier,
+)
+
+_UNKNOWN = HeartbeatResponse(is_known=False, revision=0)
+
+
+class CoordinatorCore:
+    """Workers, barriers, datasets and checkpoints of any number of spaces: pure and deterministic.
+
+    Args:
+        heartbeat_interval_s: what workers are told; less for those whose time-out is short.
+
+    Time is seconds since 1970 on a clock that never goes back while the coordinator lives; it is an argument of each
+    call. A step returns at most one `Persist`, then at most one `Forget`, then `Report`s, then `Answer`s.
+
+    Codes of refusals: ``bad-request``; ``not-found`` (dataset, epoch, member of a dataset); ``name-taken`` (a dataset
+    with other values, a rank); ``ended`` (a life that was replaced, an epoch that is past); ``unknown-worker`` (not
+    registered, or lost: it may register again).
+    """
+
+    def __init__(self, heartbeat_interval_s: float = 1.0) -> None:
+        self.heartbeat_interval_s = heartbeat_interval_s
+        self.spaces: dict[str, Space] = {}
+        self.clocks = Clocks()
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `TimePassed` is due; None if nothing is awaited."""
+        return self.clocks.next_deadline
+
+    def restore(self, now: float, rows: Iterable[Row]) -> None:
+        """Go on from what was persisted. Call it once, before the first step. Rows of other kinds are passed over.
+
+        Workers that were there have their whole time-out to be heard again. Those who waited at a barrier ask again.
+
+        Raises:
+            CoordinatorError: the rows are not readable.
+        """
+        restore(self.spaces, self.clocks, now, rows)
+
+    def step(self, now: float, event: Event) -> list[Action]:
+        """What to do about an event. Every event has an answer in every state, even if it is nothing."""
+        turn = Turn(now)
+        match event:
+            case RequestCame(token=token, request=request):
+                space = self.spaces.get(request.space)
+                if space is not None:
+                    self._answer(turn, space, token, request)
+                else:
+                    space = Space(request.space, self.clocks)
+                    self._answer(turn, space, token, request)
+                    if not space.is_empty:  # else a question about nothing would be remembered for ever
+                        self.spaces[request.space] = space
+            case WorkerGone():
+                gone = self.spaces.get(event.space)
+                presence = gone.present.get(event.worker_id) if gone is not None else None
+                if gone is not None and presence is not None:
+                    workers.remove(turn, gone, presence, event.reason, "worker-lost")
+            case SpaceClosed():
+                closed = self.spaces.pop(event.space, None)
+                if closed is not None:
+                    barriers.close(turn, closed)
+                    forget(turn, closed)
+            case TimePassed():
+                self._time_passed(turn)
+            case _:
+                assert_never(event)
+        for (space_name, dataset_id), members in turn.members.items():
+            datasets.spread(turn, self.spaces[space_name], dataset_id, members)
+        return turn.actions()
+
+    def heartbeat(self, now: float, request: Heartbeat) -> HeartbeatResponse:
+        """As a step would answer it, without the ceremony. It changes nothing that is persisted.
+
+        The answer is the same object until somebody comes or goes, so a shell may keep its encoding.
+        """
+        space = self.spaces.get(request.space)
+        if space is None:
+            return _UNKNOWN
+        presence = space.present.get(request.worker_id)
+        if presence is None or presence.session != request.session:
+            return space.unknown
+        heard(space, presence, now)
+        return space.alive
+
+    def check(self) -> list[str]:
+        """Broken invariants, as sentences; empty when all is well. For tests."""
+        return [broken for space in self.spaces.values() for broken in check(space)]
+
+    def _answer(self, turn: Turn, space: Space, token: Token, request: CoordinatorRequest) -> None:
+        match request:
+            case Heartbeat():
+                turn.answer(token, self.heartbeat(turn.now, request))
+            case GetDataShard():
+                datasets.shards(turn, space, token, request)
+            case MarkDone():
+                datasets.mark_done(turn, space, token, request)
+            case WaitBarrier():
+                barriers.wait(turn, space, token, request)
+            case RegisterWorker():
+                workers.register(turn, space, token, request, self.heartbeat_interval_s)
+            case DeregisterWorker():
+                workers.deregister(turn, space, token, request)
+            case RegisterDataset():
+                datasets.register(turn, space, token, request)
+            case SetDataWorker():
+                datasets.set_worker(turn, space, token, request)
+            case AdvanceEpoch():
+                datasets.advance(turn, space, token, request)
+            case GetDatasets():
+                datasets.listing(turn, space, token)
+            case NotifyCheckpoint():
+                checkpoints.notify(turn, space, token, request)
+            case GetLatestCheckpoint():
+                checkpoints.latest(turn, space, token, request)
+            case _:
+                turn.refuse(token, "bad-request", f"a coordinator does not know {type(request).__name__}.")
+
+    def _time_passed(self, turn: Turn) -> None:
+        due = self.next_deadline
+        late_s = turn.now - due if due is not None else 0.0
+        for presence in self.clocks.leases.expired(turn.now):
+            worker = presence.worker
+            is_late = late_s > worker.info.timeout_s / 2
+            workers.silent(turn, self.spaces[worker.info.space], presence, is_late=is_late)
+        for space_name, barrier_id in self.clocks.barriers.due(turn.now):
+            space = self.spaces[space_name]
+            barriers.overdue(turn, space, space.barriers[barrier_id])

@@ -1,0 +1,152 @@
+"""One dataset of a space: its files, its progress, and what of it is persisted."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+
+from unified.core.coordination.records import row_key
+from unified.core.file_layout import FileLayout
+from unified.core.shards.ledger import Ledger
+from unified.core.shards.plan import ShardPlan
+from unified.core.shards.snapshot import LedgerSnapshot
+from unified.errors import UsageError
+from unified.protocol.coordinator import DatasetStatus, DataShards, RegisterDataset, ShardAssignment
+
+MAX_MARKS = 1000
+"""Marks that are persisted one by one before all progress is persisted as a whole."""
+_COMPARED = ("path", "format", "total_samples", "shard_size", "shuffle", "seed", "metadata")
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """What was read since the whole progress was persisted."""
+
+    space: str
+    dataset_id: str
+    number: int
+    """Counted since then."""
+    epoch: int
+    shard_ids: list[int]
+
+    @property
+    def key(self) -> str:
+        return mark_key(self.space, self.dataset_id, self.number)
+
+
+class DatasetProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What is persisted of a dataset beside its registration."""
+
+    space: str
+    dataset_id: str
+    space_revision: int
+    ledger: LedgerSnapshot
+
+
+def mark_key(space: str, dataset_id: str, number: int) -> str:
+    return f"{row_key(space, dataset_id)}/{number}"
+
+
+class Dataset:
+    """As it was registered, and how far it has been read.
+
+    Attributes:
+        ready: answers by worker and epoch, which hold for one revision of the space.
+    """
+
+    def __init__(self, info: RegisterDataset, ledger: Ledger) -> None:
+        self.info = info
+        self.ledger = ledger
+        self.plan = ledger.plan
+        self.num_marks = 0
+        self.ready: dict[tuple[str, int], DataShards] = {}
+        self._layout = FileLayout(file.num_samples for file in info.files)
+
+    @classmethod
+    def begin(cls, info: RegisterDataset) -> Self:
+        """A dataset that nobody has read of.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if not info.dataset_id or not info.path:
+            raise UsageError("a dataset needs a dataset_id and a path that are not empty.")
+        plan = ShardPlan(
+            dataset_id=info.dataset_id,
+            total_samples=info.total_samples,
+            shard_size=info.shard_size,
+            shuffle=info.shuffle,
+            seed=info.seed,
+        )
+        if any(file.num_samples < 0 for file in info.files):
+            raise UsageError(f"dataset {info.dataset_id!r} has a file with less than 0 samples.")
+        dataset = cls(info, Ledger(plan))
+        if info.files and dataset._layout.total_samples != info.total_samples:
+            raise UsageError(
+                f"dataset {info.dataset_id!r} is said to have {info.total_samples} samples, and its "
+                f"{len(info.files)} files have {dataset._layout.total_samples}: give what they have, or leave it out."
+            )
+        return dataset
+
+    def differences(self, info: RegisterDataset) -> list[str]:
+        """In words, what another registration says otherwise. Files are compared where both know them."""
+        pairs = [(name, getattr(self.info, name), getattr(info, name)) for name in _COMPARED]
+        found = [f"{name} is {mine!r}, not {other!r}" for name, mine, other in pairs if mine != other]
+        if self.info.files and info.files and self.info.files != info.files:
+            found.append(f"its {len(self.info.files)} files are not those {len(info.files)}")
+        return found
+
+    def prepare(self, worker_id: str, epoch: int, shard_ids: list[int], revision: int) -> DataShards:
+        """The answer to a worker that has these shards; kept until something changes."""
+        shards = [self._assignment(shard_id) for shard_id in shard_ids]
+        answer = self.ready[worker_id, epoch] = DataShards(shards=shards, revision=revision)
+        return answer
+
+    def mark(self, space: str, epoch: int, shard_ids: list[int]) -> Mark:
+        """To persist that these were read."""
+        self.num_marks += 1
+        return Mark(
+            space=space,
+            dataset_id=self.info.dataset_id,
+            number=self.num_marks,
+            epoch=epoch,
+            shard_ids=shard_ids,
+        )
+
+    def progress(self, space: str, revision: int) -> DatasetProgress:
+        return DatasetProgress(
+            space=space,
+            dataset_id=self.info.dataset_id,
+            space_revision=revision,
+            ledger=self.ledger.snapshot(),
+        )
+
+    def mark_keys(self, space: str) -> list[str]:
+        """Of the marks that are persisted one by one."""
+        return [mark_key(space, self.info.dataset_id, number) for number in range(1, self.num_marks + 1)]
+
+    def status(self) -> DatasetStatus:
+        info, ledger = self.info, self.ledger
+        return DatasetStatus(
+            dataset_id=info.dataset_id,
+            path=info.path,
+            format=info.format,
+            total_samples=info.total_samples,
+            shard_size=info.shard_size,
+            shuffle=info.shuffle,
+            seed=info.seed,
+            num_shards=self.plan.num_shards,
+            epoch=ledger.epoch,
+            num_done=ledger.num_done(ledger.epoch),
+            workers=list(ledger.workers),
+        )
+
+    def _assignment(self, shard_id: int) -> ShardAssignment:
+        start, end = self.plan.bounds(shard_id)
+        paths, first_row = [self.info.path], start
+        if self.info.files:
+            rows = self._layout.locate(start, end)
+            paths, first_row = [self.info.files[each.file].path for each in rows], rows[0].start
+        return ShardAssignment(
+            shard_id=shard_id, file_paths=paths, start_sample=start, end_sample=end, first_row=first_row
+        )

@@ -1,0 +1,222 @@
+"""Datasets: which shards of an epoch a worker reads, and which have been read. The spreading itself is `Ledger`'s."""
+
+from __future__ import annotations
+
+from unified.core.coordination.dataset import MAX_MARKS, Dataset
+from unified.core.coordination.events import Token
+from unified.core.coordination.presence import absent
+from unified.core.coordination.records import DATASET, LEDGER, MARK, WORKER, names, row_key
+from unified.core.coordination.space import Space
+from unified.core.coordination.turn import Turn
+from unified.errors import UnifiedError, nearest
+from unified.protocol.client_master import Done
+from unified.protocol.coordinator import (
+    AdvanceEpoch,
+    DatasetRegistration,
+    Datasets,
+    GetDataShard,
+    MarkDone,
+    RegisterDataset,
+    SetDataWorker,
+    ShardsDone,
+)
+
+
+def register(turn: Turn, space: Space, token: Token, request: RegisterDataset) -> None:
+    """Make it known; again with the same values, nothing happens."""
+    dataset = space.datasets.get(request.dataset_id)
+    if dataset is None:
+        try:
+            dataset = Dataset.begin(request)
+        except UnifiedError as error:
+            turn.refuse(token, "bad-request", str(error))
+            return
+        space.datasets[request.dataset_id] = dataset
+        turn.save(DATASET, row_key(space.name, request.dataset_id), request)
+        _save(turn, space, dataset)
+        shards = f"{dataset.plan.num_shards} shards of {request.shard_size} samples at most"
+        turn.report("dataset-registered", f"{request.dataset_id!r} of {request.path}: {shards}", space.name)
+    elif differences := dataset.differences(request):
+        turn.refuse(
+            token,
+            "name-taken",
+            f"dataset {request.dataset_id!r} is registered already, with other values: {'; '.join(differences)}. "
+            "Register it as it was, or under another name.",
+        )
+        return
+    num_shards, epoch = dataset.plan.num_shards, dataset.ledger.epoch
+    turn.answer(token, DatasetRegistration(dataset_id=request.dataset_id, num_shards=num_shards, epoch=epoch))
+
+
+def shards(turn: Turn, space: Space, token: Token, request: GetDataShard) -> None:
+    """What a worker has still to read of an epoch."""
+    dataset = _find(turn, space, token, request.dataset_id)
+    if dataset is None:
+        return
+    ready = dataset.ready.get((request.worker_id, request.epoch))
+    if ready is not None and ready.revision == space.revision:
+        turn.answer(token, ready)
+        return
+    ledger, worker_id, epoch = dataset.ledger, request.worker_id, request.epoch
+    if worker_id not in ledger.workers:
+        gone = space.gone.get(worker_id)
+        if gone is not None and request.dataset_id in gone.datasets:
+            turn.refuse(token, *absent(space, worker_id))
+        else:
+            turn.refuse(
+                token,
+                "not-found",
+                f"dataset {request.dataset_id!r} is not spread over worker {worker_id}, but over "
+                f"{names(ledger.workers) or 'nobody'}: let it join first.",
+            )
+        return
+    if epoch < ledger.epoch:
+        turn.refuse(token, "bad-request" if epoch < 0 else "ended", _past(dataset, epoch))
+        return
+    revision = ledger.revision
+    shard_ids = ledger.shards_of(worker_id, epoch)
+    _save_changed(turn, space, dataset, revision)
+    turn.answer(token, dataset.prepare(worker_id, epoch, shard_ids, space.revision))
+
+
+def mark_done(turn: Turn, space: Space, token: Token, request: MarkDone) -> None:
+    """A worker read shards to their end."""
+    dataset = _find(turn, space, token, request.dataset_id)
+    if dataset is None:
+        return
+    revision = dataset.ledger.revision
+    try:
+        counted = dataset.ledger.mark_done(request.epoch, request.worker_id, request.shard_ids)
+    except UnifiedError as error:
+        turn.refuse(token, "bad-request", str(error))
+        return
+    if counted:
+        dataset.ready.pop((request.worker_id, request.epoch), None)
+        if dataset.ledger.revision == revision and dataset.num_marks < MAX_MARKS:
+            mark = dataset.mark(space.name, request.epoch, counted)
+            turn.save(MARK, mark.key, mark)
+        else:
+            space.revision += dataset.ledger.revision != revision
+            _save(turn, space, dataset)
+    turn.answer(token, ShardsDone(shard_ids=counted, revision=space.revision))
+
+
+def set_worker(turn: Turn, space: Space, token: Token, request: SetDataWorker) -> None:
+    """A worker joins or leaves, by its own wish or somebody's."""
+    dataset = _find(turn, space, token, request.dataset_id)
+    if dataset is None:
+        return
+    worker_id = request.worker_id
+    if not worker_id:
+        turn.refuse(token, "bad-request", f"a worker of dataset {request.dataset_id!r} needs a worker_id.")
+        return
+    gone = space.gone.get(worker_id)
+    if gone is not None and gone.end == "worker-lost":
+        # Those who were there when it was lost would leave it shards that nobody reads. If all of them are newer, this
+        # is another run, and its worker may be one that never registers.
+        is_missed = any(presence.worker.came_at < gone.gone_at for presence in space.present.values())
+        joins_later = request.is_member and is_missed
+        if (request.dataset_id in gone.datasets) != joins_later:
+            others = [dataset_id for dataset_id in gone.datasets if dataset_id != request.dataset_id]
+            gone.datasets = [*others, request.dataset_id] if joins_later else others
+            turn.save(WORKER, row_key(space.name, worker_id), gone)
+        if joins_later:
+            turn.answer(token, Done(note=f"worker {worker_id} is lost, and joins when it registers again"))
+            return
+    _set_member(turn, space, dataset, worker_id, is_member=request.is_member)
+    turn.answer(token, Done())
+
+
+def advance(turn: Turn, space: Space, token: Token, request: AdvanceEpoch) -> None:
+    """Go on to an epoch; one that is the current one, or past, changes nothing."""
+    dataset = _find(turn, space, token, request.dataset_id)
+    if dataset is None:
+        return
+    if request.epoch < 0:
+        turn.refuse(token, "bad-request", _past(dataset, request.epoch))
+        return
+    if not _advance(turn, space, dataset, request.epoch):
+        turn.answer(token, Done(note=f"dataset {request.dataset_id!r} is in epoch {dataset.ledger.epoch}"))
+        return
+    turn.answer(token, Done())
+
+
+def listing(turn: Turn, space: Space, token: Token) -> None:
+    """What there is, for people and programs."""
+    datasets = [space.datasets[dataset_id].status() for dataset_id in sorted(space.datasets)]
+    turn.answer(token, Datasets(datasets=datasets, workers=sorted(space.present)))
+
+
+def drop_worker(turn: Turn, space: Space, worker_id: str) -> list[str]:
+    """It is gone: what it has not read is for others. Returns the datasets that it was in."""
+    left = [dataset_id for dataset_id, dataset in space.datasets.items() if worker_id in dataset.ledger.workers]
+    for dataset_id in left:
+        _set_member(turn, space, space.datasets[dataset_id], worker_id, is_member=False)
+    return left
+
+
+def rejoin(turn: Turn, space: Space, dataset_id: str, worker_id: str) -> None:
+    """It is back."""
+    if dataset_id in space.datasets:
+        _set_member(turn, space, space.datasets[dataset_id], worker_id, is_member=True)
+
+
+def spread(turn: Turn, space: Space, dataset_id: str, members: set[str]) -> None:
+    """Whoever joined or left in this step: its unfinished shards are theirs from now on."""
+    dataset = space.datasets[dataset_id]
+    revision = dataset.ledger.revision
+    dataset.ledger.set_workers(members)
+    _save_changed(turn, space, dataset, revision)
+
+
+def _find(turn: Turn, space: Space, token: Token, dataset_id: str) -> Dataset | None:
+    dataset = space.datasets.get(dataset_id)
+    if dataset is None:
+        hint = nearest(dataset_id, space.datasets)
+        turn.refuse(token, "not-found", f"no dataset {dataset_id!r} is registered here: register it first.{hint}")
+    return dataset
+
+
+def _past(dataset: Dataset, epoch: int) -> str:
+    if epoch < 0:
+        return f"dataset {dataset.plan.dataset_id!r} has no epoch {epoch}: they are counted from 0."
+    return (
+        f"epoch {epoch} of dataset {dataset.plan.dataset_id!r} is past, and nothing of it is handed out again: the "
+        f"current one is {dataset.ledger.epoch}."
+    )
+
+
+def _advance(turn: Turn, space: Space, dataset: Dataset, epoch: int) -> bool:
+    revision = dataset.ledger.revision
+    if not dataset.ledger.advance(epoch):
+        return False
+    turn.report("epoch-advanced", f"dataset {dataset.plan.dataset_id!r} is in epoch {epoch} now", space.name)
+    _save_changed(turn, space, dataset, revision)
+    return True
+
+
+def _set_member(turn: Turn, space: Space, dataset: Dataset, worker_id: str, *, is_member: bool) -> None:
+    key = (space.name, dataset.plan.dataset_id)
+    members = turn.members.get(key)
+    if members is None:
+        members = turn.members[key] = set(dataset.ledger.workers)
+    if is_member:
+        members.add(worker_id)
+    else:
+        members.discard(worker_id)
+
+
+def _save_changed(turn: Turn, space: Space, dataset: Dataset, revision: int) -> None:
+    """Shards may have moved since this revision of the ledger: if so, all ask again for theirs."""
+    if dataset.ledger.revision != revision:
+        space.revision += 1
+        _save(turn, space, dataset)
+
+
+def _save(turn: Turn, space: Space, dataset: Dataset) -> None:
+    """All of its progress, in the place of the marks so far."""
+    dataset.ready.clear()
+    for mark_key in dataset.mark_keys(space.name):
+        turn.save(MARK, mark_key, None)
+    dataset.num_marks = 0
+    turn.save(LEDGER, row_key(space.name, dataset.plan.dataset_id), dataset.progress(space.name, space.revision))

@@ -1,0 +1,30 @@
+"""Whether a life of a worker is there, and that it was heard."""
+
+from __future__ import annotations
+
+from unified.core.coordination.records import Presence
+from unified.core.coordination.space import Space
+
+REPLACED = "has a newer life, which registered after this one: this one should end."
+
+
+def heard(space: Space, presence: Presence, now: float) -> None:
+    """Its life goes on for another `timeout_s`."""
+    presence.seen_at = now
+    space.clocks.leases.renew(presence, now, lease_s=presence.worker.info.timeout_s)
+
+
+def current(space: Space, worker_id: str, session: str) -> Presence | tuple[str, str]:
+    """This life, if it is there; else what to refuse it with: code and reason."""
+    presence = space.present.get(worker_id)
+    if presence is None:
+        return absent(space, worker_id)
+    return presence if presence.session == session else ("ended", f"worker {worker_id} {REPLACED}")
+
+
+def absent(space: Space, worker_id: str) -> tuple[str, str]:
+    """What to refuse a worker with that is not there: code and reason."""
+    gone = space.gone.get(worker_id)
+    if gone is None:
+        return "unknown-worker", f"worker {worker_id} is not registered: register it first."
+    return "unknown-worker", f"worker {worker_id} is not registered any more, as {gone.reason}: register it again."

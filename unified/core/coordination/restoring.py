@@ -1,0 +1,120 @@
+"""A coordinator's state back from what was persisted, and out of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
+
+from unified.core.coordination.actions import Row
+from unified.core.coordination.dataset import Dataset, DatasetProgress, Mark
+from unified.core.coordination.presence import heard
+from unified.core.coordination.records import (
+    BARRIER,
+    CHECKPOINT,
+    DATASET,
+    LEDGER,
+    MARK,
+    WORKER,
+    Barrier,
+    Checkpoint,
+    PastReleases,
+    Presence,
+    Worker,
+    row_key,
+)
+from unified.core.coordination.space import Clocks, Space
+from unified.core.coordination.turn import Turn
+from unified.core.shards.ledger import Ledger
+from unified.errors import CoordinatorError, UnifiedError
+from unified.protocol.coordinator import RegisterDataset
+
+R = TypeVar("R")
+
+
+def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable[Row]) -> None:
+    """Fill `spaces`; the order of the rows does not matter.
+
+    Raises:
+        CoordinatorError: a row is not readable, or lacks one that belongs to it.
+    """
+    by_kind: dict[str, list[bytes]] = {}
+    for kind, _, data in rows:
+        by_kind.setdefault(kind, []).append(data)
+
+    def read(kind: str, record: type[R]) -> list[R]:
+        return [msgspec.msgpack.decode(data, type=record) for data in by_kind.get(kind, ())]
+
+    def space_of(name: str) -> Space:
+        if name not in spaces:
+            spaces[name] = Space(name, clocks)
+        return spaces[name]
+
+    revisions: dict[str, int] = {}
+    try:
+        for worker in sorted(read(WORKER, Worker), key=lambda worker: (worker.gone_at, worker.came_at)):
+            name = worker.info.space
+            revisions[name] = max(revisions.get(name, 0), worker.came_at, worker.gone_at)
+            _worker(space_of(name), now, worker)
+        for past in sorted(read(BARRIER, PastReleases), key=lambda past: past.number):
+            space = space_of(past.space)
+            space.barriers[past.barrier_id] = Barrier(past=past)
+            space.num_releases = past.number
+        infos = {(info.space, info.dataset_id): info for info in read(DATASET, RegisterDataset)}
+        for progress in read(LEDGER, DatasetProgress):
+            name = progress.space
+            revisions[name] = max(revisions.get(name, 0), progress.space_revision)
+            dataset = Dataset(infos[name, progress.dataset_id], Ledger.restore(progress.ledger))
+            space_of(name).datasets[progress.dataset_id] = dataset
+        _marks(spaces, read(MARK, Mark))
+        for checkpoint in read(CHECKPOINT, Checkpoint):
+            space_of(checkpoint.notice.space).checkpoints[checkpoint.notice.name] = checkpoint
+    except (msgspec.DecodeError, UnifiedError, KeyError, ValueError) as error:
+        raise CoordinatorError(
+            f"a record of the coordinator cannot be read ({error}): it was written by another version, or is damaged. "
+            "Move the state directory away to start with an empty one; what was read of the datasets is forgotten then."
+        ) from error
+    for name, revision in revisions.items():
+        spaces[name].revision = revision + 1  # so that all ask again what was theirs
+
+
+def forget(turn: Turn, space: Space) -> None:
+    """Everything of a space."""
+    for presence in space.present.values():
+        space.clocks.leases.drop(presence)
+    for worker_id in (*space.present, *space.gone):
+        turn.save(WORKER, row_key(space.name, worker_id), None)
+    for barrier_id, barrier in space.barriers.items():
+        if barrier.past.generation:  # it was released, and so persisted
+            turn.save(BARRIER, row_key(space.name, barrier_id), None)
+    for name in space.checkpoints:
+        turn.save(CHECKPOINT, row_key(space.name, name), None)
+    for dataset_id, dataset in space.datasets.items():
+        turn.save(DATASET, row_key(space.name, dataset_id), None)
+        turn.save(LEDGER, row_key(space.name, dataset_id), None)
+        for key in dataset.mark_keys(space.name):
+            turn.save(MARK, key, None)
+
+
+def _worker(space: Space, now: float, worker: Worker) -> None:
+    if worker.gone_at:
+        space.gone[worker.worker_id] = worker
+        return
+    presence = space.present[worker.worker_id] = Presence(worker, worker.info.session, now)
+    world, rank = worker.seat
+    if world > 0 and rank >= 0:
+        space.seats[worker.seat] = worker.worker_id
+    heard(space, presence, now)
+
+
+def _marks(spaces: dict[str, Space], marks: list[Mark]) -> None:
+    """Those that the whole progress has in it were dropped in the same step that persisted that."""
+    done: dict[tuple[str, str], dict[int, list[int]]] = {}
+    for mark in marks:
+        done.setdefault((mark.space, mark.dataset_id), {}).setdefault(mark.epoch, []).extend(mark.shard_ids)
+        dataset = spaces[mark.space].datasets[mark.dataset_id]
+        dataset.num_marks = max(dataset.num_marks, mark.number)
+    for (space, dataset_id), epochs in done.items():
+        for epoch, shard_ids in epochs.items():
+            spaces[space].datasets[dataset_id].ledger.redo(epoch, shard_ids)

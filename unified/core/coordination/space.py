@@ -1,0 +1,61 @@
+"""A space: everything that is known of one job, or of scripts outside any."""
+
+from __future__ import annotations
+
+from unified.core.coordination.dataset import Dataset
+from unified.core.coordination.records import Barrier, Checkpoint, Presence, Worker
+from unified.core.lease import LeaseTable
+from unified.core.timers import TimerTable
+from unified.protocol.coordinator import HeartbeatResponse
+
+
+class Clocks:
+    """What is awaited, in all spaces."""
+
+    def __init__(self) -> None:
+        self.leases: LeaseTable[Presence] = LeaseTable(30.0)
+        self.barriers: TimerTable[tuple[str, str]] = TimerTable()
+        """By space and barrier."""
+
+    @property
+    def next_deadline(self) -> float | None:
+        deadlines = [self.leases.next_check, self.barriers.next_deadline]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+
+class Space:
+    """Nothing in it is seen in another."""
+
+    def __init__(self, name: str, clocks: Clocks) -> None:
+        self.name = name
+        self.clocks = clocks
+        self.present: dict[str, Presence] = {}
+        """Workers that are registered and not lost."""
+        self.seats: dict[tuple[int, int], str] = {}
+        """Of those: who has which rank of which world."""
+        self.gone: dict[str, Worker] = {}
+        """The others, those that went first first."""
+        self.barriers: dict[str, Barrier] = {}
+        """Those at which nobody waits in the order of their last releases."""
+        self.num_releases = 0
+        self.datasets: dict[str, Dataset] = {}
+        self.checkpoints: dict[str, Checkpoint] = {}
+        self._revision = 0
+        self.alive = HeartbeatResponse(is_known=True, revision=0)
+        self.unknown = HeartbeatResponse(is_known=False, revision=0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was ever said in it that has to be remembered."""
+        return not (self._revision or self.present or self.gone or self.barriers or self.datasets or self.checkpoints)
+
+    @property
+    def revision(self) -> int:
+        """Counts up with each change of who is there, and of which dataset is spread over whom."""
+        return self._revision
+
+    @revision.setter
+    def revision(self, revision: int) -> None:
+        self._revision = revision
+        self.alive = HeartbeatResponse(is_known=True, revision=revision)
+        self.unknown = HeartbeatResponse(is_known=False, revision=revision)

@@ -1,0 +1,50 @@
+"""Which rows of which files a range of a dataset's samples is: its files are one after another, in their order."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class FileRows(NamedTuple):
+    """Rows of one file: from `start`, the file's own first row being 0, to `end`, which is not among them."""
+
+    file: int
+    """Its number in the dataset, from 0."""
+    start: int
+    end: int
+
+
+class FileLayout:
+    """Where the samples of a dataset lie.
+
+    Args:
+        sizes: how many samples each file has, in the order of the files; 0 is allowed.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._ends = list(accumulate(sizes))
+
+    @property
+    def total_samples(self) -> int:
+        """Of all files."""
+        return self._ends[-1] if self._ends else 0
+
+    def locate(self, start: int, end: int) -> list[FileRows]:
+        """The rows that are samples `start` to `end` (not included), in order; what lies past the files is left out.
+
+        Files that have none of them are not named. Takes a search over the files and a step for each that is named.
+        """
+        found = []
+        index = bisect_right(self._ends, start)
+        while index < len(self._ends):
+            base = self._ends[index - 1] if index else 0
+            first, last = max(start, base), min(end, self._ends[index])
+            if base >= end:
+                break
+            if first < last:
+                found.append(FileRows(index, first - base, last - base))
+            index += 1
+        return found

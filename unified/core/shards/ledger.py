@@ -1,0 +1,270 @@
+"""Who reads which shards of a dataset, and what has been read: each shard of an epoch once, whoever comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from unified.core.shards.owners import Owners
+from unified.core.shards.plan import ShardPlan
+from unified.core.shards.ring import ticket
+from unified.core.shards.snapshot import LedgerSnapshot, restore, taken
+from unified.errors import DatasetError, InvariantError, nearest
+
+NUM_IDLE = 4
+"""Epochs that were asked for and of which nothing is done yet; of more, the one that comes first is forgotten."""
+
+
+class _Epoch:
+    """Progress of one epoch that somebody asked for."""
+
+    def __init__(self, owners: Owners, num_shards: int) -> None:
+        self.owners = owners
+        self.is_done = bytearray(num_shards)
+        self.num_done = 0
+
+    def finish(self, shard_ids: Iterable[int]) -> None:
+        for shard_id in shard_ids:
+            self.is_done[shard_id] = 1
+            self.num_done += 1
+
+
+class Ledger:
+    """One dataset: its workers, and the progress of its epochs.
+
+    A worker reads the list that `shards_of` gives it from its beginning, and reports each shard with `mark_done` before
+    it begins the next. The first shard of a list is the one that its worker is reading: it goes to nobody else as long
+    as that worker is there. So no shard is read by two, unless the one that read it left without having reported it.
+
+    With `shuffle` each epoch is spread over the workers anew. Without it each worker has the same shards in each epoch,
+    which it may have at hand from the one before.
+
+    Args:
+        plan: how the dataset is cut.
+        workers: over which its shards are spread at first.
+        epoch: the current one at first.
+
+    Attributes:
+        plan: how the dataset is cut.
+        epoch: the current one. Those before are past: nothing of them is handed out again. Later ones are open, too,
+            as workers do not reach the end of an epoch together.
+        revision: counts up when the shards of any worker may have changed other than by its own reports.
+    """
+
+    def __init__(self, plan: ShardPlan, workers: Iterable[str] = (), *, epoch: int = 0) -> None:
+        self.plan = plan
+        self.epoch = 0
+        self.revision = 0
+        self._tickets: dict[str, bytes] = {}
+        self._epochs: dict[int, _Epoch] = {}
+        self._complete: set[int] = set()
+        """Open epochs of which everything is done; nothing else is kept of them."""
+        self._homes: Owners | None = None
+        """Without `shuffle`: what an epoch begins with."""
+        if not plan.shuffle:
+            self._homes = Owners(f"0/{plan.dataset_id}", None, is_read=False)
+            self._homes.begin(plan.num_shards, {})
+        if epoch:
+            self.advance(epoch)
+        self.set_workers(workers)
+        self.revision = 0
+
+    @property
+    def workers(self) -> Sequence[str]:
+        """Over which the shards are spread, in the order of their names."""
+        return list(self._tickets)
+
+    @property
+    def open_epochs(self) -> Sequence[int]:
+        """Those of which something is done, or that were asked for lately, in order; complete ones are left out."""
+        return sorted(self._epochs)
+
+    def set_workers(self, workers: Iterable[str]) -> bool:
+        """Spread what is unfinished over these. Whether anything changed.
+
+        Shards of workers that left go to those that have the fewest; a worker that joined is given what it lacks to the
+        mean by those that have the most, of theirs what they would read last. Nothing else moves. The order of the
+        workers does not matter.
+        """
+        names = sorted(set(workers))
+        if names == list(self._tickets):
+            return False
+        known = self._tickets
+        self._tickets = {name: known.get(name) or ticket(self.plan.dataset_id, name) for name in names}
+        for each in self._epochs.values():
+            each.owners.change(self._tickets)
+        if self._homes is not None:
+            self._homes.change(self._tickets)
+        self.revision += 1
+        return True
+
+    def shards_of(self, worker: str, epoch: int) -> list[int]:
+        """The unfinished shards of this worker, in the order in which it should read them.
+
+        Raises:
+            DatasetError: the epoch is past or below 0, or the worker is none of this dataset's.
+        """
+        if worker not in self._tickets:
+            raise DatasetError(
+                f"Worker {worker!r} has no part in dataset {self.plan.dataset_id!r}, which is spread over "
+                f"{len(self._tickets)} workers; add it to them first.{nearest(worker, self._tickets)}"
+            )
+        self._check_epoch(epoch)
+        if epoch < self.epoch:
+            raise DatasetError(
+                f"Epoch {epoch} of dataset {self.plan.dataset_id!r} is past: ask for {self.epoch}, the current one, "
+                f"or a later one."
+            )
+        if epoch in self._complete:
+            return []
+        return self._open(epoch).owners.shards_of(worker)
+
+    def mark_done(self, epoch: int, worker: str, shard_ids: Iterable[int]) -> list[int]:
+        """This worker read these shards to their end. Those that count, which are the ones that were its own by then.
+
+        What is reported twice, or too late (the epoch is past, the shard was given to another), is left out.
+
+        Raises:
+            DatasetError: there is no such shard, or the epoch is below 0.
+        """
+        self._check_epoch(epoch)
+        wanted = list(dict.fromkeys(shard_ids))
+        for shard_id in wanted:
+            if not 0 <= shard_id < self.plan.num_shards:
+                self.plan.bounds(shard_id)  # says which there are
+        if epoch < self.epoch or epoch in self._complete or worker not in self._tickets:
+            return []
+        state = self._open(epoch)
+        owned = state.owners.lists[worker]
+        counted = [shard_id for shard_id in wanted if not state.is_done[shard_id]]
+        if len(counted) != 1 or not owned or counted[0] != owned[-1]:  # not what a worker reports that reads in order
+            owned_ids = set(owned)
+            counted = [shard_id for shard_id in counted if shard_id in owned_ids]
+        if counted:
+            state.owners.remove(worker, counted)
+            state.finish(counted)
+            self._close_if_complete(epoch)
+        return counted
+
+    def redo(self, epoch: int, shard_ids: Iterable[int]) -> None:
+        """These shards were done, as `mark_done` said once, but are not in the snapshot that this was restored from.
+
+        It looks through all that is unfinished: give those of an epoch together.
+
+        Raises:
+            DatasetError: there is no such shard.
+        """
+        for shard_id in (wanted := set(shard_ids)):
+            self.plan.bounds(shard_id)
+        if epoch < self.epoch or epoch in self._complete:
+            return
+        state = self._open(epoch)
+        wanted = {shard_id for shard_id in wanted if not state.is_done[shard_id]}
+        state.owners.discard(wanted)
+        state.finish(wanted)
+        self._close_if_complete(epoch)
+
+    def advance(self, epoch: int) -> bool:
+        """Make `epoch` the current one, and give up what is unfinished before it. False: it is, or is past.
+
+        Raises:
+            DatasetError: the epoch is below 0.
+        """
+        self._check_epoch(epoch)
+        if epoch <= self.epoch:
+            return False
+        self.epoch = epoch
+        self._epochs = {each: state for each, state in self._epochs.items() if each >= epoch}
+        self._complete = {each for each in self._complete if each >= epoch}
+        self.revision += 1
+        return True
+
+    def num_done(self, epoch: int) -> int:
+        """How many shards of this epoch were read to their end. Of one that is past it is no longer known, and is 0."""
+        if epoch in self._complete:
+            return self.plan.num_shards
+        return self._epochs[epoch].num_done if epoch in self._epochs else 0
+
+    def snapshot(self) -> LedgerSnapshot:
+        """All of it. A store needs a new one when `revision` has changed, and what was done since then for `redo`."""
+        return LedgerSnapshot(
+            plan=self.plan,
+            workers=list(self._tickets),
+            epoch=self.epoch,
+            revision=self.revision,
+            complete=sorted(self._complete),
+            epochs=[taken(state.owners, self._tickets, epoch) for epoch, state in sorted(self._epochs.items())],
+            homes=None if self._homes is None else taken(self._homes, self._tickets),
+        )
+
+    @classmethod
+    def restore(cls, snapshot: LedgerSnapshot) -> Ledger:
+        """A ledger that goes on from there.
+
+        Raises:
+            InvariantError: it is no snapshot of a ledger, or not a whole one.
+        """
+        ledger = cls(snapshot.plan)
+        ledger._tickets = {name: ticket(snapshot.plan.dataset_id, name) for name in snapshot.workers}
+        ledger.epoch = snapshot.epoch
+        ledger.revision = snapshot.revision
+        ledger._complete = set(snapshot.complete)
+        num_shards = snapshot.plan.num_shards
+        if snapshot.homes is not None and ledger._homes is not None:
+            restore(ledger._homes, snapshot.homes, snapshot.workers, num_shards)
+        for each in snapshot.epochs:
+            state = _Epoch(ledger._new_owners(each.epoch), num_shards)
+            restore(state.owners, each, snapshot.workers, num_shards)
+            unfinished = set(state.owners.all_shards())
+            state.finish(shard_id for shard_id in range(num_shards) if shard_id not in unfinished)
+            ledger._epochs[each.epoch] = state
+        if broken := ledger.check():
+            raise InvariantError(f"A snapshot of dataset {snapshot.plan.dataset_id!r} is none: {'; '.join(broken)}.")
+        return ledger
+
+    def check(self) -> list[str]:
+        """Rules of this ledger that its state breaks; none, unless there is a defect."""
+        broken = [f"epoch {each} is past, and kept" for each in {*self._epochs, *self._complete} if each < self.epoch]
+        if list(self._tickets) != sorted(self._tickets):
+            broken.append("workers are not in order")
+        every = [(f"epoch {epoch}", state.owners, state.is_done) for epoch, state in self._epochs.items()]
+        if self._homes is not None:
+            every.append(("every epoch", self._homes, bytearray(self.plan.num_shards)))
+        for what, owners, is_done in every:
+            broken += [f"{what}: {rule}" for rule in owners.broken_rules(self.plan.num_shards)]
+            if owners.lists.keys() != self._tickets.keys():
+                broken.append(f"{what}: lists are not of the workers")
+            if sorted(owners.all_shards()) != [shard_id for shard_id, done in enumerate(is_done) if not done]:
+                broken.append(f"{what}: what is unfinished is not what the lists hold")
+        return broken
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < 0:
+            raise DatasetError(f"Dataset {self.plan.dataset_id!r} has no epoch {epoch}: they count from 0.")
+
+    def _open(self, epoch: int) -> _Epoch:
+        state = self._epochs.get(epoch)
+        if state is None:
+            state = _Epoch(self._new_owners(epoch), self.plan.num_shards)
+            if self._homes is not None:
+                state.owners.copy_from(self._homes)
+            else:
+                state.owners.begin(self.plan.num_shards, self._tickets)
+            self._epochs[epoch] = state
+            self._forget_idle(epoch)
+        return state
+
+    def _new_owners(self, epoch: int) -> Owners:
+        salt = f"{epoch if self.plan.shuffle else 0}/{self.plan.dataset_id}"
+        return Owners(salt, self.plan.sort_keys(epoch), is_read=True)
+
+    def _forget_idle(self, asked_for: int) -> None:
+        """Epochs that are only asked for, one after the other, are not to fill the memory."""
+        idle = [each for each in self.open_epochs if not self._epochs[each].num_done and each != asked_for]
+        for epoch in idle[: max(len(idle) - NUM_IDLE, 0)]:
+            if self._epochs.pop(epoch).owners.is_moved:  # who asks for it again may be told of other shards
+                self.revision += 1
+
+    def _close_if_complete(self, epoch: int) -> None:
+        if self._epochs[epoch].num_done == self.plan.num_shards:
+            del self._epochs[epoch]
+            self._complete.add(epoch)

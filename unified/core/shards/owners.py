@@ -1,0 +1,121 @@
+"""The unfinished shards of one epoch, each with its owner; few change hands when workers come and go."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from unified.core.shards.levels import drained, filled
+from unified.core.shards.ring import spread
+
+
+class Owners:
+    """Lists of shards, one for each worker, and those that nobody has as there is no worker.
+
+    Args:
+        salt: which spreading over the ring this is.
+        sort_keys: of each shard, by which it is read before others (of equal ones, by its number); None: by its number.
+        is_read: somebody may be reading the first shard of each list, so that it is to stay there.
+
+    Attributes:
+        is_moved: workers came or went since this was new.
+    """
+
+    def __init__(self, salt: str, sort_keys: Sequence[int] | None, *, is_read: bool) -> None:
+        self._salt = salt
+        self._key = None if sort_keys is None else sort_keys.__getitem__
+        self._is_read = is_read
+        self.is_moved = False
+        self.lists: dict[str, array[int]] = {}
+        """Backwards, the shard that is read first at the end: there it is taken off at no cost."""
+        self.orphans: array[int] = array("I")
+        """Not empty only without workers."""
+
+    def begin(self, num_shards: int, tickets: Mapping[str, bytes]) -> None:
+        """Spread all shards of an epoch over these workers."""
+        self.orphans = array("I", range(num_shards))
+        self.change(tickets)
+        self.is_moved = False
+
+    def shards_of(self, worker: str) -> list[int]:
+        """As they are to be read."""
+        return self.lists[worker][::-1].tolist()
+
+    def copy_from(self, other: Owners) -> None:
+        """Begin with what another one has."""
+        self.lists = {name: self._ordered(shards) for name, shards in other.lists.items()}
+        self.orphans = other.orphans[:]
+
+    def remove(self, worker: str, shard_ids: Collection[int]) -> None:
+        """Take off shards that this worker has."""
+        shards = self.lists[worker]
+        if len(shard_ids) == 1 and shards[-1] in shard_ids:
+            shards.pop()
+            return
+        gone = set(shard_ids)
+        self.lists[worker] = array("I", [shard for shard in shards if shard not in gone])
+
+    def discard(self, shard_ids: Collection[int]) -> None:
+        """Take off shards, whoever has them."""
+        for name, shards in self.lists.items():
+            self.lists[name] = array("I", [shard for shard in shards if shard not in shard_ids])
+        self.orphans = array("I", [shard for shard in self.orphans if shard not in shard_ids])
+
+    def all_shards(self) -> list[int]:
+        return [shard_id for shards in [*self.lists.values(), self.orphans] for shard_id in shards]
+
+    def change(self, tickets: Mapping[str, bytes]) -> None:
+        """Give everything to these workers, each with a ticket that decides between equals.
+
+        What has lost its owner goes to those that have least. Who is new is given what it lacks to the mean, rounded
+        down, by those that have most: of theirs, what they would read last.
+        """
+        self.is_moved = True
+        freed = self.orphans
+        for name in [name for name in self.lists if name not in tickets]:
+            freed += self.lists.pop(name)
+        new = [name for name in tickets if name not in self.lists]
+        for name in new:
+            self.lists[name] = array("I")
+        self.orphans = array("I")
+        if not self.lists:
+            self.orphans = freed
+            return
+        # Sorted: how they were freed must not decide where they go.
+        self._hand_out(sorted(freed), filled(self._loads(), len(freed), tickets))
+
+        mean = sum(map(len, self.lists.values())) // len(self.lists)
+        lacking = {name: mean - len(self.lists[name]) for name in new if len(self.lists[name]) < mean}
+        given = array("I")
+        if lacking:
+            for name, count in drained(self._loads(), sum(lacking.values()), tickets).items():
+                given += self.lists[name][:count]
+                del self.lists[name][:count]
+        self._hand_out(sorted(given), lacking)
+
+    def broken_rules(self, num_shards: int) -> list[str]:
+        """What is wrong with these lists; nothing, unless there is a defect."""
+        held = self.all_shards()
+        broken = []
+        if len(set(held)) < len(held):
+            broken.append("a shard has two owners")
+        if held and max(held) >= num_shards:
+            broken.append(f"shard {max(held)} is none of {num_shards}")
+        if self.lists and self.orphans:
+            broken.append(f"{len(self.orphans)} shards have no owner, although there are workers")
+        return broken
+
+    def _loads(self) -> dict[str, int]:
+        return {name: len(shards) for name, shards in self.lists.items()}
+
+    def _hand_out(self, shard_ids: Sequence[int], rooms: Mapping[str, int]) -> None:
+        for name, more in spread(self._salt, shard_ids, rooms).items():
+            shards = self.lists[name]
+            first = shards[-1:] if self._is_read else shards[:0]
+            self.lists[name] = self._ordered([*more, *shards[: len(shards) - len(first)]]) + first
+
+    def _ordered(self, shard_ids: Iterable[int]) -> array[int]:
+        ordered = sorted(shard_ids)
+        if self._key is not None:
+            ordered.sort(key=self._key)
+        return array("I", reversed(ordered))

@@ -1,0 +1,42 @@
+"""Datasets in shards: who reads what, and reading it. The names below are imported at first use."""
+
+from typing import TYPE_CHECKING
+
+from unified import lazy
+
+if TYPE_CHECKING:
+    from unified.data.client import Coordinator, RemoteCoordinator
+    from unified.data.hashing import ConsistentHash, ShardManager
+    from unified.data.local_coordinator import EmbeddedCoordinator
+    from unified.data.orchestrator import TrainingOrchestrator
+    from unified.data.reading import ShardReader, find_runs, iter_samples
+    from unified.data.registry import DatasetRegistry
+    from unified.data.sharded import ShardedDataset, ShardSource
+
+__all__ = [
+    "ConsistentHash",
+    "Coordinator",
+    "DatasetRegistry",
+    "EmbeddedCoordinator",
+    "RemoteCoordinator",
+    "ShardManager",
+    "ShardReader",
+    "ShardSource",
+    "ShardedDataset",
+    "TrainingOrchestrator",
+    "find_runs",
+    "iter_samples",
+]
+
+__getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "unified.data.client": ["Coordinator", "RemoteCoordinator"],
+        "unified.data.hashing": ["ConsistentHash", "ShardManager"],
+        "unified.data.local_coordinator": ["EmbeddedCoordinator"],
+        "unified.data.orchestrator": ["TrainingOrchestrator"],
+        "unified.data.registry": ["DatasetRegistry"],
+        "unified.data.reading": ["ShardReader", "find_runs", "iter_samples"],
+        "unified.data.sharded": ["ShardSource", "ShardedDataset"],
+    },
+)

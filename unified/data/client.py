@@ -1,0 +1,189 @@
+"""How a process reaches its coordinator: a master by its address, or one in this process.
+
+A `Coordinator` takes the requests of `unified.protocol.coordinator`, from any thread; each ends in its answer or in one
+error. All of them may be asked twice, so what a lost connection or a master that restarts has swallowed is asked again
+until the request's own time is over. A barrier's answer comes when it is released, however late.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, TypeVar
+
+from unified.client.address import connect_seconds
+from unified.client.connection import MasterConnection, Reply
+from unified.errors import (
+    CoordinatorError,
+    KeyRefusedError,
+    MasterUnreachableError,
+    RefusedError,
+    UnifiedError,
+    UsageError,
+    WorkerUnknownError,
+)
+from unified.keys import ClusterKey, find_key
+from unified.protocol.coordinator import CoordinatorRequest, RegisterWorker, WaitBarrier, coordinator_to_worker
+from unified.settings import DEFAULT_PORT
+
+COORDINATOR_VARIABLE = "COORDINATOR_URL"
+LOCAL = "local"
+LONGEST_WAIT_S = 1_000_000.0
+"""Eleven days: what "without an end" is to a socket."""
+_ADDRESS = re.compile(
+    r"(?:(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?/?\Z"
+)
+
+A = TypeVar("A")
+
+
+def parse_coordinator(text: str) -> str | None:
+    """``tcp://HOST:PORT`` from that, from ``http://HOST:PORT``, ``HOST:PORT`` or ``HOST`` (port 7077); None from
+    ``local``, which means a coordinator in this process.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    word = text.strip()
+    if word.lower() == LOCAL:
+        return None
+    found = _ADDRESS.match(word)
+    port = int(found["port"] or DEFAULT_PORT) if found else 0
+    scheme = (found["scheme"] or "tcp").lower() if found else ""
+    if found is None or scheme not in ("tcp", "http") or not 0 < port < 65536:
+        raise UsageError(
+            f"{text!r} is not the address of a coordinator: write tcp://HOST:PORT, http://HOST:PORT or HOST:PORT of a "
+            "master, such as tcp://10.0.0.1:7077, or 'local' for one in this process."
+        )
+    return f"tcp://{found['host']}:{port}"
+
+
+class Coordinator(ABC):
+    """Whoever answers the requests of `unified.protocol.coordinator`. Any thread may use it."""
+
+    @abstractmethod
+    def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
+        """Ask, and do not wait. Cancelling the future gives the answer up; what was asked for may have been done.
+
+        Args:
+            expected: of which class the answer will be.
+            timeout_s: seconds until the future fails; None means the coordinator's own time. A barrier has none
+                besides its own.
+
+        The future's errors:
+            CoordinatorError: the coordinator said no; has its code.
+            MasterUnreachableError: nobody answered in time.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is open here. Requests still waiting fail; a second call does nothing."""
+
+    def ask(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> A:
+        """As `submit`, and wait for the answer."""
+        return self.submit(request, expected, timeout_s=timeout_s).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RemoteCoordinator(Coordinator):
+    """A master as coordinator. The connection is opened with the first request, in each process that makes one.
+
+    Args:
+        address: as `parse_coordinator` takes it.
+        key: of the cluster; None looks where clients look (`unified.keys.find_key`).
+        timeout_s: how long a request waits for its answer; None: what clients wait (``UNIFIED_CONNECT_S``, 10 s).
+
+    Raises:
+        UsageError: `address` is none, or is ``local``.
+    """
+
+    def __init__(self, address: str, *, key: ClusterKey | None = None, timeout_s: float | None = None) -> None:
+        parsed = parse_coordinator(address)
+        if parsed is None:
+            raise UsageError("'local' is a coordinator in this process, not the address of one elsewhere.")
+        self.address = parsed
+        self.timeout_s = connect_seconds() if timeout_s is None else timeout_s
+        self._key = key
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._connection: MasterConnection | None = None
+        self._pid = 0
+
+    def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
+        future: Future[A] = Future()
+        connection = self._connected()
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        if isinstance(request, WaitBarrier) and timeout_s is None:
+            seconds = LONGEST_WAIT_S
+
+        def when_done(reply: Reply) -> None:
+            _settle(future, connection, reply, expected)
+
+        reply = connection.send(request, timeout_s=seconds, when_done=when_done)
+        future.add_done_callback(lambda _: connection.abandon(reply))
+        return future
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            connection, self._connection = self._connection, None
+        if connection is not None and self._pid == os.getpid():
+            connection.close()
+
+    def _connected(self) -> MasterConnection:
+        with self._lock:
+            if self._is_closed:
+                raise MasterUnreachableError(f"the connection to the coordinator at {self.address} is closed.")
+            if self._connection is None or self._pid != os.getpid() or not self._connection.is_open:
+                # After a fork the socket and its thread are the parent's.
+                key = self._key or find_key(self.address)
+                self._connection = MasterConnection(
+                    self.address, key=key, timeout_s=self.timeout_s, answers=coordinator_to_worker
+                )
+                self._pid = os.getpid()
+            return self._connection
+
+
+def refusal(request: object, code: str, reason: str) -> CoordinatorError:
+    """The error that a refusal of this request is."""
+    is_replaced = code == "ended" and isinstance(request, RegisterWorker | WaitBarrier)
+    kind = WorkerUnknownError if is_replaced or code == "unknown-worker" else CoordinatorError
+    return kind(reason, code=code)
+
+
+def expect(answer: object, expected: type[A]) -> A:
+    """The answer, if it is of this class.
+
+    Raises:
+        CoordinatorError: it is a refusal, or another answer.
+    """
+    if not isinstance(answer, expected):
+        raise CoordinatorError(
+            f"the coordinator answered with {type(answer).__name__}, not with {expected.__name__}: install the same "
+            "release of unified-runtime on both sides."
+        )
+    return answer
+
+
+def _settle(future: Future[A], connection: MasterConnection, reply: Reply, expected: type[A]) -> None:
+    with suppress(InvalidStateError):  # cancelled at the same moment
+        try:
+            future.set_result(connection.take(reply, expected))
+        except KeyRefusedError as error:
+            future.set_exception(error)
+        except RefusedError as error:
+            future.set_exception(refusal(reply.message, error.code, error.reason))
+        except UnifiedError as error:
+            future.set_exception(error)

@@ -1,0 +1,277 @@
+"""Finds the files of a dataset, and opens them: here, or in an S3 bucket."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import os
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
+
+from unified.data.marks import Marks
+from unified.errors import DataFileNotFoundError, DatasetError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from unified.storage.backend import StorageBackend
+
+Order = Literal["natural", "lexical"]
+SUFFIXES = {
+    "parquet": (".parquet", ".pq"),
+    "csv": (".csv",),
+    "tfrecord": (".tfrecord", ".tfrecords"),
+    "jsonl": (".jsonl", ".ndjson"),
+    "arrow": (".arrow", ".feather", ".ipc"),
+}
+"""Of the files of each format that are taken from a directory; of csv, tfrecord and jsonl also with ``.gz`` after."""
+_COMPRESSED = ".gz"
+_NUMBERED = re.compile(r"-\d+-of-\d+$")  # name.tfrecord-00003-of-00016
+
+
+class DataFile:
+    """One file of a dataset, which can be opened again and again.
+
+    Attributes:
+        path: absolute, or ``s3://bucket/key``.
+        marks: where some of its rows begin, as far as they were met.
+        notes: what a format found out about it and needs again.
+    """
+
+    def __init__(self, path: str, files: DataFiles) -> None:
+        self.path = path
+        self.marks = Marks()
+        self.notes: dict[str, Any] = {}
+        self._files = files
+
+    @property
+    def is_mappable(self) -> bool:
+        """Whether it can be mapped into memory."""
+        return not is_remote(self.path) and not self.path.endswith(_COMPRESSED)
+
+    def open(self) -> BinaryIO:
+        """For reading and seeking; of a ``.gz`` what is in it."""
+        raw = self._files.open(self.path)
+        return cast(BinaryIO, _Unpacked(raw)) if self.path.endswith(_COMPRESSED) else raw
+
+
+class _Unpacked(gzip.GzipFile):
+    """A compressed file that closes the one it is read from."""
+
+    def __init__(self, packed: BinaryIO) -> None:
+        super().__init__(fileobj=packed, mode="rb")
+        self._packed = packed
+
+    def close(self) -> None:
+        super().close()
+        self._packed.close()
+
+
+class DataFiles:
+    """Finds and opens files. One connection for each bucket, made at first use; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buckets: dict[str, StorageBackend] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connections. What is opened afterwards makes new ones."""
+        with self._lock:
+            buckets = list(self._buckets.values())
+            self._buckets.clear()
+        for backend in buckets:
+            backend.close()
+
+    def find(self, path: str, format: str, order: Order = "natural") -> list[str]:  # noqa: A002
+        """The files of a dataset.
+
+        Args:
+            path: a file; a directory: all files in it and below that have a suffix of the format, those and folders
+                excepted whose names begin with ``.`` or ``_``; or a glob, in which ``**`` is any number of folders: all
+                files that match, whatever their suffix. Each of the three here or as ``s3://bucket/…``.
+            order: of the files, and so of the samples: ``"natural"`` sorts ``part-2`` before ``part-10``,
+                ``"lexical"`` by code points.
+
+        Returns:
+            Absolute paths, or ``s3://`` addresses.
+
+        Raises:
+            DataFileNotFoundError: nothing is there, or nothing of that format.
+            UsageError: no such format or order.
+        """
+        check_format(format)
+        if order not in ("natural", "lexical"):
+            raise UsageError(f"files are in 'natural' or 'lexical' order, not {order!r}.")
+        found = self._in_bucket(path, format) if is_remote(path) else _here(path, format)
+        return sorted(found, key=natural_key if order == "natural" else None)
+
+    def open(self, path: str) -> BinaryIO:
+        """The bytes of one file.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        if not is_remote(path):
+            return open(path, "rb")
+        backend, key = self._bucket(path)
+        return backend.open_read(key)
+
+    def file(self, path: str) -> DataFile:
+        """This file, as formats read it."""
+        return DataFile(path, self)
+
+    def _bucket(self, path: str) -> tuple[StorageBackend, str]:
+        from unified.storage import open_storage
+
+        bucket, _, key = path.removeprefix("s3://").partition("/")
+        if not bucket:
+            raise UsageError(f"{path!r} names no bucket: write s3://bucket/path.")
+        with self._lock:
+            if bucket not in self._buckets:
+                self._buckets[bucket] = open_storage(f"s3://{bucket}")[0]
+            return self._buckets[bucket], key
+
+    def _in_bucket(self, path: str, format: str) -> list[str]:  # noqa: A002
+        backend, key = self._bucket(path)
+        bucket = path[: len(path) - len(key)].rstrip("/")
+
+        def keys(prefix: str) -> list[str]:
+            return [stat.key for stat in backend.list(prefix) if not stat.key.endswith("/")]
+
+        if key and not key.endswith("/") and backend.exists(key):
+            names = [key]
+        elif glob.has_magic(key):
+            fixed = re.split(r"[*?[]", key, maxsplit=1)[0].rpartition("/")[0]
+            pattern = key.split("/")
+            names = [each for each in keys(fixed and f"{fixed}/") if matches(each.split("/"), pattern)]
+            if not names:
+                raise DataFileNotFoundError(_no_match(path))
+        else:
+            folder = key.rstrip("/") and f"{key.rstrip('/')}/"
+            within = keys(folder)
+            if not within:
+                raise DataFileNotFoundError(
+                    f"{path} is not there: no object of that name, and none below it. Check the bucket and the prefix."
+                )
+            names = [folder + each for each in of_format((each[len(folder) :] for each in within), format, path)]
+        return [f"{bucket}/{name}" for name in names]
+
+
+def is_remote(path: str) -> bool:
+    """Whether it is in a bucket."""
+    return path.startswith("s3://")
+
+
+def check_format(format: str) -> None:  # noqa: A002
+    """Raise UsageError if there is no such format."""
+    if format not in SUFFIXES:
+        raise UsageError(
+            f"there is no format {format!r}; a dataset is {', '.join(SUFFIXES)}.{nearest(str(format), SUFFIXES)}"
+        )
+
+
+def format_of(path: str) -> str:
+    """The format that a file's name tells.
+
+    Raises:
+        DatasetError: it tells none.
+    """
+    for name in SUFFIXES:
+        if _has_suffix(path.rpartition("/")[2], name):
+            return name
+    raise DatasetError(f"the name of {path} does not tell its format: give format=, one of {', '.join(SUFFIXES)}.")
+
+
+def natural_key(path: str) -> tuple[list[list[tuple[int, int, str]]], str]:
+    """Sorts by folders, and in each by name, numbers in it by value."""
+    pieces = [
+        [(0, int(each), "") if each.isdecimal() else (1, 0, each) for each in re.split(r"([0-9]+)", part) if each]
+        for part in path.split("/")
+    ]
+    return pieces, path
+
+
+def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether these components of a path match those of a glob, as a shell does: ``**`` stands for any number of
+    components, and no wildcard for one that begins with a dot.
+    """
+    if not pattern:
+        return not parts
+    if pattern[0] == "**" and matches(parts, pattern[1:]):
+        return True
+    if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
+        return False
+    return (
+        matches(parts[1:], pattern)
+        if pattern[0] == "**"
+        else (fnmatchcase(parts[0], pattern[0]) and matches(parts[1:], pattern[1:]))
+    )
+
+
+def of_format(names: Iterable[str], format: str, directory: str) -> list[str]:  # noqa: A002
+    """Those of the names, each relative to `directory`, that are files of the format.
+
+    Raises:
+        DataFileNotFoundError: there are none; the message tells of one that is there.
+    """
+    seen = [name for name in names if not any(part.startswith((".", "_")) for part in name.split("/"))]
+    found = [name for name in seen if _has_suffix(name.rpartition("/")[2], format)]
+    if not found:
+        there = f"what is there is, for one, {min(seen)}" if seen else "it is empty"
+        raise DataFileNotFoundError(
+            f"{directory} holds no {format} files ({', '.join(SUFFIXES[format])}); {there}. Give the right format, or "
+            f"a glob such as {directory.rstrip('/')}/* to take files whatever their names."
+        )
+    return found
+
+
+def _has_suffix(name: str, format: str) -> bool:  # noqa: A002
+    name = name.lower()
+    if format not in ("parquet", "arrow"):  # whose bytes are compressed within
+        name = name.removesuffix(_COMPRESSED)
+    return _NUMBERED.sub("", name).endswith(SUFFIXES[format])
+
+
+def _no_match(path: str) -> str:
+    return f"no file matches {path}: check the pattern, and that this host sees the files."
+
+
+def _here(path: str, format: str) -> list[str]:  # noqa: A002
+    path = os.path.abspath(os.path.expanduser(path))
+    if os.path.isdir(path):
+        names = []
+        for folder, folders, files in os.walk(path, followlinks=True, onerror=_refuse):
+            folders[:] = [
+                name
+                for name in folders
+                if not name.startswith((".", "_")) and not _leads_back(os.path.join(folder, name))
+            ]
+            names += [os.path.relpath(os.path.join(folder, name), path) for name in files]
+        return [os.path.join(path, name) for name in of_format(names, format, path)]
+    if os.path.exists(path):
+        return [path]
+    if glob.has_magic(path):
+        found = [each for each in glob.glob(path, recursive=True) if os.path.isfile(each)]
+        if not found:
+            raise DataFileNotFoundError(_no_match(path))
+        return found
+    raise DataFileNotFoundError(f"{path} is not there: check the path, and that this host sees it.")
+
+
+def _leads_back(folder: str) -> bool:
+    """Whether it is a link to a folder that it is in: what is there would be found again and again."""
+    if not os.path.islink(folder):
+        return False
+    real, here = os.path.realpath(folder), os.path.realpath(os.path.dirname(folder))
+    return os.path.commonpath([real, here]) == real
+
+
+def _refuse(error: OSError) -> None:
+    raise DatasetError(f"{error.filename} cannot be listed: {error.strerror}. Check who may read it.") from error

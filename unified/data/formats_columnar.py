@@ -1,0 +1,116 @@
+"""Parquet and Arrow files, by pyarrow; samples are dicts."""
+
+from __future__ import annotations
+
+import importlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from unified.data.files import DataFile
+from unified.data.formats import RowFormat
+
+ROWS_AT_ONCE = 1024
+"""Rows that are made into Python objects together."""
+
+
+def pyarrow(part: str = "") -> Any:
+    """The module ``pyarrow``, or a part of it such as ``"parquet"``.
+
+    Raises:
+        ImportError: it is not installed; names the extra.
+    """
+    try:
+        return importlib.import_module(f"pyarrow.{part}" if part else "pyarrow")
+    except ImportError as error:
+        raise ImportError(f"this needs pyarrow: pip install 'unified-runtime[data]' ({error}).") from error
+
+
+def dicts(batches: Iterable[Any], start: int, end: int) -> Iterator[dict[str, Any]]:
+    """Rows `start` to `end` of these record batches together."""
+    row = 0
+    for batch in batches:
+        low, high = max(start - row, 0), min(end - row, batch.num_rows)
+        for at in range(low, high, ROWS_AT_ONCE):
+            yield from batch.slice(at, min(ROWS_AT_ONCE, high - at)).to_pylist()
+        row += batch.num_rows
+        if row >= end:
+            return
+
+
+class _Columnar(RowFormat):
+    """What both have."""
+
+    def _in_order(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """With the wanted columns alone, in the order that was asked for."""
+        return batches if self.columns is None else (batch.select(self.columns) for batch in batches)
+
+
+class ParquetFormat(_Columnar):
+    """Reads the row groups that hold the wanted rows, and no others."""
+
+    name = "parquet"
+
+    def _count(self, file: DataFile) -> int:
+        with self._open(file) as opened:
+            return int(opened.metadata.num_rows)
+
+    def _rows(self, file: DataFile, start: int, end: int) -> Iterator[dict[str, Any]]:
+        with self._open(file) as opened:
+            self._check_columns(file, opened.schema_arrow.names)
+            base = 0
+            for group in range(opened.metadata.num_row_groups):
+                size = opened.metadata.row_group(group).num_rows
+                if base >= end:
+                    return
+                if base + size > start:
+                    batches = opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=self.columns)
+                    yield from dicts(self._in_order(batches), start - base, end - base)
+                base += size
+
+    @contextmanager
+    def _open(self, file: DataFile) -> Iterator[Any]:
+        with file.open() as raw, pyarrow("parquet").ParquetFile(raw) as opened:
+            yield opened
+
+
+class ArrowFormat(_Columnar):
+    """Arrow's file and stream formats; a file's record batches are found without reading those before."""
+
+    name = "arrow"
+
+    def _count(self, file: DataFile) -> int:
+        with self._open(file) as (opened, is_stream):
+            return sum(batch.num_rows for batch in opened) if is_stream else int(opened.count_rows())
+
+    def _rows(self, file: DataFile, start: int, end: int) -> Iterator[dict[str, Any]]:
+        with self._open(file) as (opened, is_stream):
+            self._check_columns(file, opened.schema.names)
+            base, batches = (0, iter(opened)) if is_stream else self._from(file, opened, start)
+            yield from dicts(self._in_order(batches), start - base, end - base)
+
+    def _from(self, file: DataFile, opened: Any, start: int) -> tuple[int, Iterator[Any]]:
+        """The batches from the one on that has row `start`, and their first row."""
+        ends: list[int] = file.notes.setdefault("batch-ends", [])  # of those that were met
+        index = bisect_right(ends, start)
+
+        def batches() -> Iterator[Any]:
+            for number in range(index, opened.num_record_batches):
+                batch = opened.get_batch(number)
+                if number == len(ends):
+                    ends.append((ends[-1] if ends else 0) + batch.num_rows)
+                yield batch
+
+        return (ends[index - 1] if index else 0), batches()
+
+    @contextmanager
+    def _open(self, file: DataFile) -> Iterator[tuple[Any, bool]]:
+        arrow, ipc = pyarrow(), pyarrow("ipc")
+        is_file = file.notes["first-bytes"].startswith(b"ARROW1")
+        if file.is_mappable:
+            with arrow.memory_map(file.path) as raw, (ipc.open_file if is_file else ipc.open_stream)(raw) as opened:
+                yield opened, not is_file
+        else:
+            with file.open() as raw, (ipc.open_file if is_file else ipc.open_stream)(raw) as opened:
+                yield opened, not is_file

@@ -1,0 +1,105 @@
+"""Says at intervals that a worker lives, from a thread of its own: a training step may keep the event loop for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+
+from unified.data.client import Coordinator
+from unified.errors import MasterUnreachableError, UnifiedError, WorkerUnknownError
+from unified.protocol.coordinator import Heartbeat, HeartbeatResponse
+
+
+class Heartbeats:
+    """The thread, from `start` to `stop`; it ends by itself when the coordinator does not know the worker any more.
+
+    Args:
+        coordinator: where to say it.
+        message: what to say.
+        interval_s: from one heartbeat to the next.
+        timeout_s: after so many seconds without an answer `when_lost` is called, and then the thread goes on trying.
+        when_lost: is called in the thread, once each time that the worker must be taken for lost.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        message: Heartbeat,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        when_lost: Callable[[UnifiedError], None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._message = message
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._when_lost = when_lost
+        self._stopping = threading.Event()
+        self._answer: Future[HeartbeatResponse] | None = None
+        self._thread = threading.Thread(target=self._beat, name="unified-heartbeats", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns at once; an answer that is still awaited is of no interest."""
+        self._stopping.set()
+        answer = self._answer
+        if answer is not None:
+            answer.cancel()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, after `stop`."""
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _beat(self) -> None:
+        heard_at = time.monotonic()
+        is_told = False
+        while not self._stopping.wait(self._interval_s):
+            error = self._say()
+            now = time.monotonic()
+            if error is None:
+                heard_at, is_told = now, False
+            elif isinstance(error, WorkerUnknownError):
+                self._tell(error)
+                return
+            elif not is_told and now - heard_at >= self._timeout_s:
+                is_told = True
+                self._tell(
+                    MasterUnreachableError(
+                        f"worker {self._message.worker_id} has heard nothing of its coordinator for "
+                        f"{now - heard_at:.1f} s, which by now has taken it for lost: {error}"
+                    )
+                )
+
+    def _say(self) -> UnifiedError | None:
+        try:
+            future = self._answer = self._coordinator.submit(
+                self._message, HeartbeatResponse, timeout_s=self._timeout_s
+            )
+            if self._stopping.is_set():
+                return None
+            return heartbeat_error(self._message, future.result())
+        except UnifiedError as error:
+            return error
+        except CancelledError:
+            return None
+
+    def _tell(self, error: UnifiedError) -> None:
+        if not self._stopping.is_set():
+            self._when_lost(error)
+
+
+def heartbeat_error(message: Heartbeat, answer: HeartbeatResponse) -> WorkerUnknownError | None:
+    """What an answer to a heartbeat says against this worker; None: it lives."""
+    if answer.is_known:
+        return None
+    return WorkerUnknownError(
+        f"worker {message.worker_id} is not known to its coordinator any more: it was silent for too long, or a new "
+        "life of it has registered. Register it again, or end this process.",
+        code="unknown-worker",
+    )

@@ -1,0 +1,172 @@
+"""A coordinator in this process, for scripts without a master: the core, a lock, a thread while there are deadlines.
+
+It is kept in memory alone: what it knows ends with the process, and no other process sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from unified.core.coordination.actions import Action, Answer, Report
+from unified.core.coordination.coordinator import CoordinatorCore
+from unified.core.coordination.events import Event, RequestCame, TimePassed
+from unified.data.client import Coordinator, expect, refusal
+from unified.errors import CoordinatorError, ProtocolError, UnifiedError
+from unified.protocol.client_master import MasterAnswer, Refused
+from unified.protocol.coordinator import CoordinatorRequest, Heartbeat, WorkerToCoordinator, worker_to_coordinator
+
+_log = logging.getLogger("unified.data")
+_encoder = msgspec.msgpack.Encoder()
+
+A = TypeVar("A")
+
+
+class EmbeddedCoordinator(Coordinator):
+    """Answers as a master does, in the threads of those who ask; who waits at a barrier waits in its future.
+
+    Args:
+        heartbeat_interval_s: what workers are told.
+    """
+
+    def __init__(self, heartbeat_interval_s: float = 1.0) -> None:
+        self._core = CoordinatorCore(heartbeat_interval_s)
+        self._offset = time.time() - time.monotonic()
+        self._changed = threading.Condition()
+        self._waiting: dict[int, tuple[Future[Any], type[Any], CoordinatorRequest]] = {}
+        self._next_number = 1
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
+        """As `Coordinator.submit`. `timeout_s` is of no use here: only barriers wait, and those have their own."""
+        future: Future[A] = Future()
+        try:
+            message = _as_sent(request)
+        except CoordinatorError as error:
+            future.set_exception(error)
+            return future
+        with self._changed:
+            if self._is_closed:
+                raise CoordinatorError("the coordinator in this process is closed.")
+            if isinstance(message, Heartbeat):
+                answers: list[tuple[Future[Any], object]] = [
+                    (future, expect(self._core.heartbeat(self._now(), message), expected))
+                ]
+            else:
+                self._waiting[self._next_number] = (future, expected, message)
+                self._next_number += 1
+                event = RequestCame(token=(b"", self._next_number - 1), request=message)
+                answers = self._step(event)
+        _resolve(answers)
+        return future
+
+    def close(self) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            left = list(self._waiting.values())
+            self._waiting.clear()
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        closed = CoordinatorError("the coordinator in this process was closed.", code="closed")
+        _resolve((future, closed) for future, *_ in left)
+
+    def _now(self) -> float:
+        """Seconds since 1970 that never go back."""
+        return time.monotonic() + self._offset
+
+    def _step(self, event: Event) -> list[tuple[Future[Any], object]]:
+        """Futures that are answered now, to be told once the lock is given back. The lock is held."""
+        answers = self._take(self._core.step(self._now(), event))
+        if self._core.next_deadline is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._keep_time, name="unified-coordinator", daemon=True)
+            self._thread.start()
+        else:
+            self._changed.notify_all()
+        return answers
+
+    def _take(self, actions: Iterable[Action]) -> list[tuple[Future[Any], object]]:
+        answers: list[tuple[Future[Any], object]] = []
+        for action in actions:
+            if isinstance(action, Answer):
+                found = self._waiting.pop(action.token[1], None)
+                if found is not None:
+                    answers.append((found[0], _judge(action.answer, found[1], found[2])))
+            elif isinstance(action, Report):
+                _log.info("event=%s worker=%s reason=%r", action.event, action.worker_id, action.reason)
+        return answers
+
+    def _keep_time(self) -> None:
+        """The thread: it ends when nothing is awaited any more, and is started again when there is."""
+        while True:
+            with self._changed:
+                due = self._core.next_deadline
+                if due is None or self._is_closed:
+                    self._thread = None
+                    return
+                wait_s = due - self._now()
+                if wait_s > 0:
+                    self._changed.wait(min(wait_s, 3600.0))
+                    continue
+                answers = self._take(self._core.step(self._now(), TimePassed()))
+            _resolve(answers)
+
+
+_shared: tuple[int, EmbeddedCoordinator] | None = None
+_shared_lock = threading.Lock()
+
+
+def embedded_coordinator() -> EmbeddedCoordinator:
+    """The one of this process, made when first asked for. A forked child has one of its own, and it is empty."""
+    global _shared
+    with _shared_lock:
+        if _shared is None or _shared[0] != os.getpid():
+            _shared = (os.getpid(), EmbeddedCoordinator())
+        return _shared[1]
+
+
+def _renew_after_fork() -> None:
+    """Another thread of the parent may have held the lock at the moment of the fork."""
+    global _shared_lock
+    _shared_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_after_fork)
+
+
+def _as_sent(request: CoordinatorRequest) -> WorkerToCoordinator:
+    """What a master would have read, so that values of the wrong kind are met with the same error here as there."""
+    try:
+        return worker_to_coordinator.decode_body(_encoder.encode(request))
+    except (ProtocolError, TypeError, OverflowError, msgspec.MsgspecError) as error:
+        raise CoordinatorError(f"{type(request).__name__} cannot be sent: {error}", code="bad-request") from None
+
+
+def _judge(answer: MasterAnswer, expected: type[A], request: CoordinatorRequest) -> A | UnifiedError:
+    if isinstance(answer, Refused):
+        return refusal(request, answer.code, answer.reason)
+    try:
+        return expect(answer, expected)
+    except CoordinatorError as error:
+        return error
+
+
+def _resolve(answers: Iterable[tuple[Future[Any], object]]) -> None:
+    for future, answer in answers:
+        with suppress(InvalidStateError):  # its asker has given up
+            if isinstance(answer, UnifiedError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)

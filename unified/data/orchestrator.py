@@ -1,0 +1,293 @@
+"""One worker of a training as its coordinator knows it: registered, heard from, meeting the others at barriers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import socket
+import threading
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from unified.data.barrier_release import check_release
+from unified.data.checkpoint_notices import CheckpointNotices
+from unified.data.client import Coordinator
+from unified.data.heartbeats import Heartbeats, heartbeat_error
+from unified.data.surroundings import check_rank, introduce, look_around, open_coordinator, settings, withdraw
+from unified.errors import UnifiedError, UsageError, WorkerUnknownError
+from unified.protocol.client_master import Done
+from unified.protocol.coordinator import (
+    BarrierResponse,
+    DeregisterWorker,
+    Heartbeat,
+    HeartbeatResponse,
+    RegisterWorker,
+    WaitBarrier,
+    WorkerRegistration,
+)
+from unified.runtime_settings import CoordinatorSettings
+
+DEFAULT_INTERVAL_MS = CoordinatorSettings().heartbeat_interval_ms
+GRACE_S = 10.0
+"""How much longer than a barrier's own time to wait for its answer."""
+
+
+class TrainingOrchestrator:
+    """What a training script says of itself, and the barriers where it waits for the others.
+
+    Args:
+        worker_id: unique in the training. Default: inside a job the worker's name, else ``WORKER_ID``, else
+            ``worker-{rank}``.
+        coordinator_url: ``tcp://HOST:PORT``, ``http://HOST:PORT`` or ``HOST:PORT`` of a master; ``local`` for a
+            coordinator in this process, which other processes do not see. Default: inside a job its master, else
+            ``COORDINATOR_URL``, else ``local``.
+        world_size: how many workers there are. Default: inside a job those of its role, else ``WORLD_SIZE``, else 1.
+        rank: of this one, from 0. Default: as in its role, else ``RANK``, else 0.
+        heartbeat_interval_s: seconds between heartbeats. Default: ``heartbeat_interval_ms`` of the settings, else as
+            the coordinator says: 1, or less if the time-out is short.
+        heartbeat_timeout_s: after so many seconds of silence the coordinator takes this worker for lost. Default:
+            ``heartbeat_timeout_ms`` of the settings, which is 30 s.
+
+    It may be used by any number of tasks; from several threads, register and deregister in one of them.
+    ``async with`` deregisters at the end, and closes.
+
+    Raises:
+        UsageError: the rank is not in the world, or something is not what it should be; says what.
+    """
+
+    def __init__(
+        self,
+        worker_id: str | None = None,
+        coordinator_url: str | Coordinator | None = None,
+        world_size: int | None = None,
+        rank: int | None = None,
+        *,
+        heartbeat_interval_s: float | None = None,
+        heartbeat_timeout_s: float | None = None,
+    ) -> None:
+        around = look_around()
+        self.world_size = _first(world_size, around.world_size, 1)
+        self.rank = _first(rank, around.rank, 0)
+        check_rank(self.rank, self.world_size)
+        self.worker_id = worker_id or around.worker_id or f"worker-{self.rank}"
+        _check_seconds("heartbeat_interval_s", heartbeat_interval_s)
+        _check_seconds("heartbeat_timeout_s", heartbeat_timeout_s)
+        configured = settings().coordinator
+        if heartbeat_interval_s is None and configured.heartbeat_interval_ms != DEFAULT_INTERVAL_MS:
+            heartbeat_interval_s = configured.heartbeat_interval_ms / 1000
+        self.heartbeat_interval_s = heartbeat_interval_s
+        self.heartbeat_timeout_s: float = _first(heartbeat_timeout_s, configured.heartbeat_timeout_ms / 1000)
+        self._space = around.space
+        self._coordinator, self._is_mine = open_coordinator(coordinator_url)
+        self.checkpoints = CheckpointNotices(self._coordinator, self._space, self.worker_id, self.world_size)
+        """Tells of complete checkpoints, and knows the latest."""
+        self._lock = threading.Lock()
+        self._session = secrets.token_hex(8)
+        self._is_lost = False
+        self._arrival = 0
+        self._heartbeats: Heartbeats | None = None
+        self._waiting: set[Future[BarrierResponse]] = set()
+
+    @property
+    def is_registered(self) -> bool:
+        """False before `register_worker`, after `deregister`, and once the coordinator has taken it for lost."""
+        return self._heartbeats is not None
+
+    async def register_worker(
+        self, ip: str = "", port: int = 0, *, gpu_count: int = 0, memory_bytes: int = 0, **metadata: object
+    ) -> str:
+        """Say who this worker is; heartbeats begin. A second call corrects what the first one said.
+
+        Args:
+            ip: where others may reach it; default: this host's name.
+            port: as `ip`; 0: none.
+            gpu_count: accelerators it has.
+            memory_bytes: memory it has.
+            metadata: anything else, kept as text.
+
+        Returns:
+            The id under which the coordinator knows it: its own.
+
+        Raises:
+            CoordinatorError: refused, such as when another living worker has this rank.
+            MasterUnreachableError: no coordinator answered.
+        """
+        session = self._session
+        request = RegisterWorker(
+            space=self._space,
+            worker_id=self.worker_id,
+            session=session,
+            hostname=ip or socket.gethostname(),
+            port=port,
+            gpu_count=gpu_count,
+            memory_bytes=memory_bytes,
+            metadata={name: str(value) for name, value in metadata.items()},
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout_s=self.heartbeat_timeout_s,
+        )
+        answer = await asyncio.wrap_future(self._coordinator.submit(request, WorkerRegistration))
+        with self._lock:
+            self._is_lost = False
+            if self._heartbeats is None and session == self._session:
+                self._heartbeats = Heartbeats(
+                    self._coordinator,
+                    self._life(session),
+                    interval_s=self.heartbeat_interval_s or answer.heartbeat_interval_s,
+                    timeout_s=self.heartbeat_timeout_s,
+                    when_lost=lambda error: self._lost(session, error),
+                )
+                self._heartbeats.start()
+        introduce(self._space, self.rank, self.world_size, self.worker_id)
+        return answer.assigned_id
+
+    async def heartbeat(self) -> None:
+        """Say once that this worker lives. It is done by itself, too, from registration on.
+
+        Raises:
+            WorkerUnknownError: the coordinator has taken this worker for lost; it may register again.
+            MasterUnreachableError: no coordinator answered.
+        """
+        await self._be_registered()
+        message = self._life(self._session)
+        answer = await asyncio.wrap_future(self._coordinator.submit(message, HeartbeatResponse))
+        error = heartbeat_error(message, answer)
+        if error is not None:
+            self._lost(message.session, error)
+            raise error
+
+    async def wait_barrier(
+        self,
+        barrier_id: str,
+        timeout: float | None = None,  # noqa: ASYNC109  the reference document's word
+        *,
+        on_loss: Literal["fail", "shrink"] = "fail",
+    ) -> BarrierResponse:
+        """Wait until all workers of the world have come to this barrier. It can be used again, under the same id.
+
+        Args:
+            barrier_id: all must name the same.
+            timeout: seconds to wait; None: without an end, unless somebody is lost. When the time of one is over, all
+                who wait are told.
+            on_loss: what happens when a worker is lost: ``"fail"`` raises with all who wait; ``"shrink"`` goes on
+                without it. All must say the same.
+
+        Returns:
+            Who arrived; with ``"shrink"`` also who is lost.
+
+        Raises:
+            BarrierTimeoutError: not all came in time; names who is missing.
+            BarrierError: a worker is lost; names it.
+            WorkerUnknownError: the coordinator has taken this worker for lost.
+            CoordinatorError: refused, as when others wait there with another world size.
+            MasterUnreachableError: no coordinator answered for as long as it takes to be taken for lost.
+        """
+        if timeout is not None and not 0 <= timeout < math.inf:
+            raise UsageError(
+                f"a barrier's timeout is {timeout} s: give seconds from 0, or None to wait without an end."
+            )
+        await self._be_registered()
+        with self._lock:
+            self._arrival += 1
+            request = WaitBarrier(
+                space=self._space,
+                barrier_id=barrier_id,
+                worker_id=self.worker_id,
+                session=self._session,
+                arrival=self._arrival,
+                world_size=self.world_size,
+                timeout_s=timeout,
+                on_loss=on_loss,
+            )
+            future = self._coordinator.submit(
+                request, BarrierResponse, timeout_s=None if timeout is None else timeout + GRACE_S
+            )
+            self._waiting.add(future)
+        try:
+            answer = await asyncio.wrap_future(future)
+        finally:
+            self._waiting.discard(future)
+        check_release(barrier_id, answer)
+        return answer
+
+    async def deregister(self) -> None:
+        """Leave: nobody waits for this worker any more, and its unfinished shards go to others. Twice does no harm.
+
+        Raises:
+            MasterUnreachableError: no coordinator answered; it will take this worker for lost after its time.
+        """
+        with self._lock:
+            session, self._session = self._session, secrets.token_hex(8)
+            heartbeats, self._heartbeats = self._heartbeats, None
+            self._is_lost = False
+        withdraw(self._space, self.rank, self.world_size, self.worker_id)
+        if heartbeats is not None:
+            heartbeats.stop()
+            request = DeregisterWorker(space=self._space, worker_id=self.worker_id, session=session)
+            await asyncio.wrap_future(self._coordinator.submit(request, Done))
+
+    def close(self) -> None:
+        """End the heartbeats and the connection. The coordinator takes a worker that did not deregister for lost, after
+        its time."""
+        with self._lock:
+            heartbeats, self._heartbeats = self._heartbeats, None
+        withdraw(self._space, self.rank, self.world_size, self.worker_id)
+        if heartbeats is not None:
+            heartbeats.stop()
+        if self._is_mine:
+            self._coordinator.close()
+        if heartbeats is not None:
+            heartbeats.join()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.deregister()
+        except UnifiedError:
+            if error is None:
+                raise
+        finally:
+            self.close()
+
+    async def _be_registered(self) -> None:
+        if self._heartbeats is None and not self._is_lost:
+            await self.register_worker()
+        if self._is_lost:
+            raise WorkerUnknownError(
+                f"worker {self.worker_id} was taken for lost: call register_worker again, or end this process.",
+                code="unknown-worker",
+            )
+
+    def _life(self, session: str) -> Heartbeat:
+        return Heartbeat(space=self._space, worker_id=self.worker_id, session=session)
+
+    def _lost(self, session: str, error: UnifiedError) -> None:
+        """Whoever waits is told, rather than left to wait for what will never come."""
+        with self._lock:
+            if session != self._session:
+                return
+            if isinstance(error, WorkerUnknownError):
+                self._is_lost = True
+                heartbeats, self._heartbeats = self._heartbeats, None
+                if heartbeats is not None:
+                    heartbeats.stop()
+            waiting = list(self._waiting)
+        for future in waiting:
+            with suppress(InvalidStateError):
+                future.set_exception(error)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _check_seconds(name: str, seconds: float | None) -> None:
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UsageError(f"{name} is {seconds}: give seconds above 0.")

@@ -1,0 +1,134 @@
+"""Reads shards ahead of their consumer, on a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+from unified.data.reading_position import Reading
+from unified.errors import UsageError
+
+SAMPLES_AT_ONCE = 64
+"""That go from thread to thread together."""
+
+
+class _Ahead:
+    """One shard on its way."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self.chunks: deque[list[Any]] = deque()
+        self.is_begun = False
+        self.is_dropped = False
+        self.is_whole = False
+        """Nothing more comes: it was read to its end, or to its error."""
+        self.error: BaseException | None = None
+
+
+class ShardPrefetcher:
+    """A thread that reads the shards that are wanted, one after another, each whole into memory.
+
+    It starts with the first shard that is wanted and ends with `close`.
+
+    Args:
+        read: the samples of a shard; called on the thread.
+    """
+
+    def __init__(self, read: Callable[[Reading], Generator[Any, None, None]]) -> None:
+        self._read = read
+        self._changed = threading.Condition()
+        self._ahead: dict[int, _Ahead] = {}
+        """By shard, in the order in which they are wanted."""
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def want(self, readings: Sequence[Reading]) -> None:
+        """These and no others, in this order. What was read of others is forgotten."""
+        with self._changed:
+            wanted = {}
+            for each in readings:
+                shard_id = each.assignment.shard_id
+                wanted[shard_id] = self._ahead.pop(shard_id) if shard_id in self._ahead else _Ahead(each)
+            for dropped in self._ahead.values():
+                dropped.is_dropped = True
+            self._ahead = wanted
+            self._changed.notify_all()
+            if self._thread is None and readings:
+                self._thread = threading.Thread(target=self._run, name="data-prefetch", daemon=True)
+                self._thread.start()
+
+    def take(self, shard_id: int) -> Iterator[Any]:
+        """The samples of a wanted shard, as they come.
+
+        Raises:
+            DatasetError: and whatever else reading it raised, after the samples before.
+        """
+        ahead = self._ahead[shard_id]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: ahead.chunks or ahead.is_whole or self._is_closed)
+                if not ahead.chunks:
+                    if ahead.error is not None:
+                        raise ahead.error
+                    if not ahead.is_whole:
+                        raise UsageError("reading ahead was ended before this shard was read to its end.")
+                    return
+                chunk = ahead.chunks.popleft()
+            yield from chunk
+
+    def close(self) -> bool:
+        """End the thread, after the samples that it is reading at the moment. Safe to call twice.
+
+        Returns:
+            Whether nothing is being read any more.
+        """
+        with self._changed:
+            self._is_closed = True
+            self._ahead.clear()
+            self._changed.notify_all()
+        if self._thread is threading.current_thread():  # a collector may run this on any thread, also on that one
+            return False
+        if self._thread is not None:
+            self._thread.join()
+        return True
+
+    def _run(self) -> None:
+        while (ahead := self._next()) is not None:
+            chunk: list[Any] = []
+            is_whole = False
+            try:
+                with closing(self._read(ahead.reading)) as samples:
+                    for sample in samples:
+                        chunk.append(sample)
+                        if len(chunk) == SAMPLES_AT_ONCE:
+                            self._hand_over(ahead, chunk)
+                            chunk = []
+                        if ahead.is_dropped or self._is_closed:
+                            break
+                    else:
+                        is_whole = True
+            except BaseException as error:  # it is the consumer's
+                ahead.error, is_whole = error, True
+            finally:
+                self._hand_over(ahead, chunk, is_whole)
+
+    def _hand_over(self, ahead: _Ahead, chunk: list[Any], is_whole: bool = False) -> None:
+        with self._changed:
+            if chunk:
+                ahead.chunks.append(chunk)
+            ahead.is_whole = is_whole
+            self._changed.notify_all()
+
+    def _next(self) -> _Ahead | None:
+        def first() -> _Ahead | None:
+            return next((each for each in self._ahead.values() if not each.is_begun), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or first())
+            ahead = None if self._is_closed else first()
+            if ahead is not None:
+                ahead.is_begun = True
+            return ahead

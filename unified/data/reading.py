@@ -1,0 +1,154 @@
+"""Reads the samples of a dataset by their numbers, from the files that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+from unified.core.file_layout import FileLayout
+from unified.data.files import DataFile, DataFiles, Order, format_of
+from unified.data.formats import open_format
+from unified.errors import DatasetError
+from unified.protocol.coordinator import FileRun, ShardAssignment
+
+_FILES_AT_ONCE = 8
+
+
+def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileRun]:  # noqa: A002
+    """The files of a dataset in their order, each with the number of samples that it has itself.
+
+    Args:
+        path: a file, a directory or a glob, here or ``s3://``; see `DataFiles.find`.
+        format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl`` or ``arrow``.
+        order: ``"natural"`` or ``"lexical"``, by the files' paths.
+
+    Returns:
+        For each file its absolute path and its number of samples, which may be 0.
+
+    Raises:
+        DataFileNotFoundError: nothing is there.
+        DatasetError: a file is empty, unreadable, or not of this format; or all of them together have no sample.
+        UsageError: there is no such format.
+    """
+    rows = open_format(format)
+    with DataFiles() as files:
+        paths = files.find(path, format, order)
+        with ThreadPoolExecutor(min(_FILES_AT_ONCE, len(paths)), "data-count") as threads:
+            futures = [threads.submit(lambda each: rows.count(files.file(each)), each) for each in paths]
+            try:
+                counts = [future.result() for future in futures]
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+    if not sum(counts):
+        raise DatasetError(f"{path} has no sample in any of its {len(paths)} {format} files: write them again.")
+    return [FileRun(path=each, num_samples=count) for each, count in zip(paths, counts, strict=True)]
+
+
+def assign_files(runs: Sequence[FileRun], shard_id: int, start: int, end: int) -> ShardAssignment:
+    """The assignment of a shard: samples `start` to `end` of a dataset that consists of these files."""
+    found = FileLayout(run.num_samples for run in runs).locate(start, end)
+    return ShardAssignment(
+        shard_id=shard_id,
+        file_paths=[runs[rows.file].path for rows in found],
+        start_sample=start,
+        end_sample=end,
+        first_row=found[0].start if found else 0,
+    )
+
+
+class ShardReader:
+    """Reads shards, and remembers of their files what helps to find rows. For one thread at a time.
+
+    Args:
+        format: of the files; None: what the name of each tells.
+        columns: which to read, in this order; None: all. Not for ``tfrecord``.
+        verify: check the checksums of ``tfrecord`` samples; slow. Those of their lengths always are.
+
+    Raises:
+        UsageError: there is no such format, or it has no columns.
+    """
+
+    def __init__(
+        self,
+        format: str | None = None,  # noqa: A002
+        *,
+        columns: Sequence[str] | None = None,
+        verify: bool = False,
+    ) -> None:
+        self._format = format
+        self._columns = columns
+        self._verify = verify
+        self._files = DataFiles()
+        self._known: dict[str, DataFile] = {}
+        if format is not None:
+            open_format(format, columns, verify=verify)  # so that what cannot be is refused now
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End connections."""
+        self._files.close()
+
+    def iter_samples(self, assignment: ShardAssignment, skip: int = 0) -> Iterator[Any]:
+        """The samples of a shard in their order: dicts, or bytes of ``tfrecord``.
+
+        Args:
+            skip: leave out so many samples, from the first on.
+
+        Raises:
+            DatasetError: a file cannot be read, or has fewer rows than when the dataset was registered.
+        """
+        start, wanted = assignment.first_row, assignment.end_sample - assignment.start_sample
+        if wanted > 0 and not assignment.file_paths:
+            raise DatasetError(
+                f"shard {assignment.shard_id} names no files: register the dataset where its files can be seen, so "
+                "that they can be counted."
+            )
+        given = skip
+        for path in assignment.file_paths:
+            if given >= wanted:
+                return
+            file = self._known.setdefault(path, self._files.file(path))
+            rows = open_format(self._format or format_of(path), self._columns, verify=self._verify)
+            if skip and len(assignment.file_paths) > 1 and (there := rows.count(file) - start) <= skip:
+                skip, start = skip - there, 0
+                continue
+            for sample in rows.rows(file, start + skip, start + skip + wanted - given):
+                given += 1
+                yield sample
+            start = skip = 0
+        if given < wanted:
+            raise DatasetError(
+                f"{', '.join(assignment.file_paths)} end {wanted - given} samples before shard {assignment.shard_id} "
+                "does: they were changed after the dataset was registered. Register it anew, under another name."
+            )
+
+
+def iter_samples(
+    assignment: ShardAssignment | Iterable[ShardAssignment],
+    format: str | None = None,  # noqa: A002
+    *,
+    columns: Sequence[str] | None = None,
+    verify: bool = False,
+) -> Iterator[Any]:
+    """The samples of a shard, or of several, exactly those and in their order: dicts, or bytes of ``tfrecord``.
+
+    Args:
+        assignment: what `DatasetRegistry.get_assignment` gives, or one of them.
+        format: of the files; None: what their names tell.
+        columns: which to read, in this order; None: all. Not for ``tfrecord``.
+        verify: check the checksums of ``tfrecord`` samples; slow. Those of their lengths always are.
+
+    Raises:
+        DatasetError: a file cannot be read, is of another format, or has changed; names it.
+        UsageError: there is no such format, or it has no columns.
+    """
+    with ShardReader(format, columns=columns, verify=verify) as reader:
+        for each in [assignment] if isinstance(assignment, ShardAssignment) else assignment:
+            yield from reader.iter_samples(each)

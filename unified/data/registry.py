@@ -1,0 +1,317 @@
+"""`DatasetRegistry`: datasets by name, cut into shards, and which of them are whose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from unified.data.client import Coordinator
+from unified.data.registration import dataset_files, is_registered_as
+from unified.data.shard_source import DatasetShards
+from unified.data.surroundings import check_rank, look_around, open_coordinator, settings, worker_of_rank
+from unified.errors import CoordinatorError, UsageError, nearest
+from unified.protocol.client_master import Done
+from unified.protocol.coordinator import (
+    AdvanceEpoch,
+    CoordinatorRequest,
+    DatasetRegistration,
+    Datasets,
+    DatasetStatus,
+    DataShards,
+    GetDatasets,
+    GetDataShard,
+    MarkDone,
+    RegisterDataset,
+    SetDataWorker,
+    ShardAssignment,
+    ShardsDone,
+)
+
+A = TypeVar("A")
+
+
+class DatasetRegistry:
+    """Datasets that a coordinator knows, and the shards of each worker.
+
+    A worker is named by its rank, or by the id that it has as a `TrainingOrchestrator`: the shards of a worker that is
+    lost as the one are given to others as the other. By itself a rank is the worker of this job's role with that rank,
+    or outside a job ``worker-{rank}`` (``WORKER_ID`` for this process's own rank).
+
+    Args:
+        coordinator_url: ``tcp://HOST:PORT``, ``http://HOST:PORT`` or ``HOST:PORT`` of a master; ``local`` for a
+            coordinator in this process. Default: inside a job its master, else ``COORDINATOR_URL``, else ``local``.
+        rank: of this process. Default: as in the job, else ``RANK``; it may be unknown.
+        world_size: over how many workers datasets are spread from the beginning. Default: as in the job, else
+            ``WORLD_SIZE``. Unknown: over those that ask.
+
+    It can be used from any thread, pickled, and closed; it is a context manager.
+
+    Raises:
+        UsageError: no such address; or the rank is not in the world.
+    """
+
+    def __init__(
+        self,
+        coordinator_url: str | Coordinator | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self._given = (coordinator_url, rank, world_size)
+        around = look_around()
+        self.rank = around.rank if rank is None else rank
+        self.world_size = around.world_size if world_size is None else world_size
+        check_rank(self.rank, self.world_size)
+        self._around = around
+        self._coordinator, self._is_mine = open_coordinator(coordinator_url)
+        self._joined: set[tuple[str, str]] = set()
+        self._epochs: dict[str, int] = {}
+
+    def register(
+        self,
+        dataset_id: str,
+        path: str | os.PathLike[str],
+        format: str,  # noqa: A002  the reference document's word
+        *,
+        total_samples: int | None = None,
+        shard_size: int | None = None,
+        shuffle: bool = False,
+        seed: int | None = None,
+        metadata: Mapping[str, object] | None = None,
+    ) -> None:
+        """Make a dataset known. All workers may do it: again with the same values does nothing.
+
+        Args:
+            path: a file, a directory or a glob; of this host, or ``s3://bucket/…``.
+            format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl`` or ``arrow``.
+            total_samples: what the files hold together. Default: they are counted.
+            shard_size: samples per shard; the last one may have fewer. Default: ``default_shard_size`` of the settings,
+                which is 10 000.
+            shuffle: read the shards in another order in each epoch.
+            seed: of that order; default 0.
+            metadata: anything else, kept as text.
+
+        Raises:
+            DataFileNotFoundError: nothing is there.
+            DatasetError: a file is empty, unreadable, or of another format.
+            UsageError: no such format; or the files do not hold `total_samples`.
+            CoordinatorError: it is known already, with other values; says which.
+        """
+        where = os.fspath(path)
+        if not where.startswith("s3://"):
+            where = os.path.abspath(os.path.expanduser(where))
+        if shard_size is None:
+            shard_size = settings().dataset.default_shard_size
+        known = self._find(dataset_id)
+        epoch = known.epoch if known is not None else 0
+        asked = (where, format, shard_size, shuffle, seed or 0)
+        if known is None or not is_registered_as(known, asked, total_samples):
+            files = dataset_files(where, format, total_samples)
+            request = RegisterDataset(
+                dataset_id=dataset_id,
+                path=where,
+                format=format,
+                total_samples=sum(file.num_samples for file in files),
+                shard_size=shard_size,
+                shuffle=shuffle,
+                seed=seed or 0,
+                metadata={name: str(value) for name, value in (metadata or {}).items()},
+                files=files,
+                space=self._around.space,
+            )
+            epoch = self._ask(request, DatasetRegistration).epoch
+        self._epochs.setdefault(dataset_id, epoch)
+        self._join_world(dataset_id, known.workers if known is not None else [])
+
+    def get_shard(self, dataset_id: str, worker_rank: int | str | None = None, epoch: int | None = None) -> list[str]:
+        """The files that hold a worker's unfinished shards, in the order of reading; each once.
+
+        A file may hold shards of several workers: which of its rows are whose says `get_assignment`.
+
+        Args, raises: as `get_assignment`.
+        """
+        shards = self.get_assignment(dataset_id, worker_rank, epoch)
+        return list(dict.fromkeys(path for shard in shards for path in shard.file_paths))
+
+    def get_assignment(
+        self, dataset_id: str, worker_rank: int | str | None = None, epoch: int | None = None
+    ) -> list[ShardAssignment]:
+        """A worker's unfinished shards, in the order in which they are to be read.
+
+        Args:
+            worker_rank: the worker's rank, or its id. Default: this process's own.
+            epoch: which; default: the current one.
+
+        Raises:
+            CoordinatorError: there is no such dataset, the epoch is past, or the worker is none of the dataset's.
+            UsageError: the rank is not in the world.
+        """
+        worker = self._worker_id(worker_rank)
+        request = GetDataShard(
+            dataset_id=dataset_id,
+            worker_id=worker,
+            epoch=self.current_epoch(dataset_id) if epoch is None else epoch,
+            space=self._around.space,
+        )
+        self._join_once(dataset_id, worker)
+        shards = self._ask(request, DataShards).shards
+        self._epochs[dataset_id] = max(request.epoch, self._epochs.get(dataset_id, 0))
+        return shards
+
+    def mark_done(
+        self, dataset_id: str, shard_ids: int | Sequence[int], epoch: int, worker_rank: int | str | None = None
+    ) -> list[int]:
+        """Say that shards were read to their end: in this epoch they are served to nobody again.
+
+        A worker reports each shard before it begins the next one of its assignment.
+
+        Returns:
+            Those that count: not those that were done before, or that are another worker's by now.
+
+        Raises:
+            CoordinatorError: there is no such dataset or shard.
+        """
+        ids = [shard_ids] if isinstance(shard_ids, int) else list(shard_ids)
+        request = MarkDone(
+            dataset_id=dataset_id,
+            worker_id=self._worker_id(worker_rank),
+            epoch=epoch,
+            shard_ids=ids,
+            space=self._around.space,
+        )
+        return self._ask(request, ShardsDone).shard_ids
+
+    def register_worker(self, dataset_id: str, worker_rank: int | str | None = None) -> None:
+        """Spread the unfinished shards of a dataset over this worker, too.
+
+        Raises:
+            CoordinatorError: there is no such dataset.
+        """
+        self._set_member(dataset_id, self._worker_id(worker_rank), True)
+
+    def remove_worker(self, dataset_id: str, worker_rank: int | str | None = None) -> None:
+        """Give a worker's unfinished shards to the others. One that is none of the dataset's is no error.
+
+        Raises:
+            CoordinatorError: there is no such dataset.
+        """
+        self._set_member(dataset_id, self._worker_id(worker_rank), False)
+
+    def advance_epoch(self, dataset_id: str, epoch: int | None = None) -> int:
+        """Make an epoch the current one; what is unfinished of those before it is given up. Going back does nothing.
+
+        Args:
+            epoch: which; default: the one after the last that this registry asked for or knew as current, so that
+                workers that all say it once mean the same one.
+
+        Returns:
+            The epoch that is current now.
+
+        Raises:
+            CoordinatorError: there is no such dataset.
+        """
+        if epoch is None:
+            if dataset_id not in self._epochs:
+                self._epochs[dataset_id] = self._known(dataset_id).epoch
+            epoch = self._epochs[dataset_id] + 1
+        self._ask(AdvanceEpoch(dataset_id=dataset_id, epoch=epoch, space=self._around.space), Done)
+        current = self._epochs[dataset_id] = self.current_epoch(dataset_id)
+        return current
+
+    def current_epoch(self, dataset_id: str) -> int:
+        """The current epoch of a dataset.
+
+        Raises:
+            CoordinatorError: there is no such dataset.
+        """
+        return self._known(dataset_id).epoch
+
+    def datasets(self) -> list[DatasetStatus]:
+        """All datasets, each with its values, its workers and its progress."""
+        return self._all().datasets
+
+    def active_workers(self, dataset_id: str | None = None) -> list[str]:
+        """Ids of the workers that a dataset is spread over; or of all that are registered and not lost.
+
+        Raises:
+            CoordinatorError: there is no such dataset.
+        """
+        return self._all().workers if dataset_id is None else list(self._known(dataset_id).workers)
+
+    def shard_source(self, dataset_id: str, worker_rank: int | str | None = None) -> DatasetShards:
+        """A worker's part of a dataset, as `ShardedDataset` reads it.
+
+        Raises:
+            CoordinatorError: there is no such dataset.
+        """
+        return DatasetShards(self, dataset_id, self._worker_id(worker_rank), self._known(dataset_id).format)
+
+    def close(self) -> None:
+        """End the connection. A coordinator in this process goes on for others that use it."""
+        if self._is_mine:
+            self._coordinator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, self._given)
+
+    def _worker_id(self, worker_rank: int | str | None) -> str:
+        if isinstance(worker_rank, str):
+            return worker_rank
+        rank = self.rank if worker_rank is None else worker_rank
+        if rank is None:
+            raise UsageError("which worker? Give worker_rank, or set RANK for this process.")
+        return worker_of_rank(self._around, rank, self.world_size)
+
+    def _join_world(self, dataset_id: str, members: Sequence[str]) -> None:
+        """Spread it from the beginning over all that will read it, so that nobody is given what another one's is.
+
+        Once there are members each worker joins by itself: one that was started again must not bring back others that
+        are lost.
+        """
+        if not members and self.world_size is not None:
+            for rank in range(self.world_size):
+                self._join_once(dataset_id, self._worker_id(rank))
+        elif self.rank is not None:
+            self._join_once(dataset_id, self._worker_id(None), members)
+
+    def _join_once(self, dataset_id: str, worker: str, members: Sequence[str] = ()) -> None:
+        """Who was taken out is not put in again just by asking."""
+        if (dataset_id, worker) not in self._joined:
+            if worker not in members:
+                self._set_member(dataset_id, worker, True)
+            self._joined.add((dataset_id, worker))
+
+    def _set_member(self, dataset_id: str, worker: str, is_member: bool) -> None:
+        request = SetDataWorker(dataset_id=dataset_id, worker_id=worker, is_member=is_member, space=self._around.space)
+        self._ask(request, Done)
+        self._joined.add((dataset_id, worker))
+
+    def _all(self) -> Datasets:
+        return self._ask(GetDatasets(space=self._around.space), Datasets)
+
+    def _find(self, dataset_id: str) -> DatasetStatus | None:
+        return next((each for each in self._all().datasets if each.dataset_id == dataset_id), None)
+
+    def _known(self, dataset_id: str) -> DatasetStatus:
+        every = {each.dataset_id: each for each in self._all().datasets}
+        if dataset_id not in every:
+            hint = nearest(dataset_id, every) or " Register it first."
+            raise CoordinatorError(f"there is no dataset {dataset_id!r}.{hint}", code="not-found")
+        return every[dataset_id]
+
+    def _ask(self, request: CoordinatorRequest, expected: type[A]) -> A:
+        return self._coordinator.ask(request, expected)
+
+
+def _rebuild(coordinator_url: str | None, rank: int | None, world_size: int | None) -> DatasetRegistry:
+    return DatasetRegistry(coordinator_url, rank=rank, world_size=world_size)

@@ -1,0 +1,206 @@
+"""`ShardedDataset`: the samples that are this worker's, as torch's data loaders take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from unified.data.formats import open_format
+from unified.data.prefetch import ShardPrefetcher
+from unified.data.reading import ShardReader
+from unified.data.reading_position import Reading, ReadingPosition
+from unified.data.surroundings import settings
+from unified.errors import UsageError
+from unified.protocol.coordinator import ShardAssignment
+
+
+@runtime_checkable
+class ShardSource(Protocol):
+    """Who knows which shards of one dataset are this worker's."""
+
+    @property
+    def format(self) -> str:
+        """Of the dataset's files."""
+        ...
+
+    def shards(self, epoch: int) -> list[ShardAssignment]:
+        """Those that are this worker's now and not done, in the order in which they are to be read.
+
+        An epoch after the current one is begun by asking for it.
+        """
+        ...
+
+    def mark_done(self, epoch: int, shard_ids: Sequence[int]) -> None:
+        """They were read to the end. To say so twice does nothing."""
+        ...
+
+
+@runtime_checkable
+class ShardRegistry(Protocol):
+    """Who knows datasets by name; `unified.data.DatasetRegistry` does."""
+
+    def shard_source(self, dataset_id: str) -> ShardSource:
+        """This worker's part of a dataset."""
+        ...
+
+
+class ShardedDataset(IterableDataset[Any]):
+    """Iterates over the samples of one epoch that are this worker's: dicts, or bytes of ``tfrecord``.
+
+    Before each shard it is asked anew which shards are this worker's, so that what is taken over from a lost worker is
+    read too, and what was given to a new one is not. A shard is reported as done when its last sample was handed out
+    and the next one is asked for. The end of an iteration is the end of the epoch for this worker: the next iteration
+    reads the next epoch. (What another worker leaves behind when it is lost after that is read by iterating over that
+    epoch again, after `set_epoch`.) An iteration that was left before its end is gone on with by the next one.
+
+    Reading ahead is done by a thread of this process, which ends with its iterator. Use it with
+    ``DataLoader(…, num_workers=0)``: with more, torch's worker processes would each read all that is this worker's.
+
+    Args:
+        registry: a `DatasetRegistry`; or the source of the shards itself, without `dataset_id`.
+        dataset_id: name of a registered dataset.
+        epoch: the first to be read.
+        columns: which to read, in this order; None: all. Not for ``tfrecord``.
+        transform: what is made of each sample; on the thread that reads ahead. None: nothing.
+        prefetch_shards: shards that are read ahead of the one that is handed out; so many and one more are in memory.
+            0: none, and no thread. Default: the settings' ``prefetch_shards``, which is 2.
+        verify: check the checksums of ``tfrecord`` samples; slow.
+
+    Raises:
+        UsageError: an argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        registry: ShardRegistry | ShardSource,
+        dataset_id: str | None = None,
+        *,
+        epoch: int = 0,
+        columns: Sequence[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        prefetch_shards: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        if prefetch_shards is None:
+            prefetch_shards = settings().dataset.prefetch_shards
+        if prefetch_shards < 0:
+            raise UsageError(f"prefetch_shards must be 0 or more, not {prefetch_shards}.")
+        if dataset_id is not None and isinstance(registry, ShardRegistry):
+            source = registry.shard_source(dataset_id)
+        elif dataset_id is None and isinstance(registry, ShardSource):
+            source = registry
+        else:
+            raise UsageError("ShardedDataset takes a registry and the id of a dataset, or a source of shards alone.")
+        self._source: ShardSource = source
+        self._dataset_id = dataset_id or ""
+        self._columns = columns
+        self._transform = transform
+        self._prefetch_shards = prefetch_shards
+        self._verify = verify
+        open_format(source.format, columns)  # so that what cannot be is refused now
+        self._position = ReadingPosition(_checked(epoch))
+        self._turn: object = None
+        self._reader: ShardReader | None = None
+        """Kept from one iteration for the next, as it knows its way about the files by then."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being read, or will be."""
+        return self._position.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read this epoch next, from its begin; if it is the present one, nothing changes."""
+        self._position.go_to(_checked(epoch))
+        self._turn = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last sample that was handed out; plain values, for a checkpoint."""
+        return {"dataset_id": self._dataset_id, **self._position.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was asked for: after that sample, in that shard, if it is still this worker's.
+
+        The shards that had been read by then are reported as done, as the coordinator may be a new one.
+
+        Raises:
+            UsageError: it is the state of another dataset, or none.
+        """
+        if state.get("dataset_id", "") != self._dataset_id:
+            raise UsageError(f"this is the position in {state.get('dataset_id')!r}, not in {self._dataset_id!r}.")
+        self._position.load(state)
+        self._turn = None
+        if self._position.done:
+            self._source.mark_done(self._position.epoch, self._position.done)
+
+    def __iter__(self) -> Iterator[Any]:
+        """See the class.
+
+        Raises:
+            DatasetError: a file cannot be read; names it.
+            UsageError: in a worker process of torch; or another iteration was begun after this one.
+        """
+        if (info := get_worker_info()) is not None:
+            raise UsageError(
+                f"this is one of the {info.num_workers} worker processes of a torch DataLoader, each of which would "
+                "read the same shards: use DataLoader(…, num_workers=0); ShardedDataset reads ahead by itself "
+                "(prefetch_shards)."
+            )
+        self._turn = turn = object()
+        return self._samples(turn)
+
+    def _samples(self, turn: object) -> Iterator[Any]:
+        position, source = self._position, self._source
+        reader, self._reader = self._reader, None  # so that no other iteration uses it at the same time
+        if reader is None:
+            reader = ShardReader(source.format, columns=self._columns, verify=self._verify)
+        prefetcher = ShardPrefetcher(partial(self._read, reader))
+        try:
+            while readings := self._plan():
+                reading = readings[0]
+                shard_id = reading.assignment.shard_id
+                if self._prefetch_shards:
+                    prefetcher.want(readings[: 1 + self._prefetch_shards])
+                    samples: Iterator[Any] = prefetcher.take(shard_id)
+                else:
+                    samples = self._read(reader, reading)
+                position.begin(reading)
+                for sample in samples:
+                    position.offset += 1
+                    yield sample
+                    if self._turn is not turn:
+                        raise UsageError(
+                            "this iteration is over: another one was begun, or set_epoch or load_state_dict called."
+                        )
+                position.finish()
+                source.mark_done(position.epoch, [shard_id])
+            position.go_to(position.epoch + 1)
+        finally:
+            is_free = prefetcher.close()
+            reader.close()
+            if is_free:
+                self._reader = reader
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+    def _read(self, reader: ShardReader, reading: Reading) -> Generator[Any, None, None]:
+        transform = self._transform
+        for sample in reader.iter_samples(reading.assignment, reading.skip):
+            yield sample if transform is None else transform(sample)
+
+    def _plan(self) -> list[Reading]:
+        position, source = self._position, self._source
+        assignments = source.shards(position.epoch)
+        if unheard := position.already_done(assignments):
+            source.mark_done(position.epoch, unheard)
+            assignments = source.shards(position.epoch)  # only who asks after that has the first for sure
+        return position.plan(assignments)
+
+
+def _checked(epoch: int) -> int:
+    if epoch < 0:
+        raise UsageError(f"epochs count from 0 up: there is no epoch {epoch}.")
+    return epoch

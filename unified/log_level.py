@@ -1,0 +1,52 @@
+"""The log level that the environment asks for: ``UNIFIED_LOG_LEVEL``, else ``RUST_LOG``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from unified.errors import OptionError, nearest
+
+VARIABLE = "UNIFIED_LOG_LEVEL"
+LEVELS: Final = {"trace": 5, "debug": 10, "info": 20, "warn": 30, "error": 40, "off": 60}
+"""Names of log levels, as ``RUST_LOG`` has them, and what `logging` calls them."""
+_OTHER_NAMES = {"warning": "warn", "critical": "error", "none": "off"}
+
+Level = Literal["trace", "debug", "info", "warn", "error", "off"]
+
+
+def log_level(env: Mapping[str, str], default: Level = "info") -> Level:
+    """The log level that the environment asks for.
+
+    Of ``RUST_LOG``, which may hold levels of single parts (``info,hyper=warn``), the one for everything counts.
+
+    Raises:
+        OptionError: ``UNIFIED_LOG_LEVEL`` is no level, or a word in ``RUST_LOG`` is nearly one.
+    """
+    if own := env.get(VARIABLE, "").strip():
+        if (level := _level(own)) is None:
+            raise OptionError(
+                f"{VARIABLE}={own!r} is no log level.{nearest(own, LEVELS)} There are: {', '.join(LEVELS)}."
+            )
+        return level
+    found = default
+    for directive in filter(None, map(str.strip, env.get("RUST_LOG", "").split(","))):
+        if (level := _level(directive)) is not None:
+            found = level
+        elif "=" not in directive and (hint := nearest(directive, LEVELS)):  # another word is a part of some program
+            raise OptionError(f"RUST_LOG={env['RUST_LOG']!r}: {directive!r} is no log level.{hint}")
+    return found
+
+
+def logging_level(flag: str | None, env: Mapping[str, str]) -> int:
+    """What a daemon gives to `logging`: the level of its flag, else of the environment.
+
+    Raises:
+        OptionError: as `log_level`.
+    """
+    return LEVELS[log_level({VARIABLE: flag} if flag else env)]
+
+
+def _level(word: str) -> Level | None:
+    name: Any = _OTHER_NAMES.get(word.lower(), word.lower())
+    return name if name in LEVELS else None

@@ -1,0 +1,268 @@
+"""Settings of data, barriers and checkpoints: the reference document's TOML file, and its environment variables.
+
+A file has the sections ``[coordinator]``, ``[storage]``, ``[checkpoint]`` and ``[dataset]``, whose keys are the fields
+of the classes below. It is the one that `load` is given, or that ``UNIFIED_CONFIG`` names. Above it stands the
+environment: ``UNIFIED_<SECTION>_<KEY>`` for each key, such as ``UNIFIED_CHECKPOINT_KEEP_LAST_N=3``, and for a worker's
+own place ``COORDINATOR_URL``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``. A variable that is empty is as unset.
+
+The log level is that of ``UNIFIED_LOG_LEVEL``, else of ``RUST_LOG``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, get_args, get_type_hints
+
+import msgspec
+
+from unified.errors import OptionError, nearest
+from unified.log_level import LEVELS, Level, log_level
+
+FILE_VARIABLE = "UNIFIED_CONFIG"
+VARIABLES = {"coordinator_url": "COORDINATOR_URL", "worker_id": "WORKER_ID", "rank": "RANK", "world_size": "WORLD_SIZE"}
+"""What says where a worker stands, which is no matter of a file."""
+_ADDRESS = re.compile(r"((?P<scheme>[a-z0-9]+)://)?(\[[0-9A-Fa-f:.]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})(?P<end>/?)")
+_SCHEMES: dict[str, tuple[str | None, ...]] = {"address": (None,), "coordinator_url": ("http", "tcp", None)}
+MAX_PORT = 65_535
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the coordinator listens, and how it notices that a worker is lost."""
+
+    address: str = "127.0.0.1:7077"
+    """Of the master: ``host:port``; port 0: any that is free."""
+    heartbeat_interval_ms: Positive = 1000
+    heartbeat_timeout_ms: Positive = 30_000
+    """A worker that was silent for this long is lost. Above the interval."""
+
+
+class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where checkpoints go."""
+
+    backend: Literal["local", "s3"] = "local"
+    bucket: str = ""
+    """Of S3; needed there."""
+    region: str = ""
+    """Of S3. Empty: what the standard chain of S3 clients finds."""
+
+
+class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How often checkpoints are saved, and how many are kept."""
+
+    interval_steps: Positive | None = None
+    """A save at another step does nothing. None: whenever one is asked for."""
+    keep_last_n: Positive = 5
+    compression: Literal["gzip", "zstd"] | None = None
+    """In a file or a variable, ``none`` means that there is none."""
+
+
+class DatasetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How datasets are cut and read."""
+
+    default_shard_size: Positive = 10_000
+    """Samples of a shard, where `register` is not told."""
+    prefetch_shards: Annotated[int, msgspec.Meta(ge=0)] = 2
+    """Shards that are read ahead of the one in use."""
+
+
+SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
+    "coordinator": CoordinatorSettings,
+    "storage": StorageSettings,
+    "checkpoint": CheckpointSettings,
+    "dataset": DatasetSettings,
+}
+
+
+class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them, checked."""
+
+    coordinator: CoordinatorSettings = CoordinatorSettings()
+    storage: StorageSettings = StorageSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    dataset: DatasetSettings = DatasetSettings()
+    coordinator_url: str = "local"
+    """Outside a job. ``http://host:port``, ``tcp://host:port``, ``host:port``, or ``local`` for one in this process."""
+    worker_id: str = ""
+    """Empty: ``worker-RANK``."""
+    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Below the world size."""
+    world_size: Positive = 1
+    """How many workers there are."""
+    log_level: Level = "info"
+    """Where ``UNIFIED_LOG_LEVEL`` is not set, ``RUST_LOG`` is read."""
+
+    @property
+    def logging_level(self) -> int:
+        """The log level as Python's `logging` has it; ``trace`` is 5, ``off`` is above all."""
+        return LEVELS[self.log_level]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | None = None, env: Mapping[str, str] | None = None) -> Self:
+        """Read the settings of this process.
+
+        Args:
+            path: of a TOML file; None: of the one that ``UNIFIED_CONFIG`` names, and without that there is none.
+            env: by default this process's.
+
+        Raises:
+            OptionError: the file cannot be read, or something is not known or not allowed; the message names it.
+        """
+        env = os.environ if env is None else env
+        file = path or env.get(FILE_VARIABLE)
+        return cls.parse(_read(Path(file)), env, str(file)) if file else cls.parse("", env)
+
+    @classmethod
+    def parse(cls, text: str, env: Mapping[str, str], name: str = "the settings") -> Self:
+        """The settings that a file of this text and this environment make together.
+
+        Args:
+            name: what error messages call the file.
+
+        Raises:
+            OptionError: as `load`.
+        """
+        given = _from_text(text, name)
+        for section, values in _from_env(env).items():
+            given.setdefault(section, {}).update(values)
+        own = {
+            key: _Given(env[name], f"{name}={env[name]!r}", True) for key, name in VARIABLES.items() if env.get(name)
+        }
+        sections: dict[str, Any] = {name: _section(kind, given.get(name, {})) for name, kind in SECTIONS.items()}
+        found = cls(**sections, **_checked(cls, own), log_level=log_level(env))
+        if found.rank >= found.world_size:
+            raise OptionError(
+                f"RANK is {found.rank} and WORLD_SIZE {found.world_size}: ranks count from 0 to WORLD_SIZE - 1."
+            )
+        return found if found.worker_id else msgspec.structs.replace(found, worker_id=f"worker-{found.rank}")
+
+
+def variable_of(section: str, key: str) -> str:
+    """The environment variable that stands above a key of the file."""
+    return f"UNIFIED_{section}_{key}".upper()
+
+
+class _Given(NamedTuple):
+    """A value, and what an error message calls it. As text, a number is written in digits."""
+
+    value: Any
+    what: str
+    is_text: bool
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"settings {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"settings {path} are not TOML: {error}.") from error
+
+
+def _from_text(text: str, file: str) -> dict[str, dict[str, _Given]]:
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise OptionError(f"{file}: this is not TOML: {error}.") from None
+    found: dict[str, dict[str, _Given]] = {}
+    for name, content in document.items():
+        if name not in SECTIONS:
+            raise OptionError(f"{file}: there is no section [{name}].{nearest(name, SECTIONS)} {_there_are(SECTIONS)}")
+        if not isinstance(content, dict):
+            raise OptionError(f"{file}: {name} is a section, to be written as [{name}] with its keys below.")
+        keys = SECTIONS[name].__struct_fields__
+        values = found[name] = {}
+        for key, value in content.items():
+            if key not in keys:
+                raise OptionError(f"{file}: [{name}] has no key {key!r}.{_nearest_key(name, key)} {_there_are(keys)}")
+            values[key] = _Given(value, f"{file}: [{name}] {key} = {value!r}", False)
+    return found
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, dict[str, _Given]]:
+    known = {variable_of(name, key): (name, key) for name, kind in SECTIONS.items() for key in kind.__struct_fields__}
+    prefixes = tuple(variable_of(name, "") for name in SECTIONS)
+    found: dict[str, dict[str, _Given]] = {}
+    for variable, text in sorted(env.items()):
+        if text == "" or not variable.startswith(prefixes):
+            continue
+        if variable not in known:
+            raise OptionError(f"environment variable {variable} is no setting.{nearest(variable, known)}")
+        name, key = known[variable]
+        found.setdefault(name, {})[key] = _Given(text, f"{variable}={text!r}", True)
+    return found
+
+
+def _section(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> msgspec.Struct:
+    section = kind(**_checked(kind, given))
+    if isinstance(section, CoordinatorSettings) and section.heartbeat_timeout_ms <= section.heartbeat_interval_ms:
+        raise OptionError(
+            f"[coordinator] heartbeat_timeout_ms is {section.heartbeat_timeout_ms}, and the interval "
+            f"{section.heartbeat_interval_ms}: a worker would be lost between two heartbeats."
+        )
+    if isinstance(section, StorageSettings) and section.backend == "s3" and not section.bucket:
+        raise OptionError(
+            f"[storage] backend is s3 and there is no bucket: set bucket, or {variable_of('storage', 'bucket')}."
+        )
+    return section
+
+
+def _checked(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> dict[str, Any]:
+    """The values, each of its field's type."""
+    types = get_type_hints(kind, include_extras=True)
+    values: dict[str, Any] = {}
+    for key, (value, what, is_text) in given.items():
+        if key == "compression" and isinstance(value, str) and value.lower() == "none":
+            values[key] = None
+            continue
+        try:
+            values[key] = msgspec.convert(value, types[key], strict=not is_text)
+        except msgspec.ValidationError as error:
+            raise OptionError(f"{what}: {_told(error, types[key], value)}") from None
+        if key in _SCHEMES:
+            _check_address(values[key], what, _SCHEMES[key])
+    return values
+
+
+def _check_address(address: str, what: str, schemes: tuple[str | None, ...]) -> None:
+    if address == "local" and len(schemes) > 1:
+        return
+    found = _ADDRESS.fullmatch(address)
+    if found is None or found["scheme"] not in schemes or (found["end"] and not found["scheme"]):
+        forms = " or ".join("host:port" if scheme is None else f"{scheme}://host:port" for scheme in schemes)
+        raise OptionError(f"{what}: {forms} is expected.")
+    if int(found["port"]) > MAX_PORT:
+        raise OptionError(f"{what}: a port is at most {MAX_PORT}.")
+
+
+def _told(error: msgspec.ValidationError, kind: Any, value: object) -> str:
+    """What is wrong with a value, in words."""
+    text = str(error)
+    if "enum value" in text or "`str | null`" in text:
+        words = [*re.findall(r"'(\w+)'", str(kind)), *(["none"] if type(None) in get_args(kind) else [])]
+        return f"there is no such choice.{nearest(str(value), words)} {_there_are(words)}"
+    if at_least := re.match(r"Expected `int` >= (\d+)", text):
+        return f"it must be at least {at_least[1]}."
+    for kind_name, expected in (("int", "a whole number"), ("str", "text in quotes")):
+        if text.startswith((f"Expected `{kind_name}`", f"Expected `{kind_name} | null`")):
+            return f"{expected} is expected."
+    return f"{text}."
+
+
+def _nearest_key(section: str, key: str) -> str:
+    """Of this section, else of any other."""
+    if hint := nearest(key, SECTIONS[section].__struct_fields__):
+        return hint
+    for name, kind in SECTIONS.items():
+        if key in kind.__struct_fields__:
+            return f" It belongs into [{name}]."
+    return ""
+
+
+def _there_are(words: Iterable[str]) -> str:
+    return f"There are: {', '.join(words)}."

@@ -1,0 +1,191 @@
+"""What a store of named objects can do, whatever keeps them."""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Self, cast
+
+from unified.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    StorageDeniedError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+    UsageError,
+)
+
+Buffer = bytes | bytearray | memoryview
+Source = Buffer | BinaryIO | Iterable[Buffer]
+"""What can be written: one buffer, an open binary file (read from where it stands), or buffers in a row."""
+READ_AHEAD_NBYTES = 1 << 20
+
+__all__ = [
+    "AlreadyExistsError",
+    "Buffer",
+    "NotFoundError",
+    "Source",
+    "Stat",
+    "StorageBackend",
+    "StorageDeniedError",
+    "StorageError",
+    "StorageFullError",
+    "StorageUnavailableError",
+    "check_key",
+]
+
+
+class Stat(NamedTuple):
+    """One object, as it was when it was looked at."""
+
+    key: str
+    nbytes: int
+    modified_at: float
+    """Seconds since the epoch, by the store's clock."""
+    etag: str
+    """Another one after each write. What it is made of is the store's own affair."""
+
+
+class StorageBackend(ABC):
+    """Objects by key. Every method may be called from any thread, and by processes forked from the one that made it.
+
+    A key is made of parts joined by `/`; no part is empty, `.` or `..`. Only whole objects are ever seen: a write that
+    fails, or whose process is killed, leaves what was there before.
+
+    Every method raises one of these, or for a key that is none `UsageError`:
+        NotFoundError: there is no such object (also a FileNotFoundError).
+        AlreadyExistsError: `if_absent`, and there is one (also a FileExistsError).
+        StorageDeniedError: the store knows who asks and says no, or nobody gave credentials (also a PermissionError).
+        StorageFullError: no room; what was written in part is gone again.
+        StorageUnavailableError: the store did not answer, also when asked again. Trying later may help.
+        StorageError: anything else.
+    """
+
+    @abstractmethod
+    def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
+        """Make an object of `data`, or put it in the place of the one that is there. It is durable on return.
+
+        Args:
+            if_absent: never replace: of several that write at the same time one succeeds, and the others raise.
+        """
+
+    @abstractmethod
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """At most `length` bytes from `start`; fewer, or none, where the object ends before."""
+
+    @abstractmethod
+    def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
+        """Fill `buffer` from `start` on, as far as the object goes: how many bytes were read. All are of one write."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> list[Stat]:
+        """Every object whose key begins with these characters, sorted by key. `prefix` need not end at a `/`."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """After this there is no such object, whether there was one or not."""
+
+    @abstractmethod
+    def stat(self, key: str) -> Stat:
+        """Size and time of one object."""
+
+    def read(self, key: str) -> bytes:
+        """A whole object. A large one is better read by `read_into`, which needs no second copy."""
+        while True:
+            before = self.stat(key)
+            buffer = bytearray(before.nbytes)
+            if self.read_into(key, buffer) == before.nbytes and self.stat(key).etag == before.etag:
+                return bytes(buffer)
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object."""
+        try:
+            self.stat(key)
+        except NotFoundError:
+            return False
+        return True
+
+    def open_read(self, key: str) -> BinaryIO:
+        """An object as a file: seekable, buffered, to be closed by the caller.
+
+        In a bucket, an object that is replaced meanwhile may be read half from one write, half from the other.
+        """
+        return cast(BinaryIO, io.BufferedReader(_ObjectFile(self, self.stat(key)), READ_AHEAD_NBYTES))
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Let go of connections and threads. Another use opens them again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_key(key: str) -> str:
+    """The same key.
+
+    Raises:
+        UsageError: no key, or one that could leave its store.
+    """
+    if not key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
+        raise UsageError(
+            f"{key!r} is no key of a store: use parts joined by '/', such as 'run-1/step-000001.json'; no part may be "
+            "empty, '.' or '..', and the key neither begins nor ends with '/'"
+        )
+    return key
+
+
+def check_range(start: int, length: int) -> None:
+    """Raises UsageError for a range that begins before the object, or has less than no bytes."""
+    if start < 0 or length < 0:
+        raise UsageError(f"bytes from {start}, {length} of them, are no range: neither number may be negative")
+
+
+class _ObjectFile(io.RawIOBase):
+    """An object of known size, read by ranges."""
+
+    def __init__(self, backend: StorageBackend, stat: Stat) -> None:
+        self._backend = backend
+        self._stat = stat
+        self._position = 0
+
+    @property
+    def name(self) -> str:
+        return self._stat.key
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._stat.nbytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"cannot go to byte {base + offset} of {self._stat.key!r}")
+        self._position = base + offset
+        return self._position
+
+    def readall(self) -> bytes:
+        """The rest in one go; the inherited one would ask for it in pieces of a few KiB."""
+        rest = bytearray(max(0, self._stat.nbytes - self._position))
+        num_read = self.readinto(rest)
+        return bytes(memoryview(rest)[:num_read])
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = min(len(view), max(0, self._stat.nbytes - self._position))
+        if wanted == 0:
+            return 0
+        num_read = self._backend.read_into(self._stat.key, view[:wanted], self._position)
+        self._position += num_read
+        return num_read

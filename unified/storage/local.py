@@ -1,0 +1,261 @@
+"""Objects as files below a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from unified.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    StorageDeniedError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
+from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range
+from unified.storage.leftovers import is_temporary, remove_leftovers, temporary_name
+from unified.storage.sources import pieces_of
+
+NUM_TRIES = 10
+"""To find the folder still there between making it and making a file in it."""
+WRITE_NBYTES = 64 << 20
+"""At most so much in one call of the system, so that a signal need not wait long."""
+
+
+class LocalBackend(StorageBackend):
+    """Objects as files below `root`: the key `a/b` is the file `<root>/a/b`.
+
+    Works on any POSIX file system with rename and hard links, also a shared one. Links to files and folders are
+    followed. A write goes to a hidden file in the same folder first, which no listing shows; if the process is killed
+    then, the next writer of that folder removes it.
+
+    Args:
+        root: the folder; made at the first write if it is not there.
+        fsync: a write or a delete has reached the disk when it returns. Without it, a crash of the machine (not of the
+            process) may undo it.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True) -> None:
+        self.root = Path(os.path.abspath(os.path.expanduser(root)))
+        self._fsync = fsync
+        self._swept: set[Path] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalBackend({str(self.root)!r})"
+
+    def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
+        path = self._path(key)
+        with _errors(key, path, "write"):
+            if if_absent and path.exists():  # the answer before the work; the link below is what decides
+                raise FileExistsError(errno.EEXIST, "it is there", str(path))
+            temporary, descriptor = self._open_temporary(path)
+            try:
+                with os.fdopen(descriptor, "wb", buffering=0) as file:
+                    for piece in pieces_of(data):
+                        _write_all(file.fileno(), piece)
+                    if self._fsync:
+                        os.fsync(file.fileno())
+                    if if_absent:
+                        os.link(temporary, path)
+                        os.unlink(temporary)
+                    else:
+                        os.rename(temporary, path)
+                    # The descriptor is of this very write, whatever others put at the path since.
+                    stat = _stat(key, os.fstat(file.fileno()))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            self._sync_folder(path.parent)
+            return stat
+
+    def read(self, key: str) -> bytes:
+        with self._open(key) as file:
+            return file.read()
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        check_range(start, length)
+        with self._open(key) as file:
+            # Not more than there is: `length` may be a "to the end" of many terabytes, and that much would be reserved.
+            length = min(length, max(0, os.fstat(file.fileno()).st_size - start))
+            file.seek(start)
+            return file.read(length)
+
+    def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
+        view = memoryview(buffer).cast("B")
+        check_range(start, len(view))
+        with self._open(key) as file:
+            file.seek(start)
+            num_read = 0
+            while num_read < len(view) and (count := file.readinto(view[num_read:])):  # type: ignore[attr-defined]
+                num_read += count
+            return num_read
+
+    def open_read(self, key: str) -> BinaryIO:
+        path = self._path(key)
+        with _errors(key, path, "read"):
+            return open(path, "rb")
+
+    def list(self, prefix: str = "") -> list[Stat]:
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_key(folder)
+        with _errors(prefix, self.root / folder, "list"):
+            # By bytes, as S3 sorts.
+            return sorted(self._walk(folder, prefix, frozenset()), key=lambda stat: os.fsencode(stat.key))
+
+    def delete(self, key: str) -> None:
+        """After this there is no such object. Folders that it leaves empty go too, up to the root."""
+        path = self._path(key)
+        with _errors(key, path, "delete"):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            folder = path.parent
+            while folder != self.root:
+                try:
+                    folder.rmdir()
+                except OSError:  # not empty, or a writer was faster
+                    break
+                folder = folder.parent
+            self._sync_folder(folder)
+
+    def stat(self, key: str) -> Stat:
+        path = self._path(key)
+        with _errors(key, path, "stat"):
+            found = path.stat()
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "a folder", str(path))
+            return _stat(key, found)
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    @contextlib.contextmanager
+    def _open(self, key: str) -> Iterator[BinaryIO]:
+        path = self._path(key)
+        with _errors(key, path, "read"), open(path, "rb", buffering=0) as file:
+            yield file
+
+    def _open_temporary(self, path: Path) -> tuple[Path, int]:
+        """A new hidden file beside `path`, locked for as long as its writer lives."""
+        for tries_left in reversed(range(NUM_TRIES)):
+            self._make_folder(path.parent)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "a folder", str(path))
+            if path.parent not in self._swept:
+                self._swept.add(path.parent)
+                remove_leftovers(path.parent)
+            temporary = path.parent / temporary_name(secrets.token_hex(8))
+            try:
+                descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:  # a delete took the empty folder away again
+                if not tries_left:
+                    raise
+                continue
+            # Some file systems have no locks: there, leftovers stay (see `remove_leftovers`).
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return temporary, descriptor
+        raise AssertionError("unreachable")
+
+    def _make_folder(self, folder: Path) -> None:
+        missing = []
+        while not folder.is_dir():
+            missing.append(folder)
+            if folder == folder.parent:
+                break
+            folder = folder.parent
+        for each in reversed(missing):
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                each.mkdir()
+            # A file that is safe in a folder whose own name is not is lost with it.
+            self._sync_folder(each.parent)
+
+    def _sync_folder(self, folder: Path) -> None:
+        if not self._fsync:
+            return
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # a delete took it, with all that was in it
+            return
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # this file system has no such thing
+                raise
+        finally:
+            os.close(descriptor)
+
+    def _walk(self, folder: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[Stat]:
+        try:
+            here = os.stat(self.root / folder)
+            identity = (here.st_dev, here.st_ino)
+            if identity in above:  # a link to a folder that it is in
+                return
+            entries = [*os.scandir(self.root / folder)]
+        except (FileNotFoundError, NotADirectoryError):  # not there, or gone meanwhile
+            return
+        for entry in entries:
+            key = f"{folder}/{entry.name}" if folder else entry.name
+            if is_temporary(entry.name) or not (key.startswith(prefix) or prefix.startswith(f"{key}/")):
+                continue
+            if entry.is_dir():
+                yield from self._walk(key, prefix, above | {identity})
+                continue
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile, or a link to nothing
+                if entry.is_file():
+                    yield _stat(key, entry.stat())
+
+
+def _stat(key: str, found: os.stat_result) -> Stat:
+    etag = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
+    return Stat(key, found.st_size, found.st_mtime_ns / 1e9, etag)
+
+
+def _write_all(descriptor: int, piece: memoryview) -> None:
+    while len(piece):
+        piece = piece[os.write(descriptor, piece[:WRITE_NBYTES]) :]
+
+
+@contextlib.contextmanager
+def _errors(key: str, path: Path, action: str) -> Iterator[None]:
+    """Errors of the system as errors of a store."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        match error.errno:
+            case errno.ENOENT:
+                raise NotFoundError(f"cannot {action} {key!r}: there is no {path}") from error
+            case errno.EEXIST:
+                raise AlreadyExistsError(f"cannot {action} {key!r}: there is a {path} already") from error
+            case errno.EISDIR:
+                raise NotFoundError(f"cannot {action} {key!r}: {path} is a folder, not a file") from error
+            case errno.ENOTDIR:
+                kind = NotFoundError if action in ("read", "stat") else StorageError
+                raise kind(
+                    f"cannot {action} {key!r}: something on the way to {path} is a file, not a folder"
+                ) from error
+            case errno.EACCES | errno.EPERM | errno.EROFS:
+                raise StorageDeniedError(
+                    f"cannot {action} {key!r}: {path}: {reason}; check its owner and mode, and those of its folder"
+                ) from error
+            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+                raise StorageFullError(
+                    f"cannot {action} {key!r}: {path}: {reason}; nothing was changed. Make room, or store less"
+                ) from error
+            case errno.ESTALE | errno.ETIMEDOUT | errno.EHOSTDOWN | errno.ENOTCONN:
+                raise StorageUnavailableError(f"cannot {action} {key!r}: {path}: {reason}; is it mounted?") from error
+            case _:
+                raise StorageError(f"cannot {action} {key!r}: {path}: {reason}") from error

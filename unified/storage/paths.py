@@ -1,0 +1,62 @@
+"""A path or an address as a store and where in it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from typing import TYPE_CHECKING
+
+from unified.errors import UsageError
+from unified.storage.local import LocalBackend
+
+if TYPE_CHECKING:
+    from unified.storage.backend import StorageBackend
+
+
+def open_storage(
+    path: str | os.PathLike[str], *, region: str | None = None, endpoint_url: str | None = None
+) -> tuple[StorageBackend, str]:
+    """The store that a path is in, and the key, or beginning of keys, that the path is there.
+
+    ====================== ============================= ==================
+    path                   store                         key prefix
+    ====================== ============================= ==================
+    ``s3://bucket/a/b``    ``S3Backend("bucket")``       ``a/b``
+    ``/data`` (or nothing) ``LocalBackend("/data")``     nothing
+    ``/data/a.csv`` (file) ``LocalBackend("/data")``     ``a.csv``
+    ``/data/a/*.csv``      ``LocalBackend("/data/a")``   ``*.csv``
+    ====================== ============================= ==================
+
+    A slash at the end is left away. ``file://`` may stand before a local path, and `~` is the home folder.
+
+    Args:
+        region: of an S3 bucket; without it, what the environment or the user's AWS configuration says.
+        endpoint_url: of an S3 store that is not Amazon's; without it, likewise.
+
+    Raises:
+        UsageError: no path, no bucket, or a kind of store that is not known.
+    """
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        rest = text
+    elif scheme == "s3":
+        from unified.storage.s3 import S3Backend
+
+        bucket, _, prefix = rest.partition("/")
+        return S3Backend(bucket, region, endpoint_url=endpoint_url), prefix.strip("/")
+    elif scheme != "file":
+        raise UsageError(f"{text!r} is in no store that is known: give a local path, file:///path or s3://bucket/path")
+    if not rest:
+        raise UsageError("an empty path is in no store: give a local path or s3://bucket/path")
+    local = os.path.abspath(os.path.expanduser(rest))
+    if os.path.isdir(local):
+        return LocalBackend(local), ""
+    if os.path.exists(local):
+        folder, name = os.path.split(local)
+        return LocalBackend(folder), name
+    if glob.has_magic(local):
+        folder = re.split(r"[*?[]", local, maxsplit=1)[0].rpartition("/")[0]
+        return LocalBackend(folder or "/"), local[len(folder) + 1 :]
+    return LocalBackend(local), ""

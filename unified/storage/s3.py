@@ -1,0 +1,222 @@
+"""Objects in a bucket of any S3 store."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from unified.errors import StorageError, UsageError
+from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range
+from unified.storage.s3_client import S3Settings, check_endpoint, make_client, s3_errors
+from unified.storage.s3_download import Download
+from unified.storage.s3_upload import MIN_PART_NBYTES, Upload
+
+LIST_PAGE = 1000
+"""Objects in one answer of the store; its own limit is the same."""
+NUM_VERSIONS = 10
+"""An object that is replaced so often while it is read is given up."""
+
+
+class S3Backend(StorageBackend):
+    """Objects in a bucket of Amazon S3 or any store that speaks its language.
+
+    Credentials come from the standard chain (environment, AWS configuration files, the machine's role); they are
+    neither arguments nor logged. Large objects are sent and fetched in parts, several at once. Requests that fail for
+    a passing reason are repeated. A process that is killed leaves at worst parts that no listing shows and the store
+    may charge for: give the bucket a rule that ends incomplete uploads.
+
+    Args:
+        bucket: its name; it must exist.
+        region: of the bucket, such as ``"us-west-2"``; without it, what the environment or configuration says.
+        endpoint_url: of a store that is not Amazon's; without it, ``AWS_ENDPOINT_URL_S3`` and the configuration.
+        prefix: put before each key, with a `/` between.
+        part_nbytes: bytes of one part, at least 5 MiB; grows by itself for objects of more than 10 000 parts.
+        num_parallel: parts in flight at one time, which is also how many are held in memory.
+        max_attempts: how often a request is made in all, with waits that grow up to 20 s.
+        timeout_s: for a connection, and for the next bytes of an answer.
+
+    Raises:
+        UsageError: an argument that cannot be. What is wrong with the store is said by the first request.
+    """
+
+    _lock: threading.Lock
+    _client: Any
+    _threads: ThreadPoolExecutor | None
+
+    def __init__(
+        self,
+        bucket: str,
+        region: str | None = None,
+        *,
+        endpoint_url: str | None = None,
+        prefix: str = "",
+        part_nbytes: int = 8 << 20,
+        num_parallel: int = 8,
+        max_attempts: int = 5,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if not bucket or "/" in bucket:
+            raise UsageError(f"{bucket!r} is no name of a bucket: write s3://bucket/prefix, or S3Backend('bucket')")
+        if part_nbytes < MIN_PART_NBYTES:
+            raise UsageError(f"part_nbytes={part_nbytes} is too little for S3: give at least {MIN_PART_NBYTES} (5 MiB)")
+        if num_parallel < 1 or max_attempts < 1 or timeout_s <= 0:
+            raise UsageError("num_parallel and max_attempts must be at least 1, and timeout_s more than 0")
+        self.bucket = bucket
+        self.prefix = check_key(prefix.strip("/")) if prefix.strip("/") else ""
+        self._part_nbytes = part_nbytes
+        self._num_parallel = num_parallel
+        self._settings = S3Settings(
+            bucket=bucket,
+            region=region,
+            endpoint_url=check_endpoint(endpoint_url),
+            max_attempts=max_attempts,
+            # Several readers may share the backend; a connection too many is only one that is not kept.
+            num_connections=2 * num_parallel,
+            timeout_s=timeout_s,
+        )
+        self._begin()
+
+    def __repr__(self) -> str:
+        url = self._settings.endpoint_url
+        where = f", endpoint_url={url!r}" if url else ""
+        return f"S3Backend({self.bucket!r}, {self._settings.region!r}, prefix={self.prefix!r}{where})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_client", "_threads")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
+        name = self._name(key)
+        client, threads = self._connect()
+        upload = Upload(client, threads, self.bucket, name, self._part_nbytes, self._num_parallel)
+        sent = upload.send(data, if_absent=if_absent)
+        return Stat(key, sent.nbytes, sent.at, sent.etag)
+
+    def read(self, key: str) -> bytes:
+        for _ in range(NUM_VERSIONS):
+            found = self.stat(key)
+            buffer = bytearray(found.nbytes)
+            if self._fill(key, memoryview(buffer), 0, found.etag):
+                return bytes(buffer)
+        raise self._restless(key)
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        check_range(start, length)
+        if length > self._part_nbytes:  # it may be a "to the end" of many terabytes, and that much would be reserved
+            length = max(0, min(length, self.stat(key).nbytes - start))
+        buffer = bytearray(length)
+        return bytes(memoryview(buffer)[: self.read_into(key, buffer, start)])
+
+    def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
+        view = memoryview(buffer).cast("B")
+        check_range(start, len(view))
+        if 0 < len(view) <= self._part_nbytes:  # one request
+            for _ in range(NUM_VERSIONS):
+                num_read = Download(self._connect()[0], self.bucket, self._name(key)).fill(view, start)
+                if num_read is not None:
+                    return num_read
+            raise self._restless(key)
+        for _ in range(NUM_VERSIONS):
+            found = self.stat(key)
+            wanted = view[: max(0, min(len(view), found.nbytes - start))]
+            if self._fill(key, wanted, start, found.etag):
+                return len(wanted)
+        raise self._restless(key)
+
+    def list(self, prefix: str = "") -> list[Stat]:
+        client, _ = self._connect()
+        cut = len(self.prefix) + 1 if self.prefix else 0
+        start = f"{self.prefix}/{prefix}" if self.prefix else prefix
+        found = []
+        with s3_errors(self.bucket, start, "list"):
+            pages = client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.bucket, Prefix=start, PaginationConfig={"PageSize": LIST_PAGE}
+            )
+            for page in pages:
+                for each in page.get("Contents", ()):
+                    key = each["Key"][cut:]
+                    if not key.endswith("/"):  # what some tools put there as a folder
+                        found.append(Stat(key, each["Size"], each["LastModified"].timestamp(), _bare(each["ETag"])))
+        return sorted(found, key=lambda stat: stat.key.encode())
+
+    def delete(self, key: str) -> None:
+        name = self._name(key)
+        client, _ = self._connect()
+        with s3_errors(self.bucket, name, "delete"):
+            client.delete_object(Bucket=self.bucket, Key=name)
+
+    def stat(self, key: str) -> Stat:
+        name = self._name(key)
+        client, _ = self._connect()
+        with s3_errors(self.bucket, name, "stat"):
+            found = client.head_object(Bucket=self.bucket, Key=name)
+        return Stat(key, found["ContentLength"], found["LastModified"].timestamp(), _bare(found["ETag"]))
+
+    def close(self) -> None:
+        with self._lock:
+            client, threads = self._client, self._threads
+            self._client = None
+            self._threads = None
+        if threads is not None:
+            threads.shutdown(wait=True)
+        if client is not None:
+            client.close()
+
+    def _name(self, key: str) -> str:
+        return f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._client = None
+        self._threads = None
+        _BACKENDS.add(self)
+
+    def _connect(self) -> tuple[Any, ThreadPoolExecutor]:
+        with self._lock:
+            if self._client is None or self._threads is None:
+                self._client = make_client(self._settings)
+                self._threads = ThreadPoolExecutor(self._num_parallel, thread_name_prefix="unified-s3")
+            return self._client, self._threads
+
+    def _fill(self, key: str, view: memoryview, start: int, etag: str) -> bool:
+        """Fetch exactly this version into all of `view`, in parts; false: it is another version by now."""
+        client, threads = self._connect()
+        download = Download(client, self.bucket, self._name(key), etag)
+        offsets = range(0, len(view), self._part_nbytes)
+        if len(offsets) == 1:
+            return download.fill(view, start) == len(view)
+        parts = [view[offset : offset + self._part_nbytes] for offset in offsets]
+        running = [
+            threads.submit(download.fill, part, start + offset) for part, offset in zip(parts, offsets, strict=True)
+        ]
+        try:
+            return all(each.result() == len(part) for each, part in zip(running, parts, strict=True))
+        finally:
+            for each in running:
+                each.cancel()
+            wait(running)  # nothing may write into the caller's buffer after this
+
+    def _restless(self, key: str) -> StorageError:
+        return StorageError(f"cannot read s3://{self.bucket}/{self._name(key)}: it is replaced faster than read")
+
+
+def _bare(etag: str) -> str:
+    return etag.strip('"')
+
+
+_BACKENDS: weakref.WeakSet[S3Backend] = weakref.WeakSet()
+
+
+def _begin_anew_after_fork() -> None:
+    """A child shares no connection, thread or lock with its parent: two processes on one connection mix up answers."""
+    for backend in list(_BACKENDS):
+        backend._begin()
+
+
+os.register_at_fork(after_in_child=_begin_anew_after_fork)

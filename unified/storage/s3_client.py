@@ -1,0 +1,176 @@
+"""A boto3 client for any S3 store, and its errors as ours. boto3 is imported when the first client is made."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from unified.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    StorageDeniedError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+    UsageError,
+)
+
+_DENIED = {
+    "AccessDenied",
+    "AllAccessDisabled",
+    "ExpiredToken",
+    "Forbidden",
+    "InvalidAccessKeyId",
+    "InvalidClientTokenId",
+    "InvalidToken",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+}
+_FULL = {"EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
+_BUSY = {"ConditionalRequestConflict", "InternalError", "OperationAborted", "RequestTimeout", "SlowDown", "Throttling"}
+_CREDENTIALS = "the environment, the AWS configuration files, or the machine's role"
+
+
+class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the client of one bucket."""
+
+    bucket: str
+    region: str | None
+    endpoint_url: str | None
+    max_attempts: int
+    num_connections: int
+    timeout_s: float
+
+
+def make_client(settings: S3Settings) -> Any:
+    """A new client. Credentials come from the standard chain when the first request is made.
+
+    Raises:
+        ImportError: boto3 is not installed.
+        UsageError: the region or endpoint is none.
+    """
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError as error:
+        raise ImportError("S3 needs boto3: pip install 'unified-runtime[s3]'") from error
+    _keep_credentials_out_of_logs()
+    # A session of its own: boto3's default one may not be used by several threads while it makes clients.
+    session = boto3.session.Session()
+    options: dict[str, Any] = {
+        "retries": {"mode": "standard", "total_max_attempts": settings.max_attempts},
+        "max_pool_connections": settings.num_connections,
+        "connect_timeout": settings.timeout_s,
+        "read_timeout": settings.timeout_s,
+        "tcp_keepalive": True,
+        "user_agent_extra": "unified-runtime",
+    }
+
+    def build() -> Any:
+        with s3_errors(settings.bucket, "", "reach"):
+            return session.client(
+                "s3", region_name=settings.region, endpoint_url=settings.endpoint_url, config=Config(**options)
+            )
+
+    client = build()
+    if not _is_amazon(client.meta.endpoint_url):
+        # Other stores are seldom reachable as bucket.host, and many do not know Amazon's checksum headers of 2025.
+        options["s3"] = {"addressing_style": "path"}
+        for name in ("request_checksum_calculation", "response_checksum_validation"):
+            if f"AWS_{name.upper()}" not in os.environ:
+                options[name] = "when_required"
+        client.close()
+        client = build()
+    return client
+
+
+def check_endpoint(url: str | None) -> str | None:
+    """The same address.
+
+    Raises:
+        UsageError: it is none, or holds a user or a password, which errors and logs would then show.
+    """
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise UsageError(f"an endpoint_url holds no user and no password; credentials are looked for in {_CREDENTIALS}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{url!r} is no address of a store: write it as https://host or http://host:port")
+    return url
+
+
+@contextlib.contextmanager
+def s3_errors(bucket: str, key: str, action: str) -> Iterator[None]:
+    """Errors of boto3 as errors of a store. `key` is the whole one; none: it is about the bucket."""
+    from botocore import exceptions as boto
+
+    what = f"cannot {action} s3://{bucket}/{key}"
+    try:
+        yield
+    except boto.ClientError as error:
+        raise _refusal(what, bucket, error) from error
+    except (
+        boto.NoCredentialsError,
+        boto.PartialCredentialsError,
+        boto.CredentialRetrievalError,
+        boto.ProfileNotFound,
+        boto.TokenRetrievalError,
+        boto.SSOError,
+        boto.UnauthorizedSSOTokenError,
+    ) as error:
+        raise StorageDeniedError(f"{what}: no usable credentials in {_CREDENTIALS}: {error}") from error
+    except (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError) as error:
+        raise StorageUnavailableError(f"{what}: {error}; check the endpoint and the network, or try later") from error
+    except (boto.ParamValidationError, boto.InvalidRegionError, ValueError) as error:
+        raise UsageError(f"{what}: {str(error).strip()}") from error
+    except boto.BotoCoreError as error:
+        raise StorageError(f"{what}: {error}") from error
+
+
+def code_of(error: Any) -> str:
+    """The word by which S3 says what was wrong, such as ``"NoSuchKey"``; a bare number where there was no body."""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def status_of(error: Any) -> int:
+    """The HTTP status of a refusal."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _refusal(what: str, bucket: str, error: Any) -> StorageError:
+    code, status = code_of(error), status_of(error)
+    said = f"{what}: {code} (HTTP {status}): {error.response.get('Error', {}).get('Message', '')}".rstrip(": ")
+    if code == "NoSuchBucket":
+        return NotFoundError(f"{what}: there is no bucket {bucket!r} at this endpoint; make it, or check the name")
+    if status == 404:
+        return NotFoundError(f"{what}: it is not there")
+    if status == 412:
+        return AlreadyExistsError(f"{what}: it is there already")
+    if code in _DENIED or status in (401, 403):
+        return StorageDeniedError(f"{said}; check the credentials ({_CREDENTIALS}) and the bucket's policy")
+    if code in _FULL or status == 507:
+        return StorageFullError(said)
+    if status == 501:
+        return StorageError(f"{said}; this store lacks something that is needed here")
+    if code in _BUSY or status >= 500 or status == 429:
+        return StorageUnavailableError(f"{said}; try later")
+    return StorageError(said)
+
+
+def _is_amazon(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu"))
+
+
+def _keep_credentials_out_of_logs() -> None:
+    """botocore writes each request's headers, session token included, to its log at level DEBUG."""
+    logger = logging.getLogger("botocore")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
