@@ -118,6 +118,17 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
         return cls.parse(_read(Path(file)), env, str(file)) if file else cls.parse("", env)
 
     @classmethod
+    def load_shared(cls) -> Self:
+        """What ``UNIFIED_CONFIG`` and the environment say to all alike: not who this process is, nor what may be wrong
+        about that.
+
+        Raises:
+            OptionError: as `load`.
+        """
+        own = set(VARIABLES.values())
+        return cls.load(env={name: text for name, text in os.environ.items() if name not in own})
+
+    @classmethod
     def parse(cls, text: str, env: Mapping[str, str], name: str = "the settings") -> Self:
         """The settings that a file of this text and this environment make together.
 

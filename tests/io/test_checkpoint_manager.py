@@ -23,6 +23,7 @@ from unified.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     CheckpointTimeoutError,
+    OptionError,
     UsageError,
 )
 from unified.storage import LocalBackend
@@ -421,3 +422,25 @@ def test_objects_need_trust(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="weights_only=False"):
             manager.load_state()
         assert manager.load_state(weights_only=False) == {"path": Path("here")}
+
+
+def test_what_is_not_given_is_as_the_settings_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "runtime.toml"
+    config.write_text('[checkpoint]\nkeep_last_n = 2\ninterval_steps = 10\ncompression = "gzip"\n')
+    monkeypatch.setenv("UNIFIED_CONFIG", str(config))
+    with CheckpointManager(tmp_path / "store") as manager:
+        for step in (10, 15, 20, 30):
+            manager.save_bytes(b"x" * 10_000, step)
+        manager.wait()
+        assert manager.steps() == [20, 30]
+        latest = manager.latest_checkpoint()
+        assert latest is not None
+        assert latest.compression == "gzip"
+        assert manager.load_bytes() == b"x" * 10_000
+    with CheckpointManager(tmp_path / "other", keep_last_n=None, interval_steps=None, compression=None) as manager:
+        for step in (1, 2, 3):
+            manager.save_bytes(b"x", step)
+        assert manager.steps() == [1, 2, 3]
+    monkeypatch.setenv("UNIFIED_CHECKPOINT_KEEP_LAST_N", "0")
+    with pytest.raises(OptionError, match="UNIFIED_CHECKPOINT_KEEP_LAST_N"):
+        CheckpointManager(tmp_path / "third")

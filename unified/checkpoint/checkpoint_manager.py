@@ -17,7 +17,7 @@ from unified.checkpoint.background import BackgroundSaver
 from unified.checkpoint.compression import Chunk, check_compression
 from unified.checkpoint.loading import LoadReport, Wanted, load
 from unified.checkpoint.manifest import Kind, Manifest, check_step
-from unified.checkpoint.options import check_counts, this_writer
+from unified.checkpoint.options import FROM_SETTINGS, FromSettings, check_counts, this_writer
 from unified.checkpoint.payloads import BytesPayload, Payload
 from unified.checkpoint.places import open_place
 from unified.checkpoint.reports import report, tell_of_failed, tell_of_given_way
@@ -26,6 +26,7 @@ from unified.checkpoint.save_queue import Save, SaveQueue, WhenFull
 from unified.checkpoint.store import Order
 from unified.core.backoff import Backoff
 from unified.errors import UsageError
+from unified.runtime_settings import RuntimeSettings
 
 if TYPE_CHECKING:
     from unified.checkpoint.staging import Stager
@@ -51,9 +52,10 @@ class CheckpointManager(RunFiles):
     Args:
         storage_path: a directory, made when needed; or ``s3://bucket/prefix``.
         backend: ``"local"``; ``"s3"``, for which `storage_path` may also be a prefix in `bucket`; or a storage.
-        keep_last_n: how many good checkpoints stay; None: all.
-        compression: ``"gzip"``, ``"zstd"`` (extra ``zstd``) or None.
-        interval_steps: save at multiples of it alone, and do nothing at other steps; None: whenever asked.
+        keep_last_n: how many good checkpoints stay; None: all. Default: as ``[checkpoint]`` of the settings says, or 5.
+        compression: ``"gzip"``, ``"zstd"`` (extra ``zstd``) or None. Default: the settings', or None.
+        interval_steps: save at multiples of it alone, and do nothing at other steps; None: whenever asked. Default: the
+            settings', or None.
         run_id, framework: keep everything under ``<storage_path>/<run_id>/framework=<framework>/``, checkpoints in its
             ``checkpoints/``, as the training service does.
         bucket: for S3, where `storage_path` names none; by default the environment's ``UNIFIED_STORAGE_BUCKET``.
@@ -69,7 +71,7 @@ class CheckpointManager(RunFiles):
         last_load: how the last load of this manager went: which step, and what was skipped because it is damaged.
 
     Raises:
-        UsageError: an argument that cannot be.
+        UsageError: an argument that cannot be, or a setting (an OptionError).
         ImportError: S3 or the compression needs an extra.
     """
 
@@ -78,9 +80,9 @@ class CheckpointManager(RunFiles):
         storage_path: str | os.PathLike[str],
         backend: Literal["local", "s3"] | StorageBackend = "local",
         *,
-        keep_last_n: int | None = 5,
-        compression: str | None = None,
-        interval_steps: int | None = None,
+        keep_last_n: int | FromSettings | None = FROM_SETTINGS,
+        compression: str | FromSettings | None = FROM_SETTINGS,
+        interval_steps: int | FromSettings | None = FROM_SETTINGS,
         run_id: str | None = None,
         framework: str | None = None,
         bucket: str | None = None,
@@ -93,6 +95,10 @@ class CheckpointManager(RunFiles):
         world_size: int | None = None,
         on_saved: Listener | None = None,
     ) -> None:
+        settings = RuntimeSettings.load_shared().checkpoint
+        keep_last_n = settings.keep_last_n if keep_last_n is FROM_SETTINGS else keep_last_n
+        compression = settings.compression if compression is FROM_SETTINGS else compression
+        interval_steps = settings.interval_steps if interval_steps is FROM_SETTINGS else interval_steps
         check_counts(keep_last_n=keep_last_n, interval_steps=interval_steps, max_tries=max_tries)
         if when_full not in ("newest", "wait"):
             raise UsageError(f"when_full is 'newest' or 'wait', not {when_full!r}.")

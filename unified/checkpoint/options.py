@@ -6,9 +6,24 @@ import os
 import secrets
 import socket
 import time
+from enum import Enum
+from typing import Final
 
 from unified.checkpoint.writers import Writer
 from unified.errors import UsageError
+
+
+class FromSettings(Enum):
+    """A type of its own, since None says something else."""
+
+    FROM_SETTINGS = "as the settings have it"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+FROM_SETTINGS: Final = FromSettings.FROM_SETTINGS
+"""Not given: `unified.runtime_settings.CheckpointSettings` decides."""
 
 
 def check_counts(**counts: int | None) -> None:

@@ -59,7 +59,7 @@ def open_place(
         if not bucket:
             from unified.runtime_settings import RuntimeSettings
 
-            settings = RuntimeSettings.load().storage
+            settings = RuntimeSettings.load_shared().storage
             bucket, region = settings.bucket, settings.region or None
         if not bucket:
             raise UsageError(

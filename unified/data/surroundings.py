@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from unified.data.client import COORDINATOR_VARIABLE, LOCAL, Coordinator, RemoteCoordinator, parse_coordinator
 from unified.data.local_coordinator import embedded_coordinator
 from unified.errors import NotInWorkerError, UsageError
-from unified.runtime_settings import VARIABLES, RuntimeSettings
+from unified.runtime_settings import RuntimeSettings
 from unified.worker.context import Worker, current_worker
 
 
@@ -52,8 +52,7 @@ def settings() -> RuntimeSettings:
     Raises:
         UsageError: a key or a value that cannot be.
     """
-    stands = set(VARIABLES.values())
-    return RuntimeSettings.load(env={name: text for name, text in os.environ.items() if name not in stands})
+    return RuntimeSettings.load_shared()
 
 
 _introduced: dict[tuple[str, int, int], str] = {}
