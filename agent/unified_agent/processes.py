@@ -174,20 +174,18 @@ class Processes:
 
     def reap(self) -> None:
         """Look at every child of the agent's own that has ended. To be called upon SIGCHLD."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            code = os.waitstatus_to_exitcode(status)
+        has_lost_stray = False
+        while (ended := _ended_child()) is not None:
+            pid, code = ended
             zygote = self._running.pop(pid, None)
             if zygote is not None:
                 self._on_zygote_ended(zygote, code)
                 continue
+            has_lost_stray = True
             for child in [child for child in self._children.values() if child.pid == pid]:
                 self._end(child, code)  # adopted from a dead zygote
+        if has_lost_stray:  # its own children are ours now
+            self._kill_strays()
 
     def close(self) -> None:
         """End every child; returns when they are gone."""
@@ -401,6 +399,15 @@ class Processes:
             if route.startswith("ipc://") and path.is_relative_to(self._run_dir) and ".." not in path.parts:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def _ended_child() -> tuple[int, int] | None:
+    """Pid and exit code of a child that has ended; None if there is no other."""
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
 def _why_no_zygote(zygote: Zygote, how: str) -> str:
