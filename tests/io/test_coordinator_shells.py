@@ -153,7 +153,9 @@ def test_heartbeats_go_on_while_the_loop_is_busy(join: Join, coordinator: Coordi
         await busy.register_worker()
         await watcher.register_worker()
         threading.Event().wait(1.0)  # a training step that does not let the event loop go on
-        await asyncio.gather(busy.wait_barrier("b"), watcher.wait_barrier("b"))
+        releases = await asyncio.gather(busy.wait_barrier("b"), watcher.wait_barrier("b"))
+        assert busy.is_registered
+        assert [release.released_by for release in releases] == ["arrived"] * 2
 
     run(work())
 

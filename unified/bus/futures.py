@@ -287,12 +287,13 @@ class RpcFuture(Future[T]):
         if link is not None:
             link.want()
         try:
-            with self._make_condition():
+            condition = self._make_condition()
+            with condition:
                 while not self.has_ended():
                     left_s = None if until is None else until - time.monotonic()
                     if left_s is not None and left_s <= 0:
                         return
-                    self._make_condition().wait(None if left_s is None else min(left_s, _LONGEST_SLEEP_S))
+                    condition.wait(None if left_s is None else min(left_s, _LONGEST_SLEEP_S))
         finally:
             if link is not None:
                 link.unwant()
