@@ -46,9 +46,7 @@ class PlayedMaster:
     """A ROUTER in the test's own hands."""
 
     def __init__(self, key: ClusterKey | None = None) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.key = key
-        self.gate = Gatekeeper(self._context, None, name="played")
         self.address = ""
         self.listen("tcp://127.0.0.1:*")
         self.generation = 0
@@ -57,6 +55,9 @@ class PlayedMaster:
         """The observed set that was heard last."""
 
     def listen(self, address: str = "") -> None:
+        # A context of its own each time, as a master that is started again has: sockets that were just closed keep
+        # their inproc names until ZeroMQ's reaper has got to them.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self.gate = Gatekeeper(self._context, self.key, name="played")
@@ -75,7 +76,7 @@ class PlayedMaster:
 
     def hang_up(self) -> None:
         self.gate.close()
-        self._socket.close()
+        self._context.destroy(0)  # of a test that failed, sockets may be open
 
     def hear(self, kind: type[M], is_so: Callable[[M], bool] = lambda message: True) -> M:
         """The next message of a kind of which something is so; heartbeats are answered meanwhile."""
@@ -122,7 +123,6 @@ class PlayedMaster:
 
     def close(self) -> None:
         self.hang_up()
-        self._context.destroy(0)  # of a test that failed, sockets may be open
 
 
 def by_life(message: ObservedWorkers) -> dict[str, ObservedWorker]:
