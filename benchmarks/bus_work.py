@@ -30,7 +30,7 @@ QUEUE_BATCHES = 20
 SETTLE_S = 6.0
 """Between the start of a runtime and the first reading, so that what it prepares in the background is there."""
 FEWEST_READINGS = 3
-STEADY_S = 0.3
+STEADY_S = 1.0
 """Readings are taken until this time has passed, and the median counts: the first may meet memory that is new."""
 MOST_READINGS = 9
 

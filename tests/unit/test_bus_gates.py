@@ -97,3 +97,15 @@ def test_pace_has_to_be_shown_again_after_a_long_run() -> None:
     assert not pace.is_short
     pace.took(0.0001)
     assert pace.is_short
+
+
+def test_pace_forgives_a_long_call_after_many_short_ones() -> None:
+    pace = Pace()
+    for _ in range(Pace.MANY):
+        pace.took(0.0001)
+    pace.took(0.5)
+    assert pace.is_short
+    for _ in range(Pace.MANY - 1):
+        pace.took(0.0001)
+    pace.took(0.5)
+    assert not pace.is_short

@@ -88,23 +88,33 @@ class StartOrder:
 
 
 class Pace:
-    """Whether a method has shown that it is short."""
+    """Whether a method has shown that it is short.
+
+    Seconds are those of the clock on the wall, so that a short call is long when its thread loses the processor in the
+    midst of it: one long call after many short ones changes nothing.
+    """
 
     SHORT_S = 0.0002
     LONG_S = 0.001
+    MANY = 32
 
     def __init__(self) -> None:
         self.is_short = False
         self._num_short = 0
+        """Calls since the last long one."""
         self._needed = 4
 
     def took(self, seconds: float) -> None:
         """A call of it ran so long."""
         if seconds < self.SHORT_S:
             self._num_short += 1
-            self.is_short = self._num_short >= self._needed
-        elif seconds >= self.LONG_S or not self.is_short:
+            if self._num_short >= self._needed:
+                self.is_short = True
+        elif not self.is_short or (seconds >= self.LONG_S and self._num_short < self.MANY):
             self.forget()
+        elif seconds >= self.LONG_S:
+            self._num_short = 0
+            self._needed = max(self._needed // 4, 4)
 
     def forget(self) -> None:
         """It was long, or waited: it has to show for longer now that it is not."""

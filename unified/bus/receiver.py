@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -27,6 +28,8 @@ TICK_S = 0.002
 LEFT_TICKS = 8
 """How long answers may lie that nobody waits for: a thread that makes many calls would be disturbed by another that
 receives their answers meanwhile."""
+SENDING_TICKS = 50
+"""The same while that thread goes on sending on the link."""
 MAX_THREADS = 64
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -184,10 +187,11 @@ class Receiver:
     def tick(self) -> bool:
         """Look after what was left alone too long; False when there is nothing to look after."""
         self._is_ticking = False  # first: what begins from here on calls for ticks itself
+        now = time.monotonic() if self._left else 0.0
         for link, (num_reads, num_ticks) in list(self._left.items()):
             if link.num_reads != num_reads or link.reader:
                 self._left[link] = (link.num_reads, 0)
-            elif num_ticks < LEFT_TICKS:
+            elif num_ticks < (SENDING_TICKS if now - link.sent_at < 2 * TICK_S else LEFT_TICKS):
                 self._left[link] = (num_reads, num_ticks + 1)
             else:
                 self._left.pop(link, None)
