@@ -10,11 +10,12 @@ SECONDS ?= 600
 PEERS := out/peers
 PEER_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST ?= $(BIN)/python -m pytest --quiet
-PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile
+PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=$(DIST)
+DIST ?= loadfile
 NOT_HERE := not gpu and not netns and not slurm and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test check lint types layers unit fix sim bench bench-launch bench-bus peers soak docs clean
+.PHONY: help setup demo example test test-slow check lint types layers unit fix sim bench bench-launch bench-bus peers soak docs clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,8 +28,12 @@ demo: $(VENV)/.installed-examples ## train a small GPT on 2 ranks over 2 local a
 example: $(VENV)/.installed-examples ## run another example: make example N=actors
 	@$(BIN)/python examples/$(N)/submit.py
 
-test: setup lint types layers ## everything that needs no special machine: linters, types, layers and all tests
-	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE)" $(if $(REPORT),--junit-xml=$(REPORT))
+test: setup lint types layers ## linters, types, layers, and all tests that need no special machine but the slow ones
+	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and not slow" $(if $(REPORT),--junit-xml=$(REPORT))
+
+test-slow: DIST := load
+test-slow: setup ## the tests that `make test` leaves out: whole examples, and kills by the hundred
+	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and slow" $(if $(REPORT),--junit-xml=$(REPORT))
 
 check: setup lint types layers unit ## what to run before a commit: everything but the slow tests
 

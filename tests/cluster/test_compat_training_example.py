@@ -17,7 +17,7 @@ import pytest
 
 from unified.testing import LocalCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 # Document 5, "Full Training Example".
 EXAMPLE = """

@@ -15,7 +15,7 @@ import pytest
 from unified.errors import RefusedError
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(180)]
 
 SUBMIT = Path(__file__).parents[2] / "examples" / "rl" / "submit.py"
 Cluster = Callable[..., LocalCluster]

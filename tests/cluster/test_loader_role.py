@@ -163,6 +163,7 @@ def test_batches_of_a_loader_role(local_cluster: Cluster, project: Project, rout
     assert handle.wait(timeout=50) == 0, "\n".join(handle.logs())
 
 
+@pytest.mark.slow
 def test_killed_loader_workers_cost_no_batch(local_cluster: Cluster, project: Project) -> None:
     project(data=DATA, killer=KILLER)
     handle = local_cluster(nodes=2, devices=2).submit(job_of("killer.run"), "killed", failover_exec_strategy=2)
@@ -171,6 +172,7 @@ def test_killed_loader_workers_cost_no_batch(local_cluster: Cluster, project: Pr
     assert sum(lives.values()) >= 2, lives
 
 
+@pytest.mark.slow
 def test_what_a_script_defines_travels_by_value(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
     project(script=SCRIPT)
     handle = local_cluster(nodes=2, devices=2).submit(job_of(f"{tmp_path}/project/script.py"), "script")

@@ -102,6 +102,7 @@ def test_a_failure_names_worker_limit_and_traceback(local_cluster: Start, make: 
     assert Path(end.log_file).is_file()
 
 
+@pytest.mark.slow
 def test_a_killed_agent_takes_its_workers_with_it(local_cluster: Start, make: Callable[..., JobSpec]) -> None:
     cluster = local_cluster(nodes=2, devices=1)
     handle = cluster.submit(make("pause"))
@@ -135,6 +136,7 @@ def test_a_job_outlives_its_driver(local_cluster: Start, make: Callable[..., Job
     eventually(lambda: not any(process.is_alive(pid) for pid in pids.values()), message="a worker outlived its job")
 
 
+@pytest.mark.slow
 def test_what_a_worker_left_is_named(tmp_path: Path, make: Callable[..., JobSpec]) -> None:
     cluster = LocalCluster(1, 2, home=tmp_path / "home").start()
     try:

@@ -179,6 +179,7 @@ def test_a_producer_is_killed_in_the_middle_of_a_put(
     assert lines(tmp_path, "done") == [f"{number} {number}" for number in range(4)]
 
 
+@pytest.mark.slow
 def test_owner_of_a_durable_queue_is_killed_again_and_again(
     local_cluster: Cluster, write: Callable[[str], None], tmp_path: Path
 ) -> None:

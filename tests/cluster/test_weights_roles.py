@@ -17,7 +17,7 @@ from unified.client.handle import JobHandle
 from unified.protocol.records import Stage
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 MODULE = """
 import pathlib, threading
