@@ -69,8 +69,8 @@ class RpcFuture(Future[T]):
     """Both are made with the condition, without which nobody reads or writes them."""
     _is_wanted = False
     """Its answer is to be received though no thread may be waiting for it."""
-    _wants = False
-    """Its link knows that."""
+    _wants: object = None
+    """Its link knows that: set once, by the first of two threads that try."""
     link: Link | None = None
     """On which its answer will come, where a waiting thread can receive it itself."""
     parts: Sequence[Future[Any]] = ()
@@ -134,10 +134,9 @@ class RpcFuture(Future[T]):
         for part in self.parts:
             if isinstance(part, RpcFuture):
                 part.be_received(at_once=at_once)
-        link = self.link
-        if link is None or self._wants or self._state in _ENDED:
+        link, mine = self.link, object()
+        if link is None or self._state in _ENDED or self.__dict__.setdefault("_wants", mine) is not mine:
             return
-        self._wants = True
         if at_once:
             link.release()
         link.want()
@@ -164,7 +163,7 @@ class RpcFuture(Future[T]):
 
     def _unwant_link(self) -> None:
         """Once, of two that try: it was ended, or had been meanwhile."""
-        if self.__dict__.pop("_wants", False) and self.link is not None:
+        if self.__dict__.pop("_wants", None) is not None and self.link is not None:
             self.link.unwant()
 
     def result(self, timeout: float | None = None) -> T:
