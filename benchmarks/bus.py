@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,27 +36,10 @@ Measure = Callable[[list[str]], bus_ours.Figures]
 def main() -> int:
     args = parse()
     if args.check_only:
-        return check(json.loads((args.out / "bus.json").read_text())["medians"])
+        return check(bus_checks.verdicts(json.loads((args.out / "bus.json").read_text())["medians"]))
     contenders, missing = chosen(args.contenders)
-    figures: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
-    problems: list[str] = []
     touch(WARM_MIB)
-    for number in range(args.rounds):
-        order = list(contenders)
-        for name in order[number % len(order) :] + order[: number % len(order)]:
-            began = time.perf_counter()
-            values, errors = contenders[name](args.rows)
-            for row, value in values.items():  # some come along with others
-                if not args.rows or row.removeprefix("inline_") in args.rows:
-                    figures[name].setdefault(row, []).append(value)
-            problems += [f"round {number + 1}, {name}: {error}" for error in errors]
-            note = f", {len(errors)} problems" if errors else ""
-            print(
-                f"round {number + 1}/{args.rounds} {name}: {len(values)} figures in "
-                f"{time.perf_counter() - began:.0f} s{note}",
-                file=sys.stderr,
-                flush=True,
-            )
+    figures, problems = interleaved(contenders, args.rows, args.rounds)
     result = {
         "machine": machine(),
         "rounds": args.rounds,
@@ -73,7 +56,7 @@ def main() -> int:
     bus_report.show(result)
     if args.readme:
         fill(README, bus_report.markdown(result), MARK)
-    code = check(bus_checks.medians(figures)) if args.check else 0
+    code = check(bus_checks.verdicts(bus_checks.medians(figures))) if args.check else 0
     return 1 if problems else code
 
 
@@ -118,6 +101,31 @@ def chosen(asked: list[str]) -> tuple[dict[str, Measure], list[str]]:
     return {name: way for name, way in wanted.items() if name not in missing}, missing
 
 
+def interleaved(
+    contenders: dict[str, Measure], rows: list[str], rounds: int
+) -> tuple[dict[str, dict[str, list[float]]], list[str]]:
+    """Each contender once a round, in an order that rotates: the figures by contender and row, and what went wrong."""
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
+    problems: list[str] = []
+    for number in range(rounds):
+        order = list(contenders)
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            began = time.perf_counter()
+            values, errors = contenders[name](rows)
+            for row, value in values.items():  # some come along with others
+                if not rows or row.removeprefix("inline_") in rows:
+                    figures[name].setdefault(row, []).append(value)
+            problems += [f"round {number + 1}, {name}: {error}" for error in errors]
+            note = f", {len(errors)} problems" if errors else ""
+            print(
+                f"round {number + 1}/{rounds} {name}: {len(values)} figures in "
+                f"{time.perf_counter() - began:.0f} s{note}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return figures, problems
+
+
 def run(command: Sequence[str | Path], rows: list[str]) -> bus_ours.Figures:
     """A program that takes rows as arguments and prints one JSON line a figure; one that hangs is killed."""
     process = subprocess.Popen(
@@ -160,9 +168,9 @@ def touch(mib: int) -> None:
     np.ones(mib * work.MIB, np.uint8)
 
 
-def check(medians: bus_checks.Medians) -> int:
+def check(verdicts: Iterable[bus_checks.Verdict]) -> int:
     """Print each floor; 1 if one was missed."""
-    found = list(bus_checks.verdicts(medians))
+    found = list(verdicts)
     for verdict in found:
         print(verdict)
     counts = {word: sum(verdict.word == word for verdict in found) for word in ("pass", "FAIL", "not measured")}

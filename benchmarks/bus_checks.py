@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import bus_work as work
@@ -48,8 +48,9 @@ def _floor(row: str, peer: str, at_least: float, *, contender: str = "direct", p
 
 
 LARGE = {"fanout", *(f"{way}_{mib}MiB" for mib in work.ARRAYS if mib > 1 for way in ("arg", "ret"))}
-NO_MEASURE = {"rss_children"}
-"""Each of our workers shares the pages of the process it was forked from, and resident sizes count them for each."""
+NO_MEASURE = {"rss_children", *(row.name for row in work.ROWS if row.plain)}
+"""Each of our workers shares the pages of the process it was forked from, and resident sizes count them for each.
+What only ours has is no floor."""
 FLOORS = [
     _floor("sync_p50", "ray", 4),
     _floor("async_1_1", "ray", 6),
@@ -74,16 +75,18 @@ def medians(figures: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[
     }
 
 
-def times_better(row: str, ours: float, theirs: float) -> float:
+def times_better(row: str, ours: float, theirs: float, rows: Iterable[work.Row] = work.ROWS) -> float:
     """Above 1: ours is better, whichever way is better on that row."""
-    is_rate = next(each.is_rate for each in work.ROWS if each.name == row)
+    is_rate = next(each.is_rate for each in rows if each.name == row)
     better, worse = (ours, theirs) if is_rate else (theirs, ours)
     return better / worse if worse else float("inf")
 
 
-def verdicts(found: Medians) -> Iterator[Verdict]:
-    for floor in FLOORS:
+def verdicts(
+    found: Medians, floors: Iterable[Floor] = FLOORS, rows: Sequence[work.Row] = work.ROWS
+) -> Iterator[Verdict]:
+    for floor in floors:
         ours = found.get(floor.contender, {}).get(floor.row)
         theirs = found.get(floor.peer, {}).get(floor.peer_row)
-        ratio = None if ours is None or theirs is None else times_better(floor.row, ours, theirs)
+        ratio = None if ours is None or theirs is None else times_better(floor.row, ours, theirs, rows)
         yield Verdict(floor, ratio)

@@ -14,7 +14,7 @@ from typing import Any
 import bus_work as work
 import numpy as np
 
-from unified import RoleActor, RoleGroup, current_worker, rpc
+from unified import RoleActor, RoleGroup, current_worker, rpc, shared_empty
 from unified.client.daemons import marked_processes
 from unified.client.embedded import CLUSTER_VARIABLE
 
@@ -50,6 +50,16 @@ class Echo:
     def make(self, nbytes: int) -> Any:
         return np.ones(nbytes, np.uint8)
 
+    @rpc
+    def make_shared(self, nbytes: int) -> Any:
+        return shared_ones(nbytes)
+
+
+def shared_ones(nbytes: int) -> Any:
+    array = shared_empty(nbytes, "uint8")
+    array.fill(1)
+    return array
+
 
 class Caller:
     """A second and a third process that call."""
@@ -69,7 +79,7 @@ class Bench:
     def run(self) -> None:
         self.echo = RoleGroup("echo")
         self.echo.call("nop").result(WAIT_S)
-        for part in (self.calls, self.arrays, self.fan_out, self.queue, self.memory):
+        for part in (self.calls, self.arrays, self.shared_arrays, self.fan_out, self.queue, self.memory):
             try:
                 part()
             except Exception:  # the other parts are worth having
@@ -114,6 +124,19 @@ class Bench:
             array = np.ones(mib * work.MIB, np.uint8)
             self.rate(f"arg_{mib}MiB", mib, times, partial(ask, echo, "nbytes_of", array))
             self.rate(f"ret_{mib}MiB", mib, times, partial(ask, echo, "make", mib * work.MIB))
+
+    def shared_arrays(self) -> None:
+        echo = self.echo[0]
+        for mib in work.IN_PLACE:
+            if not wanted(f"arg_{mib}MiB_shared", f"ret_{mib}MiB_shared"):
+                continue
+            nbytes, times = mib * work.MIB, work.ARRAYS[mib]
+
+            def send(nbytes: int = nbytes) -> None:
+                ask(echo, "nbytes_of", shared_ones(nbytes))
+
+            self.rate(f"arg_{mib}MiB_shared", mib, times, send)
+            self.rate(f"ret_{mib}MiB_shared", mib, times, partial(ask, echo, "make_shared", nbytes))
 
     def fan_out(self) -> None:
         if wanted("fanout"):

@@ -36,12 +36,12 @@ class Line(NamedTuple):
 def lines(result: dict[str, Any]) -> Iterator[Line]:
     found = result["medians"]
     for row in work.ROWS:
-        values = [found.get(name, {}).get(row.name) for name in result["contenders"]]
-        if any(value is not None for value in values):
+        values = [_figure(found, name, row) for name in result["contenders"]]
+        if any(row.name in found.get(name, {}) for name in result["contenders"]):
             yield Line(
                 f"{row.title}, {row.unit}",
-                ["–" if value is None else _short(value) for value in values],
-                [_ratio(found, row.name, peer) for peer in peers_of(result)],
+                ["–" if value is None else short(value) for value in values],
+                [_ratio(found, row, peer) for peer in peers_of(result)],
             )
 
 
@@ -79,10 +79,11 @@ def footnote(result: dict[str, Any]) -> str:
     machine = result["machine"]
     versions = ", ".join(f"{_title(name)} {version}" for name, version in result["versions"].items())
     missing = "".join(f" {_title(name)} is not installed here." for name in result["missing"])
+    plain = " In shared memory: only ours can; beside it stand the peers' plain arrays." if peers_of(result) else ""
     return (
         f"Medians of {result['rounds']} rounds, contenders in turn, on {machine['cores']} cores, Python "
         f"{machine['python']}, {machine['date']}; {versions}. “× Ray” is how many times better ours, direct, is."
-        f"{missing}"
+        f"{plain}{missing}"
     )
 
 
@@ -94,13 +95,13 @@ def plot(result: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     found, peers = result["medians"], peers_of(result)
-    rows = [row for row in work.ROWS if any(_ratio(found, row.name, peer) != "–" for peer in peers)]
+    rows = [row for row in work.ROWS if any(_ratio(found, row, peer) != "–" for peer in peers)]
     if not rows:
         return
     figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.42 * len(rows)), layout="constrained")
     height = 0.8 / len(peers)
     for place, peer in enumerate(peers):
-        there = [(at, ratio) for at, row in enumerate(rows) if (ratio := better(found, row.name, peer)) is not None]
+        there = [(at, ratio) for at, row in enumerate(rows) if (ratio := better(found, row, peer)) is not None]
         bars = axes.barh(
             [at + (place - (len(peers) - 1) / 2) * height for at, _ in there],
             [ratio - 1 for _, ratio in there],
@@ -119,13 +120,18 @@ def plot(result: dict[str, Any], file: Path) -> None:
     pyplot.close(figure)
 
 
-def better(found: bus_checks.Medians, row: str, peer: str) -> float | None:
+def better(found: bus_checks.Medians, row: work.Row, peer: str) -> float | None:
     """How many times better ours, direct, is than a peer; None where one was not measured."""
-    ours, theirs = found.get("direct", {}).get(row), found.get(peer, {}).get(row)
-    return None if ours is None or theirs is None else bus_checks.times_better(row, ours, theirs)
+    ours, theirs = _figure(found, "direct", row), _figure(found, peer, row)
+    return None if ours is None or theirs is None else bus_checks.times_better(row.name, ours, theirs)
 
 
-def _ratio(found: bus_checks.Medians, row: str, peer: str) -> str:
+def _figure(found: bus_checks.Medians, contender: str, row: work.Row) -> float | None:
+    name = row.plain if row.plain and contender in PEERS else row.name
+    return found.get(contender, {}).get(name)
+
+
+def _ratio(found: bus_checks.Medians, row: work.Row, peer: str) -> str:
     ratio = better(found, row, peer)
     return "–" if ratio is None else f"{ratio:.1f}"
 
@@ -133,7 +139,7 @@ def _ratio(found: bus_checks.Medians, row: str, peer: str) -> str:
 def _inline(result: dict[str, Any]) -> Iterator[str]:
     ours = result["medians"].get("direct", {})
     parts = [
-        f"{row.title} {_short(ours[f'inline_{row.name}'])} {row.unit}"
+        f"{row.title} {short(ours[f'inline_{row.name}'])} {row.unit}"
         for row in work.ROWS
         if f"inline_{row.name}" in ours
     ]
@@ -145,7 +151,7 @@ def _title(name: str) -> str:
     return TITLES[name]
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Three digits that mean something."""
     if value >= 100:
         return f"{value:,.0f}".replace(",", " ")

@@ -43,8 +43,12 @@ class Row(NamedTuple):
     unit: str
     is_rate: bool
     """More is better."""
+    plain: str = ""
+    """Name of the row whose figure stands here for peers, which have no such thing."""
 
 
+IN_PLACE = [mib for mib in ARRAYS if mib > 1]
+"""MiB of the arrays that ours makes in shared memory, too."""
 ROWS = [
     Row("sync_p50", "sync call, median", "µs", False),
     Row("sync_p99", "sync call, p99", "µs", False),
@@ -52,6 +56,11 @@ ROWS = [
     Row("async_2_2", "pipelined calls, 2 to 2", "calls/s", True),
     *(Row(f"arg_{mib}MiB", f"argument of {mib} MiB", "GiB/s", True) for mib in ARRAYS),
     *(Row(f"ret_{mib}MiB", f"result of {mib} MiB", "GiB/s", True) for mib in ARRAYS),
+    *(
+        Row(f"{way}_{mib}MiB_shared", f"{title} of {mib} MiB, in shared memory", "GiB/s", True, f"{way}_{mib}MiB")
+        for way, title in (("arg", "made argument"), ("ret", "result"))
+        for mib in IN_PLACE
+    ),
     Row("fanout", f"{FANOUT_MIB} MiB to {WORKERS} workers", "GiB/s", True),
     Row("queue_single", "queue, one item a call", "items/s", True),
     Row("queue_batch100", f"queue, {QUEUE_BATCH} items a call", "items/s", True),

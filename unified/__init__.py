@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         export_rpc_method,
         patch_dataloader_ray,
         rpc,
+        shared_empty,
     )
     from unified.client.handle import JobHandle
     from unified.errors import UnifiedError
@@ -62,6 +63,7 @@ __all__ = [
     "export_rpc_method",
     "patch_dataloader_ray",
     "rpc",
+    "shared_empty",
 ]
 
 __getattr__, __dir__ = lazy.exports(
@@ -89,6 +91,7 @@ __getattr__, __dir__ = lazy.exports(
             "export_rpc_method",
             "patch_dataloader_ray",
             "rpc",
+            "shared_empty",
         ],
         "unified.client.handle": ["JobHandle"],
         "unified.errors": ["UnifiedError"],

@@ -20,6 +20,7 @@ Nothing here imports torch, and nothing but pytest and the standard library is i
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -283,14 +284,17 @@ def _shared_memory() -> set[str]:
 
 
 def _is_in_use(path: str) -> bool:
-    """Whether a living process has it mapped: then it is of another program that runs beside this test."""
+    """Whether a living process has it mapped or open: then it is of another program that runs beside this test."""
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                if path in Path(f"/proc/{entry}/maps").read_text():
-                    return True
-            except OSError:
-                continue
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if path in Path(f"/proc/{entry}/maps").read_text():
+                return True
+            for number in os.listdir(f"/proc/{entry}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{entry}/fd/{number}") == path:
+                        return True
     return False
 
 

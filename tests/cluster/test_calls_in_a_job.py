@@ -17,7 +17,7 @@ Cluster = Callable[..., LocalCluster]
 SERVICE = '''
 import asyncio, os, resource, time
 import numpy as np
-from unified import current_worker, export_rpc_instance, rpc
+from unified import current_worker, export_rpc_instance, rpc, shared_empty
 
 class Letters:
     """Exported under a name of its own."""
@@ -80,6 +80,17 @@ class Service:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         array = np.ones(nbytes, np.uint8)
         return array, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    @rpc()
+    def make_shared(self):
+        array = shared_empty(1 << 20, "uint8")
+        array.fill(1)
+        self.first = array[:1]
+        return array
+
+    @rpc()
+    def change(self):
+        self.first[0] = 9
 '''
 
 DRIVER = """
@@ -145,6 +156,10 @@ def results():
     actor = RoleGroup("service")[0]
     faults = [actor.call("make", 64 << 20).result()[1] for _ in range(12)]
     assert faults[-6:] == [0] * 6, f"memory that was there is not used again: {faults}"
+    array = actor.call("make_shared").result()
+    assert array.sum() == 1 << 20
+    actor.call("change").result()
+    assert array[0] == 9, "it is a copy"
 
 def retries_at_once():
     group = RoleGroup("service").with_options(retries=2, timeout=40)

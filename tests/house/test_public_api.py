@@ -27,6 +27,7 @@ RUNTIME = [
     "export_rpc_method",
     "patch_dataloader_ray",
     "rpc",
+    "shared_empty",
 ]
 BUILDER = ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder"]
 PUBLIC = {

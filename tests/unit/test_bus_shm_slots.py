@@ -109,9 +109,9 @@ def test_rows_never_meet(num_parts: int, num_readers: int) -> None:
             break
         given.append(cell)
         index = 0
-        while (sub := claims.forward(cell, index)) is not None:
+        while (sub := claims.forward(cell, index, 0)) is not None:
             given.append(sub)
-            assert claims.forward(sub, 0) is None, "a sub-cell has no sub-cells"
+            assert claims.forward(sub, 0, 0) is None, "a sub-cell has no sub-cells"
             index += 1
     assert len(given) == len(set(given))
     assert sum(word == IN_FLIGHT for word in words[FIRST_CELL:]) == len(given)
@@ -125,6 +125,54 @@ def test_many_parts_can_be_handed_on_one_by_one() -> None:
     assert claims.has_sub_cells(cell, 100)
 
 
+def test_who_hands_on_loses_only_what_it_handed_on_itself() -> None:
+    """It may remember a cell that another process has by now, in the same use of a slot that is granted again."""
+    claims = new_claims()
+    tag = claims.begin(1, 1)
+    cell = claims.grant(0)
+    assert cell is not None
+    sub = claims.forward(cell, 0, MARK)
+    assert sub is not None
+    claims.lose(sub, tag, MARK + 1)
+    assert claims.is_in_flight(sub, tag)
+    claims.lose(sub, tag, MARK)
+    assert not claims.is_in_flight(sub, tag)
+    assert not claims.borrow(sub, tag, MARK)
+
+
+def test_rows_are_granted_again_once_they_are_over() -> None:
+    table = SlotTable(4 * MIB)
+    slot = fresh(table, MIB)
+    cells = [table.grant(slot, f"r{row}") for row in range(slot.claims.num_rows)]
+    assert None not in cells
+    assert not table.can_grant(slot, 1)
+    assert table.grant(slot, "one too many") is None
+    for cell in cells[3:5]:
+        assert cell is not None
+        assert slot.claims.borrow(cell, slot.claims.tag, MARK)
+        slot.claims.give_back(cell)
+    assert table.can_grant(slot, 2)
+    assert not table.can_grant(slot, 3)
+    assert table.grant(slot, "another") == cells[3]
+    table.forget("r3")
+    assert slot.claims.is_in_flight(cells[3] or 0, slot.claims.tag), "r3 has nothing to do with it any more"
+
+
+def test_a_row_is_not_over_while_its_reader_hands_on() -> None:
+    claims = new_claims()
+    tag = claims.begin(1, 1)
+    cell = claims.grant(1)
+    assert cell is not None
+    assert claims.borrow(cell, tag, MARK)
+    sub = claims.forward(cell, 7, MARK)
+    assert sub is not None
+    claims.give_back(cell)
+    assert not claims.is_over(1)
+    assert claims.borrow(sub, tag, MARK)
+    claims.give_back(sub)
+    assert claims.is_over(1)
+
+
 def test_the_dead_are_cleared_away_and_with_them_what_they_were_handing_on() -> None:
     claims = new_claims()
     tag = claims.begin(1, 2)
@@ -132,7 +180,7 @@ def test_the_dead_are_cleared_away_and_with_them_what_they_were_handing_on() -> 
     assert cell is not None
     assert other is not None
     assert claims.borrow(cell, tag, MARK)
-    assert claims.forward(cell, 0) is not None
+    assert claims.forward(cell, 0, MARK) is not None
     claims.bury(2, lambda mark: mark != MARK)
     assert claims.use(1) is Use.SPOILT
     assert claims.use(2) is Use.HELD, "the other row is still on its way"
@@ -201,6 +249,8 @@ class Message:
     content: int
     reader: str
     sender: str
+    mark: int = 0
+    """Of the reader that handed it on."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -220,7 +270,10 @@ READERS = ["a", "b", "c"]
 
 
 class Pool(RuleBasedStateMachine):
-    """One owner, three readers that forward to each other, die, and are taken for dead while they live."""
+    """One owner, three readers that forward to each other, die, and are taken for dead while they live.
+
+    Some slots are staged for one message, and some, which were written in place, for any number.
+    """
 
     staged = Bundle("staged")
 
@@ -234,6 +287,10 @@ class Pool(RuleBasedStateMachine):
         self.content: dict[Slot, int] = {}
         """What is in each slot now; those that were given up keep theirs."""
         self.num_readers: dict[Slot, int] = {}
+        self.open: dict[Slot, int] = {}
+        """Slots that are staged, and what their owner put there."""
+        self.handed_on: dict[tuple[Slot, int, int], tuple[str, int]] = {}
+        """By slot, cell and mark: to whom a reader handed it on, and in which use. It may not know what came of it."""
         self.messages: list[Message] = []
         self.half_taken: list[Message] = []
         self.held: list[Held] = []
@@ -249,6 +306,16 @@ class Pool(RuleBasedStateMachine):
     def stage_rule(self, nbytes: int, num_readers: int) -> tuple[Slot, int] | None:
         return self.stage(nbytes, num_readers)
 
+    @rule(target=staged, nbytes=st.sampled_from([1, 2 * MIB]))
+    def bear(self, nbytes: int) -> tuple[Slot, int] | None:
+        """What is written in place; with rows so wide that there are three."""
+        what = self.stage(nbytes, 1)
+        if what is not None:
+            what[0].claims.begin(200, 1)
+            self.num_readers[what[0]] = 1000
+            assert what[0].claims.num_rows == 3
+        return what
+
     def stage(self, nbytes: int, num_readers: int) -> tuple[Slot, int] | None:
         slot = self.table.take(nbytes, self.now)
         if slot is None:
@@ -262,7 +329,8 @@ class Pool(RuleBasedStateMachine):
                 self.table.add(slot)
         assert slot.is_staged
         slot.claims.begin(1, num_readers)
-        self.content[slot] = self.next_content
+        assert slot not in self.open, "what is still looked at by its owner was taken"
+        self.content[slot] = self.open[slot] = self.next_content
         self.num_readers[slot] = num_readers
         self.next_content += 1
         return slot, self.content[slot]
@@ -277,8 +345,12 @@ class Pool(RuleBasedStateMachine):
         slot, content = what
         if len(slot.readers) >= self.num_readers[slot]:
             return
+        is_possible = self.table.can_grant(slot, 1)
         cell = self.table.grant(slot, reader)
-        assert cell is not None
+        assert (cell is not None) == is_possible
+        if cell is None:
+            assert self.num_readers[slot] == 1000
+            return
         self.messages.append(Message(slot, cell, slot.claims.tag, content, reader, "owner"))
 
     @rule(what=staged)
@@ -288,6 +360,7 @@ class Pool(RuleBasedStateMachine):
     def release(self, what: tuple[Slot, int] | None) -> None:
         if what is not None and self.content[what[0]] == what[1]:
             what[0].is_staged = False
+            self.open.pop(what[0], None)
 
     @rule(nbytes=st.sampled_from([1, MIB]), readers=st.lists(st.sampled_from(READERS), min_size=1, max_size=2))
     def send(self, nbytes: int, readers: list[str]) -> None:
@@ -334,19 +407,20 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data(), reader=st.sampled_from(READERS))
     def forward(self, data: st.DataObject, reader: str) -> None:
         held = self.held[data.draw(st.integers(0, len(self.held) - 1))]
-        cell = held.slot.claims.forward(held.cell, held.num_forwarded)
+        cell = held.slot.claims.forward(held.cell, held.num_forwarded, held.mark)
         held.num_forwarded += 1
         if cell is not None:
-            self.messages.append(Message(held.slot, cell, held.tag, held.content, reader, held.reader))
+            self.messages.append(Message(held.slot, cell, held.tag, held.content, reader, held.reader, held.mark))
+            self.handed_on[held.slot, cell, held.mark] = (reader, held.tag)
 
     @rule(reader=st.sampled_from(READERS))
     def suspect(self, reader: str) -> None:
         """It is taken for dead, by the owner and by those who forward to it."""
         self.suspected.add(reader)
         self.table.forget(reader)
-        for message in self.messages + self.half_taken:
-            if message.reader == reader and message.sender != "owner":
-                message.slot.claims.lose(message.cell, message.tag)
+        for (slot, cell, mark), (granted, tag) in self.handed_on.items():
+            if granted == reader and self.is_alive(mark):
+                slot.claims.lose(cell, tag, mark)
 
     @rule(reader=st.sampled_from(READERS))
     def die(self, reader: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from unified.bus.shm_born import born_at, is_any_living
 from unified.bus.tensors import Buffer, check_size, needed
 from unified.errors import ProtocolError
 
@@ -18,9 +19,20 @@ def is_raw(dtype: Any, kinds: str = ARRAY_KINDS) -> bool:
 
 def array_bytes(numpy: Any, array: Any) -> tuple[memoryview, str, list[int], bool]:
     """An array's memory (of a copy where it is not contiguous), dtype, shape, and whether it lies column by column."""
+    give_away(array)
     fortran = not array.flags.c_contiguous and array.flags.f_contiguous
     flat = numpy.ascontiguousarray(array.T if fortran else array).reshape(-1).view("u1")
     return memoryview(flat), array.dtype.str, list(array.shape), fortran
+
+
+def give_away(array: Any) -> None:
+    """The array is being sent: if its readers will look at this very memory, it is read-only from now on."""
+    if not is_any_living():
+        return
+    flags = array.flags
+    is_whole = flags.c_contiguous or flags.f_contiguous
+    if flags.writeable and is_whole and born_at(array.__array_interface__["data"][0], array.nbytes) is not None:
+        flags.writeable = False
 
 
 def build_array(data: Buffer, dtype_name: str, shape: list[int], fortran: bool) -> Any:

@@ -287,6 +287,18 @@ class BusEndpoint:
         may_wait = self._may_wait(block)
         return [self._desk.call(target, method, parcel, timeout, may_wait) for target in targets]
 
+    def allocate(self, nbytes: int) -> memoryview | None:
+        """Memory to write to, of which workers of this host get views when it is sent; None: there is none to be had.
+
+        From then on it must not be changed. See `unified.shared_empty`.
+        """
+        if not self._is_started or not any(route.startswith("ipc:") for route in self._sockets.inbox.routes):
+            return None
+        memory = self._memory.bear(nbytes)
+        if memory is not None:
+            self._desk.want_trims()
+        return memory
+
     def close(self) -> None:
         """End every open call with RpcCancelledError, close the sockets, remove the Unix socket's file, end the
         threads. Answers that wait for the kernel are given half a second to leave.

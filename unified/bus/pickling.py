@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unified.bus.arrays import array_bytes, build_array, is_raw
+from unified.bus.arrays import array_bytes, build_array, give_away, is_raw
 from unified.bus.outgoing import OUT_OF_BAND_BYTES, Outgoing
 from unified.bus.tensors import Buffer, Windows, build_tensor, is_dense
 from unified.errors import ProtocolError, UsageError
@@ -118,6 +118,7 @@ class _ArrayPickler(pickle.Pickler):
         if numpy is None or type(value) is not numpy.ndarray or not is_raw(value.dtype):
             return NotImplemented
         if value.dtype.isnative and (value.flags.c_contiguous or value.flags.f_contiguous):
+            give_away(value)
             return NotImplemented
         data, dtype, shape, fortran = array_bytes(numpy, value)
         return build_array, (pickle.PickleBuffer(data), dtype, shape, fortran)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+from unified.bus.shm_born import born_at, is_any_living
 from unified.bus.tensors import Buffer
 
 
@@ -41,7 +42,7 @@ class Sealed:
         return decode_again(self.body, self.buffers)
 
     def detach(self) -> Sealed:
-        """The same with no memory of the caller's: for one that is to be kept in the process that sealed it."""
+        """The same with no memory that the caller may change: for one to be kept in the process that sealed it."""
         return Sealed(self.body, [_kept(buffer) for buffer in self.buffers])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -56,6 +57,11 @@ def _kept(buffer: Buffer) -> Buffer:
     view = memoryview(buffer)
     if isinstance(view.obj, bytes) or hasattr(view.obj, "open_window"):  # nobody can change it
         return buffer
+    if is_any_living():
+        from unified.bus.addresses import address_of  # which needs ctypes, and that is loaded by now
+
+        if born_at(address_of(view), view.nbytes) is not None:  # nobody should
+            return buffer
     return memoryview(bytes(view))
 
 

@@ -3,14 +3,14 @@
 A slot's owner grants a row to each reader: one *cell* for that reader, and after it sub-cells which only this reader
 hands on, to those to whom it forwards what it was given. A cell goes through these values:
 
-    0 → IN_FLIGHT      whoever grants: the message is on its way
+    0 → IN_FLIGHT      whoever grants: the message is on its way (who hands on adds its mark, to tell its own by)
     IN_FLIGHT → mark   the reader: I have it (a mark names one process for ever)
     mark → 0           the reader: nobody here looks at it any more
     IN_FLIGHT → LOST   whoever granted: the reader is believed dead
 
 Each arrow is a plain store, without a lock, and no order of two of them does harm: a slot is used again only when all
 its cells are 0. One with a LOST cell is not used again at all, for the belief may be wrong and the message still come.
-A cell is given once in each use of the slot.
+The same holds for a row within one use. A reader hands on each of its sub-cells once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_CELLS = NUM_WORDS - FIRST_CELL
 MAGIC = 0x756E6966_73686D01
 """``unifshm`` and the version of this layout."""
 IN_FLIGHT = 1 << 63
-LOST = IN_FLIGHT | 1
+LOST = (1 << 64) - 1
 MIN_WIDTH, MAX_WIDTH = 8, 400
 """Sub-cells of a row: how often one reader can hand on what it was given."""
 _PID_BITS = 22
@@ -75,19 +75,30 @@ class Claims:
         self._words[TAG_WORD] = tag = self.tag + 1
         return tag
 
+    @property
+    def num_rows(self) -> int:
+        """How many there are in this use."""
+        return -(-NUM_CELLS // (1 + self._words[WIDTH_WORD]))
+
+    def is_over(self, row: int) -> bool:
+        """Owner: whether a row that was granted can be granted anew: nobody has it, or may come to have it."""
+        width = 1 + self._words[WIDTH_WORD]
+        first = FIRST_CELL + row * width
+        return not any(self._words[first : min(first + width, NUM_WORDS)])
+
     def grant(self, row: int) -> int | None:
-        """Owner: the cell of a row that was not granted before in this use; None if there is none so high."""
+        """Owner: the cell of a row that was not granted in this use, or is over; None if there is none so high."""
         cell = row * (1 + self._words[WIDTH_WORD])
         if cell >= NUM_CELLS:
             return None
         self._words[FIRST_CELL + cell] = IN_FLIGHT
         return cell
 
-    def forward(self, cell: int, index: int) -> int | None:
+    def forward(self, cell: int, index: int, mark: int) -> int | None:
         """Holder of the cell of a row: its sub-cell `index`, from 0, for another reader; None if there is none."""
         if not self.has_sub_cells(cell, index + 1):
             return None
-        self._words[FIRST_CELL + cell + 1 + index] = IN_FLIGHT
+        self._words[FIRST_CELL + cell + 1 + index] = IN_FLIGHT | mark
         return cell + 1 + index
 
     def has_sub_cells(self, cell: int, count: int) -> bool:
@@ -95,9 +106,10 @@ class Claims:
         width = self._words[WIDTH_WORD]
         return cell % (1 + width) == 0 and count <= width and cell + count < NUM_CELLS
 
-    def is_in_flight(self, cell: int, tag: int) -> bool:
-        """Whether what was granted with this tag was not taken up yet."""
-        return self.tag == tag and self._words[FIRST_CELL + cell] == IN_FLIGHT
+    def is_in_flight(self, cell: int, tag: int, mark: int | None = None) -> bool:
+        """Whether what was granted with this tag, and by the process of this mark, was not taken up yet."""
+        value = self._words[FIRST_CELL + cell]
+        return self.tag == tag and IN_FLIGHT <= value < LOST and mark in (None, value - IN_FLIGHT)
 
     def revoke(self, cell: int) -> None:
         """Whoever granted: the message was never sent."""
@@ -114,9 +126,9 @@ class Claims:
         """Reader: nobody here looks at it any more."""
         self._words[FIRST_CELL + cell] = 0
 
-    def lose(self, cell: int, tag: int) -> None:
+    def lose(self, cell: int, tag: int, mark: int | None = None) -> None:
         """Whoever granted: the reader is believed dead, so that it may or may not take up what is in flight."""
-        if self.is_in_flight(cell, tag):
+        if self.is_in_flight(cell, tag, mark):
             self._words[FIRST_CELL + cell] = LOST
 
     def lose_row(self, row: int) -> None:
@@ -147,6 +159,6 @@ class Claims:
     def is_claimed(self, is_alive: Callable[[int], bool], *, count_in_flight: bool = True) -> bool:
         """Anybody: whether a process that lives reads it, or may be about to."""
         values = set(self._words[FIRST_CELL:NUM_WORDS]) - {0, LOST}
-        if IN_FLIGHT in values and count_in_flight:
+        if count_in_flight and any(value >= IN_FLIGHT for value in values):
             return True
-        return any(is_alive(value) for value in values - {IN_FLIGHT})
+        return any(is_alive(value) for value in values if value < IN_FLIGHT)

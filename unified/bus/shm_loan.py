@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import functools
 import os
 import threading
 import weakref
@@ -28,7 +26,7 @@ from unified.bus.shm_claims import (
     Claims,
 )
 from unified.bus.shm_files import open_segment, own_mark, own_pid, remove_if_unclaimed
-from unified.bus.shm_mapping import Mapping
+from unified.bus.shm_mapping import Mapping, array_type
 from unified.bus.shm_segment import places
 from unified.errors import ProtocolError
 
@@ -164,10 +162,10 @@ class Claim:
         """Whether so many more readers can be granted what this process was granted."""
         return self.segment.claims.has_sub_cells(self.cell, self.num_forwarded + num_readers)
 
-    def forward(self) -> int | None:
-        """A cell for one more reader; None if this claim can be handed on no further."""
+    def forward(self, mark: int) -> int | None:
+        """A cell for one more reader, from this process; None if this claim can be handed on no further."""
         with _forwarding:
-            cell = self.segment.claims.forward(self.cell, self.num_forwarded)
+            cell = self.segment.claims.forward(self.cell, self.num_forwarded, mark)
             self.num_forwarded += 1
         return cell
 
@@ -188,14 +186,26 @@ class Loan:
 
     def part(self, index: int) -> memoryview:
         """One part, read-only; it keeps the loan."""
-        start, size = self.claim.places[index]
-        whole: Any = self
-        return memoryview(whole).cast("B")[start : start + size].toreadonly()
+        return self._view(*self.claim.places[index])
 
-    def index_of(self, view: memoryview) -> int | None:
-        """Which part a view shows, if it is exactly one."""
+    def range(self, start: int, nbytes: int) -> memoryview:
+        """Part of the data, read-only; it keeps the loan.
+
+        Raises:
+            ProtocolError: it is not there.
+        """
+        if not 0 <= start <= start + nbytes <= self.claim.segment.data_bytes:
+            raise ProtocolError(f"a message names bytes {start} to {start + nbytes} of what is shorter.")
+        return self._view(start, nbytes)
+
+    def part_of(self, view: memoryview) -> int | tuple[int, int]:
+        """Which part a view of this loan shows, or which range of the data."""
         place = (self._offset(view), view.nbytes)
-        return next((index for index, each in enumerate(self.claim.places) if each == place), None)
+        return next((index for index, each in enumerate(self.claim.places) if each == place), place)
+
+    def _view(self, start: int, nbytes: int) -> memoryview:
+        whole: Any = self
+        return memoryview(whole).cast("B")[start : start + nbytes].toreadonly()
 
     def open_window(self, *, is_only: bool) -> Any:
         """Memory with the same data that may be written to; None if there is none: make a copy.
@@ -207,7 +217,7 @@ class Loan:
         claim = self.claim
         window: Any
         if is_only and claim.is_sole:
-            window = _array_type(_PlainWindow, claim.segment.data_bytes).from_address(
+            window = array_type(_PlainWindow, claim.segment.data_bytes).from_address(
                 claim.segment.writable.address + HEADER_BYTES
             )
             window.loan = self
@@ -215,7 +225,7 @@ class Loan:
         mapping = claim.segment.take_private()
         if mapping is None:
             return None
-        window = _array_type(_PrivateWindow, claim.segment.data_bytes).from_address(mapping.address + HEADER_BYTES)
+        window = array_type(_PrivateWindow, claim.segment.data_bytes).from_address(mapping.address + HEADER_BYTES)
         window.loan, window.mapping, window.pid = self, mapping, own_pid()
         return window
 
@@ -247,7 +257,7 @@ class _PrivateWindow:
 def lend(claim: Claim) -> Loan:
     """The loan of a claim: its data, until nothing looks at it."""
     segment = claim.segment
-    array: Any = _array_type(Loan, segment.data_bytes).from_address(segment.readable.address + HEADER_BYTES)
+    array: Any = array_type(Loan, segment.data_bytes).from_address(segment.readable.address + HEADER_BYTES)
     array.claim = claim
     loan: Loan = array
     return loan
@@ -270,10 +280,3 @@ def _leave_all() -> None:
     mark = own_mark()
     for segment in list(_known):
         segment.leave(mark)
-
-
-@functools.lru_cache(maxsize=256)
-def _array_type(mixin: type, size: int) -> Any:
-    """ctypes has one type for each length of an array; there are as many as there are sizes of segments."""
-    make: Any = type(ctypes.Array)
-    return make(mixin.__name__, (mixin, ctypes.Array), {"_type_": ctypes.c_ubyte, "_length_": size})

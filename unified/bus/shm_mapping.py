@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 from typing import Any
@@ -78,3 +79,10 @@ class Mapping:
             if os.preadv(file.fileno(), [entries], self.address // page * _PAGEMAP_ENTRY) == len(entries):
                 return any(byte & (_PRESENT | _SWAPPED) and not byte & _OF_A_FILE for byte in set(entries[7::8]))
         return True
+
+
+@functools.lru_cache(maxsize=256)
+def array_type(mixin: type, size: int) -> Any:
+    """ctypes has one type for each length of an array; there are as many as there are sizes of segments."""
+    make: Any = type(ctypes.Array)
+    return make(mixin.__name__, (mixin, ctypes.Array), {"_type_": ctypes.c_ubyte, "_length_": size})

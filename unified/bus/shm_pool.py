@@ -7,56 +7,34 @@ one line in the log says why.
 from __future__ import annotations
 
 import atexit
-import errno
 import itertools
 import logging
-import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from unified.bus.addresses import address_of
+from unified.bus.shm_born import FORWARD_BYTES, Born, bear, born_at, is_any_living
+from unified.bus.shm_claims import MIN_WIDTH, NUM_CELLS
 from unified.bus.shm_files import DIRECTORY, is_alive, own_mark, own_pid
 from unified.bus.shm_loan import Loan, loan_behind
+from unified.bus.shm_room import LIMIT_VARIABLE, check_room, default_limit
 from unified.bus.shm_segment import Segment, places, space_for
 from unified.bus.shm_slots import Plan, Slot, SlotTable
 from unified.bus.shm_staged import Cell, Source, Staged
 from unified.bus.tensors import Buffer
-from unified.errors import UsageError
 
 logger = logging.getLogger(__name__)
-LIMIT_VARIABLE = "UNIFIED_SHM_LIMIT"
 THRESHOLD_BYTES = 64 * 1024
 """Payloads from this size on, all buffers of a message together, are worth a slot."""
-FORWARD_BYTES = 32 * 1024
-"""What was received through shared memory is handed on as it is from this size on; less is copied."""
-SHARE_OF_MOUNT = 0.25
-RESERVE_OF_MOUNT = 0.05
-"""Stays free for others: NCCL and data loaders use the same directory."""
+BORN_READERS = NUM_CELLS // (1 + MIN_WIDTH)
+"""Of memory that was written in place, at one time."""
 PAUSE_S = 1.0
 """After a refusal of the system it is not asked for a new segment for so long."""
 
 
 _pools: weakref.WeakSet[SharedPool] = weakref.WeakSet()
-
-
-def default_limit(directory: str = DIRECTORY, env: Mapping[str, str] | None = None) -> int:
-    """Bytes that one process may hold in slots: ``UNIFIED_SHM_LIMIT``, else a quarter of the mount. 0: no pool.
-
-    Raises:
-        UsageError: the variable is no number of bytes.
-    """
-    env = os.environ if env is None else env
-    given = env.get(LIMIT_VARIABLE, "")
-    if given:
-        if not given.isdecimal():
-            raise UsageError(f"{LIMIT_VARIABLE}={given!r} is not a number of bytes (0 switches shared memory off).")
-        return int(given)
-    try:
-        found = os.statvfs(directory)
-    except OSError:
-        return 0
-    return int(found.f_blocks * found.f_frsize * SHARE_OF_MOUNT)
 
 
 class SharedPool:
@@ -85,8 +63,9 @@ class SharedPool:
         self._lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._numbers = itertools.count()
-        self._forwards: list[tuple[str, Cell]] = []
-        """What was handed on of other processes' slots, and to whom, for the case that the reader dies."""
+        self._forwards: dict[tuple[str, int, int], tuple[str, Cell]] = {}
+        """By owner, segment and cell: what was handed on of other processes' slots, and to whom, for the case that the
+        reader dies."""
         self._mark = own_mark()
         self._pid = own_pid()
         self._is_closed = False
@@ -102,7 +81,8 @@ class SharedPool:
     def stage(self, buffers: Sequence[Buffer], num_readers: int = 1) -> Staged | None:
         """Copy the buffers of a message into a slot, once for all its readers; None if they all go by the wire.
 
-        What was itself received through shared memory is not copied but handed on. Other threads run during the copy.
+        What lies in shared memory already, as it was received or written there, is not copied but handed on. Other
+        threads run during the copy.
 
         Args:
             num_readers: how many will be granted it. A sole reader may write to its tensors in place.
@@ -115,7 +95,7 @@ class SharedPool:
         nbytes = 0
         for index, buffer in enumerate(buffers):
             view = memoryview(buffer)
-            source = self._lent(view, num_readers)
+            source = self._found(view, num_readers)
             if source is not None:
                 sources[index] = source
             else:
@@ -133,6 +113,24 @@ class SharedPool:
             return None
         return Staged(self, buffers, sources, slot, num_readers)
 
+    def bear(self, nbytes: int) -> memoryview | None:
+        """Memory in a slot, to be written to and sent without a copy; None if there is none to be had, or it is small.
+
+        What was in it before is there. Its slot is used again when no view of it is left, here and in any reader.
+        """
+        if nbytes < self._threshold_bytes or not self._is_on():
+            return None
+        found = self._slot_for(nbytes)
+        if found is None:
+            return None
+        slot, segment = found
+        try:
+            slot.claims.begin(0, BORN_READERS)
+            return bear(self, slot, segment, nbytes)
+        except BaseException:
+            slot.is_staged = False
+            raise
+
     def forget(self, reader: str) -> None:
         """A reader is believed dead: what is on its way to it may never be taken up. Call it also when its link broke.
 
@@ -142,9 +140,9 @@ class SharedPool:
             return
         with self._lock:
             self._table.forget(reader)
-            for granted, cell in self._forwards:
+            for granted, cell in self._forwards.values():
                 if granted == reader:
-                    cell.claims.lose(cell.number, cell.tag)
+                    cell.claims.lose(cell.number, cell.tag, self._mark)
 
     def trim(self, now: float) -> bool:
         """Give slots that were idle for long back to the system; whether there are any left, to be asked again.
@@ -156,7 +154,7 @@ class SharedPool:
             return False
         with self._lock:
             self._drop(self._table.trim(now, is_alive))
-            self._forwards = [each for each in self._forwards if each[1].is_in_flight]
+            self._forwards = {key: each for key, each in self._forwards.items() if self._is_in_flight(each[1])}
             return bool(len(self._table) or self._forwards)
 
     def close(self) -> None:
@@ -168,41 +166,54 @@ class SharedPool:
             for slot in self._table.drain():
                 self._segments.pop(slot.number).abandon()
 
-    def cell_for(self, staged: Staged, loan: Loan | None, reader: str) -> Cell | None:
-        """A claim for a reader, on the slot of what was staged or on a loan; None if there is none to be had."""
+    def cell_for(self, staged: Staged, origin: Born | Loan | None, reader: str) -> Cell | None:
+        """A claim for a reader, on what a buffer of a message lies in; None if there is none to be had."""
         with self._lock:
-            if loan is not None:
-                return self._forward(loan, reader)
+            if isinstance(origin, Loan):
+                return self._forward(origin, reader)
+            if origin is not None:
+                return self._grant(origin.slot, reader, is_sole=False)
             slot = staged.slot
             if slot is None or len(slot.readers) >= staged.num_readers:
                 return None
-            cell = self._table.grant(slot, reader)
-            if cell is None:
-                return None
-            return Cell("", slot.number, slot.claims, slot.claims.tag, cell, staged.num_readers == 1)
+            return self._grant(slot, reader, is_sole=staged.num_readers == 1)
+
+    def _grant(self, slot: Slot, reader: str, *, is_sole: bool) -> Cell | None:
+        cell = self._table.grant(slot, reader)
+        return None if cell is None else Cell("", slot.number, slot.claims, slot.claims.tag, cell, is_sole)
 
     def _forward(self, loan: Loan, reader: str) -> Cell | None:
         claim = loan.claim
-        number = claim.forward()
+        number = claim.forward(self._mark)
         if number is None:
             return None
         segment = claim.segment
         cell = Cell(segment.owner, segment.number, segment.claims, claim.tag, number, False)
-        self._forwards.append((reader, cell))
+        self._forwards[segment.owner, segment.number, number] = (reader, cell)
         return cell
+
+    def _is_in_flight(self, cell: Cell) -> bool:
+        return cell.claims.is_in_flight(cell.number, cell.tag, self._mark)
 
     def _is_on(self) -> bool:
         return self._limit_bytes > 0 and not self._is_closed and self._pid == own_pid()
 
-    def _lent(self, view: memoryview, num_readers: int) -> Source | None:
-        """What was lent to this process, if that is what a buffer shows, and it can be handed on as it is."""
+    def _found(self, view: memoryview, num_readers: int) -> Source | None:
+        """Where a buffer lies in shared memory, if it does, and can be handed on as it is."""
         if view.nbytes < FORWARD_BYTES:
             return None
         loan = loan_behind(view)
-        if loan is None or not loan.claim.can_forward(num_readers):
+        if loan is not None:
+            return Source(loan, loan.part_of(view)) if loan.claim.can_forward(num_readers) else None
+        if not is_any_living():
             return None
-        index = loan.index_of(view)
-        return None if index is None else Source(loan, index)
+        address = address_of(view)
+        born = born_at(address, view.nbytes)
+        if born is None or born.pool is not self:
+            return None
+        with self._lock:
+            can_grant = self._table.can_grant(born.slot, num_readers)
+        return Source(born, (address - born.address, view.nbytes)) if can_grant else None
 
     def _filled(self, parts: Sequence[memoryview], layout: Sequence[tuple[int, int]], num_readers: int) -> Slot | None:
         """A staged slot with a copy of the parts; None if there is none to be had."""
@@ -241,7 +252,7 @@ class SharedPool:
     def _make(self, plan: Plan) -> tuple[Slot, Segment] | None:
         number = next(self._numbers)
         try:
-            _check_room(self._directory, plan.capacity)
+            check_room(self._directory, plan.capacity)
             segment = Segment(self._directory, self._inbox_id, number, plan.capacity, self._mark)
         except OSError as error:
             with self._lock:
@@ -277,9 +288,3 @@ def _close_all() -> None:
     """Those that nobody closed before the interpreter's end."""
     for pool in list(_pools):
         pool.close()
-
-
-def _check_room(directory: str, nbytes: int) -> None:
-    found = os.statvfs(directory)
-    if found.f_bavail * found.f_frsize - nbytes < found.f_blocks * found.f_frsize * RESERVE_OF_MOUNT:
-        raise OSError(errno.ENOSPC, "too little room is left")

@@ -1,8 +1,8 @@
 """The reader's side of shared memory: from the descriptors of a message to views of the sender's segments.
 
 A descriptor of one message is a list that names its buffers in order: a number n for n buffers that follow as frames,
-or a list ``[owner, segment, tag, cell, first, count, sole]`` for `count` parts of a segment from `first` on. An empty
-owner is the sender of the message.
+or a list ``[owner, segment, tag, cell, first, count, sole]`` for `count` parts of a segment from `first` on, or for one
+that `first` describes: ``[start, bytes]`` of the segment's data. An empty owner is the sender of the message.
 """
 
 from __future__ import annotations
@@ -118,6 +118,9 @@ class SharedReader:
                         "took this process for dead"
                     )
                 loan = loans[key] = lend(Claim(segment, cell, tag, is_sole=bool(is_sole)))
+            if isinstance(first, list):
+                buffers.append(loan.range(*first))
+                return
             if not 0 <= first <= first + count <= loan.num_parts:
                 raise ProtocolError(f"a message names parts {first} to {first + count} of {loan.num_parts}.")
             buffers += [loan.part(index) for index in range(first, first + count)]

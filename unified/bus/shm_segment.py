@@ -11,11 +11,12 @@ import contextlib
 import os
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 from unified.bus.addresses import copy_to
 from unified.bus.shm_claims import CAPACITY_WORD, CLOSED_WORD, HEADER_BYTES, NUM_WORDS, Claims
 from unified.bus.shm_files import first_words, remove_if_unclaimed, segment_name
-from unified.bus.shm_mapping import Mapping
+from unified.bus.shm_mapping import Mapping, array_type
 
 SLACK_BYTES = 4096
 """Of each segment beyond its size, for the lengths: else a payload of exactly 64 MiB would need the next size."""
@@ -56,6 +57,8 @@ class Segment:
         self._words = self._mapping.words(NUM_WORDS)
         self._words[CAPACITY_WORD] = capacity
         self.claims = Claims(self._words)
+        self.data_address = self._mapping.address + HEADER_BYTES
+        """Of what follows the header."""
 
     def fill(self, parts: Sequence[memoryview], layout: Sequence[tuple[int, int]]) -> None:
         """Copy the parts in, where `places` says; during large copies other threads run."""
@@ -64,7 +67,14 @@ class Segment:
             if size < UNLOCKED_BYTES and part.format == "B":
                 self._view[HEADER_BYTES + start : HEADER_BYTES + start + size] = part
             else:
-                copy_to(self._mapping.address + HEADER_BYTES + start, part)
+                copy_to(self.data_address + start, part)
+
+    def memory(self, mixin: type) -> Any:
+        """All its data, to write to: a ctypes array that is also a `mixin`, and keeps the memory."""
+        size = self._mapping.size - HEADER_BYTES
+        array = array_type(mixin, size).from_address(self.data_address)
+        array.mapping = self._mapping
+        return array
 
     def remove(self) -> None:
         """Give it back to the system. Who still reads it keeps what is there; nobody can begin to."""

@@ -1,13 +1,14 @@
 """Which slot of the pool is free, and which goes back to the system. No I/O: slots are numbers, sizes and claims.
 
 A slot is *staged* while its owner may still grant it, then *held* until its cells are clear, then *idle* and kept for
-the next payload: memory that was touched before takes a copy ten times as fast as fresh memory does.
+the next payload: memory that was touched before takes a copy ten times as fast as fresh memory does. What is written in
+place (`unified.bus.shm_born`) stays staged as long as its maker looks at it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from unified.bus.shm_claims import Claims, Use
@@ -140,7 +141,16 @@ class SlotTable:
         cell = slot.claims.grant(len(slot.readers))
         if cell is not None:
             slot.readers.append(reader)
-        return cell
+            return cell
+        for row in self._over(slot):
+            slot.readers[row] = reader
+            return slot.claims.grant(row)
+        return None
+
+    def can_grant(self, slot: Slot, num_readers: int) -> bool:
+        """Whether a staged slot has cells for so many more readers."""
+        missing = num_readers - (slot.claims.num_rows - len(slot.readers))
+        return missing <= 0 or sum(1 for _ in self._over(slot)) >= missing
 
     def forget(self, reader: str) -> None:
         """A reader is believed dead."""
@@ -156,7 +166,7 @@ class SlotTable:
             self._next_bury = now + BURY_EVERY_S
         for _ in range(len(self._held)):
             slot = self._held.popleft()
-            if is_due and not slot.is_staged:
+            if is_due:
                 slot.claims.bury(len(slot.readers), is_alive)
             if self._settle(slot, now) is Use.HELD:
                 self._held.append(slot)
@@ -174,6 +184,10 @@ class SlotTable:
         self._idle.clear()
         self._total_bytes = self._num_slots = 0
         return slots
+
+    def _over(self, slot: Slot) -> Iterator[int]:
+        """Rows that were granted and can be granted anew."""
+        return (row for row in range(len(slot.readers)) if slot.claims.is_over(row))
 
     def _settle(self, slot: Slot, now: float) -> Use:
         """Put a slot that is held no more where it belongs; what it was."""

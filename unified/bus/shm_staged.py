@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from unified.bus.shm_born import Born
 from unified.bus.shm_claims import Claims
 from unified.bus.shm_loan import Loan
 from unified.bus.shm_slots import Slot
@@ -22,16 +23,17 @@ class Cell(NamedTuple):
     number: int
     is_sole: bool
 
-    @property
-    def is_in_flight(self) -> bool:
-        return self.claims.is_in_flight(self.number, self.tag)
+
+Part = int | tuple[int, int]
+"""A part of a slot by its number, or any range of a slot's data: where it starts, and its bytes."""
 
 
 class Source(NamedTuple):
-    """Where a buffer lies that need not go by the wire: part `part` of a slot of ours, or of what was lent to us."""
+    """Where a buffer lies that need not go by the wire."""
 
-    loan: Loan | None
-    part: int
+    origin: Born | Loan | None
+    """A slot that was written in place, or what was lent to us; None: the slot into which the message was copied."""
+    part: Part
 
 
 class Granted(NamedTuple):
@@ -47,7 +49,7 @@ class Granted(NamedTuple):
 class Granter(Protocol):
     """The pool, as seen from here."""
 
-    def cell_for(self, staged: Staged, loan: Loan | None, reader: str) -> Cell | None: ...
+    def cell_for(self, staged: Staged, origin: Born | Loan | None, reader: str) -> Cell | None: ...
 
 
 class Staged:
@@ -78,9 +80,9 @@ class Staged:
         for buffer, source in zip(self._buffers, self._sources, strict=True):
             cell = None
             if source is not None:
-                key = id(source.loan)
+                key = id(source.origin)
                 if key not in cells:
-                    cells[key] = self._pool.cell_for(self, source.loan, reader)
+                    cells[key] = self._pool.cell_for(self, source.origin, reader)
                 cell = cells[key]
             if source is None or cell is None:
                 frames.append(buffer)
@@ -112,10 +114,12 @@ def _add_frame(shared: list[Any]) -> None:
         shared.append(1)
 
 
-def _add_part(shared: list[Any], cell: Cell, part: int) -> None:
+def _add_part(shared: list[Any], cell: Cell, part: Part) -> None:
     last = shared[-1] if shared else 0
     start = [cell.owner, cell.segment, cell.tag, cell.number]
-    if type(last) is list and last[:4] == start and last[4] + last[5] == part:
+    if type(part) is tuple:
+        shared.append([*start, list(part), 1, cell.is_sole])
+    elif type(last) is list and last[:4] == start and type(last[4]) is int and last[4] + last[5] == part:
         last[5] += 1
     else:
         shared.append([*start, part, 1, cell.is_sole])

@@ -26,7 +26,7 @@ def pack(value: object) -> Packed:
 
 
 def kept(packed: Packed) -> Packed:
-    """The item with no memory of the caller's, who may go on to change it."""
+    """The item with no memory that its caller may go on to change."""
     return packed if type(packed) is bytes else packed.detach()  # type: ignore[union-attr]
 
 

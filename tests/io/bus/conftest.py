@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -47,9 +48,13 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def directory() -> Iterator[str]:
-    """For segments: a folder in shared memory."""
+    """For segments: a folder in shared memory, kept open so that a test beside this one sees that it is in use."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as path:
-        yield path
+        number = os.open(path, os.O_RDONLY)
+        try:
+            yield path
+        finally:
+            os.close(number)
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from unified.bus.shm_pool import LIMIT_VARIABLE, SharedPool, default_limit
+from unified.bus.shm_pool import SharedPool
 from unified.bus.shm_reader import SharedReader
+from unified.bus.shm_room import LIMIT_VARIABLE, default_limit
 from unified.bus.shm_segment import Segment
 from unified.errors import UsageError
 
@@ -84,6 +85,8 @@ def test_a_mount_with_room_again_is_used_again(tiny: str) -> None:
     filler.write_bytes(bytes(5 * MIB))
     pool = SharedPool("inbox", directory=tiny, quota_bytes=100 * MIB)
     assert pool.stage([bytes(2 * MIB)]) is None
+    pool._refused_until = 0.0
+    assert pool.bear(2 * MIB) is None, "nor is there room to make something in"
     filler.unlink()
     assert pool.stage([bytes(2 * MIB)]) is None, "it is not asked at every message"
     pool._refused_until = 0.0

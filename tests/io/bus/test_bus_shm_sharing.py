@@ -171,8 +171,11 @@ def test_a_received_array_is_handed_on_without_a_copy(directory: str, owner: Sid
         assert owner.pool.total_bytes == 0
         assert consumer.receive("owner", body, shared_on) == 3 * NBYTES
         body, part, _ = owner.send(array[:-5], "consumer")
-        assert owner.pool.total_bytes > 0, "a part of it is copied"
+        assert owner.pool.total_bytes == 0, "and so is any part of it"
         assert consumer.receive("owner", body, part) == 3 * (NBYTES - 5)
+        body, copied, _ = owner.send(array[::2], "consumer")
+        assert owner.pool.total_bytes > 0, "what is not contiguous is copied"
+        assert consumer.receive("owner", body, copied) == 3 * NBYTES // 2
 
 
 def test_what_was_handed_on_can_be_handed_on_by_copies(directory: str, owner: Side) -> None:
@@ -279,6 +282,11 @@ def test_no_descriptor_stays_open(directory: str, owner: Side) -> None:
         ["/../../x", 0, 1, 0, 0, 1, False],
         ["a\0b", 0, 1, 0, 0, 1, False],
         [None, 0, 1, 0, 0, 1, False],
+        ["", 0, 1, 0, [0, 1 << 40], 1, False],
+        ["", 0, 1, 0, [-64, 128], 1, False],
+        ["", 0, 1, 0, [64, -64], 1, False],
+        ["", 0, 1, 0, [0.5, 64], 1, False],
+        ["", 0, 1, 0, [0], 1, False],
         ["", 0],
         [],
         "part",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unified.queue.client import DataQueue
     from unified.weights.receiver import WeightsReceiver
     from unified.worker.context import ActorInfo, JobInfo, Worker, current_worker
+    from unified.worker.shared_arrays import shared_empty
 
 __all__ = [
     "ActorInfo",
@@ -40,6 +41,7 @@ __all__ = [
     "export_rpc_method",
     "patch_dataloader_ray",
     "rpc",
+    "shared_empty",
 ]
 
 __getattr__, __dir__ = lazy.exports(
@@ -58,5 +60,6 @@ __getattr__, __dir__ = lazy.exports(
         "unified.queue.client": ["DataQueue"],
         "unified.weights.receiver": ["WeightsReceiver"],
         "unified.worker.context": ["ActorInfo", "JobInfo", "Worker", "current_worker"],
+        "unified.worker.shared_arrays": ["shared_empty"],
     },
 )
