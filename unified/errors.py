@@ -329,6 +329,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
     """Another writer has saved a checkpoint of that step in the same place; nothing of it was changed."""
 
 
+class CheckpointRankError(CheckpointError):
+    """A checkpoint of several ranks does not exist, since some did not write their parts; the message says which."""
+
+
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
     """The saves that were accepted were not done in the time given; they go on."""
 

@@ -38,18 +38,19 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     address: str = "127.0.0.1:7077"
     """Of the master: ``host:port``; port 0: any that is free."""
     heartbeat_interval_ms: Positive = 1000
+    """Of a worker; where the master runs: of all that have none of their own. So is the time-out."""
     heartbeat_timeout_ms: Positive = 30_000
     """A worker that was silent for this long is lost. Above the interval."""
 
 
 class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where checkpoints go."""
+    """Where checkpoints go, where a `CheckpointManager` is not told."""
 
     backend: Literal["local", "s3"] = "local"
     bucket: str = ""
     """Of S3; needed there."""
     region: str = ""
-    """Of S3. Empty: what the standard chain of S3 clients finds."""
+    """Of the bucket. Empty: what the standard chain of S3 clients finds."""
 
 
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):

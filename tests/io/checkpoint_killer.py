@@ -1,12 +1,13 @@
 """Kills processes that save checkpoints, at random moments, and looks at what each leaves. Run by a test.
 
-Usage: python checkpoint_killer.py PLACE POINTS SEED SECONDS, of which the last is the longest life. It forks, so it has
-a process of its own, with one thread.
+Usage: python checkpoint_killer.py PLACE POINTS SEED. It forks, so it has a process of its own, with one thread. It
+prints the latest step, and how many lives ended at which stage of a save.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -14,39 +15,68 @@ import signal
 import sys
 import time
 import warnings
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TextIO
 
 from unified.checkpoint import CheckpointManager
-from unified.storage import LocalBackend
+from unified.checkpoint.manifest import step_of
+from unified.storage import LocalBackend, S3Backend, StorageBackend
 
 KEEP = 2
+PART_NBYTES = 5 << 20
+"""The smallest that S3 knows."""
+LARGE_NBYTES = PART_NBYTES + 500_000
+NUM_UNHURT = 8
+"""Saves of the first life, which tells how long one takes here."""
+LONGEST_LIFE = 1.25
+"""In times of the slowest save: else a large one would never come to an end."""
 
 
-def payload(step: int) -> bytes:
-    """What is saved as a step: of many sizes, and known by its own content."""
-    size = (step * 7919) % 300_000 + 1
-    return hashlib.sha256(b"%d" % step).digest() + bytes([step % 256]) * size
+class Place:
+    """Where they save: a directory, or ``s3://bucket``.
+
+    In a directory without fsync, which protects from the end of the machine alone: so more saves die in the same time.
+    In a bucket every sixteenth is sent in parts.
+    """
+
+    def __init__(self, text: str) -> None:
+        bucket = text.removeprefix("s3://") if text.startswith("s3://") else None
+        self.storage: StorageBackend = (
+            S3Backend(bucket, part_nbytes=PART_NBYTES, num_parallel=1) if bucket else LocalBackend(text, fsync=False)
+        )
+        self.bucket = bucket
+        self._path = text
+
+    def open(self, **options: Any) -> CheckpointManager:
+        return CheckpointManager("", self.storage, **options)
+
+    def payload(self, step: int) -> bytes:
+        """What is saved as a step: of many sizes, and known by its own content."""
+        size = LARGE_NBYTES if self.bucket and step % 16 == 2 else (step * 7919) % 300_000 + 1
+        return hashlib.sha256(b"%d" % step).digest() + bytes([step % 256]) * size
+
+    def unfinished(self) -> set[str]:
+        """What is being written, and is no object yet."""
+        if isinstance(self.storage, S3Backend):
+            client, _ = self.storage._connect()
+            return {each["UploadId"] for each in client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])}
+        return {name for name in os.listdir(self._path) if name.startswith(".")} if os.path.isdir(self._path) else set()
 
 
-def open_manager(place: str, **options: Any) -> CheckpointManager:
-    """Without fsync, which protects from the end of the machine alone: so more saves die in the same time."""
-    if place.startswith("s3://"):
-        return CheckpointManager(place, **options)
-    return CheckpointManager("", LocalBackend(place, fsync=False), **options)
-
-
-def save_until_killed(place: str, step: int, told: int) -> None:
+def save_until_killed(place: Place, step: int, told: int) -> None:
+    manager = place.open(keep_last_n=KEEP, compression="gzip" if step % 2 else None)
+    manager.steps()  # connects
     os.write(told, b"-1\n")  # it begins: the moment of its death counts from here
-    manager = open_manager(place, keep_last_n=KEEP, compression="gzip" if step % 2 else None)
     while True:
-        manager.save_bytes(payload(step), step)
+        manager.save_bytes(place.payload(step), step)
         manager.wait()
         os.write(told, b"%d\n" % step)
         step += 1
 
 
-def one_point(place: str, step: int, delay_s: float) -> int:
-    """Kill one process; the last step that it said was saved, or -1."""
+def one_point(place: Place, step: int, kill_when: Callable[[TextIO], object]) -> int:
+    """Kill one process when that function returns; the last step that it said was saved, or -1."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -58,7 +88,7 @@ def one_point(place: str, step: int, delay_s: float) -> int:
     os.close(writer)
     with os.fdopen(reader) as lines:
         said = [int(lines.readline())]
-        time.sleep(delay_s)
+        kill_when(lines)
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         said += [int(line) for line in lines]
@@ -67,25 +97,51 @@ def one_point(place: str, step: int, delay_s: float) -> int:
     return said[-1]
 
 
-def main(place: str, num_points: int, seed: int, max_delay_s: float) -> dict[str, int]:
+def after(delay_s: float) -> Callable[[TextIO], object]:
+    return lambda _: time.sleep(delay_s)
+
+
+def seconds_of_the_slowest(place: Place) -> float:
+    times: list[float] = []
+
+    def note(lines: TextIO) -> None:
+        for _ in range(NUM_UNHURT + 1):
+            times.append(time.monotonic())
+            lines.readline()
+
+    one_point(place, 0, note)
+    return max(later - sooner for sooner, later in itertools.pairwise(times))
+
+
+def main(text: str, num_points: int, seed: int) -> dict[str, Any]:
     warnings.simplefilter("error")  # a fallback would be a damaged checkpoint
     rng = random.Random(seed)
-    latest, seen = -1, set[int]()
-    open_manager(place).steps()  # imports what the forked ones need
+    place = Place(text)
+    stages = Counter[str]()
+    place.open().steps()  # imports what the forked ones need
+    longest_s = LONGEST_LIFE * seconds_of_the_slowest(place)
+    latest, unfinished, stored = NUM_UNHURT - 1, set[str](), set[str]()
     for _ in range(num_points):
-        said = one_point(place, latest + 1, rng.uniform(0, max_delay_s))
-        with open_manager(place) as manager:
-            steps = manager.steps()
+        said = one_point(place, latest + 1, after(rng.uniform(0, longest_s)))
+        with place.open() as manager:
+            began, was = unfinished, stored
+            unfinished, stored = place.unfinished(), {each.key for each in manager.store.stored()}
+            steps = sorted(step for key in stored if (step := step_of(key)) is not None)
             found = steps[-1] if steps else -1
             if found < max(said, latest):
                 raise SystemExit(f"step {max(said, latest)} was saved, and the latest now is {found}")
             for step in steps:
-                if manager.load_bytes(step, exact=True) != payload(step):
+                if manager.load_bytes(step, exact=True) != place.payload(step):
                     raise SystemExit(f"step {step} is not what was saved")
-        seen.add(found - latest)
+        if unfinished - began:
+            stages["while a part is written"] += 1
+        elif any(int(key[5:11]) > found for key in stored - was):
+            stages["before the manifest"] += 1
+        else:
+            stages["before it says so" if found > max(said, latest) else "between two"] += 1
         latest = found
-    return {"latest": latest, "kinds": len(seen)}
+    return {"latest": latest, "stages": stages}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from unified.checkpoint import CheckpointManager
 from unified.storage import LocalBackend
@@ -87,19 +88,22 @@ def test_a_crash_at_every_action_leaves_the_latest_loadable(tmp_path: Path) -> N
     assert num_loaded > 20
 
 
-def kill_at_random(place: str, num_points: int, max_delay_s: float) -> dict[str, int]:
-    arguments = [place, str(num_points), "7", str(max_delay_s)]
-    done = subprocess.run([sys.executable, str(KILLER), *arguments], capture_output=True, text=True, timeout=50)
+def kill_at_random(place: str, num_points: int) -> dict[str, Any]:
+    """Kill so many processes that save there; the latest step then, and at which stages they were."""
+    done = subprocess.run(
+        [sys.executable, str(KILLER), place, str(num_points), "7"], capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert sum(found["stages"].values()) == num_points
     return found
 
 
 def test_kill_9_at_random_points_leaves_the_latest_loadable(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
-    found = kill_at_random(str(place), NUM_POINTS, 0.02)
+    found = kill_at_random(str(place), NUM_POINTS)
     assert found["latest"] > NUM_POINTS // 4, "the processes were killed before they saved anything"
-    assert found["kinds"] >= 3, "the processes were all killed at one stage"
+    assert len(found["stages"]) >= 3, "the processes were all killed at one stage"
 
     for path in place.iterdir():  # what the killed ones left is old now
         os.utime(path, (path.stat().st_mtime - 10_000,) * 2)

@@ -177,7 +177,7 @@ def test_damaged_ones_never_push_out_the_last_good_one(tmp_path: Path) -> None:
 def test_missing_steps_are_named(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save_bytes(b"x", 7)
-        with pytest.raises(CheckpointNotFoundError, match="no checkpoint of step 8: there are those of steps 7"):
+        with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 8 in .*: there are those of steps 7"):
             manager.load_bytes(8)
         with pytest.raises(UsageError, match="'newest'"):
             manager.load_bytes("newest")  # type: ignore[arg-type]
@@ -289,6 +289,14 @@ def test_what_is_not_allowed_is_not_tried_again(gated: Gated) -> None:
         gated.errors = [PermissionError("denied")]
         manager.save_bytes(b"x", 1)
         with pytest.raises(CheckpointSaveError, match=r"tries: 1.*denied"):
+            manager.wait()
+
+
+def test_what_cannot_be_pickled_is_not_tried_again(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with CheckpointManager(tmp_path, max_tries=100) as manager:
+        manager.save({"model": torch.ones(2), "wrong": lambda: None}, 1)
+        with pytest.raises(CheckpointSaveError, match=r"tries: 1.*cannot be pickled: .*Leave out"):
             manager.wait()
 
 

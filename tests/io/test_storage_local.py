@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
+import random
 import signal
 import stat
 import threading
@@ -15,10 +19,10 @@ import pytest
 
 from tests.io.storage_race import race
 from unified.errors import NotFoundError, StorageDeniedError, StorageError, StorageFullError, UsageError
-from unified.storage import LocalBackend, open_storage
+from unified.storage import LocalBackend, blocks, open_storage
 from unified.storage.leftovers import SAFE_AGE_S, is_temporary, temporary_name
 
-CALLS = ["open", "write", "fsync", "link", "rename", "unlink", "close", "mkdir"]
+CALLS = ["open", "write", "pwrite", "fsync", "link", "rename", "unlink", "close", "mkdir"]
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -55,7 +59,10 @@ def kill_before_call(number: int) -> None:
 
 @pytest.mark.parametrize("if_absent", [False, True])
 @pytest.mark.parametrize("key", ["a", "new/folders/a"])
-def test_a_writer_killed_at_any_stage_leaves_the_old_or_the_new(tmp_path: Path, key: str, if_absent: bool) -> None:
+def test_a_writer_killed_at_any_stage_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, if_absent: bool
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_NBYTES", mmap.PAGESIZE)
     before, after = b"before" * 1000, [b"after" * 1000, b"more"]
     stages = {"old": 0, "new": 0}
     for number in range(100):
@@ -81,7 +88,7 @@ def test_a_writer_killed_at_any_stage_leaves_the_old_or_the_new(tmp_path: Path, 
         assert store.read(key) == b"next"
     else:
         raise AssertionError("the write never came to its end")
-    assert stages["old"] >= 4  # open, two writes, fsync, and the rename or link
+    assert stages["old"] >= 4  # open, two blocks, fsync, and the rename or link
     assert stages["new"] >= 1
 
 
@@ -89,7 +96,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
     store = LocalBackend(tmp_path)
 
     def write() -> None:
-        kill_before_call(3)
+        kill_before_call(2)  # after the file was made and written
         store.write("a", [b"x", b"y"])
 
     assert in_child(write) == -signal.SIGKILL
@@ -102,6 +109,52 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
     os.utime(left, (old, old))
     LocalBackend(tmp_path).write("c", b"")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["b", "c"]
+
+
+@pytest.mark.parametrize("direct", ["as it is", "not known", "does not work"])
+def test_files_of_any_number_of_blocks_have_all_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
+    real = os.pwrite
+
+    def refuse(descriptor: int, data: memoryview, start: int) -> int:
+        if direct == "does not work" and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not on this file system")
+        return real(descriptor, data[: 3 * mmap.PAGESIZE], start)
+
+    monkeypatch.setattr(blocks, "BLOCK_NBYTES", 4 * mmap.PAGESIZE)
+    monkeypatch.setattr(blocks, "COPY_NBYTES", 5000)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    if direct == "not known":
+        monkeypatch.setattr(blocks, "_DIRECT", 0)
+    store = LocalBackend(tmp_path)
+    dice = random.Random(7)
+    for nbytes in (0, 1, 4 * mmap.PAGESIZE, 4 * mmap.PAGESIZE + 1, 40 * mmap.PAGESIZE, 1_000_003):
+        data = dice.randbytes(nbytes)
+        cuts = sorted(dice.randrange(nbytes + 1) for _ in range(5))
+        pieces = [data[start:end] for start, end in zip([0, *cuts], [*cuts, nbytes], strict=True)]
+        assert store.write("a", pieces).nbytes == nbytes
+        assert store.read("a") == data
+
+
+def test_a_disk_that_gets_full_below_a_large_file_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+
+    def refuse(descriptor: int, data: memoryview, start: int) -> int:
+        if start >= 3 * mmap.PAGESIZE:
+            raise OSError(errno.ENOSPC, "full")
+        return real(descriptor, data, start)
+
+    store = LocalBackend(tmp_path)
+    store.write("a", b"old")
+    monkeypatch.setattr(blocks, "BLOCK_NBYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(StorageFullError, match="Make room"):
+        store.write("a", bytes(10 * mmap.PAGESIZE))
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert store.read("a") == b"old"
 
 
 def test_the_file_of_a_living_writer_is_not_removed(tmp_path: Path) -> None:

@@ -366,11 +366,17 @@ def test_a_refusal_to_replace_comes_before_the_work(s3_environment: S3Server) ->
 
 def test_importing_is_cheap_and_a_missing_boto3_is_named() -> None:
     script = (
-        "import sys; sys.modules['boto3'] = None\n"
+        "import sys; sys.modules['botocore.session'] = None\n"
         "from unified.storage import S3Backend, LocalBackend, open_storage\n"
         "assert not {'torch', 'numpy', 'botocore', 'pyarrow'} & set(sys.modules)\n"
         "try: open_storage('s3://bucket/x')[0].read('a')\n"
         "except ImportError as error: print(error)\n"
+        "import importlib.util\n"
+        "importlib.util.find_spec = lambda name: None\n"
+        "del sys.modules['botocore']\n"
+        "from unified.checkpoint import CheckpointManager\n"
+        "try: CheckpointManager('s3://bucket/x')\n"
+        "except ImportError as error: print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
-    assert "pip install 'unified-runtime[s3]'" in said.stdout
+    assert said.stdout.count("pip install 'unified-runtime[s3]'") == 2

@@ -59,6 +59,18 @@ def test_telling_again_changes_nothing() -> None:
     assert (story.num_writes, latest(story).saved_at) == (writes, 1000.0)
 
 
+def test_of_many_a_minute_the_event_log_has_one() -> None:
+    story = Story()
+    for step in range(30):
+        story.now += 5
+        tell(story, notice(step))
+        tell(story, notice(step, name="critic"))
+        if step == 12:
+            story.restart()
+    assert [report.reason.split()[1] for report in story.reports if "critic" in report.reason] == ["0", "12", "24"]
+    assert latest(story).step == 29
+
+
 def test_of_two_with_one_step_the_later_counts() -> None:
     story = Story()
     tell(story, notice(200))

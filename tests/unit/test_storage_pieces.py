@@ -37,6 +37,16 @@ def test_blocks_do_not_change_with_the_memory_they_came_from() -> None:
     assert first == b"abcd"
 
 
+def test_blocks_that_are_not_needed_any_more_are_used_again() -> None:
+    spare: list[bytearray] = []
+    seen = []
+    for block in blocks_of(pieces_of(b"abcdefghij"), itertools.repeat(4), spare):
+        seen.append((bytes(block), id(block)))
+        spare.append(block)
+    assert [data for data, _ in seen] == [b"abcd", b"efgh", b"ij"]
+    assert seen[0][1] == seen[2][1], "the one that was filled while it came back is the next but one"
+
+
 @settings(max_examples=30)
 @given(nbytes=st.integers(0, 5 * TIB), part=st.integers(MIN_PART_NBYTES, 64 << 20))
 def test_every_object_that_s3_can_hold_has_parts_enough(nbytes: int, part: int) -> None:

@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from unified.checkpoint.save_queue import Failure, Save, SaveQueue
-from unified.errors import CheckpointExistsError, CheckpointTimeoutError, UsageError
+from unified.errors import (
+    CheckpointExistsError,
+    CheckpointRankError,
+    CheckpointTimeoutError,
+    NotFoundError,
+    UsageError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +98,7 @@ class BackgroundSaver(Generic[T]):
             if not self._changed.wait_for(lambda: self._thread is None, timeout):
                 steps = ", ".join(map(str, self._queue.steps))
                 raise CheckpointTimeoutError(
-                    f"The checkpoints of steps {steps} were not written within {timeout:g} s. They go on."
+                    f"The checkpoints of steps {steps} were not written within {timeout:.3g} s. They go on."
                 )
         if thread is not None:
             thread.join()
@@ -155,5 +161,8 @@ class BackgroundSaver(Generic[T]):
 
 
 def is_final(error: Exception) -> bool:
-    """Whether trying again would end the same way: what was asked is wrong, or is not allowed."""
-    return isinstance(error, UsageError | CheckpointExistsError | PermissionError | ImportError)
+    """Whether trying again would end the same way: what was asked is wrong, not allowed, or in no bucket there is."""
+    return isinstance(
+        error,
+        UsageError | CheckpointExistsError | CheckpointRankError | PermissionError | NotFoundError | ImportError,
+    )

@@ -9,26 +9,33 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from unified.checkpoint.announcer import Announcer
 from unified.checkpoint.at_exit import close_at_exit, forget
 from unified.checkpoint.background import BackgroundSaver
-from unified.checkpoint.compression import Chunk, check_compression
-from unified.checkpoint.loading import LoadReport, Wanted, load
+from unified.checkpoint.compression import check_compression
+from unified.checkpoint.loading import LoadReport
+from unified.checkpoint.loads import Loads
 from unified.checkpoint.manifest import Kind, Manifest, check_step
 from unified.checkpoint.options import FROM_SETTINGS, FromSettings, check_counts, this_writer
 from unified.checkpoint.payloads import BytesPayload, Payload
 from unified.checkpoint.places import open_place
+from unified.checkpoint.rank_group import is_sharded
 from unified.checkpoint.reports import report, tell_of_failed, tell_of_given_way
-from unified.checkpoint.run_files import RunFiles, checked_metadata
+from unified.checkpoint.retention import LEFTOVER_AFTER_S
+from unified.checkpoint.run_files import checked_metadata
 from unified.checkpoint.save_queue import Save, SaveQueue, WhenFull
 from unified.checkpoint.store import Order
 from unified.core.backoff import Backoff
+from unified.data.client import Coordinator
 from unified.errors import UsageError
 from unified.runtime_settings import RuntimeSettings
 
 if TYPE_CHECKING:
+    from unified.checkpoint.shard_saves import ShardSaves
     from unified.checkpoint.staging import Stager
     from unified.storage.backend import StorageBackend
 
@@ -38,11 +45,12 @@ BACKOFF = Backoff(first_s=0.5, limit_s=10.0)
 MAX_TRIES = 4
 MAX_WAITING = 64
 MAX_WAITING_BYTES = 256 << 20
+RANK_TIMEOUT_S = 300.0
 
 Listener = Callable[[Manifest], object]
 
 
-class CheckpointManager(RunFiles):
+class CheckpointManager(Loads):
     """Saves checkpoints in the background, and loads them. Safe for threads.
 
     A save returns when its data are in memory of the manager's; writing goes on meanwhile, one save after another. A
@@ -52,19 +60,29 @@ class CheckpointManager(RunFiles):
     Args:
         storage_path: a directory, made when needed; or ``s3://bucket/prefix``.
         backend: ``"local"``; ``"s3"``, for which `storage_path` may also be a prefix in `bucket`; or a storage.
+            Default: as ``[storage]`` of the settings says, or ``"local"``.
         keep_last_n: how many good checkpoints stay; None: all. Default: as ``[checkpoint]`` of the settings says, or 5.
         compression: ``"gzip"``, ``"zstd"`` (extra ``zstd``) or None. Default: the settings', or None.
         interval_steps: save at multiples of it alone, and do nothing at other steps; None: whenever asked. Default: the
             settings', or None.
         run_id, framework: keep everything under ``<storage_path>/<run_id>/framework=<framework>/``, checkpoints in its
             ``checkpoints/``, as the training service does.
-        bucket: for S3, where `storage_path` names none; by default the environment's ``UNIFIED_STORAGE_BUCKET``.
+        bucket: for S3, where `storage_path` names none. Default: the settings'; and its region is always theirs.
         max_waiting, max_waiting_bytes: how much may wait to be written beside what is being written. One save of any
             size may always wait.
         when_full: ``"newest"``: the oldest waiting save gives way to a new one, which a warning in the log tells.
             ``"wait"``: the new one waits.
         max_tries, backoff: of a save that the storage does not take.
-        rank, world_size: of this process; by default the environment's ``RANK`` and ``WORLD_SIZE``, else 0 and 1.
+        rank, world_size: of this process. Default: as in the job, else ``RANK`` and ``WORLD_SIZE``, else 0 and 1.
+        process_group: of torch.distributed: the ranks that save and load together; by default all.
+        rank_timeout: seconds that a save by several ranks waits for the others' parts after this rank's was written;
+            below ten minutes.
+        coordinator_url: who is told of each checkpoint, and of saves that failed: ``tcp://HOST:PORT``,
+            ``http://HOST:PORT`` or ``HOST:PORT`` of a master, or ``local`` for a coordinator in this process. Default:
+            inside a job its master, else ``COORDINATOR_URL``, else nobody. It is done in the background; no save or
+            load fails or waits because nobody answers.
+        series: under which the coordinator knows the latest of these checkpoints; in a job, one for each thing that is
+            saved.
         on_saved: called from the saving thread with the manifest of each checkpoint that was written.
 
     Attributes:
@@ -78,7 +96,7 @@ class CheckpointManager(RunFiles):
     def __init__(
         self,
         storage_path: str | os.PathLike[str],
-        backend: Literal["local", "s3"] | StorageBackend = "local",
+        backend: Literal["local", "s3"] | StorageBackend | FromSettings = FROM_SETTINGS,
         *,
         keep_last_n: int | FromSettings | None = FROM_SETTINGS,
         compression: str | FromSettings | None = FROM_SETTINGS,
@@ -93,24 +111,33 @@ class CheckpointManager(RunFiles):
         backoff: Backoff = BACKOFF,
         rank: int | None = None,
         world_size: int | None = None,
+        process_group: Any = None,
+        rank_timeout: float = RANK_TIMEOUT_S,
+        coordinator_url: str | Coordinator | None = None,
+        series: str = "default",
         on_saved: Listener | None = None,
     ) -> None:
-        settings = RuntimeSettings.load_shared().checkpoint
+        runtime = RuntimeSettings.load_shared()
+        settings = runtime.checkpoint
         keep_last_n = settings.keep_last_n if keep_last_n is FROM_SETTINGS else keep_last_n
         compression = settings.compression if compression is FROM_SETTINGS else compression
         interval_steps = settings.interval_steps if interval_steps is FROM_SETTINGS else interval_steps
         check_counts(keep_last_n=keep_last_n, interval_steps=interval_steps, max_tries=max_tries)
         if when_full not in ("newest", "wait"):
             raise UsageError(f"when_full is 'newest' or 'wait', not {when_full!r}.")
+        if not 0 < rank_timeout < LEFTOVER_AFTER_S:
+            raise UsageError(f"rank_timeout is above 0 and below {LEFTOVER_AFTER_S:g} s, not {rank_timeout!r}.")
         self.keep_last_n = keep_last_n
         self.interval_steps = interval_steps
         self.last_load: LoadReport | None = None
         self._compression = check_compression(compression)
         self._on_saved = on_saved
         writer = this_writer(rank, world_size)
-        place = open_place(storage_path, backend, bucket, run_id, framework)
+        place = open_place(storage_path, backend, bucket, run_id, framework, runtime.storage)
         self._owns_storage = place.is_own
         super().__init__(place, writer, is_run=run_id is not None)
+        announcer = self._announcer = Announcer(coordinator_url, series, writer, self.store.place)
+        self.store.on_damage = partial(announcer.event, "checkpoint-damaged")
         queue: SaveQueue[Order] = SaveQueue(
             max_waiting=max_waiting,
             max_waiting_bytes=max_waiting_bytes,
@@ -118,9 +145,12 @@ class CheckpointManager(RunFiles):
             max_tries=max_tries,
             backoff=backoff,
         )
-        self._saver = BackgroundSaver(
-            queue, self._write, _release, on_given_way=tell_of_given_way, on_failed=tell_of_failed
-        )
+        on_failed = partial(tell_of_failed, place=self.store.place, announcer=announcer)
+        self._saver = BackgroundSaver(queue, self._write, _release, on_given_way=tell_of_given_way, on_failed=on_failed)
+        self._process_group = process_group
+        self._rank_timeout_s = rank_timeout
+        self._retries: dict[str, Any] = {"max_tries": max_tries, "backoff": backoff, "on_failed": on_failed}
+        self._shards: ShardSaves | None = None
         self._stager: Stager | None = None
         self._asking = threading.Lock()
         self._is_closed = False
@@ -148,24 +178,34 @@ class CheckpointManager(RunFiles):
         payload = BytesPayload(data)
         return self._save("bytes", step, lambda: payload, payload.nbytes, metadata)
 
-    def save(self, state: Any, step: int, *, metadata: Mapping[str, Any] | None = None) -> bool:
+    def save(
+        self, state: Any, step: int, *, metadata: Mapping[str, Any] | None = None, sharded: bool | None = None
+    ) -> bool:
         """Save a state dict as the checkpoint of `step`: copied now into memory that is used again, written later.
 
         Training may change the tensors as soon as this returns. What is stored is what ``torch.save`` writes, so
         `load_state` reads it, and so does ``torch.load(io.BytesIO(await manager.load(step)))``; tensors off a GPU
         are loaded to the CPU.
 
+        A state with DTensors, as FSDP2 makes them, is saved by all ranks of the process group together, each of which
+        calls this: it copies and writes its own share, and there is one checkpoint when all have written theirs.
+
         Args:
             state: a dict, or any nest of containers, with tensors on the CPU or on GPUs.
             metadata: kept in the manifest; plain numbers, text, lists and dicts.
+            sharded: by all ranks together, also a state without DTensors, of which each then writes a part; it is a
+                dict, and may hold modules and optimizers themselves. False: by this rank, all of it.
 
         Returns:
             False: `step` is not at `interval_steps`, and nothing was done.
 
         Raises:
-            UsageError: `step` is no step.
+            UsageError: `step` is no step, or the ranks do not fit together.
+            CheckpointError: another rank could not save, so none did.
             CheckpointSaveError: earlier saves failed. This one is accepted nevertheless.
         """
+        if sharded or (sharded is None and is_sharded(state)):
+            return self._save_together(state, step, metadata)
         from unified.checkpoint.staging import Stager, nbytes_of
         from unified.checkpoint.state_stream import StatePayload
 
@@ -188,8 +228,10 @@ class CheckpointManager(RunFiles):
             CheckpointSaveError: some failed; each is reported once.
             CheckpointTimeoutError: it took longer than `timeout`. The saves go on.
         """
-        self._saver.wait(timeout)
-        report(self._saver.take_failures(), self.store.place)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for saver in self._savers:
+            saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._report()
 
     async def wait_async(self) -> None:
         """As `wait`."""
@@ -204,55 +246,12 @@ class CheckpointManager(RunFiles):
         finally:
             if not was_closed:
                 forget(self)
-                if self._stager is not None:
-                    self._stager.clear()
-                if self._owns_storage and not self._saver.steps:
+                self._announcer.close()
+                for holder in (self._stager, self._shards):
+                    if holder is not None:
+                        holder.clear()
+                if self._owns_storage and not any(saver.steps for saver in self._savers):
                     self.store.backend.close()
-
-    # --- loading
-
-    async def load(self, step: Wanted = None, *, exact: bool = False) -> bytes:
-        """The data of a checkpoint; saves under way here are awaited first.
-
-        Args:
-            step: None, ``"latest"``, and 0 too, as the reference document has it: the newest.
-            exact: that step and no other: 0 means step 0, and no older one is loaded instead of one that is damaged.
-
-        Raises:
-            CheckpointNotFoundError: there is none, or none of that step (a FileNotFoundError).
-            CheckpointCorruptError: it is damaged, and so are all before it. Where only it is damaged, the newest good
-                one before it is loaded, with a `CheckpointFallbackWarning`, and `last_load` says so.
-        """
-        return await asyncio.to_thread(self.load_bytes, step, exact=exact)
-
-    def load_bytes(self, step: Wanted = None, *, exact: bool = False) -> bytes:
-        """As `load`, for code that is not async."""
-        return bytes(self._load(step, ("bytes", "state"), exact=exact))
-
-    def load_state(
-        self, step: Wanted = None, *, exact: bool = False, map_location: Any = "cpu", weights_only: bool = True
-    ) -> Any:
-        """A state dict that `save` saved, or ``torch.save`` into bytes that were saved. Steps and errors as for `load`.
-
-        Args:
-            map_location, weights_only: as for ``torch.load``.
-
-        Raises:
-            CheckpointError: torch cannot load it.
-        """
-        from unified.checkpoint.state_stream import load_state
-
-        data = self._load(step, ("bytes", "state"), exact=exact)
-        return load_state(data, map_location=map_location, weights_only=weights_only)
-
-    async def list_checkpoints(self) -> list[int]:
-        """The steps of all checkpoints there are, in order; saves under way here are awaited first."""
-        return await asyncio.to_thread(self.steps)
-
-    def steps(self) -> list[int]:
-        """As `list_checkpoints`, for code that is not async."""
-        self._saver.wait()
-        return self.store.steps()
 
     # --- life
 
@@ -279,12 +278,11 @@ class CheckpointManager(RunFiles):
     ) -> bool:
         step = check_step(step)
         if not self.should_save(step):
-            report(self._saver.take_failures(), self.store.place)
+            self._report()
             return False
         kept = checked_metadata(step, metadata)
         with self._asking:
-            if self._is_closed:
-                raise UsageError(f"{self!r} is closed; the checkpoint of step {step} was not saved.")
+            self._check_open(step)
             # Before the copy is made, so that it takes the memory of those that give way.
             self._saver.make_room(step, nbytes)
             payload = make()
@@ -301,6 +299,43 @@ class CheckpointManager(RunFiles):
         report(failures, self.store.place)
         return True
 
+    def _save_together(self, state: Any, step: int, metadata: Mapping[str, Any] | None) -> bool:
+        step = check_step(step)
+        if not self.should_save(step):
+            self._report()
+            return False
+
+        def prepare() -> dict[str, Any]:
+            self._check_open(step)
+            return checked_metadata(step, metadata)
+
+        with self._asking:
+            if self._shards is None:
+                from unified.checkpoint.shard_saves import ShardSaves
+
+                self._shards = ShardSaves(
+                    self.store,
+                    process_group=self._process_group,
+                    compression=self._compression,
+                    rank_timeout_s=self._rank_timeout_s,
+                    after_save=self._after_save,
+                    **self._retries,
+                )
+            failures = self._shards.save(state, step, prepare)
+        report(failures, self.store.place)
+        return True
+
+    def _check_open(self, step: int) -> None:
+        if self._is_closed:
+            raise UsageError(f"{self!r} is closed; the checkpoint of step {step} was not saved.")
+
+    @property
+    def _savers(self) -> list[BackgroundSaver[Any]]:
+        return [self._saver] if self._shards is None else [self._shards.saver, self._saver]
+
+    def _report(self) -> None:
+        report([each for saver in self._savers for each in saver.take_failures()], self.store.place)
+
     def _write(self, save: Save[Order]) -> None:
         started_at = time.monotonic()
         manifest = self.store.write(save.item)
@@ -313,6 +348,7 @@ class CheckpointManager(RunFiles):
         self._after_save(manifest)
 
     def _after_save(self, manifest: Manifest) -> None:
+        self._announcer.written(manifest)
         try:
             self.store.sweep(self.keep_last_n, {manifest.step})
             if self._on_saved is not None:
@@ -321,12 +357,8 @@ class CheckpointManager(RunFiles):
             logger.warning("event=checkpoint-sweep-failed step=%d error=%s", manifest.step, error)
 
     def _before_load(self) -> None:
-        self._saver.wait()
-
-    def _load(self, step: Wanted, kinds: tuple[Kind, ...], *, exact: bool) -> Chunk:
-        self._before_load()
-        data, self.last_load = load(self.store, step, kinds=kinds, exact=exact)
-        return data
+        for saver in self._savers:
+            saver.wait()
 
 
 def _release(order: Order) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
-from unified.checkpoint.compression import Chunk
 from unified.checkpoint.manifest import Kind, Manifest, check_step
+from unified.checkpoint.rank_group import Alone, Ranks, lead
 from unified.checkpoint.store import CheckpointStore, describe
 from unified.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UsageError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Wanted = int | Literal["latest"] | None
 
 
@@ -34,25 +35,34 @@ class LoadReport:
 
 
 def load(
-    store: CheckpointStore, step: Wanted, *, kinds: Collection[Kind], exact: bool = False
-) -> tuple[Chunk, LoadReport]:
-    """Read a checkpoint's data.
+    store: CheckpointStore,
+    step: Wanted,
+    readers: Mapping[Kind, Callable[[Manifest], T]],
+    *,
+    exact: bool = False,
+    ranks: Ranks | None = None,
+) -> tuple[T, LoadReport]:
+    """Read a checkpoint.
 
     Args:
         step: None, ``"latest"`` and 0 (as the reference document has it): the newest.
-        kinds: that will do. Newer ones of other kinds are passed over, unless one of them was asked for.
+        readers: of the kinds that will do. Newer ones of other kinds are passed over, unless one of them was asked for.
+            A reader raises CheckpointCorruptError for what is damaged.
         exact: `step` and no other: 0 is step 0, and one that is damaged is an error.
+        ranks: who load together, and so the same one: this is a collective then, and so is every reader, which raises
+            the same on every rank. None: this process by itself.
 
     Raises:
         CheckpointNotFoundError: there is none, or none of that step.
         CheckpointCorruptError: it is damaged, and so are all before it.
         CheckpointError: it is of another kind.
     """
+    ranks = ranks or Alone()
     wanted = wanted_step(step, exact=exact)
     skipped: list[tuple[int, str]] = []
-    for candidate in candidates(store, wanted, exact=exact):
+    for candidate in lead(ranks, lambda: candidates(store, wanted, exact=exact)):
         try:
-            manifest, data = _read(store, candidate, kinds)
+            manifest, found = _read(store, candidate, readers, ranks)
         except CheckpointNotFoundError:  # swept since it was listed
             continue
         except CheckpointCorruptError as error:
@@ -61,10 +71,10 @@ def load(
             store.known_bad.add(candidate)
             skipped.append((candidate, str(error)))
             continue
-        if data is not None:
+        if found:
             if skipped:
-                tell_of_damage(skipped, f"Loaded that of step {candidate} instead.")
-            return data, LoadReport(candidate, manifest, tuple(skipped))
+                tell_of_damage(store, skipped, f"Loaded that of step {candidate} instead.")
+            return found[0], LoadReport(candidate, manifest, tuple(skipped))
         if candidate == wanted:
             raise CheckpointError(
                 f"The checkpoint of step {candidate} is of kind {manifest.kind!r}, which this call does not load: use "
@@ -78,7 +88,7 @@ def load(
 HOW_TO_LOAD: dict[Kind, str] = {
     "bytes": "load(step) or load_bytes(step)",
     "state": "load_state(step)",
-    "sharded": "load_sharded(state, step)",
+    "sharded": "load_state_into(state, step) or load_state(step)",
     "files": "materialize_checkpoint(step)",
     "metadata": "latest_checkpoint() or checkpoint(step), and read its metadata",
 }
@@ -105,28 +115,32 @@ def candidates(store: CheckpointStore, wanted: int | None, *, exact: bool) -> li
     if wanted is None:
         return steps[::-1]
     if wanted not in steps:
-        raise CheckpointNotFoundError(f"There is no checkpoint of step {wanted}: {describe(steps)}.")
+        raise CheckpointNotFoundError(f"There is no checkpoint of step {wanted} in {store.place}: {describe(steps)}.")
     return [wanted] if exact else [step for step in reversed(steps) if step <= wanted]
 
 
-def _read(store: CheckpointStore, step: int, kinds: Collection[Kind]) -> tuple[Manifest, Chunk | None]:
-    """A checkpoint and its data; None: it is of another kind."""
-    manifest = store.manifest(step)
-    while manifest.kind in kinds:
+def _read(
+    store: CheckpointStore, step: int, readers: Mapping[Kind, Callable[[Manifest], T]], ranks: Ranks
+) -> tuple[Manifest, list[T]]:
+    """A checkpoint and what was read of it; nothing, if it is of another kind."""
+    manifest = lead(ranks, lambda: store.manifest(step))
+    while manifest.kind in readers:
         try:
-            return manifest, store.read(manifest)
+            return manifest, [readers[manifest.kind](manifest)]
         except CheckpointCorruptError:
-            again = store.manifest(step)  # it was replaced between the two reads, if it is another one now
+            # It was replaced between the two reads, if it is another one now.
+            again = lead(ranks, lambda: store.manifest(step))
             if again == manifest:
                 raise
             manifest = again
-    return manifest, None
+    return manifest, []
 
 
-def tell_of_damage(skipped: list[tuple[int, str]], instead: str) -> None:
-    """Warn of newer checkpoints that are not used."""
+def tell_of_damage(store: CheckpointStore, skipped: list[tuple[int, str]], instead: str) -> None:
+    """Warn of newer checkpoints that are not used, and tell whoever wants to know."""
     text = f"{_words(skipped)} {instead}"
     logger.warning("event=checkpoint-damaged: %s", text)
+    store.on_damage(f"{text} (in {store.place})")
     warnings.warn(text, CheckpointFallbackWarning, stacklevel=4)
 
 

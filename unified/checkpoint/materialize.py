@@ -26,7 +26,9 @@ def materialize(store: CheckpointStore, manifest: Manifest, within: Path) -> Pat
     making = within / f".checkpoint-{manifest.step}.{secrets.token_hex(4)}"
     making.mkdir()
     try:
-        for part in manifest.parts:
+        if manifest.kind == "sharded":
+            _save_whole(store, manifest, making / FILE_NAMES["state"])
+        for part in manifest.parts if manifest.kind != "sharded" else ():
             path = making / (_safe(part.name) if part.name else FILE_NAMES.get(manifest.kind, "data.bin"))
             path.parent.mkdir(parents=True, exist_ok=True)
             if manifest.compression is None:
@@ -40,6 +42,14 @@ def materialize(store: CheckpointStore, manifest: Manifest, within: Path) -> Pat
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return target
+
+
+def _save_whole(store: CheckpointStore, manifest: Manifest, path: Path) -> None:
+    import torch
+
+    from unified.checkpoint.shard_loading import whole_state
+
+    torch.save(whole_state(store, manifest, map_location="cpu", weights_only=True), path)
 
 
 def _copy(store: CheckpointStore, part: Part, path: Path) -> None:

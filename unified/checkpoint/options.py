@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final
 
 from unified.checkpoint.writers import Writer
+from unified.data.surroundings import check_rank, look_around
 from unified.errors import UsageError
 
 
@@ -23,7 +24,7 @@ class FromSettings(Enum):
 
 
 FROM_SETTINGS: Final = FromSettings.FROM_SETTINGS
-"""Not given: `unified.runtime_settings.CheckpointSettings` decides."""
+"""Not given: `unified.runtime_settings` decides."""
 
 
 def check_counts(**counts: int | None) -> None:
@@ -34,23 +35,19 @@ def check_counts(**counts: int | None) -> None:
 
 
 def this_writer(rank: int | None, world_size: int | None) -> Writer:
-    """A new life of a manager in this process; ``RANK`` and ``WORLD_SIZE`` say what is not given, else 0 and 1.
+    """A new life of a manager in this process. What is not given is as in the job, else as ``RANK`` and ``WORLD_SIZE``
+    say, else 0 and 1.
 
     Raises:
         UsageError: a rank that the world has not.
     """
-    rank = _from_environment("RANK", 0) if rank is None else rank
-    world_size = _from_environment("WORLD_SIZE", 1) if world_size is None else world_size
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise UsageError(f"There is no rank {rank} in a world of {world_size}; set RANK and WORLD_SIZE, or give both.")
+    around = look_around()
+    rank = next(each for each in (rank, around.rank, 0) if each is not None)
+    world_size = next(each for each in (world_size, around.world_size, 1) if each is not None)
+    check_rank(rank, world_size)
     return Writer(
         name=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
         rank=rank,
         world_size=world_size,
         opened_at=time.time(),
     )
-
-
-def _from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else default

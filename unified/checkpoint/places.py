@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from unified.checkpoint.options import FromSettings
 from unified.errors import UsageError
+from unified.runtime_settings import StorageSettings
 
 if TYPE_CHECKING:
     from unified.storage.backend import StorageBackend
@@ -28,18 +32,20 @@ class Place(NamedTuple):
 
 def open_place(
     storage_path: str | os.PathLike[str],
-    backend: str | StorageBackend,
+    backend: str | StorageBackend | FromSettings,
     bucket: str | None,
     run_id: str | None,
     framework: str | None,
+    settings: StorageSettings,
 ) -> Place:
-    """Open the storage of a manager.
+    """Open the storage of a manager. `settings` stand in for what is not given.
 
     Raises:
         UsageError: a backend, a bucket or a name of a run that cannot be.
     """
     path = os.fspath(storage_path)
     within = run_prefix(run_id, framework)
+    backend = settings.backend if isinstance(backend, FromSettings) else backend
     if not isinstance(backend, str):
         prefix = joined(path.strip("/"), within)
         return Place(backend, prefix, joined(repr(backend), prefix), False)
@@ -50,25 +56,36 @@ def open_place(
     if backend == "local" and not path.startswith("s3://"):
         # Not by `open_storage`, which would take a name with brackets for a pattern.
         path = path.removeprefix("file://")
-        if not path or os.path.isfile(path):
-            raise UsageError(f"Checkpoints are kept in a directory, and {path!r} is none.")
+        if not path:
+            raise UsageError("Checkpoints are kept in a directory, and '' is none.")
         local = LocalBackend(path)
+        _check_can_be_made(local.root)
         return Place(local, within, joined(str(local.root), within), True)
-    region = None
     if not path.startswith("s3://"):
-        if not bucket:
-            from unified.runtime_settings import RuntimeSettings
-
-            settings = RuntimeSettings.load_shared().storage
-            bucket, region = settings.bucket, settings.region or None
+        bucket = bucket or settings.bucket
         if not bucket:
             raise UsageError(
                 f"The S3 path {path!r} names no bucket. Write s3://BUCKET/PREFIX, give bucket=, or set "
                 "UNIFIED_STORAGE_BUCKET or [storage] bucket of the settings."
             )
         path = f"s3://{bucket}/{path.strip('/')}"
-    storage, prefix = open_storage(path, region=region)
+    storage, prefix = open_storage(path, region=settings.region or None)
     return Place(storage, joined(prefix.strip("/"), within), joined(path.rstrip("/"), within), True)
+
+
+def _check_can_be_made(root: Path) -> None:
+    """UsageError if checkpoints can never be kept there. Leaves nothing behind; one that is there may be read-only."""
+    above = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
+    if not above.is_dir():
+        raise UsageError(f"Checkpoints are kept in a directory, and {str(above)!r} is none.")
+    if above != root:
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".unified-", dir=above))
+        except OSError as error:
+            raise UsageError(
+                f"Checkpoints cannot be kept in {root}, which is not there: no folder can be made in {above} "
+                f"({error.strerror})."
+            ) from error
 
 
 def run_prefix(run_id: str | None, framework: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from unified.checkpoint.announcer import Announcer
 from unified.checkpoint.save_queue import Failure, Save
 from unified.errors import CheckpointSaveError
 
@@ -16,8 +17,13 @@ def tell_of_given_way(save: Save[Any]) -> None:
     logger.warning("event=checkpoint-skipped step=%d: a newer one came before it could be written", save.step)
 
 
-def tell_of_failed(failure: Failure) -> None:
-    """Log that a save is not tried again."""
+def tell_of_failed(failure: Failure, place: str, announcer: Announcer) -> None:
+    """Log that a save is not tried again, and tell the coordinator."""
+    announcer.event(
+        "checkpoint-failed",
+        f"step {failure.step} was not saved in {place} (tries: {failure.num_tries}): "
+        f"{type(failure.error).__name__}: {failure.error}",
+    )
     logger.error(
         "event=checkpoint-failed step=%d tries=%d error=%s: %s",
         failure.step,

@@ -123,10 +123,10 @@ class RunFiles(ABC):
                 skipped.append((step, "parts of it are gone or cut short"))
                 continue
             if skipped:
-                tell_of_damage(skipped, f"The latest that is whole is that of step {step}.")
+                tell_of_damage(self.store, skipped, f"The latest that is whole is that of step {step}.")
             return manifest
         if skipped:
-            tell_of_damage(skipped, "There is none before.")
+            tell_of_damage(self.store, skipped, "There is none before.")
         return None
 
     def materialize_checkpoint(

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from unified.checkpoint.memory_copy import Copy, copy_memory
+
 ALIGN = 64
 """Bytes; of every tensor's beginning."""
 
@@ -58,11 +60,13 @@ class Stager:
         memory = self._take(nbytes, pinned=any(tensor.is_cuda for tensor in tensors.values())) if nbytes else None
         made: dict[object, torch.Tensor] = {}
         memo: dict[int, Any] = {}
+        copies: list[Copy] = []
         with torch.no_grad():
             for number, tensor in tensors.items():
                 if (mark := _mark(tensor)) not in made:
-                    made[mark] = _copied(tensor, memory, places[mark])
+                    made[mark] = _copied(tensor, memory, places[mark], copies)
                 memo[number] = made[mark]
+        copy_memory(copies, torch.get_num_threads())
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         arrived = [_event(device) for device in devices]
         return Staged(copy.deepcopy(state, memo), nbytes, memory, arrived)
@@ -120,14 +124,19 @@ def _mark(tensor: torch.Tensor) -> object:
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, type(tensor))
 
 
-def _copied(tensor: torch.Tensor, memory: torch.Tensor | None, start: int) -> torch.Tensor:
+def _copied(tensor: torch.Tensor, memory: torch.Tensor | None, start: int, copies: list[Copy]) -> torch.Tensor:
+    """A tensor in our memory; `copies` gets what is still to be copied there."""
     if tensor.numel() == 0 or memory is None:
         copied = torch.empty(tensor.shape, dtype=tensor.dtype)
     else:
         # A storage of its own for each: torch.save writes whole storages.
-        flat = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start)
-        # Copies off a GPU run on the stream that computes, so that what comes after them waits for them.
-        copied = flat.view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
+        copied = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        copied = copied.view(tensor.shape)
+        if tensor.is_cuda or not tensor.is_contiguous():
+            # Copies off a GPU run on the stream that computes, so that what comes after them waits for them.
+            copied.copy_(tensor, non_blocking=tensor.is_cuda)
+        else:
+            copies.append(Copy(copied.data_ptr(), tensor.data_ptr(), tensor.nbytes))
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
     return copied

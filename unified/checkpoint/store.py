@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ class Order:
     kind: Kind = "bytes"
     compression: Compression | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    world_size: int | None = None
+    """How many ranks write it together; None: as many as its writer says that there are."""
 
 
 class CheckpointStore:
@@ -68,6 +70,8 @@ class CheckpointStore:
         self.place = place
         self.known_bad: set[int] = set()
         """Steps whose checkpoint was damaged when it was loaded."""
+        self.on_damage: Callable[[str], object] = lambda text: None
+        """Is told when an older checkpoint is used instead of damaged ones."""
         self._read_before: dict[str, tuple[object, Manifest]] = {}
         self._writing: set[str] = set()
         self._lock = threading.Lock()
@@ -89,14 +93,46 @@ class CheckpointStore:
         existing = self._existing(order.step)
         if not self._may_write(existing, order.step):
             return existing  # type: ignore[return-value]
-        with self._lock:
-            self._writing.add(order.token)
+        self.begin(order.token)
         try:
-            parts = [self._write_part(order, name, payload) for name, payload in order.payloads.items()]
+            parts = [
+                self.write_part(order, name, payload, order.compression) for name, payload in order.payloads.items()
+            ]
             return self.publish(order, parts, existing)
         finally:
-            with self._lock:
-                self._writing.discard(order.token)
+            self.end(order.token)
+
+    def begin(self, token: str) -> None:
+        """No sweep takes parts with this token for left over, until its `end`."""
+        with self._lock:
+            self._writing.add(token)
+
+    def end(self, token: str) -> None:
+        """Of a save that began. Can be called twice."""
+        with self._lock:
+            self._writing.discard(token)
+
+    def replaceable(self, step: int) -> Manifest | None:
+        """The manifest of that step that a save of several ranks would replace; None: there is none.
+
+        Raises:
+            CheckpointExistsError: it is not this writer's.
+        """
+        existing = self._existing(step)
+        if not self._may_write(existing, step):
+            raise CheckpointExistsError(
+                f"Rank {existing.rank if existing else 0} has saved a checkpoint of step {step} in {self.place} by "
+                "itself; save each step in one way."
+            )
+        return existing
+
+    def write_part(self, order: Order, name: str, payload: Payload, compression: Compression | None = None) -> Part:
+        """Write one part, which belongs to nothing before `publish`."""
+        measured = Measured(payload, compression)
+        key = part_name(order.step, order.token, name)
+        self.backend.write(self.key(key), measured)
+        checksum = measured.checksum
+        return Part(key=key, size_bytes=checksum.nbytes, checksum=checksum.text, name=name)
 
     def publish(self, order: Order, parts: Iterable[Part], existing: Manifest | None = None) -> Manifest:
         """Make a checkpoint of parts that are written: the last step of `write`, which see.
@@ -110,7 +146,7 @@ class CheckpointStore:
             kind=order.kind,
             compression=order.compression,
             rank=self.writer.rank,
-            world_size=self.writer.world_size,
+            world_size=self.writer.world_size if order.world_size is None else order.world_size,
             saved_at=time.time(),
             writer=self.writer.name,
             metadata=order.metadata,
@@ -124,26 +160,26 @@ class CheckpointStore:
             try:
                 may_write = self._may_write(existing, order.step)
             except CheckpointExistsError:
-                self._delete(part.key for part in manifest.parts)
+                self.delete(part.key for part in manifest.parts)
                 raise
             if not may_write:
-                self._delete(part.key for part in manifest.parts)
+                self.delete(part.key for part in manifest.parts)
                 return existing  # type: ignore[return-value]
             self.backend.write(key, data)
         self.known_bad.discard(order.step)
         if existing is not None:
             kept = {part.key for part in manifest.parts}
-            self._delete(part.key for part in existing.parts if part.key not in kept)
+            self.delete(part.key for part in existing.parts if part.key not in kept)
         return manifest
 
     def steps(self) -> list[int]:
         """Of every checkpoint there is, in order."""
         return sorted(step for each in self.stored() if (step := step_of(each.key)) is not None)
 
-    def stored(self) -> list[Stored]:
-        """Every object at this place, by its key relative to it."""
-        start = self.key("step-")
-        cut = len(start) - len("step-")
+    def stored(self, prefix: str = "step-") -> list[Stored]:
+        """Every object at this place whose key, relative to it, begins so."""
+        start = self.key(prefix)
+        cut = len(start) - len(prefix)
         return [
             Stored(key=stat.key[cut:], size_bytes=stat.nbytes, modified_at=stat.modified_at)
             for stat in self.backend.list(start)
@@ -161,7 +197,7 @@ class CheckpointStore:
             return decode(self.backend.read(self.key(name)), name)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"There is no checkpoint of step {step} in {self.place}: {describe(self.steps())}"
+                f"There is no checkpoint of step {step} in {self.place}: {describe(self.steps())}."
             ) from error
 
     def read(self, manifest: Manifest) -> Chunk:
@@ -206,18 +242,11 @@ class CheckpointStore:
                 known_bad=self.known_bad,
                 writing=self._writing,
             )
-        self._delete(plan.manifests)
-        self._delete(plan.parts)
+        self.delete(plan.manifests)
+        self.delete(plan.parts)
         gone = {*plan.manifests}
         self._read_before = {key: known for key, known in self._read_before.items() if key not in gone}
         return plan
-
-    def _write_part(self, order: Order, name: str, payload: Payload) -> Part:
-        measured = Measured(payload, order.compression)
-        key = part_name(order.step, order.token, name)
-        self.backend.write(self.key(key), measured)
-        checksum = measured.checksum
-        return Part(key=key, size_bytes=checksum.nbytes, checksum=checksum.text, name=name)
 
     def _existing(self, step: int) -> Manifest | None:
         """The manifest that a new one would replace; None: there is none that can be read."""
@@ -255,7 +284,8 @@ class CheckpointStore:
         self._read_before[each.key] = (mark, manifest)
         return manifest
 
-    def _delete(self, names: Iterable[str]) -> None:
+    def delete(self, names: Iterable[str]) -> None:
+        """Objects by their keys relative to this place."""
         for name in names:
             self.backend.delete(self.key(name))
 

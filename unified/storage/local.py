@@ -20,13 +20,12 @@ from unified.errors import (
     StorageUnavailableError,
 )
 from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range
+from unified.storage.blocks import write_pieces
 from unified.storage.leftovers import is_temporary, remove_leftovers, temporary_name
 from unified.storage.sources import pieces_of
 
 NUM_TRIES = 10
 """To find the folder still there between making it and making a file in it."""
-WRITE_NBYTES = 64 << 20
-"""At most so much in one call of the system, so that a signal need not wait long."""
 
 
 class LocalBackend(StorageBackend):
@@ -58,8 +57,7 @@ class LocalBackend(StorageBackend):
             temporary, descriptor = self._open_temporary(path)
             try:
                 with os.fdopen(descriptor, "wb", buffering=0) as file:
-                    for piece in pieces_of(data):
-                        _write_all(file.fileno(), piece)
+                    write_pieces(file.fileno(), pieces_of(data))
                     if self._fsync:
                         os.fsync(file.fileno())
                     if if_absent:
@@ -221,9 +219,10 @@ def _stat(key: str, found: os.stat_result) -> Stat:
     return Stat(key, found.st_size, found.st_mtime_ns / 1e9, etag)
 
 
-def _write_all(descriptor: int, piece: memoryview) -> None:
-    while len(piece):
-        piece = piece[os.write(descriptor, piece[:WRITE_NBYTES]) :]
+def _first_missing(folder: Path) -> Path:
+    while folder != folder.parent and not os.path.exists(folder.parent):
+        folder = folder.parent
+    return folder
 
 
 @contextlib.contextmanager
@@ -236,6 +235,10 @@ def _errors(key: str, path: Path, action: str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         match error.errno:
+            case errno.ENOENT if action == "write":
+                raise NotFoundError(
+                    f"cannot {action} {key!r}: there is no folder {_first_missing(path.parent)}, and it cannot be made"
+                ) from error
             case errno.ENOENT:
                 raise NotFoundError(f"cannot {action} {key!r}: there is no {path}") from error
             case errno.EEXIST:

@@ -10,7 +10,7 @@ from typing import Any
 
 from unified.errors import StorageError, UsageError
 from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range
-from unified.storage.s3_client import S3Settings, check_endpoint, make_client, s3_errors
+from unified.storage.s3_client import S3Settings, check_endpoint, check_installed, make_client, s3_errors
 from unified.storage.s3_download import Download
 from unified.storage.s3_upload import MIN_PART_NBYTES, Upload
 
@@ -39,6 +39,7 @@ class S3Backend(StorageBackend):
         timeout_s: for a connection, and for the next bytes of an answer.
 
     Raises:
+        ImportError: boto3 is not installed.
         UsageError: an argument that cannot be. What is wrong with the store is said by the first request.
     """
 
@@ -58,6 +59,7 @@ class S3Backend(StorageBackend):
         max_attempts: int = 5,
         timeout_s: float = 60.0,
     ) -> None:
+        check_installed()
         if not bucket or "/" in bucket:
             raise UsageError(f"{bucket!r} is no name of a bucket: write s3://bucket/prefix, or S3Backend('bucket')")
         if part_nbytes < MIN_PART_NBYTES:

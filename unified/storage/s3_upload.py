@@ -48,6 +48,7 @@ class Upload:
         self._where = {"Bucket": bucket, "Key": name}
         self._part_nbytes = part_nbytes
         self._num_parallel = num_parallel
+        self._sent: list[bytearray] = []
         # An answer may be lost, and the repeated request is refused by what the first one made: this tells whose it is.
         self._token = secrets.token_hex(16)
 
@@ -59,30 +60,31 @@ class Upload:
                 if self._head() is not None:
                     raise self._taken()
         condition = {"IfNoneMatch": "*"} if if_absent else {}
-        blocks = blocks_of(pieces_of(data), part_sizes(self._part_nbytes, size_of(data)))
-        first = next(blocks, b"")
+        blocks = blocks_of(pieces_of(data), part_sizes(self._part_nbytes, size_of(data)), self._sent)
+        first = next(blocks, bytearray())
         second = next(blocks, None)
         if second is None:
             return self._put(first, condition)
         return self._send_parts(itertools.chain((first, second), blocks), condition)
 
-    def _put(self, body: bytes, condition: dict[str, str]) -> Sent:
+    def _put(self, body: bytearray, condition: dict[str, str]) -> Sent:
         def put() -> Any:
             return self._client.put_object(**self._where, Body=body, Metadata={TOKEN: self._token}, **condition)
 
         return self._finish(put, len(body))
 
-    def _send_parts(self, blocks: Iterator[bytes], condition: dict[str, str]) -> Sent:
+    def _send_parts(self, blocks: Iterator[bytearray], condition: dict[str, str]) -> Sent:
         with self._errors():
             begun = self._client.create_multipart_upload(**self._where, Metadata={TOKEN: self._token})
         upload = {**self._where, "UploadId": begun["UploadId"]}
         running: set[Future[None]] = set()
         parts: dict[int, str] = {}
 
-        def send_part(number: int, body: bytes) -> None:
+        def send_part(number: int, body: bytearray) -> None:
             with self._errors():
                 answer = self._client.upload_part(**upload, PartNumber=number, Body=body)
             parts[number] = answer["ETag"]
+            self._sent.append(body)
 
         def complete() -> Any:
             listed = [{"PartNumber": number, "ETag": parts[number]} for number in sorted(parts)]

@@ -56,31 +56,40 @@ def size_of(data: Source) -> int | None:
     return max(0, end - here)
 
 
-def blocks_of(pieces: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[bytes]:
+def blocks_of(
+    pieces: Iterable[memoryview], sizes: Iterable[int], spare: list[bytearray] | None = None
+) -> Iterator[bytearray]:
     """The same bytes in copies of exactly these sizes, the last one shorter. `sizes` must not end before `pieces` do.
 
     Copies, so that whoever makes the pieces may use their memory again for the next one.
+
+    Args:
+        spare: blocks that are not needed any more, put there by other threads: they are used again where they fit, for
+            new memory has to come from the system.
     """
-    pending = bytearray()
     wanted = iter(sizes)
-    nbytes = next(wanted)
+    spare = [] if spare is None else spare
+    block, filled = bytearray(next(wanted)), 0
     for piece in pieces:
-        start = 0
-        if pending:
-            start = min(len(piece), nbytes - len(pending))
-            pending += piece[:start]
-            if len(pending) < nbytes:
-                continue
-            yield bytes(pending)
-            pending.clear()
-            nbytes = next(wanted)
-        while len(piece) - start >= nbytes:
-            yield bytes(piece[start : start + nbytes])
-            start += nbytes
-            nbytes = next(wanted)
-        pending += piece[start:]
-    if pending:
-        yield bytes(pending)
+        taken = 0
+        while taken < len(piece):
+            if filled == len(block):
+                yield block
+                block, filled = _block(next(wanted), spare), 0
+            count = min(len(piece) - taken, len(block) - filled)
+            block[filled : filled + count] = piece[taken : taken + count]
+            taken, filled = taken + count, filled + count
+    if filled:
+        del block[filled:]
+        yield block
+
+
+def _block(size: int, spare: list[bytearray]) -> bytearray:
+    while spare:
+        block = spare.pop()
+        if len(block) == size:
+            return block
+    return bytearray(size)
 
 
 def _view(data: object) -> memoryview | None:

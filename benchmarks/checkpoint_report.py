@@ -1,0 +1,97 @@
+"""The figures of `checkpoint.py` beside its peers and what the reference publishes: table, Markdown, picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import checkpoint_work as work
+from bus_checks import Medians, Verdict, times_better, verdicts
+from bus_report import short
+from rich.console import Console
+from rich.table import Table
+
+HEADINGS = ["", *work.TITLES.values(), "reference, 64 cores", *(f"× {work.TITLES[peer]}" for peer in work.PEERS)]
+
+
+def lines(found: Medians) -> Iterator[list[str]]:
+    """Of each row that was measured, the cells."""
+    for row in work.ROWS:
+        figures = {name: found.get(name, {}).get(row.name) for name in work.TITLES}
+        if any(value is not None for value in figures.values()):
+            ours = figures["unified"]
+            yield [
+                f"{row.title}, {row.unit}",
+                *map(_figure, figures.values()),
+                _figure(work.PUBLISHED.get(row.name)),
+                *(_times(row.name, ours, figures[peer]) for peer in work.PEERS),
+            ]
+
+
+def judged(found: Medians) -> list[Verdict]:
+    """Each floor, and whether it is held."""
+    return list(verdicts({**found, **work.SIZES}, work.FLOORS, work.ROWS))
+
+
+def show(result: dict[str, Any]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    table = Table(*HEADINGS, title="Medians")
+    for line in lines(result["medians"]):
+        table.add_row(*line)
+    console.print(table)
+    for problem in result["problems"]:
+        console.print(problem, style="red", markup=False, highlight=False)
+    console.print(footnote(result), markup=False)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    rows = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)], *lines(result["medians"])]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{footnote(result)}"
+
+
+def footnote(result: dict[str, Any]) -> str:
+    machine, mib = result["machine"], result["mib"]
+    return (
+        f"A state of {mib} MiB, to S3 {min(mib, work.STORE_MIB)} MiB; medians of {result['rounds']} rounds, contenders "
+        f"in turn, on {machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}, "
+        f"{machine['date']}, load {machine['load_1min']} at the start. “×” is how many times better ours is."
+    )
+
+
+def plot(found: Medians, file: Path) -> None:
+    """How far each floor is exceeded: to the right of 1 it is held."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    there = [(verdict, ratio) for verdict in judged(found) if (ratio := verdict.ratio) is not None]
+    if not there:
+        return
+    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.5 * len(there)), layout="constrained")
+    margins = [ratio / verdict.floor.at_least for verdict, ratio in there]
+    bars = axes.barh(range(len(there)), margins)
+    axes.bar_label(bars, [f"{margin:.2f}" for margin in margins], padding=3, fontsize=8)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(there)), [_title(verdict) for verdict, _ in there])
+    axes.invert_yaxis()
+    axes.set_xlabel("times what is asked for")
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def _title(verdict: Verdict) -> str:
+    floor = verdict.floor
+    row = next(row for row in work.ROWS if row.name == floor.row)
+    limit = f"at least {floor.at_least:g} ×" if row.is_rate else f"at most {1 / floor.at_least:.3g} ×"
+    return f"{row.title}:\n{limit} {work.TITLES.get(floor.peer, 'the ' + floor.peer)}"
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else short(value)
+
+
+def _times(row: str, ours: float | None, theirs: float | None) -> str:
+    return "–" if ours is None or theirs is None else f"{times_better(row, ours, theirs, work.ROWS):.2f}"

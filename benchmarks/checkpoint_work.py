@@ -1,0 +1,74 @@
+"""What every contender saves, the rows that are measured, and what ours has to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from bus_checks import Floor
+from bus_work import MIB, Row
+
+if TYPE_CHECKING:
+    import torch
+
+STORE_MIB = 256
+"""Of the state that goes to S3, at most: the store of the benchmark keeps it in memory several times over."""
+READINGS = 3
+"""Of each row, in each round; their median counts."""
+WIDTH = 1024
+"""Of the model whose state is saved; one layer has 12 matrices of this width, which are 48 MiB."""
+EMBEDDING_MIB = 16
+
+STALL = Row("stall", "stall of `save`", "ms", False)
+LOCAL = Row("local", "to disk, from `save` to the manifest", "MB/s", True)
+PEAK = Row("peak", "peak of extra memory, to disk", "× the state", False)
+STORE = Row("s3", "to S3, from `save` to the manifest", "MB/s", True)
+STORE_PEAK = Row("s3_peak", "peak of extra memory, to S3", "× the state", False)
+ROWS = [STALL, LOCAL, PEAK, STORE, STORE_PEAK]
+NAMES = [row.name for row in ROWS]
+ON_DISK = [STALL.name, LOCAL.name, PEAK.name]
+IN_STORE = [STORE.name, STORE_PEAK.name]
+
+TITLES = {
+    "unified": "unified",
+    "bare": "bare",
+    "dcp": "dcp.async_save",
+    "torch": "torch.save",
+}
+WITH_STORE = ["unified", "bare"]
+PEERS = ["bare", "dcp", "torch"]
+PUBLISHED = {"local": 500.0, "s3": 200.0}
+"""By the reference, on 64 cores."""
+FLOORS = [
+    Floor("unified", "stall", "bare", "stall", 1 / 1.5),
+    Floor("unified", "stall", "dcp", "stall", 1),
+    Floor("unified", "local", "bare", "local", 0.9),
+    Floor("unified", "s3", "bare", "s3", 1),
+    Floor("unified", "peak", "state", "peak", 1 / 1.1),
+]
+SIZES = {"state": {"peak": 1.0}}
+"""What needs no measuring: the state itself, beside which extra memory is held."""
+
+
+def state(mib: int) -> dict[str, torch.Tensor]:
+    """As large a state as asked for, with tensors as a language model has them: matrices, and small ones between."""
+    import torch
+
+    layers, rest = divmod(mib - EMBEDDING_MIB, 48) if mib > EMBEDDING_MIB else (0, mib - EMBEDDING_MIB)
+    made = {"embedding": torch.rand((EMBEDDING_MIB + rest) * MIB // (4 * WIDTH), WIDTH)}
+    for layer in range(layers):
+        made |= {f"layers.{layer}.{name}": torch.rand(shape) for name, shape in _layer()}
+    return made
+
+
+def nbytes_of(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _layer() -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name in ("norm_1", "norm_2"):
+        yield f"{name}.weight", (WIDTH,)
+        yield f"{name}.bias", (WIDTH,)
+    for name, rows, columns in (("qkv", 3, 1), ("out", 1, 1), ("up", 4, 1), ("down", 1, 4)):
+        yield f"{name}.weight", (rows * WIDTH, columns * WIDTH)
+        yield f"{name}.bias", (rows * WIDTH,)

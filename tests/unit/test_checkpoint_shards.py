@@ -1,0 +1,126 @@
+"""What is where in a sharded checkpoint, and who writes what."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from unified.checkpoint import shard_index as s
+from unified.checkpoint.manifest import Part, make_manifest, part_name
+from unified.checkpoint.rank_group import Alone, each_does, lead
+from unified.checkpoint.shard_plan import SMALL_BYTES, shared_out
+from unified.checkpoint.shard_runs import MAX_GAP_BYTES, MAX_RUN_BYTES, runs
+from unified.errors import CheckpointCorruptError, CheckpointError, UsageError
+
+
+def shard(start: int, nbytes: int) -> s.Shard:
+    return s.Shard(rank=0, start=start, nbytes=nbytes, checksum="crc32:00000000")
+
+
+def test_the_names_in_the_store_say_how_far_a_save_is() -> None:
+    keys = [part_name(4, "t", name) for name in (s.data_name(0), s.data_name(1), s.note_name(1), s.failed_name(12))]
+    others = [part_name(4, "other", s.note_name(2)), part_name(3, "t", s.note_name(3)), "step-000003.json"]
+    found = s.standing(keys + others, 4, "t")
+    assert found == s.Standing(written=frozenset({1}), failed=frozenset({12}), has_manifest=False)
+    assert s.standing(["step-000004.json"], 4, "t").has_manifest
+
+
+def test_a_manifest_is_of_the_save_whose_index_it_names() -> None:
+    part = Part(key=part_name(4, "t", s.INDEX), size_bytes=1, checksum="", name=s.INDEX)
+    assert s.is_of(make_manifest([part], step=4), "t")
+    assert not s.is_of(make_manifest([part], step=4), "other")
+
+
+def test_index_and_notes_come_back() -> None:
+    entries = {"a.0": s.Entry(path=["a", 0], dtype="float32", size=[2, 3]), "n": s.Entry(path=["n"])}
+    part = Part(key="k", size_bytes=9, checksum="crc32:00000000")
+    notes = [
+        s.Note(part=part, shards={"a.0": [shard(0, 4)], "n": [shard(64, 1)]}),
+        s.Note(part=part, shards={"a.0": [shard(8, 4)]}),
+    ]
+    assert s.decode_note(s.encode_note(notes[0])) == notes[0]
+    found = s.decode_index(s.encode_index(s.with_shards(entries, notes)))
+    assert found["a.0"].shards == [shard(0, 4), shard(8, 4)]
+    assert found["n"] == s.Entry(path=["n"], shards=[shard(64, 1)])
+    for broken in (b"", b"\xc1"):
+        with pytest.raises(CheckpointCorruptError):
+            s.decode_index(broken)
+        with pytest.raises(CheckpointCorruptError):
+            s.decode_note(broken)
+
+
+@given(st.lists(st.integers(0, 2 * MAX_GAP_BYTES), max_size=60), st.integers(1, MAX_RUN_BYTES // 4))
+def test_runs_hold_every_piece_once_and_stay_within_bounds(gaps: list[int], nbytes: int) -> None:
+    pieces, position = [], 0
+    for gap in gaps:
+        position += gap
+        pieces.append(shard(position, nbytes))
+        position += nbytes
+    found = runs(reversed(pieces))
+    assert [each for run in found for each in run] == pieces
+    for run in found:
+        assert len(run) == 1 or run[-1].start + nbytes - run[0].start <= MAX_RUN_BYTES
+        assert all(right.start - left.start - nbytes <= MAX_GAP_BYTES for left, right in pairwise(run))
+
+
+def item(name: str, nbytes: int) -> WriteItem:
+    size = torch.Size([nbytes])
+    chunk = ChunkStorageMetadata(torch.Size([0]), size)
+    data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), size)
+    return WriteItem(MetadataIndex(name, [0]), WriteItemType.TENSOR, tensor_data=data)
+
+
+def test_what_all_ranks_have_is_written_once_the_small_by_the_first_and_the_large_by_turns() -> None:
+    small = [item(f"small-{number}", 8) for number in range(5)]
+    large = [item(f"large-{number}", SMALL_BYTES + 1) for number in range(4)]
+    own = item("own", 8)
+    plans = shared_out([SavePlan(small + large), SavePlan([*small, *large, own])])
+    names = [[each.index.fqn for each in plan.items] for plan in plans]
+    assert names == [
+        [*(f"small-{number}" for number in range(5)), "large-1", "large-3"],
+        ["large-0", "large-2", "own"],
+    ]
+
+
+class Two:
+    """This rank and another, which says what the test has it say."""
+
+    size = 2
+
+    def __init__(self, rank: int, other: object) -> None:
+        self.rank, self.other = rank, other
+
+    def gather(self, value: object) -> list[object]:
+        return [value, self.other] if self.rank == 0 else [self.other, value]
+
+
+def test_all_ranks_get_what_the_first_got_or_its_error() -> None:
+    assert lead(Alone(), lambda: 1) == 1
+    assert lead(Two(1, (5, None)), lambda: 1) == 5
+    with pytest.raises(UsageError, match="no such"):
+        lead(Two(1, (None, ("UsageError", "no such"))), lambda: 1)
+    with pytest.raises(CheckpointError, match="Rank 0 failed: OSError: gone"):
+        lead(Two(1, (None, ("OSError", "gone"))), lambda: 1)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_damage_that_one_rank_sees_is_damage_to_all_and_anything_else_ends_it() -> None:
+    damage = ("CheckpointCorruptError", "a part is gone")
+    with pytest.raises(CheckpointCorruptError, match="a part is gone"):
+        each_does(Two(0, damage), lambda: None)
+    with pytest.raises(CheckpointCorruptError, match="of rank 0"):  # the same words on both
+        each_does(Two(0, damage), lambda: fail(CheckpointCorruptError("of rank 0")))
+    with pytest.raises(CheckpointError, match=r"Rank 1 failed.*OSError: gone") as caught:
+        each_does(Two(0, ("OSError", "gone")), lambda: fail(CheckpointCorruptError("of rank 0")))
+    assert not isinstance(caught.value, CheckpointCorruptError)
+    with pytest.raises(KeyError):
+        each_does(Two(0, damage), lambda: fail(KeyError("own")))

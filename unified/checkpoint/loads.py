@@ -1,0 +1,120 @@
+"""The part of `CheckpointManager` that loads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from unified.checkpoint.loading import LoadReport, Wanted, load
+from unified.checkpoint.manifest import Kind, Manifest
+from unified.checkpoint.rank_group import Alone, Ranks, ranks_here
+from unified.checkpoint.run_files import RunFiles
+
+T = TypeVar("T")
+
+
+class Loads(RunFiles):
+    """See `CheckpointManager`."""
+
+    last_load: LoadReport | None
+    _process_group: Any
+    """Of the ranks that load together; None: all."""
+
+    async def load(self, step: Wanted = None, *, exact: bool = False) -> bytes:
+        """The data of a checkpoint; saves under way here are awaited first.
+
+        Args:
+            step: None, ``"latest"``, and 0 too, as the reference document has it: the newest.
+            exact: that step and no other: 0 means step 0, and no older one is loaded instead of one that is damaged.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or none of that step (a FileNotFoundError).
+            CheckpointCorruptError: it is damaged, and so are all before it. Where only it is damaged, the newest good
+                one before it is loaded, with a `CheckpointFallbackWarning`, and `last_load` says so.
+        """
+        return await asyncio.to_thread(self.load_bytes, step, exact=exact)
+
+    def load_bytes(self, step: Wanted = None, *, exact: bool = False) -> bytes:
+        """As `load`, for code that is not async."""
+        return bytes(self._load(step, {"bytes": self.store.read, "state": self.store.read}, exact=exact))
+
+    def load_state(
+        self, step: Wanted = None, *, exact: bool = False, map_location: Any = "cpu", weights_only: bool = True
+    ) -> Any:
+        """A state dict that `save` saved, or ``torch.save`` into bytes that were saved. Steps and errors as for `load`.
+
+        Of one that several ranks saved, this process gets all of it: whole tensors, in dicts whose keys are text.
+
+        Args:
+            map_location, weights_only: as for ``torch.load``.
+
+        Raises:
+            CheckpointError: torch cannot load it.
+        """
+
+        def of_one(manifest: Manifest) -> Any:
+            from unified.checkpoint.state_stream import load_state
+
+            return load_state(self.store.read(manifest), map_location=map_location, weights_only=weights_only)
+
+        def of_many(manifest: Manifest) -> Any:
+            from unified.checkpoint.shard_loading import whole_state
+
+            return whole_state(self.store, manifest, map_location=map_location, weights_only=weights_only)
+
+        return self._load(step, {"bytes": of_one, "state": of_one, "sharded": of_many}, exact=exact)
+
+    def load_state_into(
+        self,
+        state: dict[str, Any],
+        step: Wanted = None,
+        *,
+        exact: bool = False,
+        weights_only: bool = True,
+        sharded: bool | None = None,
+    ) -> int:
+        """Fill a state dict in place from what any number of ranks saved: each rank reads what its tensors need.
+
+        Where torch.distributed is set up all ranks call this together, with the same arguments, and load the same step.
+
+        Args:
+            state: tensors are filled, everything else is replaced; modules and optimizers at the top are given their
+                state. All that it names must be in the checkpoint.
+            weights_only: as for ``torch.load``, of what is no tensor.
+            sharded: False: this rank loads by itself.
+
+        Returns:
+            The step that was loaded.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit `state`, or another rank failed. `state` may be filled in part
+                after this and after a CheckpointCorruptError. Steps and other errors as for `load`.
+        """
+        from unified.checkpoint.shard_loading import load_into
+
+        ranks = Alone() if sharded is False else ranks_here(self._process_group)
+        self._load(step, load_into(self.store, state, ranks, weights_only=weights_only), exact=exact, ranks=ranks)
+        assert self.last_load is not None
+        return self.last_load.step
+
+    async def list_checkpoints(self) -> list[int]:
+        """The steps of all checkpoints there are, in order; saves under way here are awaited first."""
+        return await asyncio.to_thread(self.steps)
+
+    def steps(self) -> list[int]:
+        """As `list_checkpoints`, for code that is not async."""
+        self._before_load()
+        return self.store.steps()
+
+    def _load(
+        self,
+        step: Wanted,
+        readers: Mapping[Kind, Callable[[Manifest], T]],
+        *,
+        exact: bool,
+        ranks: Ranks | None = None,
+    ) -> T:
+        self._before_load()
+        found, self.last_load = load(self.store, step, readers, exact=exact, ranks=ranks)
+        return found

@@ -1,0 +1,97 @@
+"""The pieces that one rank writes of a sharded checkpoint, as a stream, and where each came to lie in it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from unified.checkpoint.compression import Chunk, compressed
+from unified.checkpoint.manifest import Checksum, Compression
+from unified.checkpoint.payloads import slices
+from unified.checkpoint.shard_index import Shard
+from unified.checkpoint.shard_plan import Piece
+from unified.checkpoint.staging import ALIGN, Stager
+
+
+class ShardPayload:
+    """Pieces copied into memory of ours; see `unified.checkpoint.payloads.Payload`.
+
+    Each piece is compressed by itself and has a checksum of its own, so that who loads reads what it needs alone.
+
+    Args:
+        rank: whose they are.
+        stager: gives the memory, and takes it back at `release`.
+    """
+
+    def __init__(self, pieces: list[Piece], rank: int, stager: Stager, compression: Compression | None) -> None:
+        self._rank = rank
+        self._stager = stager
+        self._compression = compression
+        self._pieces = [(piece.name, piece.offsets, piece.sizes) for piece in pieces]
+        self._staged = stager.stage([piece.data for piece in pieces])
+        self.nbytes = self._staged.nbytes
+        self.shards: dict[str, list[Shard]] = {}
+        """By the name of the entry, once `chunks` was read to its end."""
+
+    def chunks(self) -> Iterator[Chunk]:
+        self._staged.wait()
+        self.shards = {}
+        position = 0
+        for (name, offsets, sizes), data in zip(self._pieces, self._staged.tree, strict=True):
+            if padding := -position % ALIGN:
+                yield bytes(padding)
+                position += padding
+            view, is_raw = _stored(data)
+            checksum = Checksum()
+            for chunk in compressed(slices(view), self._compression):
+                checksum.update(chunk)
+                yield chunk
+            self.shards.setdefault(name, []).append(
+                Shard(
+                    rank=self._rank,
+                    start=position,
+                    nbytes=checksum.nbytes,
+                    checksum=checksum.text,
+                    offsets=offsets,
+                    sizes=sizes,
+                    is_raw=is_raw,
+                )
+            )
+            position += checksum.nbytes
+
+    def release(self) -> None:
+        self._stager.put_back(self._staged)
+
+
+def restored(data: Chunk, shard: Shard, dtype: torch.dtype | None, *, weights_only: bool) -> Any:
+    """The tensor or object that was stored as these bytes; a sparse tensor as a dense one.
+
+    Args:
+        data: memory of its own, which the tensor goes on to use.
+        dtype: None: it is an object.
+    """
+    if dtype is None or not shard.is_raw:
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        return value if dtype is None or value.layout == torch.strided else value.to_dense()
+    if not len(data):
+        return torch.empty(shard.sizes, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(shard.sizes)
+
+
+def _stored(data: torch.Tensor | bytes) -> tuple[memoryview, bool]:
+    if isinstance(data, bytes):
+        return memoryview(data), False
+    is_raw = (
+        type(data) is torch.Tensor
+        and data.layout == torch.strided
+        and data.is_contiguous()
+        and not (data.is_quantized or data.is_conj() or data.is_neg())
+    )
+    if is_raw:
+        return memoryview(data.reshape(-1).view(torch.uint8).numpy()), True  # type: ignore[arg-type]
+    file = io.BytesIO()
+    torch.save(data, file)
+    return file.getbuffer(), False

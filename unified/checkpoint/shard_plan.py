@@ -1,0 +1,156 @@
+"""Which rank writes what of a state that several ranks save together: torch.distributed.checkpoint plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.stateful import Stateful
+
+from unified.checkpoint.rank_group import Ranks
+from unified.checkpoint.shard_index import Entry
+from unified.errors import UsageError
+
+SMALL_BYTES = 1 << 20
+"""Of what several ranks have, pieces up to here are written by the first of them, so that a load finds them together.
+The larger ones are spread."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Something that this rank writes."""
+
+    name: str
+    offsets: list[int] | None
+    """Of its beginning in the whole tensor; None: an object."""
+    sizes: list[int]
+    data: torch.Tensor | bytes
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A plan, for as long as no rank's state has another layout."""
+
+    number: int
+    place: tuple[int, int]
+    local: SavePlan
+    mine: SavePlan
+    entries: dict[str, Entry]
+
+
+class ShardPlanner:
+    """Plans saves. The plan of the last one is used again while the layout of the state stays the same, so that such a
+    save costs no more than a few words between the ranks.
+    """
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+        self._planner = DefaultSavePlanner()
+        self._local = SavePlan([])
+
+    def look_at(self, state: Mapping[str, Any], ranks: Ranks) -> int | None:
+        """Begin the plan of a save.
+
+        Returns:
+            The number of the plan that this rank could use again; None: it has none.
+        """
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(expanded(state), is_coordinator=ranks.rank == 0)
+        self._local = self._planner.create_local_plan()
+        known = self._known
+        is_same = known is not None and known.place == (ranks.rank, ranks.size) and known.local == self._local
+        return known.number if known is not None and is_same else None
+
+    def settle(self, numbers: list[int | None], ranks: Ranks) -> None:
+        """Agree on the plan: the known one, if all ranks know it by the same number. A collective.
+
+        Raises:
+            ValueError: what the ranks have does not make up whole tensors.
+        """
+        if numbers[0] is not None and len(set(numbers)) == 1:
+            return
+        self._known = None
+        plans = shared_out(ranks.gather(self._local))
+        plans, metadata = self._planner.create_global_plan(plans)
+        number = max((number for number in numbers if number is not None), default=-1) + 1
+        self._known = _Known(number, (ranks.rank, ranks.size), self._local, plans[ranks.rank], _entries(metadata))
+
+    def pieces(self) -> list[Piece]:
+        """What this rank writes: tensors as they are in the state, objects as bytes."""
+        assert self._known is not None
+        return [self._piece(item) for item in self._known.mine.items]
+
+    def entries(self) -> dict[str, Entry]:
+        """Everything that is in the state, on any rank."""
+        assert self._known is not None
+        return self._known.entries
+
+    def forget_state(self) -> None:
+        """Hold the user's tensors no longer."""
+        self._planner = DefaultSavePlanner()
+
+    def _piece(self, item: WriteItem) -> Piece:
+        data = self._planner.resolve_data(item)
+        if isinstance(data, io.BytesIO):
+            return Piece(item.index.fqn, None, [], data.getvalue())
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        return Piece(item.index.fqn, list(chunk.offsets), list(chunk.sizes), data.detach())
+
+
+def _entries(metadata: Metadata) -> dict[str, Entry]:
+    found = {}
+    for name, kind in metadata.state_dict_metadata.items():
+        path = list(metadata.planner_data[name])
+        if isinstance(kind, TensorStorageMetadata):
+            dtype = str(kind.properties.dtype).removeprefix("torch.")
+            found[name] = Entry(path=path, dtype=dtype, size=list(kind.size))
+        else:
+            found[name] = Entry(path=path)
+    return found
+
+
+def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict in which modules and optimizers at the top have given place to theirs.
+
+    Raises:
+        UsageError: it is no dict.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(f"What ranks save or load together is a dict, not a {type(state).__name__}.")
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+
+
+def shared_out(plans: list[SavePlan]) -> list[SavePlan]:
+    """Plans in which what several ranks have is in one alone."""
+    holders: dict[Any, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders.setdefault(item.index, []).append(rank)
+    loads = [0] * len(plans)
+    chosen: dict[Any, int] = {}
+    for plan in plans:
+        for item in plan.items:
+            if item.index in chosen:
+                continue
+            having, nbytes = holders[item.index], _nbytes(item)
+            rank = having[0] if nbytes <= SMALL_BYTES else min(having, key=lambda each: loads[each])
+            chosen[item.index] = rank
+            loads[rank] += nbytes
+    return [
+        dataclasses.replace(plan, items=[item for item in plan.items if chosen[item.index] == rank])
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def _nbytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
