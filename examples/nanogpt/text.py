@@ -2,60 +2,66 @@
 
 from __future__ import annotations
 
+import json
+import random
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 HELD_OUT_EVERY = 10
 SUFFIXES = frozenset({".py", ".txt", ".md", ".rst"})
 
 
-class Text(NamedTuple):
-    """Bytes to learn from, and bytes of other files to be judged by; both one-dimensional uint8."""
+def prepare(source: Path | None, folder: Path, context: int, limit_mb: float) -> int:
+    """Cut text into windows, and write them as a dataset: ``train.jsonl`` and ``held_out.jsonl``, one window a line.
 
-    train: Tensor
-    held_out: Tensor
-
-
-def load(source: str | None, limit_mb: float) -> Text:
-    """Read text and split it by file: every tenth file is held out.
+    Every tenth file is held out; a single file is split by position instead. Windows are in random order, so that any
+    run of lines is a fair sample of all text; the order is the same each time.
 
     Args:
         source: a file, or a folder that is searched for .py, .txt, .md and .rst files; None means the standard
-            library's top-level modules. A single file is split by position instead.
+            library's top-level modules.
+        folder: where the two files go; made when needed.
+        context: bytes that the model sees; a window has one more, which it is to predict.
         limit_mb: read no more than this many MiB.
+
+    Returns:
+        How many windows there are to learn from.
 
     Raises:
         FileNotFoundError: there is no text there.
     """
-    root = Path(source or sysconfig.get_paths()["stdlib"])
+    root = source or Path(sysconfig.get_paths()["stdlib"])
     if root.is_file():
         whole = root.read_bytes()[: int(limit_mb * 2**20)]
         cut = len(whole) - len(whole) // HELD_OUT_EVERY
-        return _checked(root, whole[:cut], whole[cut:])
-    files = sorted(root.glob("*.py") if source is None else (f for f in root.rglob("*") if f.suffix in SUFFIXES))
-    train, held_out = bytearray(), bytearray()
-    for number, file in enumerate(file for file in files if file.is_file()):
-        (held_out if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else train).extend(file.read_bytes())
-        if len(train) + len(held_out) > limit_mb * 2**20:
-            break
-    return _checked(root, bytes(train), bytes(held_out))
-
-
-def batch(data: Tensor, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`size` random windows and the same windows one byte later, both ``(size, context)`` int64."""
-    starts = torch.randint(len(data) - context - 1, (size, 1), generator=generator)
-    windows = data[starts + torch.arange(context + 1)].long()
-    return windows[:, :-1], windows[:, 1:]
-
-
-def _checked(root: Path, train: bytes, held_out: bytes) -> Text:
+        train, held_out = whole[:cut], whole[cut:]
+    else:
+        train, held_out = _read(root, "*.py" if source is None else "**/*", int(limit_mb * 2**20))
     if min(len(train), len(held_out)) < 4096:
         raise FileNotFoundError(
             f"{root} holds {len(train) + len(held_out)} bytes of text ({', '.join(sorted(SUFFIXES))}); "
             "at least 4096 are needed to learn from and 4096 to be judged by: name another file or folder with --data."
         )
-    return Text(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out)))
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "held_out.jsonl", held_out, context)
+    return _write(folder / "train.jsonl", train, context)
+
+
+def _read(root: Path, pattern: str, limit: int) -> tuple[bytes, bytes]:
+    train, held_out = bytearray(), bytearray()
+    files = (file for file in sorted(root.glob(pattern)) if file.suffix in SUFFIXES and file.is_file())
+    for number, file in enumerate(files):
+        (held_out if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else train).extend(file.read_bytes())
+        if len(train) + len(held_out) > limit:
+            break
+    return bytes(train), bytes(held_out)
+
+
+def _write(file: Path, data: bytes, context: int) -> int:
+    starts = list(range(0, len(data) - context, context))
+    random.Random(0).shuffle(starts)
+    windows: Iterable[bytes] = (data[start : start + context + 1] for start in starts)
+    # Latin-1 has a character for each value of a byte, so that any byte goes into JSON and out again.
+    file.write_text("".join(json.dumps({"text": window.decode("latin-1")}) + "\n" for window in windows))
+    return len(starts)

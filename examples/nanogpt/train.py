@@ -2,27 +2,31 @@
 
 Nothing here says how many ranks there are, on which nodes, or how they find each other: the runtime has already
 called `init_process_group`, and after a failure it calls `run` again, in a new round, which goes on from the last
-checkpoint.
+checkpoint: with the model as it was, and after the last sample that it had learnt from.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import text
 import torch
 import torch.distributed as dist
 from model import GPT
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 from unified import current_worker
+from unified.checkpoint import CheckpointManager
+from unified.data import DatasetRegistry, ShardedDataset, merge_positions
 
-HELD_OUT_BATCHES = 4
-HELD_OUT_SIZE = 32
+HELD_OUT = 128
+"""Windows of held-out text that each rank looks at."""
 
 
 def run() -> None:
@@ -32,8 +36,7 @@ def run() -> None:
     training = Training(current_worker().job_info.user_config)
     training.resume()
     training.train()
-    if dist.get_rank() == 0:
-        training.save_results()
+    training.close()
 
 
 class Training:
@@ -43,32 +46,34 @@ class Training:
         self.config = config
         self.rank = dist.get_rank()
         self.out = Path(config.out)
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.checkpoint = self.out / "checkpoint.pt"
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self.text = text.load(config.data, config.limit_mb)
         torch.manual_seed(config.seed)
         self.gpt = GPT(config.layers, config.width, config.heads, config.context).to(self.device)
         self.model = DistributedDataParallel(self.gpt)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1)
         self.schedule = LambdaLR(self.optimizer, self._warm_up_then_cosine)
+        self.checkpoints = CheckpointManager(self.out / "checkpoints" / config.run, keep_last_n=2)
+        self.dataset = self._open_dataset()
+        self.batches = self._endless(DataLoader(self.dataset, batch_size=config.batch))
+        self.held_out = self._read_held_out()
         self.step = 0
         self.history: list[dict[str, float]] = []
 
     def resume(self) -> None:
-        """Go on from the checkpoint of an earlier round of this run, if any: rank 0 reads it and tells the others."""
-        found: list[Any] = [None]
-        if self.rank == 0 and self.checkpoint.exists():
-            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            found = [state if state["run"] == self.config.run else None]
-        dist.broadcast_object_list(found)
-        if (state := found[0]) is None:
+        """Go on from the latest checkpoint of an earlier round of this run, if any; each rank reads it for itself.
+
+        The data go back with the model: what was read after the checkpoint, and is lost with it, comes again.
+        """
+        try:
+            state = self.checkpoints.load_state()
+        except FileNotFoundError:
             return
         self.gpt.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        self.dataset.load_state_dict(state["data"])
         self.step, self.history = state["step"], state["history"]
-        print(f"resumed at step {self.step}", flush=True)
+        print(f"resumed at step {self.step}, with {len(state['data']['done'])} shards read", flush=True)
 
     def train(self) -> None:
         """Steps until `config.steps`, with a look at the held-out text every `config.evaluate_every`."""
@@ -82,20 +87,20 @@ class Training:
             elif self.step % 10 == 0:
                 current_worker().report(step=self.step, total=self.config.steps, loss=round(loss, 3))
 
-    def save_results(self) -> None:
+    def close(self) -> None:
         """Rank 0: the numbers, a plot of them, and a sample of what the model writes."""
+        self.checkpoints.close()
+        if self.rank != 0:
+            return
         generator = torch.Generator().manual_seed(self.config.seed)
         sample = self.gpt.write(self.config.prompt.encode(), self.config.sample_bytes, 0.8, generator)
         (self.out / "sample.txt").write_text(sample.decode(errors="replace"))
-        results = {"run": self.config.run, "ranks": dist.get_world_size(), "steps": self.step, "history": self.history}
+        results = {"ranks": dist.get_world_size(), "steps": self.step, "history": self.history}
         (self.out / "metrics.json").write_text(json.dumps(results, indent=1))
         plot(self.history, self.out / "curve.png")
 
     def _take_step(self) -> float:
-        seed = (self.config.seed * self.config.steps + self.step) * dist.get_world_size() + self.rank
-        generator = torch.Generator().manual_seed(seed)
-        inputs, targets = text.batch(self.text.train, self.config.batch, self.config.context, generator)
-        loss: torch.Tensor = self.model(inputs.to(self.device), targets.to(self.device))
+        loss = self._loss(self.model, next(self.batches))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -107,15 +112,7 @@ class Training:
     @torch.no_grad()
     def _evaluate(self, loss: float) -> None:
         """Mean loss on held-out text; each rank takes its own part and all agree on the result."""
-        generator = torch.Generator().manual_seed(self.rank)
-        parts = [
-            self.gpt(inputs.to(self.device), targets.to(self.device))
-            for inputs, targets in (
-                text.batch(self.text.held_out, HELD_OUT_SIZE, self.config.context, generator)
-                for _ in range(HELD_OUT_BATCHES)
-            )
-        ]
-        mean = torch.stack(parts).mean()
+        mean = self._loss(self.gpt, self.held_out)
         dist.all_reduce(mean)
         val_loss = float(mean) / dist.get_world_size()
         self.history.append({"step": self.step, "loss": val_loss if math.isnan(loss) else loss, "val_loss": val_loss})
@@ -125,25 +122,50 @@ class Training:
             print(f"step {self.step}: val_loss {val_loss:.3f}", flush=True)
 
     def _save_checkpoint(self) -> None:
-        """Rank 0: written aside and renamed, so that a kill at any moment leaves a whole file."""
-        if self.rank != 0:
-            return
-        state = {
-            "run": self.config.run,
-            "model": self.gpt.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "step": self.step,
-            "history": self.history,
-        }
-        aside = self.checkpoint.with_suffix(".part")
-        torch.save(state, aside)
-        aside.replace(self.checkpoint)
+        """The model, which is the same everywhere, and how far all ranks together have read."""
+        positions: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(positions, self.dataset.state_dict())
+        if self.rank == 0:
+            state = {
+                "model": self.gpt.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict(),
+                "data": merge_positions(positions),
+                "step": self.step,
+                "history": self.history,
+            }
+            self.checkpoints.save(state, self.step)
+
+    def _open_dataset(self) -> ShardedDataset:
+        """This rank's part of the text."""
+        registry = DatasetRegistry()
+        path, size = self.out / "data" / "train.jsonl", self.config.shard_size
+        registry.register("text", path, "jsonl", shard_size=size, shuffle=True, seed=self.config.seed)
+        return ShardedDataset(registry, "text", transform=to_tensor)
+
+    def _read_held_out(self) -> torch.Tensor:
+        with (self.out / "data" / "held_out.jsonl").open() as lines:
+            mine = islice(lines, self.rank, HELD_OUT * dist.get_world_size(), dist.get_world_size())
+            return torch.stack([to_tensor(json.loads(line)) for line in mine])
+
+    def _endless(self, loader: DataLoader[torch.Tensor]) -> Iterator[torch.Tensor]:
+        while True:  # each iteration is an epoch
+            yield from loader
+
+    def _loss(self, model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
+        windows = windows.to(self.device)
+        loss: torch.Tensor = model(windows[:, :-1], windows[:, 1:])
+        return loss
 
     def _warm_up_then_cosine(self, step: int) -> float:
         steps: int = max(1, self.config.steps)
         decay = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / steps)))
         return min(1.0, (step + 1) / (0.05 * steps + 1)) * decay
+
+
+def to_tensor(sample: dict[str, Any]) -> torch.Tensor:
+    """The bytes of a window, as int64."""
+    return torch.tensor(list(sample["text"].encode("latin-1")))
 
 
 def plot(history: list[dict[str, float]], file: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unified import process, settings
+from unified.core.coordination.workers import HeartbeatTimes
 from unified.errors import UnifiedError, UsageError
 from unified.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
 from unified.log_level import logging_level
@@ -27,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="unified-master",
         description="Decides where and when the workers of all jobs live. Agents and clients connect to it.",
         epilog="Intervals come from UNIFIED_HEARTBEAT_S, UNIFIED_LEASE_S, UNIFIED_SETTLE_S, UNIFIED_CONNECT_S, "
-        "UNIFIED_START_S, in seconds.",
+        "UNIFIED_START_S, in seconds; those of data, barriers and checkpoints from [coordinator] of the settings.",
     )
     add = parser.add_argument
     add("--bind", metavar="tcp://HOST:PORT",
@@ -59,12 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream=sys.stderr,
             format="%(asctime)s master %(levelname)s %(message)s",
         )
-        bind = _endpoint("--bind", arguments.bind or RuntimeSettings.load().coordinator.address)
+        coordinator = RuntimeSettings.load_shared().coordinator
+        bind = _endpoint("--bind", arguments.bind or coordinator.address)
         relay_bind = _endpoint("--relay-bind", arguments.relay_bind) if arguments.relay_bind else None
         options = MasterOptions(
             bind=bind,
             state_dir=arguments.state_dir or settings.home() / "master",
             intervals=settings.intervals(),
+            worker_heartbeats=HeartbeatTimes(
+                coordinator.heartbeat_interval_ms / 1000, coordinator.heartbeat_timeout_ms / 1000
+            ),
             relay_bind=relay_bind,
             address_file=arguments.address_file,
             key=_key([bind, relay_bind or bind], arguments.insecure),

@@ -12,9 +12,12 @@ from unified.core.coordination.actions import Answer, Forget, Persist
 from unified.core.coordination.actions import Report as Remark
 from unified.core.coordination.coordinator import CoordinatorCore
 from unified.core.coordination.events import Event, RequestCame, SpaceClosed, TimePassed, WorkerGone
+from unified.core.coordination.presence import REPLACED
+from unified.core.coordination.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.job.spec import Value
-from unified.protocol.coordinator import CoordinatorRequest, Heartbeat
-from unified.protocol.records import EventRecord
+from unified.protocol.client_master import Refused
+from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartbeat, RestorePosition
+from unified.protocol.records import EventRecord, WorkerState
 from unified_master.core.actions import MasterAction, Report, Save, Send
 from unified_master.core.master import MasterCore
 from unified_master.core.restore import Record
@@ -36,10 +39,11 @@ class Desk:
 
     Args:
         master: the core that keeps the event log.
+        heartbeats: of workers that do not say it themselves.
     """
 
-    def __init__(self, master: MasterCore) -> None:
-        self._core = CoordinatorCore()
+    def __init__(self, master: MasterCore, heartbeats: HeartbeatTimes = HEARTBEAT_TIMES) -> None:
+        self._core = CoordinatorCore(heartbeats)
         self._master = master
 
     @property
@@ -60,7 +64,11 @@ class Desk:
         peer, request_id, request = asked.peer, asked.request_id, asked.request
         if isinstance(request, Heartbeat):  # thousands a second, and nothing of them is kept
             return [Send(peer=peer, request_id=request_id, message=self._core.heartbeat(now, request))]
-        return self._step(now, RequestCame(token=(peer, request_id), request=request))
+        if isinstance(request, DataRequest) and request.life >= 0 and self._is_past(request):
+            reason = f"worker {request.worker_id} {REPLACED}"
+            return [Send(peer=peer, request_id=request_id, message=Refused(code="replaced", reason=reason))]
+        lives = self._lives(request.space) if isinstance(request, RestorePosition) else None
+        return self._step(now, RequestCame(token=(peer, request_id), request=request, lives=lives))
 
     def time_passed(self, now: float) -> list[MasterAction]:
         """What to do when `next_deadline` has come."""
@@ -75,6 +83,21 @@ class Desk:
             elif isinstance(action, Save) and action.kind == "job" and action.data is None:
                 found += self._step(now, SpaceClosed(space=action.key))
         return found
+
+    def _is_past(self, request: DataRequest) -> bool:
+        """Whether a newer life of that worker of the job was begun."""
+        job = self._master.cluster.jobs.get(request.space)
+        worker = job.workers.get(request.worker_id) if job is not None else None
+        return worker is not None and request.life < worker.incarnation
+
+    def _lives(self, space: str) -> dict[str, int] | None:
+        """Of a job's workers, which life of each shall be and has not ended; None: it is no job."""
+        job = self._master.cluster.jobs.get(space)
+        if job is None:
+            return None
+        ended = (WorkerState.FINISHED, WorkerState.EXITED)
+        running = [worker for worker in job.workers.values() if worker.is_desired and worker.state not in ended]
+        return {worker.name: worker.incarnation for worker in running}
 
     def _life_ended(self, now: float, record: EventRecord) -> list[MasterAction]:
         gone = WorkerGone(space=record.job, worker_id=record.worker, reason=f"its process ended ({record.reason})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ import msgspec
 import zmq
 
 from unified.bus.curve import Gatekeeper
+from unified.core.coordination.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.core.said_once import SaidOnce
 from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMismatchError
 from unified.keys import ClusterKey
@@ -25,6 +27,7 @@ from unified.protocol.coordinator import CoordinatorRequest, WorkerToCoordinator
 from unified.protocol.framing import UNREADABLE, Codec
 from unified.protocol.records import EventRecord
 from unified.settings import Intervals
+from unified_master.control_frames import receive, send
 from unified_master.coordinator import Asked, Desk
 from unified_master.core.actions import MasterAction, Report, Save, Send
 from unified_master.core.events import MasterEvent, Received, TimePassed
@@ -51,6 +54,8 @@ class MasterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``tcp://HOST:PORT``; port 0 takes any free one."""
     state_dir: Path
     intervals: Intervals = Intervals()
+    worker_heartbeats: HeartbeatTimes = HEARTBEAT_TIMES
+    """Of workers to their coordinator."""
     relay_bind: str | None = None
     """Default: the host of `bind`, any free port."""
     address_file: Path | None = None
@@ -179,7 +184,7 @@ class MasterDaemon:
         records, now = store.records(), self._clock.now()
         actions = core.restore(now, records, store.events())
         self._record(actions, store)
-        self._desk = Desk(core)
+        self._desk = Desk(core, self.options.worker_heartbeats)
         self._desk.restore(now, records)
         return core
 
@@ -197,10 +202,10 @@ class MasterDaemon:
         """All messages that are there, up to a limit, checked at the door."""
         events: list[MasterEvent | Asked] = []
         for _ in range(MAX_BATCH):
-            try:
-                peer, *frames = router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            received = receive(router)
+            if received is None:
                 break
+            peer, frames = received
             try:
                 request_id, message = _codec.decode(frames)
             except ProtocolError as error:
@@ -219,8 +224,7 @@ class MasterDaemon:
             version, request_id = _loose_header.decode(frames[0] if frames else b"")
         except UNREADABLE:
             version, request_id = 1, 0
-        answer = _codec.encode(Refused(code=code, reason=str(error)), request_id, version=version)
-        _send(router, [peer, *answer])
+        send(router, peer, *_codec.encode(Refused(code=code, reason=str(error)), request_id, version=version))
         text = str(error)[:300]
         if self._refusals.is_new(time.monotonic(), text):
             _log.warning("event=message-refused reason=%r refused_so_far=%d", text, self._refusals.total)
@@ -268,7 +272,7 @@ class MasterDaemon:
             )
         if isinstance(event, Received | Asked):
             reason = "the master met a defect of its own while handling this; its log has the traceback."
-            _send(router, [event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id)])
+            send(router, event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id))
         return self._begin_reign(store, core.relay)
 
     def _record(self, actions: Sequence[MasterAction], store: Store) -> None:
@@ -286,8 +290,8 @@ class MasterDaemon:
             if isinstance(action, Send):
                 if action.message is not message:  # all whom a barrier releases are sent the same
                     message = action.message
-                    body = _codec.encode(message)[1]
-                _send(router, [action.peer, _codec.encode_header(action.request_id), body])
+                    body = _codec.encode_body(message)
+                send(router, action.peer, _codec.encode_header(action.request_id), body)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._is_stopping = True
@@ -321,14 +325,6 @@ def first_address() -> str:
         probe.close()
 
 
-def _send(router: zmq.Socket[bytes], frames: list[bytes]) -> None:
-    try:
-        router.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < 65536)
-    except zmq.ZMQError as error:
-        # A peer that is gone or does not read: agents and clients ask again, so nothing is lost for good.
-        _log.debug("event=not-sent reason=%r", str(error))
-
-
 def _why_not_bound(bind: str, error: zmq.ZMQError) -> str:
     if error.errno == zmq.EADDRINUSE:
         port = bind.rpartition(":")[2]
@@ -336,4 +332,7 @@ def _why_not_bound(bind: str, error: zmq.ZMQError) -> str:
             f"port {port} is taken: another process listens on {bind}. "
             f"Stop it (`ss -ltnp 'sport = :{port}'` shows it), or choose another port with --bind."
         )
+    if error.errno == errno.ENODEV:
+        host = bind.removeprefix("tcp://").rpartition(":")[0]
+        return f"cannot listen on {bind}: {host} is no address, name or network interface of this host."
     return f"cannot listen on {bind}: {error.strerror}. Write --bind tcp://HOST:PORT with an address of this host."

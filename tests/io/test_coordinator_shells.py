@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from tests.io.test_master_daemon import MasterProcess
 from unified.data import DatasetRegistry, EmbeddedCoordinator, TrainingOrchestrator
 from unified.data.client import Coordinator, RemoteCoordinator
+from unified.data.surroundings import session_of
 from unified.errors import (
     BarrierError,
     BarrierTimeoutError,
@@ -23,7 +25,7 @@ from unified.errors import (
     UsageError,
     WorkerUnknownError,
 )
-from unified.protocol.coordinator import Heartbeat, HeartbeatResponse, ShardAssignment
+from unified.protocol.coordinator import Heartbeat, HeartbeatResponse, MarkDone, ShardAssignment, ShardsDone
 from unified.testing import eventually
 
 R = TypeVar("R")
@@ -196,9 +198,15 @@ def test_waiting_can_be_given_up(join: Join) -> None:
 
     async def work() -> None:
         await first.register_worker()
+        await second.register_worker()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(first.wait_barrier("b"), 0.05)
-        await asyncio.gather(first.wait_barrier("b"), second.wait_barrier("b"))
+        waiting = asyncio.create_task(second.wait_barrier("b"))
+        for _ in range(2):  # by the second answer the coordinator has heard of that arrival, too
+            await second.heartbeat()
+        assert not waiting.done(), "released by an arrival behind which nobody waits"
+        release = await first.wait_barrier("b")
+        assert (await waiting).generation == release.generation == 0
 
     run(work())
 
@@ -293,6 +301,27 @@ def test_a_lost_workers_shards_go_to_others(join: Join, coordinator: Coordinator
     assert len(registry.get_assignment("d", 0, 0)) == 5
     goes.close()
     eventually(lambda: len(registry.get_assignment("d", 0, 0)) == 10)
+
+
+def test_a_life_that_was_replaced_marks_nothing(join: Join, coordinator: Coordinator, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data", 12)
+    registry = DatasetRegistry(coordinator, rank=0, world_size=1)
+    run(_registered(join(0, 1)))
+    registry.register("d", tmp_path / "data", "jsonl", shard_size=4)
+    mine = [shard.shard_id for shard in registry.get_assignment("d", epoch=0)]
+    old = session_of("", "worker-0")
+    run(_registered(join(0, 1)))
+    late = MarkDone(dataset_id="d", worker_id="worker-0", session=old, epoch=0, shard_ids=mine)
+    with pytest.raises(WorkerUnknownError, match="worker worker-0 has a newer life") as caught:
+        coordinator.ask(late, ShardsDone)
+    assert caught.value.code == "replaced"
+    with pytest.raises(CoordinatorError, match="another process"):
+        coordinator.ask(replace(late, session=""), ShardsDone)
+    assert registry.mark_done("d", mine, 0) == mine
+
+
+async def _registered(worker: TrainingOrchestrator) -> None:
+    await worker.register_worker()
 
 
 def test_a_rank_is_the_worker_that_registered_for_it(coordinator: Coordinator, tmp_path: Path) -> None:

@@ -63,21 +63,21 @@ class Story:
         assert self.core.check() == []
         return given
 
-    def send(self, request: CoordinatorRequest) -> Token:
+    def send(self, request: CoordinatorRequest, lives: dict[str, int] | None = None) -> Token:
         """Ask; the answer may come later."""
         self.num_asked += 1
         token = (b"peer", self.num_asked)
-        self.tell(RequestCame(token=token, request=request))
+        self.tell(RequestCame(token=token, request=request, lives=lives))
         return token
 
-    def ask(self, request: CoordinatorRequest, expected: type[A]) -> A:
+    def ask(self, request: CoordinatorRequest, expected: type[A], lives: dict[str, int] | None = None) -> A:
         """The answer, which comes at once and is of this kind."""
-        answer = self.answers[self.send(request)]
+        answer = self.answers[self.send(request, lives)]
         assert isinstance(answer, expected), answer
         return answer
 
-    def refused(self, request: CoordinatorRequest) -> Refused:
-        return self.ask(request, Refused)
+    def refused(self, request: CoordinatorRequest, lives: dict[str, int] | None = None) -> Refused:
+        return self.ask(request, Refused, lives)
 
     def after(self, seconds: float) -> list[Answer]:
         """Time passes, with a look at each deadline on the way."""
@@ -173,9 +173,9 @@ def spread(story: Story, *workers: str, **fields: Any) -> Story:
     return story
 
 
-def get(name: str, epoch: int = 0) -> GetDataShard:
-    return GetDataShard(dataset_id="d", worker_id=name, epoch=epoch)
+def get(name: str, epoch: int = 0, life: int = 0) -> GetDataShard:
+    return GetDataShard(dataset_id="d", worker_id=name, session=f"{name}/{life}", epoch=epoch)
 
 
-def done(name: str, *shard_ids: int, epoch: int = 0) -> MarkDone:
-    return MarkDone(dataset_id="d", worker_id=name, epoch=epoch, shard_ids=list(shard_ids))
+def done(name: str, *shard_ids: int, epoch: int = 0, life: int = 0) -> MarkDone:
+    return MarkDone(dataset_id="d", worker_id=name, session=f"{name}/{life}", epoch=epoch, shard_ids=list(shard_ids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, Literal
 
 from hypothesis import settings
@@ -10,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.unit.coordination_world import Story, wait, worker
 from unified.core.coordination.events import SpaceClosed, Token, WorkerGone
-from unified.protocol.coordinator import BarrierResponse, DeregisterWorker
+from unified.protocol.client_master import Done
+from unified.protocol.coordinator import BarrierResponse, DeregisterWorker, LeaveBarrier
 
 WORLD = 3
 NAMES = [f"w{rank}" for rank in range(WORLD)]
@@ -23,11 +25,15 @@ class Model:
     """One barrier: who waits, with which arrivals, and until when."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, dict[int, tuple[Token, float | None]]] = {}
+        self.waiting: dict[str, dict[int, tuple[Token, float | None, float]]] = {}
+        """By worker and arrival: where it is answered, how long it waits, and until when."""
         self.generation = 0
         self.answered: dict[str, tuple[int, int, BarrierResponse]] = {}
         """By worker: its life, its last arrival, and what all were told."""
-        self.deadline: float | None = None
+
+    @property
+    def deadline(self) -> float:
+        return min((until for tokens in self.waiting.values() for *_, until in tokens.values()), default=inf)
 
 
 class BarrierMachine(RuleBasedStateMachine):
@@ -66,19 +72,30 @@ class BarrierMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(model.waiting for model in self.models.values()))
     @rule(data=st.data())
     def ask_again_while_waiting(self, data: st.DataObject) -> None:
-        open_ones = [
-            (name, barrier_id, arrival)
-            for barrier_id, model in self.models.items()
-            for name, tokens in model.waiting.items()
-            for arrival in tokens
-        ]
-        name, barrier_id, arrival = data.draw(st.sampled_from(open_ones))
+        name, barrier_id, arrival = data.draw(st.sampled_from(self._arrivals()))
         tokens = self.models[barrier_id].waiting[name]
-        old, timeout_s = tokens[arrival]
+        old, timeout_s, until = tokens[arrival]
         token = self.story.send(self._wait(name, barrier_id, arrival, timeout_s))
         assert token not in self.story.answers
         assert old not in self.story.answers
-        tokens[arrival] = (token, timeout_s)
+        tokens[arrival] = (token, timeout_s, until)
+
+    @precondition(lambda self: any(model.waiting for model in self.models.values()))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """One arrival waits no more: it alone is answered, and the others wait as if it had never come."""
+        name, barrier_id, arrival = data.draw(st.sampled_from(self._arrivals()))
+        tokens = self.models[barrier_id].waiting[name]
+        token, *_ = tokens.pop(arrival)
+        if not tokens:
+            del self.models[barrier_id].waiting[name]
+        self._leave(name, barrier_id, arrival)
+        assert self.story.told(token).released_by == "closed"
+
+    @rule(name=name_of, barrier_id=barrier_of, arrival=st.integers(0, 20))
+    def leave_where_it_does_not_wait(self, name: str, barrier_id: str, arrival: int) -> None:
+        if arrival not in self.models[barrier_id].waiting.get(name, {}):
+            self._leave(name, barrier_id, arrival)
 
     @rule(name=name_of, barrier_id=barrier_of)
     def ask_again_when_answered(self, name: str, barrier_id: str) -> None:
@@ -105,7 +122,7 @@ class BarrierMachine(RuleBasedStateMachine):
         self.story.after(seconds)
         for barrier_id in sorted(self.models):
             model = self.models[barrier_id]
-            if model.deadline is not None and model.deadline <= self.story.now:
+            if model.deadline <= self.story.now:
                 self._expect_release(barrier_id, "timeout")
 
     @rule(data=st.data())
@@ -113,9 +130,9 @@ class BarrierMachine(RuleBasedStateMachine):
         """Those who wait ask again, in any order."""
         self.story.restart()
         for barrier_id, model in self.models.items():
-            waiting, model.waiting, model.deadline = model.waiting, {}, None
+            waiting, model.waiting = model.waiting, {}
             for name in data.draw(st.permutations(sorted(waiting))):
-                for arrival, (_, timeout_s) in waiting[name].items():
+                for arrival, (_, timeout_s, _) in waiting[name].items():
                     self._send(name, barrier_id, arrival, timeout_s or None)
 
     @invariant()
@@ -123,14 +140,14 @@ class BarrierMachine(RuleBasedStateMachine):
         """All is answered that has to be, and nothing else: `_expect` saw to the first."""
         for model in self.models.values():
             for tokens in model.waiting.values():
-                for token, _ in tokens.values():
+                for token, *_ in tokens.values():
                     assert token not in self.story.answers
 
     def teardown(self) -> None:
         self.story.tell(SpaceClosed(space=""))
         for model in self.models.values():
             for tokens in model.waiting.values():
-                for token, _ in tokens.values():
+                for token, *_ in tokens.values():
                     answer = self.story.release(token)
                     assert answer is not None
                     assert answer.released_by == "closed"
@@ -155,11 +172,21 @@ class BarrierMachine(RuleBasedStateMachine):
     def _send(self, name: str, barrier_id: str, arrival: int, timeout_s: float | None) -> None:
         model = self.models[barrier_id]
         token = self.story.send(self._wait(name, barrier_id, arrival, timeout_s))
-        model.waiting.setdefault(name, {})[arrival] = (token, timeout_s)
-        if timeout_s is not None:
-            deadline = self.story.now + timeout_s
-            model.deadline = deadline if model.deadline is None else min(model.deadline, deadline)
+        until = inf if timeout_s is None else self.story.now + timeout_s
+        model.waiting.setdefault(name, {})[arrival] = (token, timeout_s, until)
         self._expect()
+
+    def _arrivals(self) -> list[tuple[str, str, int]]:
+        return [
+            (name, barrier_id, arrival)
+            for barrier_id, model in self.models.items()
+            for name, tokens in model.waiting.items()
+            for arrival in tokens
+        ]
+
+    def _leave(self, name: str, barrier_id: str, arrival: int) -> None:
+        session = f"{name}/{self.lives.get(name, 0)}"
+        self.story.ask(LeaveBarrier(barrier_id=barrier_id, worker_id=name, session=session, arrival=arrival), Done)
 
     def _note_end(self, name: str) -> None:
         self.tick += 1
@@ -170,13 +197,12 @@ class BarrierMachine(RuleBasedStateMachine):
         """What the model says has been answered by now."""
         for barrier_id, model in self.models.items():
             tokens = model.waiting.pop(after_loss_of, {}) if after_loss_of is not None else {}
-            for token, _ in tokens.values():
+            for token, *_ in tokens.values():
                 answer = self.story.release(token)
                 assert answer is not None
                 assert answer.released_by == own
                 assert answer.lost == ([after_loss_of] if own == "lost" else [])
             if not model.waiting:
-                model.deadline = None
                 continue
             lost = self._lost(model)
             needed = WORLD - (len(lost) if BARRIERS[barrier_id] == "shrink" else 0)
@@ -184,7 +210,7 @@ class BarrierMachine(RuleBasedStateMachine):
                 self._expect_release(barrier_id, "arrived")
             elif lost and BARRIERS[barrier_id] == "fail":
                 self._expect_release(barrier_id, "lost")
-            elif model.deadline is not None and model.deadline <= self.story.now:
+            elif model.deadline <= self.story.now:
                 self._expect_release(barrier_id, "timeout")
 
     def _lost(self, model: Model) -> list[str]:
@@ -193,7 +219,7 @@ class BarrierMachine(RuleBasedStateMachine):
 
     def _expect_release(self, barrier_id: str, released_by: str) -> None:
         model = self.models[barrier_id]
-        answers = [self.story.release(token) for tokens in model.waiting.values() for token, _ in tokens.values()]
+        answers = [self.story.release(token) for tokens in model.waiting.values() for token, *_ in tokens.values()]
         first = answers[0]
         assert first is not None
         assert all(answer is first for answer in answers)
@@ -204,7 +230,7 @@ class BarrierMachine(RuleBasedStateMachine):
         assert (first.reason == "") == (len(arrived) == WORLD)
         model.generation += 1
         model.answered.update({name: (self.lives[name], max(model.waiting[name]), first) for name in arrived})
-        model.waiting, model.deadline = {}, None
+        model.waiting = {}
 
 
 BarrierMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

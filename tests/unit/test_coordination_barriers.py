@@ -210,7 +210,7 @@ def test_worker_has_to_be_registered_and_its_newest_life() -> None:
     assert story.core.spaces == {}
     story.send(worker("w0"))
     story.send(worker("w0", life=1))
-    assert story.refused(wait("w0")).code == "ended"
+    assert story.refused(wait("w0")).code == "replaced"
     story.send(worker("w9", rank=-1, world_size=0))
     assert "world_size=0" in story.refused(wait("w9")).reason
 

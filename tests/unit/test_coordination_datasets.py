@@ -160,7 +160,7 @@ def test_unfinished_shards_of_a_lost_worker_go_to_others_until_it_is_back() -> N
     assert everything(story, "w0", "w1", "w2") == sorted(set(ALL) - {mine[0]})
     refusal = story.refused(get("w3"))
     assert (refusal.code, "it was killed" in refusal.reason) == ("unknown-worker", True)
-    assert story.ask(done("w3", mine[1]), ShardsDone).shard_ids == []
+    assert story.refused(done("w3", mine[1])).code == "unknown-worker"
     story.send(worker("w3", life=1))
     assert everything(story, *NAMES) == sorted(set(ALL) - {mine[0]})
     assert story.ask(GetDatasets(), Datasets).datasets[0].workers == NAMES
@@ -179,7 +179,7 @@ def test_worker_that_left_in_order_is_in_its_datasets_no_more() -> None:
     story = spread(four(), *NAMES)
     story.send(DeregisterWorker(worker_id="w3", session="w3/0"))
     story.send(worker("w3", life=1))
-    refusal = story.refused(get("w3"))
+    refusal = story.refused(get("w3", life=1))
     assert refusal.code == "not-found"
     assert "over w0, w1 and w2" in refusal.reason
 
@@ -193,7 +193,42 @@ def test_nobody_gives_shards_to_a_worker_that_is_lost() -> None:
     story.ask(SetDataWorker(dataset_id="d", worker_id="w3", is_member=False), Done)
     story.restart()
     story.send(worker("w3", life=1))
-    assert story.refused(get("w3")).code == "not-found"
+    assert story.refused(get("w3", life=1)).code == "not-found"
+
+
+def test_a_life_that_was_replaced_can_neither_ask_nor_mark_nor_leave() -> None:
+    story = spread(four(), *NAMES)
+    mine = story.shards("d", "w3")
+    story.send(worker("w3", life=1))
+    writes = story.num_writes
+    for is_restarted in (False, True):
+        if is_restarted:
+            story.restart()
+        for request in (
+            get("w3"),
+            done("w3", mine[0]),
+            SetDataWorker(dataset_id="d", worker_id="w3", session="w3/0", is_member=False),
+        ):
+            refusal = story.refused(request)
+            assert (refusal.code, "newer life" in refusal.reason) == ("replaced", True)
+    assert story.num_writes == writes
+    assert story.ask(done("w3", mine[0], life=1), ShardsDone).shard_ids == [mine[0]]
+
+
+def test_only_a_registered_worker_itself_says_what_it_has_read_and_anybody_may_ask() -> None:
+    story = spread(four(), *NAMES)
+    mine = story.shards("d", "w3")
+    refusal = story.refused(MarkDone(dataset_id="d", worker_id="w3", epoch=0, shard_ids=mine))
+    assert (refusal.code, "only that life" in refusal.reason) == ("bad-request", True)
+    assert story.shards("d", "w3") == mine
+    story.ask(SetDataWorker(dataset_id="d", worker_id="w3", is_member=False), Done)
+    assert everything(story, "w0", "w1", "w2") == ALL
+
+
+def test_a_worker_that_registered_elsewhere_is_known_here_by_its_id() -> None:
+    story = spread(Story(), "w0", "w1")
+    mine = [each.shard_id for each in story.ask(get("w0"), DataShards).shards]
+    assert story.ask(done("w0", *mine), ShardsDone).shard_ids == mine
 
 
 def test_another_run_may_count_on_workers_of_which_the_last_one_was_lost() -> None:

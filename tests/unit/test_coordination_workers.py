@@ -36,7 +36,7 @@ def there(story: Story, space: str = "") -> list[str]:
 def test_worker_is_there_until_it_was_not_heard_of_for_its_time_out() -> None:
     story = Story()
     answer = registered(story, worker("w0"))
-    assert answer == WorkerRegistration(assigned_id="w0", heartbeat_interval_s=1.0, incarnation=0)
+    assert answer == WorkerRegistration(assigned_id="w0", heartbeat_interval_s=1.0, incarnation=0, timeout_s=30.0)
     story.after(29)
     assert story.beat("w0") == [True]
     story.after(29)
@@ -98,13 +98,13 @@ def test_new_life_takes_the_place_of_the_old_which_can_not_come_back() -> None:
     assert registered(story, worker("w0", life=1)).incarnation == 1
     assert story.beat("w0") == [False]
     refusal = story.refused(worker("w0"))
-    assert (refusal.code, "newer life" in refusal.reason) == ("ended", True)
+    assert (refusal.code, "newer life" in refusal.reason) == ("replaced", True)
     assert there(story) == ["w0"]
     story.restart()
-    assert story.refused(worker("w0")).code == "ended"
+    assert story.refused(worker("w0")).code == "replaced"
     assert registered(story, worker("w0", life=1)).incarnation == 1
     assert registered(story, worker("w0", life=2)).incarnation == 2
-    assert [story.refused(worker("w0", life=life)).code for life in (0, 1)] == ["ended", "ended"]
+    assert [story.refused(worker("w0", life=life)).code for life in (0, 1)] == ["replaced", "replaced"]
 
 
 def test_lost_life_may_register_again_with_its_session() -> None:
@@ -120,7 +120,7 @@ def test_lost_life_may_not_come_back_after_a_newer_one() -> None:
     story.send(worker("w0"))
     story.after(30)
     assert registered(story, worker("w0", life=1)).incarnation == 1
-    assert story.refused(worker("w0")).code == "ended"
+    assert story.refused(worker("w0")).code == "replaced"
 
 
 def test_deregistering_twice_is_done_twice_and_a_stranger_can_not_do_it() -> None:

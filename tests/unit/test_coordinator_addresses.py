@@ -100,7 +100,7 @@ def test_the_settings_say_how_long_a_worker_may_be_silent(monkeypatch: pytest.Mo
     monkeypatch.delenv("UNIFIED_COORDINATOR_HEARTBEAT_TIMEOUT_MS")
     monkeypatch.delenv("UNIFIED_COORDINATOR_HEARTBEAT_INTERVAL_MS")
     worker = TrainingOrchestrator(coordinator_url="local")
-    assert (worker.heartbeat_interval_s, worker.heartbeat_timeout_s) == (None, 30.0)
+    assert (worker.heartbeat_interval_s, worker.heartbeat_timeout_s) == (None, None)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])

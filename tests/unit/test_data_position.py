@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified.data.reading_position import ReadingPosition
+from unified.data.reading_position import ReadingPosition, merge_positions
 from unified.errors import UsageError
 from unified.protocol.coordinator import ShardAssignment
 
@@ -93,3 +93,42 @@ def test_every_sample_is_read_once_wherever_reading_was_cut_and_gone_on_with(
 
     assert sorted(read) == [(shard_id, row) for shard_id, size in enumerate(sizes) for row in range(size)]
     assert sorted(position.done) == list(range(len(sizes)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.data())
+def test_every_sample_is_read_once_by_worlds_of_changing_size(sizes: list[int], data: st.DataObject) -> None:
+    """Each world loads what the one before had come to, all ranks together, and has shards dealt to it anew."""
+    read = []
+    state: dict[str, Any] = {"epoch": 0, "done": [], "begun": []}
+    for is_last in (False, False, True):
+        ranks = [ReadingPosition() for _ in range(data.draw(st.integers(1, 4)))]
+        of_rank = data.draw(st.lists(st.integers(0, len(ranks) - 1), min_size=len(sizes), max_size=len(sizes)))
+        for rank, position in enumerate(ranks):
+            position.load(state)
+            mine = shards(*(shard_id for shard_id in range(len(sizes)) if of_rank[shard_id] == rank))
+            for reading in position.plan(mine):
+                shard_id, skip = reading.assignment.shard_id, reading.skip
+                stop = sizes[shard_id] if is_last else data.draw(st.integers(skip, sizes[shard_id]))
+                position.begin(reading)
+                position.offset = stop
+                read += [(shard_id, row) for row in range(skip, stop)]
+                if stop == sizes[shard_id]:
+                    position.finish()
+                else:
+                    break
+        state = json.loads(json.dumps(merge_positions([position.state() for position in ranks])))
+
+    assert sorted(read) == [(shard_id, row) for shard_id, size in enumerate(sizes) for row in range(size)]
+    assert state["done"] == list(range(len(sizes)))
+
+
+def test_positions_on_both_sides_of_an_epoch_end_merge_to_the_later_one() -> None:
+    behind, ahead = ReadingPosition(1), ReadingPosition(2)
+    behind.done, ahead.done = [0, 1], [4]
+    assert merge_positions([behind.state(), ahead.state()]) == {"epoch": 2, "done": [4], "begun": []}
+
+
+def test_no_positions_cannot_be_merged() -> None:
+    with pytest.raises(UsageError, match="state_dict"):
+        merge_positions([])

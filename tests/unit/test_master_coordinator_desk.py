@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from unified.protocol.client_master import MasterAnswer
+from typing import Any
+
+from unified.protocol.client_master import Done, MasterAnswer, Refused
 from unified.protocol.coordinator import (
     BarrierResponse,
     CoordinatorRequest,
+    DataRequest,
+    GetDataShard,
     Heartbeat,
     HeartbeatResponse,
+    MarkDone,
     NotifyCheckpoint,
+    RegisterDataset,
     RegisterWorker,
+    RestorePosition,
+    SetDataWorker,
     WaitBarrier,
     WorkerRegistration,
 )
-from unified.protocol.records import EventRecord
+from unified.protocol.records import EventRecord, WorkerState
 from unified.settings import Intervals
 from unified_master.coordinator import Asked, Desk
 from unified_master.core.actions import MasterAction, Report, Save, Send
 from unified_master.core.master import MasterCore
+from unified_master.core.state import JobRecord, WorkerRecord
 
 NOW = 1000.0
 
@@ -100,3 +109,53 @@ def test_silence_is_noticed_in_time() -> None:
     (answer,) = behind.ask(Heartbeat(space="job-1", worker_id="w0", session="s"))
     assert isinstance(answer, HeartbeatResponse)
     assert not answer.is_known
+
+
+def test_a_past_life_of_a_jobs_worker_is_refused_though_none_ever_registered() -> None:
+    behind = Behind()
+    behind.ask(RegisterDataset(space="job-1", dataset_id="d", path="p", format="csv", total_samples=2, shard_size=1))
+    worker = WorkerRecord(job_id="job-1", name="w0", incarnation=1)
+    behind.master.cluster.jobs["job-1"] = JobRecord(job_id="job-1", sequence=1, workers={"w0": worker})
+
+    def of(life: int) -> list[DataRequest]:
+        about: dict[str, Any] = {"space": "job-1", "dataset_id": "d", "worker_id": "w0", "life": life}
+        return [
+            SetDataWorker(**about),
+            GetDataShard(**about, epoch=0),
+            MarkDone(**about, epoch=0, shard_ids=[0]),
+        ]
+
+    def answers(life: int) -> list[MasterAnswer]:
+        return [answer for request in of(life) for answer in behind.ask(request)]
+
+    answers(1)
+    kept = dict(behind.kept)
+    for answer in answers(0):
+        assert isinstance(answer, Refused)
+        assert (answer.code, "newer life" in answer.reason) == ("replaced", True)
+    assert behind.kept == kept
+    for life in (-1, 1):
+        assert not any(isinstance(answer, Refused) for answer in answers(life))
+
+
+def test_the_master_says_which_of_those_that_loaded_a_position_still_run() -> None:
+    behind = Behind()
+    behind.ask(RegisterDataset(space="job-1", dataset_id="d", path="p", format="csv", total_samples=4, shard_size=1))
+    workers = {name: WorkerRecord(job_id="job-1", name=name, incarnation=0, is_desired=True) for name in ("w0", "w1")}
+    behind.master.cluster.jobs["job-1"] = JobRecord(job_id="job-1", sequence=1, workers=workers)
+
+    def load(name: str, *done: int) -> type[MasterAnswer]:
+        life = workers[name].incarnation
+        about: dict[str, Any] = {"space": "job-1", "dataset_id": "d", "worker_id": name, "life": life}
+        request = RestorePosition(**about, epoch=0, done=list(done), process=f"{name}/{life}", number=1)
+        (answer,) = behind.ask(request)
+        return type(answer)
+
+    assert [load("w0", 1), load("w1", 2), load("w1", 1)] == [Done, Refused, Done]
+    workers["w1"].incarnation = 1
+    assert [load("w1", 2), load("w1", 1)] == [Refused, Done]
+    workers["w0"].state = WorkerState.EXITED
+    workers["w1"].incarnation = 2
+    assert load("w1", 2) is Done
+    workers["w0"].state, workers["w0"].incarnation = WorkerState.RUNNING, 1
+    assert [load("w0", 1), load("w0", 2)] == [Refused, Done]

@@ -124,6 +124,22 @@ class Reading(RuleBasedStateMachine):
                 if reader.epoch <= epoch:
                     reader.epoch, reader.in_hand, reader.revision = epoch + 1, None, -1
 
+    @rule(epochs_ahead=st.integers(-2, 1), data=st.data())
+    def all_go_back(self, epochs_ahead: int, data: st.DataObject) -> None:
+        """To a position in a checkpoint: what was read of it stays, and whatever came after it comes again."""
+        epoch = max(0, self.ledger.epoch + epochs_ahead)
+        ids = st.sets(st.integers(0, self.plan.num_shards - 1)) if self.plan.num_shards else st.just(set[int]())
+        done = data.draw(ids)
+        revision = self.ledger.revision
+        self.ledger.rewind(epoch, done)
+        assert self.ledger.revision > revision
+        assert (self.ledger.epoch, self.ledger.num_done(epoch)) == (epoch, len(done))
+        assert self.ledger.num_done(epoch + 1) == 0
+        self.served = Counter({key: 1 for key in self.served if key[0] < epoch})
+        self.served.update((epoch, sample) for shard in done for sample in range(*self.plan.bounds(shard)))
+        self.readers = {name: Reader(name, epoch) for name in self.readers}
+        self.late = []
+
     @rule()
     def coordinator_restarts(self) -> None:
         """It kept a snapshot of each revision, and what counted since."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from unified.data.local_coordinator import EmbeddedCoordinator
     from unified.data.orchestrator import TrainingOrchestrator
     from unified.data.reading import ShardReader, find_runs, iter_samples
+    from unified.data.reading_position import merge_positions
     from unified.data.registry import DatasetRegistry
     from unified.data.sharded import ShardedDataset, ShardSource
 
@@ -26,6 +27,7 @@ __all__ = [
     "TrainingOrchestrator",
     "find_runs",
     "iter_samples",
+    "merge_positions",
 ]
 
 __getattr__, __dir__ = lazy.exports(
@@ -37,6 +39,7 @@ __getattr__, __dir__ = lazy.exports(
         "unified.data.orchestrator": ["TrainingOrchestrator"],
         "unified.data.registry": ["DatasetRegistry"],
         "unified.data.reading": ["ShardReader", "find_runs", "iter_samples"],
+        "unified.data.reading_position": ["merge_positions"],
         "unified.data.sharded": ["ShardSource", "ShardedDataset"],
     },
 )

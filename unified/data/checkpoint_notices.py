@@ -27,7 +27,8 @@ class CheckpointNotices:
         checksum: str = "",
         **metadata: object,
     ) -> bool:
-        """Say that a checkpoint is complete, so that all know from where to go on.
+        """Say that a checkpoint is complete, so that all know from where to go on. `CheckpointManager` says it by
+        itself: this is for checkpoints that something else wrote.
 
         Args:
             path: of its manifest.

@@ -28,7 +28,7 @@ from unified.errors import (
     WorkerUnknownError,
 )
 from unified.keys import ClusterKey, find_key
-from unified.protocol.coordinator import CoordinatorRequest, RegisterWorker, WaitBarrier, coordinator_to_worker
+from unified.protocol.coordinator import CoordinatorRequest, WaitBarrier, coordinator_to_worker
 from unified.settings import DEFAULT_PORT
 
 COORDINATOR_VARIABLE = "COORDINATOR_URL"
@@ -156,10 +156,9 @@ class RemoteCoordinator(Coordinator):
             return self._connection
 
 
-def refusal(request: object, code: str, reason: str) -> CoordinatorError:
-    """The error that a refusal of this request is."""
-    is_replaced = code == "ended" and isinstance(request, RegisterWorker | WaitBarrier)
-    kind = WorkerUnknownError if is_replaced or code == "unknown-worker" else CoordinatorError
+def refusal(code: str, reason: str) -> CoordinatorError:
+    """The error that a refusal is."""
+    kind = WorkerUnknownError if code in ("replaced", "unknown-worker") else CoordinatorError
     return kind(reason, code=code)
 
 
@@ -184,6 +183,6 @@ def _settle(future: Future[A], connection: MasterConnection, reply: Reply, expec
         except KeyRefusedError as error:
             future.set_exception(error)
         except RefusedError as error:
-            future.set_exception(refusal(reply.message, error.code, error.reason))
+            future.set_exception(refusal(error.code, error.reason))
         except UnifiedError as error:
             future.set_exception(error)

@@ -43,6 +43,15 @@ class RowFormat(ABC):
                 file.notes["count"] = self._count(file)
         return int(file.notes["count"])
 
+    def check(self, file: DataFile) -> None:
+        """Read the first row, which shows most of what may be wrong with a file at little cost.
+
+        Raises:
+            DatasetError: it is empty, cannot be read, or is not of this format.
+        """
+        if next(self.rows(file, 0, 1), None) is None:
+            raise DatasetError(f"{file.path} holds no sample: write it again, or take it out of the dataset.")
+
     def rows(self, file: DataFile, start: int, end: int) -> Iterator[Any]:
         """Rows `start` to `end` (not included) in order; those of them that the file has.
 
@@ -124,5 +133,5 @@ def named(file: DataFile, format: str) -> Iterator[None]:  # noqa: A002
         raise DatasetError(f"{file.path} may not be read: {error}. Change who may read it.") from error
     except (ValueError, OSError, EOFError, NotImplementedError, zlib.error) as error:  # pyarrow's are among them
         raise DatasetError(
-            f"{file.path} cannot be read as {format}: {error}. Is it cut short, or of another format?"
+            f"{file.path} cannot be read as {format}: {str(error).rstrip('.')}. Is it cut short, or of another format?"
         ) from error

@@ -109,6 +109,8 @@ class CsvFormat(RowFormat):
                 while size < _SAMPLE and (row := _next_row(opened, file, is_quoted=True)):
                     sample.append(row)
                     size += len(row)
+            if names.startswith(b'{"'):  # in a name of a CSV column a quote is in quotes
+                raise DatasetError(f"{file.path} is not csv but jsonl: give format='jsonl'.")
             if sample[-1][-1:] != b"\n":
                 sample.append(b"\n")  # pyarrow wants one after the names
             schema = _parse_csv(b"".join(sample), None, None).schema

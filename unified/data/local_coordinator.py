@@ -31,17 +31,13 @@ A = TypeVar("A")
 
 
 class EmbeddedCoordinator(Coordinator):
-    """Answers as a master does, in the threads of those who ask; who waits at a barrier waits in its future.
+    """Answers as a master does, in the threads of those who ask; who waits at a barrier waits in its future."""
 
-    Args:
-        heartbeat_interval_s: what workers are told.
-    """
-
-    def __init__(self, heartbeat_interval_s: float = 1.0) -> None:
-        self._core = CoordinatorCore(heartbeat_interval_s)
+    def __init__(self) -> None:
+        self._core = CoordinatorCore()
         self._offset = time.time() - time.monotonic()
         self._changed = threading.Condition()
-        self._waiting: dict[int, tuple[Future[Any], type[Any], CoordinatorRequest]] = {}
+        self._waiting: dict[int, tuple[Future[Any], type[Any]]] = {}
         self._next_number = 1
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -62,7 +58,7 @@ class EmbeddedCoordinator(Coordinator):
                     (future, expect(self._core.heartbeat(self._now(), message), expected))
                 ]
             else:
-                self._waiting[self._next_number] = (future, expected, message)
+                self._waiting[self._next_number] = (future, expected)
                 self._next_number += 1
                 event = RequestCame(token=(b"", self._next_number - 1), request=message)
                 answers = self._step(event)
@@ -103,7 +99,7 @@ class EmbeddedCoordinator(Coordinator):
             if isinstance(action, Answer):
                 found = self._waiting.pop(action.token[1], None)
                 if found is not None:
-                    answers.append((found[0], _judge(action.answer, found[1], found[2])))
+                    answers.append((found[0], _judge(action.answer, found[1])))
             elif isinstance(action, Report):
                 _log.info("event=%s worker=%s reason=%r", action.event, action.worker_id, action.reason)
         return answers
@@ -154,9 +150,9 @@ def _as_sent(request: CoordinatorRequest) -> WorkerToCoordinator:
         raise CoordinatorError(f"{type(request).__name__} cannot be sent: {error}", code="bad-request") from None
 
 
-def _judge(answer: MasterAnswer, expected: type[A], request: CoordinatorRequest) -> A | UnifiedError:
+def _judge(answer: MasterAnswer, expected: type[A]) -> A | UnifiedError:
     if isinstance(answer, Refused):
-        return refusal(request, answer.code, answer.reason)
+        return refusal(answer.code, answer.reason)
     try:
         return expect(answer, expected)
     except CoordinatorError as error:

@@ -16,21 +16,30 @@ from unified.data.barrier_release import check_release
 from unified.data.checkpoint_notices import CheckpointNotices
 from unified.data.client import Coordinator
 from unified.data.heartbeats import Heartbeats, heartbeat_error
-from unified.data.surroundings import check_rank, introduce, look_around, open_coordinator, settings, withdraw
-from unified.errors import UnifiedError, UsageError, WorkerUnknownError
+from unified.data.surroundings import (
+    Introduction,
+    check_rank,
+    introduce,
+    look_around,
+    open_coordinator,
+    settings,
+    withdraw,
+)
+from unified.errors import MasterUnreachableError, UnifiedError, UsageError, WorkerUnknownError
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     BarrierResponse,
     DeregisterWorker,
     Heartbeat,
     HeartbeatResponse,
+    LeaveBarrier,
     RegisterWorker,
     WaitBarrier,
     WorkerRegistration,
 )
 from unified.runtime_settings import CoordinatorSettings
 
-DEFAULT_INTERVAL_MS = CoordinatorSettings().heartbeat_interval_ms
+DEFAULTS = CoordinatorSettings()
 GRACE_S = 10.0
 """How much longer than a barrier's own time to wait for its answer."""
 
@@ -46,10 +55,10 @@ class TrainingOrchestrator:
             ``COORDINATOR_URL``, else ``local``.
         world_size: how many workers there are. Default: inside a job those of its role, else ``WORLD_SIZE``, else 1.
         rank: of this one, from 0. Default: as in its role, else ``RANK``, else 0.
-        heartbeat_interval_s: seconds between heartbeats. Default: ``heartbeat_interval_ms`` of the settings, else as
-            the coordinator says: 1, or less if the time-out is short.
+        heartbeat_interval_s: seconds between heartbeats. Default: ``heartbeat_interval_ms`` of the settings here, else
+            of the coordinator's: 1, or less if the time-out is short.
         heartbeat_timeout_s: after so many seconds of silence the coordinator takes this worker for lost. Default:
-            ``heartbeat_timeout_ms`` of the settings, which is 30 s.
+            ``heartbeat_timeout_ms`` of the settings here, else of the coordinator's: 30.
 
     It may be used by any number of tasks; from several threads, register and deregister in one of them.
     ``async with`` deregisters at the end, and closes.
@@ -76,10 +85,13 @@ class TrainingOrchestrator:
         _check_seconds("heartbeat_interval_s", heartbeat_interval_s)
         _check_seconds("heartbeat_timeout_s", heartbeat_timeout_s)
         configured = settings().coordinator
-        if heartbeat_interval_s is None and configured.heartbeat_interval_ms != DEFAULT_INTERVAL_MS:
+        if heartbeat_interval_s is None and configured.heartbeat_interval_ms != DEFAULTS.heartbeat_interval_ms:
             heartbeat_interval_s = configured.heartbeat_interval_ms / 1000
+        if heartbeat_timeout_s is None and configured.heartbeat_timeout_ms != DEFAULTS.heartbeat_timeout_ms:
+            heartbeat_timeout_s = configured.heartbeat_timeout_ms / 1000
         self.heartbeat_interval_s = heartbeat_interval_s
-        self.heartbeat_timeout_s: float = _first(heartbeat_timeout_s, configured.heartbeat_timeout_ms / 1000)
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        """None: as the coordinator says."""
         self._space = around.space
         self._coordinator, self._is_mine = open_coordinator(coordinator_url)
         self.checkpoints = CheckpointNotices(self._coordinator, self._space, self.worker_id, self.world_size)
@@ -137,11 +149,11 @@ class TrainingOrchestrator:
                     self._coordinator,
                     self._life(session),
                     interval_s=self.heartbeat_interval_s or answer.heartbeat_interval_s,
-                    timeout_s=self.heartbeat_timeout_s,
+                    timeout_s=answer.timeout_s,
                     when_lost=lambda error: self._lost(session, error),
                 )
                 self._heartbeats.start()
-        introduce(self._space, self.rank, self.world_size, self.worker_id)
+        introduce(self._introduction(session))
         return answer.assigned_id
 
     async def heartbeat(self) -> None:
@@ -208,6 +220,10 @@ class TrainingOrchestrator:
             self._waiting.add(future)
         try:
             answer = await asyncio.wrap_future(future)
+        except (asyncio.CancelledError, MasterUnreachableError):
+            future.cancel()
+            self._leave_barrier(request)
+            raise
         finally:
             self._waiting.discard(future)
         check_release(barrier_id, answer)
@@ -223,7 +239,7 @@ class TrainingOrchestrator:
             session, self._session = self._session, secrets.token_hex(8)
             heartbeats, self._heartbeats = self._heartbeats, None
             self._is_lost = False
-        withdraw(self._space, self.rank, self.world_size, self.worker_id)
+        withdraw(self._introduction(session))
         if heartbeats is not None:
             heartbeats.stop()
             request = DeregisterWorker(space=self._space, worker_id=self.worker_id, session=session)
@@ -234,7 +250,7 @@ class TrainingOrchestrator:
         its time."""
         with self._lock:
             heartbeats, self._heartbeats = self._heartbeats, None
-        withdraw(self._space, self.rank, self.world_size, self.worker_id)
+        withdraw(self._introduction(self._session))
         if heartbeats is not None:
             heartbeats.stop()
         if self._is_mine:
@@ -264,6 +280,23 @@ class TrainingOrchestrator:
                 f"worker {self.worker_id} was taken for lost: call register_worker again, or end this process.",
                 code="unknown-worker",
             )
+
+    def _leave_barrier(self, request: WaitBarrier) -> None:
+        """Nobody waits behind this arrival any more. Nothing here waits until the coordinator has heard of that."""
+        with suppress(UnifiedError):
+            message = LeaveBarrier(
+                space=request.space,
+                barrier_id=request.barrier_id,
+                worker_id=request.worker_id,
+                session=request.session,
+                arrival=request.arrival,
+            )
+            self._coordinator.submit(message, Done)
+
+    def _introduction(self, session: str) -> Introduction:
+        return Introduction(
+            space=self._space, rank=self.rank, world_size=self.world_size, worker_id=self.worker_id, session=session
+        )
 
     def _life(self, session: str) -> Heartbeat:
         return Heartbeat(space=self._space, worker_id=self.worker_id, session=session)

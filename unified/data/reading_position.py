@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unified.errors import UsageError
@@ -94,3 +94,34 @@ class ReadingPosition:
     def _leave(self) -> None:
         if self.shard is not None:
             self._begun[self.shard] = self.offset
+
+
+def merge_positions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The positions of all who read a dataset together as one, which each member of any other world may load.
+
+    Whoever loads it passes over what any of them had read, wherever that was; so training goes on from a checkpoint
+    with more ranks or fewer. It names no dataset, so it can be loaded into the same one under another name.
+
+    Args:
+        states: what `ShardedDataset.state_dict` gave each of them, at the same step.
+
+    Returns:
+        What `ShardedDataset.load_state_dict` takes; plain values. Where some had begun the next epoch, theirs: the
+        little that others had still to read of the one before is given up.
+
+    Raises:
+        UsageError: one is no such state, or there is none.
+    """
+    if not states:
+        raise UsageError("there are no positions to merge: give what state_dict() of each rank's dataset gave.")
+    positions = [ReadingPosition() for _ in states]
+    for position, state in zip(positions, states, strict=True):
+        position.load(state)
+    epoch = max(position.epoch for position in positions)
+    ahead = [position.state() for position in positions if position.epoch == epoch]
+    done = sorted({shard_id for state in ahead for shard_id in state["done"]})
+    begun: dict[int, int] = {}
+    for state in ahead:
+        for shard_id, offset in state["begun"]:
+            begun[shard_id] = max(offset, begun.get(shard_id, 0))
+    return {"epoch": epoch, "done": done, "begun": [[*each] for each in sorted(begun.items())]}

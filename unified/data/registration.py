@@ -21,13 +21,15 @@ def dataset_files(path: str, format: str, total_samples: int | None) -> list[Fil
         UsageError: no such format; or the files do not hold `total_samples`.
     """
     from unified.data.files import DataFiles
+    from unified.data.formats import open_format
     from unified.data.reading import find_runs
 
     if total_samples is not None:
         with DataFiles() as files:
             found = files.find(path, format)
-        if len(found) == 1:  # of one file there is nothing to count
-            return [FileRun(path=found[0], num_samples=total_samples)]
+            if len(found) == 1:  # of one file there is nothing to count
+                open_format(format).check(files.file(found[0]))
+                return [FileRun(path=found[0], num_samples=total_samples)]
     runs = find_runs(path, format)
     counted = sum(run.num_samples for run in runs)
     if total_samples not in (None, counted):

@@ -9,8 +9,9 @@ from typing import Any, Self, TypeVar
 
 from unified.data.client import Coordinator
 from unified.data.registration import dataset_files, is_registered_as
+from unified.data.restored_position import restore_request
 from unified.data.shard_source import DatasetShards
-from unified.data.surroundings import check_rank, look_around, open_coordinator, settings, worker_of_rank
+from unified.data.surroundings import check_rank, look_around, open_coordinator, session_of, settings, worker_of_rank
 from unified.errors import CoordinatorError, UsageError, nearest
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
@@ -146,14 +147,14 @@ class DatasetRegistry:
 
         Raises:
             CoordinatorError: there is no such dataset, the epoch is past, or the worker is none of the dataset's.
+            WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
             UsageError: the rank is not in the world.
         """
         worker = self._worker_id(worker_rank)
         request = GetDataShard(
             dataset_id=dataset_id,
-            worker_id=worker,
             epoch=self.current_epoch(dataset_id) if epoch is None else epoch,
-            space=self._around.space,
+            **self._of(worker),
         )
         self._join_once(dataset_id, worker)
         shards = self._ask(request, DataShards).shards
@@ -171,17 +172,43 @@ class DatasetRegistry:
             Those that count: not those that were done before, or that are another worker's by now.
 
         Raises:
-            CoordinatorError: there is no such dataset or shard.
+            CoordinatorError: there is no such dataset or shard; or the worker is registered by another process, which
+                alone knows what it has read.
+            WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
         """
         ids = [shard_ids] if isinstance(shard_ids, int) else list(shard_ids)
-        request = MarkDone(
-            dataset_id=dataset_id,
-            worker_id=self._worker_id(worker_rank),
-            epoch=epoch,
-            shard_ids=ids,
-            space=self._around.space,
-        )
+        worker = self._worker_id(worker_rank)
+        request = MarkDone(dataset_id=dataset_id, epoch=epoch, shard_ids=ids, **self._of(worker))
         return self._ask(request, ShardsDone).shard_ids
+
+    def restore_position(
+        self,
+        dataset_id: str,
+        position: Mapping[str, Any],
+        worker_rank: int | str | None = None,
+        *,
+        is_first: bool = False,
+    ) -> None:
+        """Go on from exactly this position: its shards are done, and all else that was read since comes again.
+
+        Workers that read together all do it, before any of them reads: the first sets the dataset back, the others
+        join it. `ShardedDataset.load_state_dict` does it.
+
+        Args:
+            position: what `ShardedDataset.state_dict` or `merge_positions` gave.
+            is_first: only if this process has restored none of this dataset for that worker yet.
+
+        Raises:
+            CoordinatorError: there is no such dataset or shard; or others have restored another position, or read on.
+            WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
+            UsageError: it is no position.
+        """
+        worker = self._worker_id(worker_rank)
+        world = [self._worker_id(rank) for rank in range(self.world_size or 0)]
+        request = restore_request(dataset_id, position, self._of(worker), world=world, is_first=is_first)
+        self._join_once(dataset_id, worker)
+        self._ask(request, Done)
+        self._epochs[dataset_id] = request.epoch
 
     def register_worker(self, dataset_id: str, worker_rank: int | str | None = None) -> None:
         """Spread the unfinished shards of a dataset over this worker, too.
@@ -228,6 +255,14 @@ class DatasetRegistry:
         """
         return self._known(dataset_id).epoch
 
+    def status(self, dataset_id: str) -> DatasetStatus:
+        """The values, workers and progress of a dataset.
+
+        Raises:
+            CoordinatorError: there is no such dataset.
+        """
+        return self._known(dataset_id)
+
     def datasets(self) -> list[DatasetStatus]:
         """All datasets, each with its values, its workers and its progress."""
         return self._all().datasets
@@ -246,7 +281,16 @@ class DatasetRegistry:
         Raises:
             CoordinatorError: there is no such dataset.
         """
-        return DatasetShards(self, dataset_id, self._worker_id(worker_rank), self._known(dataset_id).format)
+        worker = self._worker_id(worker_rank)
+        is_mine = worker == self._around.worker_id
+        return DatasetShards(
+            self,
+            dataset_id,
+            worker,
+            self._known(dataset_id).format,
+            life=self._around.life if is_mine else -1,
+            is_elastic=is_mine and self._around.is_elastic,
+        )
 
     def close(self) -> None:
         """End the connection. A coordinator in this process goes on for others that use it."""
@@ -272,6 +316,13 @@ class DatasetRegistry:
             raise UsageError("which worker? Give worker_rank, or set RANK for this process.")
         return worker_of_rank(self._around, rank, self.world_size)
 
+    def _of(self, worker: str) -> dict[str, Any]:
+        """Of which worker a request is; and of which life of it, if this process is one."""
+        around = self._around
+        life = around.life if worker == around.worker_id else -1
+        session = session_of(around.space, worker)
+        return {"space": around.space, "worker_id": worker, "session": session, "life": life}
+
     def _join_world(self, dataset_id: str, members: Sequence[str]) -> None:
         """Spread it from the beginning over all that will read it, so that nobody is given what another one's is.
 
@@ -292,7 +343,7 @@ class DatasetRegistry:
             self._joined.add((dataset_id, worker))
 
     def _set_member(self, dataset_id: str, worker: str, is_member: bool) -> None:
-        request = SetDataWorker(dataset_id=dataset_id, worker_id=worker, is_member=is_member, space=self._around.space)
+        request = SetDataWorker(dataset_id=dataset_id, is_member=is_member, **self._of(worker))
         self._ask(request, Done)
         self._joined.add((dataset_id, worker))
 
@@ -305,8 +356,10 @@ class DatasetRegistry:
     def _known(self, dataset_id: str) -> DatasetStatus:
         every = {each.dataset_id: each for each in self._all().datasets}
         if dataset_id not in every:
-            hint = nearest(dataset_id, every) or " Register it first."
-            raise CoordinatorError(f"there is no dataset {dataset_id!r}.{hint}", code="not-found")
+            hint = nearest(dataset_id, every)
+            raise CoordinatorError(
+                f"no dataset {dataset_id!r} is registered here: register it first.{hint}", code="not-found"
+            )
         return every[dataset_id]
 
     def _ask(self, request: CoordinatorRequest, expected: type[A]) -> A:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -14,7 +15,9 @@ from unified.data.reading import ShardReader
 from unified.data.reading_position import Reading, ReadingPosition
 from unified.data.surroundings import settings
 from unified.errors import UsageError
-from unified.protocol.coordinator import ShardAssignment
+from unified.protocol.coordinator import DatasetStatus, ShardAssignment
+
+_log = logging.getLogger("unified.data")
 
 
 @runtime_checkable
@@ -39,6 +42,33 @@ class ShardSource(Protocol):
 
 
 @runtime_checkable
+class RestorableSource(ShardSource, Protocol):
+    """One that can go back to a position, as a coordinator can."""
+
+    @property
+    def life(self) -> int:
+        """In a job, which life of the worker reads, from 0; else -1."""
+        ...
+
+    @property
+    def is_elastic(self) -> bool:
+        """All who read are started again together."""
+        ...
+
+    def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
+        """What is done is exactly what is done at this position.
+
+        Args:
+            is_first: nothing happens if this process has restored one before.
+        """
+        ...
+
+    def status(self) -> DatasetStatus:
+        """How far the dataset was read."""
+        ...
+
+
+@runtime_checkable
 class ShardRegistry(Protocol):
     """Who knows datasets by name; `unified.data.DatasetRegistry` does."""
 
@@ -52,9 +82,12 @@ class ShardedDataset(IterableDataset[Any]):
 
     Before each shard it is asked anew which shards are this worker's, so that what is taken over from a lost worker is
     read too, and what was given to a new one is not. A shard is reported as done when its last sample was handed out
-    and the next one is asked for. The end of an iteration is the end of the epoch for this worker: the next iteration
-    reads the next epoch. (What another worker leaves behind when it is lost after that is read by iterating over that
+    and the next one is asked for. Each ``for`` over it is the next epoch: the end of an iteration is the end of the
+    epoch for this worker. (What another worker leaves behind when it is lost after that is read by iterating over that
     epoch again, after `set_epoch`.) An iteration that was left before its end is gone on with by the next one.
+
+    What is done in an epoch is not served again, also to the next life of a worker. So a life that goes on with an
+    earlier model has to take the data back, too, with `load_state_dict`; if it finds no checkpoint, see `restart`.
 
     Reading ahead is done by a thread of this process, which ends with its iterator. Use it with
     ``DataLoader(…, num_workers=0)``: with more, torch's worker processes would each read all that is this worker's.
@@ -68,6 +101,10 @@ class ShardedDataset(IterableDataset[Any]):
         prefetch_shards: shards that are read ahead of the one that is handed out; so many and one more are in memory.
             0: none, and no thread. Default: the settings' ``prefetch_shards``, which is 2.
         verify: check the checksums of ``tfrecord`` samples; slow.
+        restart: what to do at the first iteration if no position was loaded and samples were read before. ``"anew"``:
+            read `epoch` from its beginning, as if all who read together had loaded that position. ``"resume"``: read
+            what is left. Default: ``"anew"`` in an elastic role that was started again, as all of its ranks begin again
+            then; else ``"resume"``, with a warning in the log.
 
     Raises:
         UsageError: an argument that cannot be.
@@ -83,7 +120,10 @@ class ShardedDataset(IterableDataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         prefetch_shards: int | None = None,
         verify: bool = False,
+        restart: Literal["anew", "resume"] | None = None,
     ) -> None:
+        if restart not in ("anew", "resume", None):
+            raise UsageError(f'restart must be "anew" or "resume", not {restart!r}.')
         if prefetch_shards is None:
             prefetch_shards = settings().dataset.prefetch_shards
         if prefetch_shards < 0:
@@ -102,6 +142,9 @@ class ShardedDataset(IterableDataset[Any]):
         self._verify = verify
         open_format(source.format, columns)  # so that what cannot be is refused now
         self._position = ReadingPosition(_checked(epoch))
+        self._restart = restart
+        self._is_placed = False
+        """Where it begins is settled: a position was loaded, or an iteration begun."""
         self._turn: object = None
         self._reader: ShardReader | None = None
         """Kept from one iteration for the next, as it knows its way about the files by then."""
@@ -121,18 +164,24 @@ class ShardedDataset(IterableDataset[Any]):
         return {"dataset_id": self._dataset_id, **self._position.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was asked for: after that sample, in that shard, if it is still this worker's.
+        """Go on where `state_dict` was asked for: the data go on from exactly this position.
 
-        The shards that had been read by then are reported as done, as the coordinator may be a new one.
+        Everything that was read after it comes again, in that epoch and in later ones, to whomever it is assigned. So
+        all who read together load the same position (`merge_positions` makes one of all ranks' states), before any of
+        them reads: the first one sets the dataset back, the others join it. To load again later sets it back once more.
 
         Raises:
             UsageError: it is the state of another dataset, or none.
+            CoordinatorError: others who read it loaded another position, or read on without one.
         """
-        if state.get("dataset_id", "") != self._dataset_id:
+        if state.get("dataset_id", self._dataset_id) != self._dataset_id:
             raise UsageError(f"this is the position in {state.get('dataset_id')!r}, not in {self._dataset_id!r}.")
+        if isinstance(self._source, RestorableSource):
+            self._source.restore(state)
         self._position.load(state)
+        self._is_placed = True
         self._turn = None
-        if self._position.done:
+        if self._position.done and not isinstance(self._source, RestorableSource):
             self._source.mark_done(self._position.epoch, self._position.done)
 
     def __iter__(self) -> Iterator[Any]:
@@ -158,6 +207,9 @@ class ShardedDataset(IterableDataset[Any]):
             reader = ShardReader(source.format, columns=self._columns, verify=self._verify)
         prefetcher = ShardPrefetcher(partial(self._read, reader))
         try:
+            if not self._is_placed:
+                self._place()
+                self._is_placed = True
             while readings := self._plan():
                 reading = readings[0]
                 shard_id = reading.assignment.shard_id
@@ -190,6 +242,33 @@ class ShardedDataset(IterableDataset[Any]):
         transform = self._transform
         for sample in reader.iter_samples(reading.assignment, reading.skip):
             yield sample if transform is None else transform(sample)
+
+    def _place(self) -> None:
+        """No position was loaded: begin anew, or with what is left, and not without a word."""
+        source, epoch = self._source, self._position.epoch
+        if not isinstance(source, RestorableSource):
+            return
+        is_again = source.is_elastic and source.life > 0
+        if self._restart == "anew" or (self._restart is None and is_again):
+            source.restore(self._position.state(), is_first=True)
+            return
+        is_empty = not source.shards(epoch)
+        if not is_empty and source.life <= 0:
+            return
+        status = source.status()
+        num_done = status.num_done if status.epoch == epoch else status.num_shards * is_empty
+        if num_done and self._restart is None:
+            _log.warning(
+                "dataset %r: %d of %d shards of epoch %d were read before, and are not served again; this worker gets "
+                "%s. If its model has not learnt from them, take the data back: load_state_dict(…) with the state_dict "
+                'of the model\'s checkpoint, or ShardedDataset(…, restart="anew") to begin anew. If that is as it '
+                'should be: restart="resume".',
+                status.dataset_id,
+                num_done,
+                status.num_shards,
+                epoch,
+                "none of them" if is_empty else "what is left",
+            )
 
     def _plan(self) -> list[Reading]:
         position, source = self._position, self._source

@@ -21,6 +21,10 @@ class Surroundings:
     """The job's id; empty outside a job."""
     worker_id: str = ""
     """Empty: not known."""
+    life: int = -1
+    """In a job: which life of that worker this is, from 0."""
+    is_elastic: bool = False
+    """All workers of its role are started again together."""
     rank: int | None = None
     world_size: int | None = None
     workers: tuple[str, ...] = ()
@@ -38,7 +42,13 @@ def look_around(env: Mapping[str, str] | None = None) -> Surroundings:
         me = worker.actor_info
         names = tuple(actor.name for actor in worker.workers_of(me.role))[: me.world_size]
         return Surroundings(
-            space=worker.job_info.job_id, worker_id=me.name, rank=me.rank, world_size=me.world_size, workers=names
+            space=worker.job_info.job_id,
+            worker_id=me.name,
+            life=worker.incarnation,
+            is_elastic=me.sub_master == "elastic",
+            rank=me.rank,
+            world_size=me.world_size,
+            workers=names,
         )
     env = os.environ if env is None else env
     rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
@@ -55,18 +65,40 @@ def settings() -> RuntimeSettings:
     return RuntimeSettings.load_shared()
 
 
-_introduced: dict[tuple[str, int, int], str] = {}
+@dataclass(frozen=True, kw_only=True)
+class Introduction:
+    """A life of a worker that this process registered."""
+
+    space: str
+    rank: int
+    world_size: int
+    worker_id: str
+    session: str
 
 
-def introduce(space: str, rank: int, world_size: int, worker_id: str) -> None:
-    """Remember under which id this process speaks for a rank: shards and heartbeats must be of the same worker."""
-    _introduced[space, rank, world_size] = worker_id
+_introduced: list[Introduction] = []
+"""The newest last."""
 
 
-def withdraw(space: str, rank: int, world_size: int, worker_id: str) -> None:
+def introduce(me: Introduction) -> None:
+    """Remember under which id and session this process speaks for a rank: shards and heartbeats must be of the same
+    life of the same worker."""
+    withdraw(me)
+    _introduced.append(me)
+
+
+def withdraw(me: Introduction) -> None:
     """It does so no more."""
-    if _introduced.get((space, rank, world_size)) == worker_id:
-        del _introduced[space, rank, world_size]
+    if me in _introduced:
+        _introduced.remove(me)
+
+
+def session_of(space: str, worker_id: str) -> str:
+    """Of the life of this worker that this process is; empty if it is none, as far as is known."""
+    for each in reversed(_introduced):
+        if (each.space, each.worker_id) == (space, worker_id):
+            return each.session
+    return ""
 
 
 def worker_of_rank(around: Surroundings, rank: int, world_size: int | None) -> str:
@@ -76,9 +108,9 @@ def worker_of_rank(around: Surroundings, rank: int, world_size: int | None) -> s
         UsageError: the rank is not in the world.
     """
     check_rank(rank, world_size)
-    for (space, introduced, world), worker_id in _introduced.items():
-        if (space, introduced) == (around.space, rank) and world_size in (None, world):
-            return worker_id
+    for each in reversed(_introduced):
+        if (each.space, each.rank) == (around.space, rank) and world_size in (None, each.world_size):
+            return each.worker_id
     if rank == around.rank and around.worker_id:
         return around.worker_id
     return around.workers[rank] if rank < len(around.workers) else f"worker-{rank}"
@@ -94,22 +126,29 @@ def check_rank(rank: int | None, world_size: int | None) -> None:
         raise UsageError(f"rank {rank} is not in a world of {world_size}: its ranks are 0 to {world_size - 1}.")
 
 
+def named_coordinator(given: str | Coordinator | None) -> str | Coordinator | None:
+    """What is given; else the master of the job that this process works in, else ``COORDINATOR_URL``, else None."""
+    if given:
+        return given
+    worker = _worker()
+    return (worker.master_address if worker is not None else "") or os.environ.get(COORDINATOR_VARIABLE) or None
+
+
 def open_coordinator(given: str | Coordinator | None) -> tuple[Coordinator, bool]:
     """The coordinator, and whether its user closes it.
 
     Args:
         given: an address (see `unified.data.client.parse_coordinator`), ``local``, or a coordinator; None means the
-            master of the job that this process works in, else ``COORDINATOR_URL``, else one in this process.
+            one that is named here (`named_coordinator`), else one in this process.
     """
-    if isinstance(given, Coordinator):
-        return given, False
-    worker = _worker()
-    key = None if worker is None else worker.cluster_key
-    text = given or (worker.master_address if worker is not None else "") or os.environ.get(COORDINATOR_VARIABLE)
-    address = parse_coordinator(text or LOCAL)
+    named = named_coordinator(given)
+    if isinstance(named, Coordinator):
+        return named, False
+    address = parse_coordinator(named or LOCAL)
     if address is None:
         return embedded_coordinator(), False
-    return RemoteCoordinator(address, key=key), True
+    worker = _worker()
+    return RemoteCoordinator(address, key=None if worker is None else worker.cluster_key), True
 
 
 def _worker() -> Worker | None:

@@ -85,6 +85,7 @@ class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
 
 class Refused(MasterAnswer, tag="refused", frozen=True, kw_only=True):
     """It was not done. `code`: bad-request, version, not-found, name-taken, does-not-fit, ended,
+    unknown-worker (not registered, or lost), replaced (by a newer life of that worker),
     unavailable (who would know cannot be reached), defect (ours)."""
 
     code: str

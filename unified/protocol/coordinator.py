@@ -14,6 +14,8 @@ from unified.protocol.client_master import ClientRequest, Done, MasterAnswer, Re
 from unified.protocol.framing import Codec
 
 ReleasedBy = Literal["arrived", "lost", "timeout", "closed"]
+WorkerEvent = Literal["checkpoint-failed", "checkpoint-damaged"]
+"""What a worker can put into the event log: none of the words in which the master tells its own decisions."""
 
 
 class CoordinatorRequest(ClientRequest, frozen=True, kw_only=True):
@@ -40,8 +42,8 @@ class RegisterWorker(CoordinatorRequest, tag="register-worker", frozen=True, kw_
     rank: int = -1
     world_size: int = 0
     """Of this worker; 0: it takes part in no barrier."""
-    timeout_s: float = 30.0
-    """It is lost when it was not heard of for so long."""
+    timeout_s: float | None = None
+    """It is lost when it was not heard of for so long; None: as the coordinator has it."""
 
 
 class WorkerRegistration(CoordinatorAnswer, tag="worker-registration", frozen=True, kw_only=True):
@@ -49,6 +51,8 @@ class WorkerRegistration(CoordinatorAnswer, tag="worker-registration", frozen=Tr
     heartbeat_interval_s: float
     incarnation: int
     """How many lives of this worker were registered before."""
+    timeout_s: float = 30.0
+    """New: it is lost when it was not heard of for so long."""
 
 
 class Heartbeat(CoordinatorRequest, tag="coordinator-heartbeat", frozen=True, kw_only=True):
@@ -109,11 +113,22 @@ class ShardAssignment(Value, frozen=True, kw_only=True):
     through the rest of that file and the files after it, until it has as many rows as samples."""
 
 
-class GetDataShard(CoordinatorRequest, tag="get-data-shard", frozen=True, kw_only=True):
-    """Which unfinished shards of an epoch are this worker's now."""
+class DataRequest(CoordinatorRequest, frozen=True, kw_only=True):
+    """About the shards of a worker: by itself, or by somebody else."""
 
     dataset_id: str
     worker_id: str
+    session: str = ""
+    """New: of the life that asks, which is refused when another one took its place. Empty: somebody else asks, or the
+    worker registered nowhere."""
+    life: int = -1
+    """New: in a job, which life of its worker asks, from 0: the master knows the newest whether it registered or not.
+    -1: somebody else asks."""
+
+
+class GetDataShard(DataRequest, tag="get-data-shard", frozen=True, kw_only=True):
+    """Which unfinished shards of an epoch are this worker's now."""
+
     epoch: int
 
 
@@ -124,14 +139,12 @@ class DataShards(CoordinatorAnswer, tag="data-shards", frozen=True, kw_only=True
     """Ask again when the heartbeat tells of a higher one."""
 
 
-class MarkDone(CoordinatorRequest, tag="mark-done", frozen=True, kw_only=True):
+class MarkDone(DataRequest, tag="mark-done", frozen=True, kw_only=True):
     """New: these shards were read to their end, and are served to nobody again in this epoch. Answered by `ShardsDone`.
 
     A worker reports each shard before it begins the next: the first unfinished one of its list is its own as long as it
-    is there, those after it may go to others."""
+    is there, those after it may go to others. Nobody else does it for a worker that is registered."""
 
-    dataset_id: str
-    worker_id: str
     epoch: int
     shard_ids: list[int]
 
@@ -145,11 +158,28 @@ class ShardsDone(CoordinatorAnswer, tag="shards-done", frozen=True, kw_only=True
     """If it is not that of the worker's `DataShards`, it asks again before it begins another shard."""
 
 
-class SetDataWorker(CoordinatorRequest, tag="set-data-worker", frozen=True, kw_only=True):
+class RestorePosition(DataRequest, tag="restore-position", frozen=True, kw_only=True):
+    """New: the data go on from exactly this position: what was read of it is done, and all else comes again.
+
+    All who train together load the same one. The first of them sets the dataset back; for the others, as long as one
+    that has loaded is there, nothing happens. Another position is refused then."""
+
+    epoch: int
+    done: list[int]
+    begun: list[tuple[int, int]] = []
+    """Shards that are partly read, each with how many of its samples: the readers pass over those by themselves."""
+    world: list[str] = []
+    """All who read from now on, as far as it is known: others of whom nobody knows that they run are taken out."""
+    process: str
+    """Of the reader; chosen at random."""
+    number: int
+    """Counts up from 1 with each position that this process loads, so that one that is asked again is known. 0: only
+    if it has loaded none yet."""
+
+
+class SetDataWorker(DataRequest, tag="set-data-worker", frozen=True, kw_only=True):
     """New: a worker joins those that a dataset's shards are spread over, or leaves them."""
 
-    dataset_id: str
-    worker_id: str
     is_member: bool = True
 
 
@@ -197,6 +227,17 @@ class WaitBarrier(CoordinatorRequest, tag="wait-barrier", frozen=True, kw_only=T
     world_size: int
     timeout_s: float | None = None
     on_loss: Literal["fail", "shrink"] = "fail"
+
+
+class LeaveBarrier(CoordinatorRequest, tag="leave-barrier", frozen=True, kw_only=True):
+    """New: who arrived waits no more, so that nobody is released by an arrival behind which there is nobody. What it
+    asked is answered as ``closed``; the others wait on. If it does not wait there, nothing happens."""
+
+    barrier_id: str
+    worker_id: str
+    session: str
+    arrival: int
+    """Others of this worker at the same barrier wait on."""
 
 
 class BarrierResponse(CoordinatorAnswer, tag="barrier-response", frozen=True, kw_only=True):
@@ -248,6 +289,16 @@ class RecoveryInfo(CoordinatorAnswer, tag="recovery-info", frozen=True, kw_only=
     """Seconds since 1970, by the coordinator's clock."""
 
 
+class TellEvent(CoordinatorRequest, tag="tell-event", frozen=True, kw_only=True):
+    """New: something that people should find in the event log of the job. Beyond a bound it is not kept, and the answer
+    `unified.protocol.client_master.Done` has a note that says so."""
+
+    worker_id: str
+    event: WorkerEvent
+    reason: str
+    """A sentence; what is too long of it is cut off."""
+
+
 WorkerToCoordinator = (
     RegisterWorker
     | Heartbeat
@@ -255,12 +306,15 @@ WorkerToCoordinator = (
     | RegisterDataset
     | GetDataShard
     | MarkDone
+    | RestorePosition
     | SetDataWorker
     | AdvanceEpoch
     | GetDatasets
     | WaitBarrier
+    | LeaveBarrier
     | NotifyCheckpoint
     | GetLatestCheckpoint
+    | TellEvent
 )
 CoordinatorToWorker = (
     Done

@@ -50,6 +50,10 @@ class Codec(Generic[M]):
         """The first frame alone, for a message whose second is at hand."""
         return _encoder.encode((PROTOCOL_VERSION, request_id))
 
+    def encode_body(self, message: object) -> bytes:
+        """The second frame alone, which may go to many."""
+        return _encoder.encode(message)
+
     def decode(self, frames: Sequence[bytes]) -> Control[M]:
         """The message in two frames.
 

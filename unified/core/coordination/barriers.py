@@ -30,7 +30,8 @@ from unified.core.coordination.records import (
 )
 from unified.core.coordination.space import Space
 from unified.core.coordination.turn import Turn
-from unified.protocol.coordinator import BarrierResponse, ReleasedBy, WaitBarrier
+from unified.protocol.client_master import Done
+from unified.protocol.coordinator import BarrierResponse, LeaveBarrier, ReleasedBy, WaitBarrier
 
 
 def wait(turn: Turn, space: Space, token: Token, request: WaitBarrier) -> None:
@@ -57,6 +58,25 @@ def wait(turn: Turn, space: Space, token: Token, request: WaitBarrier) -> None:
     _settle(turn, space, barrier)
 
 
+def leave(turn: Turn, space: Space, token: Token, request: LeaveBarrier) -> None:
+    """An arrival waits no more. If it does not wait here, nothing happens."""
+    turn.answer(token, Done())
+    barrier = space.barriers.get(request.barrier_id)
+    waiting = barrier.waiting.get(request.worker_id) if barrier is not None else None
+    if barrier is None or waiting is None or waiting.presence.session != request.session:
+        return
+    asked = waiting.tokens.pop(request.arrival, None)
+    if asked is None:
+        return
+    waiting.deadlines.pop(request.arrival, None)
+    reason = f"worker {request.worker_id} itself left barrier {request.barrier_id!r}."
+    turn.answer(asked, BarrierResponse(released_by="closed", generation=barrier.past.generation, reason=reason))
+    if not waiting.tokens:
+        del barrier.waiting[request.worker_id]
+        waiting.presence.waits_at.discard(request.barrier_id)
+    _go_on_without(space, barrier)
+
+
 def drop_worker(turn: Turn, space: Space, presence: Presence, released_by: ReleasedBy) -> None:
     """A life is over, and has been put among the gone: answer what it asked, and see who waited for it."""
     worker = presence.worker
@@ -72,10 +92,7 @@ def drop_worker(turn: Turn, space: Space, presence: Presence, released_by: Relea
         )
         for token in waiting.tokens.values():
             turn.answer(token, answer)
-        if barrier.waiting:
-            barrier.oldest_came_at = min(each.presence.worker.came_at for each in barrier.waiting.values())
-        else:
-            _close(space, barrier)
+        _go_on_without(space, barrier)
     presence.waits_at = set()
     for barrier in _open(space):
         _settle(turn, space, barrier)
@@ -160,10 +177,25 @@ def _arrive(turn: Turn, space: Space, barrier: Barrier, presence: Presence, toke
     is_new = request.arrival not in waiting.tokens
     waiting.tokens[request.arrival] = token
     if is_new and request.timeout_s is not None and request.timeout_s < math.inf:
-        deadline = turn.now + request.timeout_s
+        deadline = waiting.deadlines[request.arrival] = turn.now + request.timeout_s
         if barrier.deadline is None or deadline < barrier.deadline:
             barrier.deadline = deadline
             space.clocks.barriers.arm((space.name, barrier.barrier_id), deadline)
+
+
+def _go_on_without(space: Space, barrier: Barrier) -> None:
+    """Somebody waits here no more; what it brought with it counts no more either."""
+    if not barrier.waiting:
+        _close(space, barrier)
+        return
+    barrier.opened_by = next(iter(barrier.waiting))
+    barrier.oldest_came_at = min(each.presence.worker.came_at for each in barrier.waiting.values())
+    deadlines = [deadline for each in barrier.waiting.values() for deadline in each.deadlines.values()]
+    barrier.deadline = min(deadlines, default=None)
+    if barrier.deadline is None:
+        space.clocks.barriers.cancel((space.name, barrier.barrier_id))
+    else:
+        space.clocks.barriers.arm((space.name, barrier.barrier_id), barrier.deadline)
 
 
 def _settle(turn: Turn, space: Space, barrier: Barrier) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from unified.core.coordination.events import Token
 from unified.core.coordination.records import CHECKPOINT, Checkpoint, row_key
 from unified.core.coordination.space import Space
 from unified.core.coordination.turn import Turn
 from unified.protocol.coordinator import CheckpointResponse, GetLatestCheckpoint, NotifyCheckpoint, RecoveryInfo
+
+REPORT_S = 60.0
+"""From one checkpoint of a series that is put into the event log to the next, so that those of a job that saves each
+second do not drive out everything else."""
 
 
 def notify(turn: Turn, space: Space, token: Token, request: NotifyCheckpoint) -> None:
@@ -24,14 +30,19 @@ def notify(turn: Turn, space: Space, token: Token, request: NotifyCheckpoint) ->
         turn.answer(token, CheckpointResponse(is_latest=False))
         return
     if latest is None or latest.notice != request:
-        checkpoint = space.checkpoints[request.name] = Checkpoint(notice=request, saved_at=turn.now)
-        turn.save(CHECKPOINT, row_key(space.name, request.name), checkpoint)
-        turn.report(
-            "checkpoint-complete",
-            f"step {request.step} of series {request.name!r} is at {request.path}",
-            space.name,
-            request.worker_id,
+        reported_at = latest.reported_at if latest is not None else -math.inf
+        is_news = turn.now - reported_at >= REPORT_S
+        checkpoint = space.checkpoints[request.name] = Checkpoint(
+            notice=request, saved_at=turn.now, reported_at=turn.now if is_news else reported_at
         )
+        turn.save(CHECKPOINT, row_key(space.name, request.name), checkpoint)
+        if is_news:
+            turn.report(
+                "checkpoint-complete",
+                f"step {request.step} of series {request.name!r} is at {request.path}",
+                space.name,
+                request.worker_id,
+            )
     turn.answer(token, CheckpointResponse(is_latest=True))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
-from unified.core.coordination import barriers, checkpoints, datasets, workers
+from unified.core.coordination import barriers, checkpoints, datasets, positions, told, workers
 from unified.core.coordination.actions import Action, Row
 from unified.core.coordination.events import Event, RequestCame, SpaceClosed, TimePassed, Token, WorkerGone
 from unified.core.coordination.invariants import check
@@ -13,6 +13,7 @@ from unified.core.coordination.presence import heard
 from unified.core.coordination.restoring import forget, restore
 from unified.core.coordination.space import Clocks, Space
 from unified.core.coordination.turn import Turn
+from unified.core.coordination.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.coordinator import (
     AdvanceEpoch,
     CoordinatorRequest,
@@ -22,11 +23,14 @@ from unified.protocol.coordinator import (
     GetLatestCheckpoint,
     Heartbeat,
     HeartbeatResponse,
+    LeaveBarrier,
     MarkDone,
     NotifyCheckpoint,
     RegisterDataset,
     RegisterWorker,
+    RestorePosition,
     SetDataWorker,
+    TellEvent,
     WaitBarrier,
 )
 
@@ -37,18 +41,18 @@ class CoordinatorCore:
     """Workers, barriers, datasets and checkpoints of any number of spaces: pure and deterministic.
 
     Args:
-        heartbeat_interval_s: what workers are told; less for those whose time-out is short.
+        heartbeats: of workers that do not say it themselves.
 
     Time is seconds since 1970 on a clock that never goes back while the coordinator lives; it is an argument of each
     call. A step returns at most one `Persist`, then at most one `Forget`, then `Report`s, then `Answer`s.
 
     Codes of refusals: ``bad-request``; ``not-found`` (dataset, epoch, member of a dataset); ``name-taken`` (a dataset
-    with other values, a rank); ``ended`` (a life that was replaced, an epoch that is past); ``unknown-worker`` (not
-    registered, or lost: it may register again).
+    with other values, a rank); ``ended`` (an epoch that is past); ``replaced`` (a life that a newer one followed: it
+    should end); ``unknown-worker`` (not registered, or lost: it may register again).
     """
 
-    def __init__(self, heartbeat_interval_s: float = 1.0) -> None:
-        self.heartbeat_interval_s = heartbeat_interval_s
+    def __init__(self, heartbeats: HeartbeatTimes = HEARTBEAT_TIMES) -> None:
+        self.heartbeats = heartbeats
         self.spaces: dict[str, Space] = {}
         self.clocks = Clocks()
 
@@ -71,13 +75,13 @@ class CoordinatorCore:
         """What to do about an event. Every event has an answer in every state, even if it is nothing."""
         turn = Turn(now)
         match event:
-            case RequestCame(token=token, request=request):
+            case RequestCame(token=token, request=request, lives=lives):
                 space = self.spaces.get(request.space)
                 if space is not None:
-                    self._answer(turn, space, token, request)
+                    self._answer(turn, space, token, request, lives)
                 else:
                     space = Space(request.space, self.clocks)
-                    self._answer(turn, space, token, request)
+                    self._answer(turn, space, token, request, lives)
                     if not space.is_empty:  # else a question about nothing would be remembered for ever
                         self.spaces[request.space] = space
             case WorkerGone():
@@ -116,7 +120,9 @@ class CoordinatorCore:
         """Broken invariants, as sentences; empty when all is well. For tests."""
         return [broken for space in self.spaces.values() for broken in check(space)]
 
-    def _answer(self, turn: Turn, space: Space, token: Token, request: CoordinatorRequest) -> None:
+    def _answer(
+        self, turn: Turn, space: Space, token: Token, request: CoordinatorRequest, lives: dict[str, int] | None
+    ) -> None:
         match request:
             case Heartbeat():
                 turn.answer(token, self.heartbeat(turn.now, request))
@@ -126,12 +132,16 @@ class CoordinatorCore:
                 datasets.mark_done(turn, space, token, request)
             case WaitBarrier():
                 barriers.wait(turn, space, token, request)
+            case LeaveBarrier():
+                barriers.leave(turn, space, token, request)
             case RegisterWorker():
-                workers.register(turn, space, token, request, self.heartbeat_interval_s)
+                workers.register(turn, space, token, request, self.heartbeats)
             case DeregisterWorker():
                 workers.deregister(turn, space, token, request)
             case RegisterDataset():
                 datasets.register(turn, space, token, request)
+            case RestorePosition():
+                positions.restore(turn, space, token, request, lives)
             case SetDataWorker():
                 datasets.set_worker(turn, space, token, request)
             case AdvanceEpoch():
@@ -142,6 +152,8 @@ class CoordinatorCore:
                 checkpoints.notify(turn, space, token, request)
             case GetLatestCheckpoint():
                 checkpoints.latest(turn, space, token, request)
+            case TellEvent():
+                told.tell(turn, space, token, request)
             case _:
                 turn.refuse(token, "bad-request", f"a coordinator does not know {type(request).__name__}.")
 
@@ -150,7 +162,7 @@ class CoordinatorCore:
         late_s = turn.now - due if due is not None else 0.0
         for presence in self.clocks.leases.expired(turn.now):
             worker = presence.worker
-            is_late = late_s > worker.info.timeout_s / 2
+            is_late = late_s > worker.timeout_s / 2
             workers.silent(turn, self.spaces[worker.info.space], presence, is_late=is_late)
         for space_name, barrier_id in self.clocks.barriers.due(turn.now):
             space = self.spaces[space_name]

@@ -6,7 +6,7 @@ from typing import Self
 
 import msgspec
 
-from unified.core.coordination.records import row_key
+from unified.core.coordination.records import LoadedPosition, row_key
 from unified.core.file_layout import FileLayout
 from unified.core.shards.ledger import Ledger
 from unified.core.shards.plan import ShardPlan
@@ -52,6 +52,8 @@ class Dataset:
 
     Attributes:
         ready: answers by worker and epoch, which hold for one revision of the space.
+        position: that it was last set back to; None: it never was.
+        marked: of a job's workers that have read of it since then, which life it was. Not persisted.
     """
 
     def __init__(self, info: RegisterDataset, ledger: Ledger) -> None:
@@ -60,6 +62,8 @@ class Dataset:
         self.plan = ledger.plan
         self.num_marks = 0
         self.ready: dict[tuple[str, int], DataShards] = {}
+        self.position: LoadedPosition | None = None
+        self.marked: dict[str, int] = {}
         self._layout = FileLayout(file.num_samples for file in info.files)
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unified.core.coordination.dataset import MAX_MARKS, Dataset
 from unified.core.coordination.events import Token
-from unified.core.coordination.presence import absent
+from unified.core.coordination.presence import absent, displaced
 from unified.core.coordination.records import DATASET, LEDGER, MARK, WORKER, names, row_key
 from unified.core.coordination.space import Space
 from unified.core.coordination.turn import Turn
@@ -12,6 +12,7 @@ from unified.errors import UnifiedError, nearest
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     AdvanceEpoch,
+    DataRequest,
     DatasetRegistration,
     Datasets,
     GetDataShard,
@@ -50,7 +51,7 @@ def register(turn: Turn, space: Space, token: Token, request: RegisterDataset) -
 
 def shards(turn: Turn, space: Space, token: Token, request: GetDataShard) -> None:
     """What a worker has still to read of an epoch."""
-    dataset = _find(turn, space, token, request.dataset_id)
+    dataset = asked(turn, space, token, request)
     if dataset is None:
         return
     ready = dataset.ready.get((request.worker_id, request.epoch))
@@ -75,14 +76,22 @@ def shards(turn: Turn, space: Space, token: Token, request: GetDataShard) -> Non
         return
     revision = ledger.revision
     shard_ids = ledger.shards_of(worker_id, epoch)
-    _save_changed(turn, space, dataset, revision)
+    save_changed(turn, space, dataset, revision)
     turn.answer(token, dataset.prepare(worker_id, epoch, shard_ids, space.revision))
 
 
 def mark_done(turn: Turn, space: Space, token: Token, request: MarkDone) -> None:
     """A worker read shards to their end."""
-    dataset = _find(turn, space, token, request.dataset_id)
+    dataset = asked(turn, space, token, request)
     if dataset is None:
+        return
+    if not request.session and request.worker_id in space.present:
+        turn.refuse(
+            token,
+            "bad-request",
+            f"worker {request.worker_id} is registered, and only that life of it says what it has read. This call is "
+            "of another process, or was made after it deregistered: make it where it registered.",
+        )
         return
     revision = dataset.ledger.revision
     try:
@@ -91,6 +100,8 @@ def mark_done(turn: Turn, space: Space, token: Token, request: MarkDone) -> None
         turn.refuse(token, "bad-request", str(error))
         return
     if counted:
+        if request.life >= 0:
+            dataset.marked[request.worker_id] = request.life
         dataset.ready.pop((request.worker_id, request.epoch), None)
         if dataset.ledger.revision == revision and dataset.num_marks < MAX_MARKS:
             mark = dataset.mark(space.name, request.epoch, counted)
@@ -103,7 +114,7 @@ def mark_done(turn: Turn, space: Space, token: Token, request: MarkDone) -> None
 
 def set_worker(turn: Turn, space: Space, token: Token, request: SetDataWorker) -> None:
     """A worker joins or leaves, by its own wish or somebody's."""
-    dataset = _find(turn, space, token, request.dataset_id)
+    dataset = asked(turn, space, token, request)
     if dataset is None:
         return
     worker_id = request.worker_id
@@ -166,7 +177,15 @@ def spread(turn: Turn, space: Space, dataset_id: str, members: set[str]) -> None
     dataset = space.datasets[dataset_id]
     revision = dataset.ledger.revision
     dataset.ledger.set_workers(members)
-    _save_changed(turn, space, dataset, revision)
+    save_changed(turn, space, dataset, revision)
+
+
+def asked(turn: Turn, space: Space, token: Token, request: DataRequest) -> Dataset | None:
+    """The dataset, if who asks may; else it is answered."""
+    if request.session and (refusal := displaced(space, request.worker_id, request.session)) is not None:
+        turn.refuse(token, *refusal)
+        return None
+    return _find(turn, space, token, request.dataset_id)
 
 
 def _find(turn: Turn, space: Space, token: Token, dataset_id: str) -> Dataset | None:
@@ -191,7 +210,7 @@ def _advance(turn: Turn, space: Space, dataset: Dataset, epoch: int) -> bool:
     if not dataset.ledger.advance(epoch):
         return False
     turn.report("epoch-advanced", f"dataset {dataset.plan.dataset_id!r} is in epoch {epoch} now", space.name)
-    _save_changed(turn, space, dataset, revision)
+    save_changed(turn, space, dataset, revision)
     return True
 
 
@@ -206,7 +225,7 @@ def _set_member(turn: Turn, space: Space, dataset: Dataset, worker_id: str, *, i
         members.discard(worker_id)
 
 
-def _save_changed(turn: Turn, space: Space, dataset: Dataset, revision: int) -> None:
+def save_changed(turn: Turn, space: Space, dataset: Dataset, revision: int) -> None:
     """Shards may have moved since this revision of the ledger: if so, all ask again for theirs."""
     if dataset.ledger.revision != revision:
         space.revision += 1

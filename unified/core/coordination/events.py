@@ -14,6 +14,8 @@ class RequestCame(Value, frozen=True, kw_only=True):
 
     token: Token
     request: CoordinatorRequest
+    lives: dict[str, int] | None = None
+    """With a `RestorePosition`: which life of each worker of the space runs, from who runs them. None: nobody does."""
 
 
 class WorkerGone(Value, frozen=True, kw_only=True):

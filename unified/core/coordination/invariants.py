@@ -57,6 +57,11 @@ def _barriers(space: Space) -> list[str]:
         key = (space.name, barrier_id)
         if (barrier.deadline is not None) != (key in space.clocks.barriers):
             broken.append(f"barrier {barrier_id} has the deadline {barrier.deadline}, and its timer says otherwise.")
+        deadlines = [deadline for each in barrier.waiting.values() for deadline in each.deadlines.values()]
+        if barrier.deadline != min(deadlines, default=None):
+            broken.append(f"barrier {barrier_id} has the deadline {barrier.deadline} of the deadlines {deadlines}.")
+        if any(not each.tokens or each.deadlines.keys() - each.tokens.keys() for each in barrier.waiting.values()):
+            broken.append(f"barrier {barrier_id} waits for an arrival behind which there is nobody.")
         if not barrier.waiting and (barrier.deadline is not None or not barrier.past.generation):
             broken.append(f"barrier {barrier_id} is kept, and nobody waits or ever waited there.")
         if barrier.waiting and len(barrier.waiting) >= barrier.world_size:

@@ -11,7 +11,7 @@ REPLACED = "has a newer life, which registered after this one: this one should e
 def heard(space: Space, presence: Presence, now: float) -> None:
     """Its life goes on for another `timeout_s`."""
     presence.seen_at = now
-    space.clocks.leases.renew(presence, now, lease_s=presence.worker.info.timeout_s)
+    space.clocks.leases.renew(presence, now, lease_s=presence.worker.timeout_s)
 
 
 def current(space: Space, worker_id: str, session: str) -> Presence | tuple[str, str]:
@@ -19,7 +19,22 @@ def current(space: Space, worker_id: str, session: str) -> Presence | tuple[str,
     presence = space.present.get(worker_id)
     if presence is None:
         return absent(space, worker_id)
-    return presence if presence.session == session else ("ended", f"worker {worker_id} {REPLACED}")
+    return presence if presence.session == session else ("replaced", f"worker {worker_id} {REPLACED}")
+
+
+def displaced(space: Space, worker_id: str, session: str) -> tuple[str, str] | None:
+    """What to refuse a life with that asks about its own shards, if it is over: code and reason.
+
+    A session that was never registered here is as none: such a worker is known by its id alone.
+    """
+    presence = space.present.get(worker_id)
+    if presence is not None:
+        is_over = session not in ("", presence.session)
+        return ("replaced", f"worker {worker_id} {REPLACED}") if is_over else None
+    gone = space.gone.get(worker_id)
+    if gone is not None and session and session in (gone.info.session, *gone.past_sessions):
+        return absent(space, worker_id)
+    return None
 
 
 def absent(space: Space, worker_id: str) -> tuple[str, str]:

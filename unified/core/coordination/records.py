@@ -11,6 +11,7 @@ from unified.protocol.coordinator import BarrierResponse, NotifyCheckpoint, Regi
 
 WORKER, BARRIER, CHECKPOINT = "coordinator-worker", "coordinator-barrier", "coordinator-checkpoint"
 DATASET, LEDGER, MARK = "coordinator-dataset", "coordinator-ledger", "coordinator-mark"
+POSITION = "coordinator-position"
 """Kinds of rows."""
 MAX_GONE = 1000
 """Workers of a space that are gone and still remembered; the oldest are forgotten."""
@@ -18,6 +19,8 @@ MAX_BARRIERS = 1000
 """Barriers of a space that are remembered; of more, those that were used longest ago are not, if nobody waits there."""
 MAX_RELEASES = 4
 """Releases of a barrier of which some answer may have been lost: those of workers that have not arrived since."""
+MAX_TOLD, TOLD_WINDOW_S = 20, 60.0
+"""Events that the workers of a space can tell in so many seconds."""
 MAX_PAST_SESSIONS = 8
 """Of a worker: whose lives are over because another one began."""
 
@@ -34,6 +37,8 @@ class Worker(msgspec.Struct, eq=False, kw_only=True):
     incarnation: int
     came_at: int
     """Revision of the space."""
+    timeout_s: float = 30.0
+    """It is lost when it was not heard of for so long."""
     gone_at: int = 0
     """Revision of the space; 0: it is there."""
     reason: str = ""
@@ -91,6 +96,8 @@ class Waiting(msgspec.Struct, eq=False):
     presence: Presence
     tokens: dict[int, Token]
     """By arrival. Asked again, an arrival is answered where it was asked last."""
+    deadlines: dict[int, float] = {}
+    """By arrival, of those that do not wait without an end."""
 
 
 class Barrier(msgspec.Struct, eq=False, kw_only=True):
@@ -103,6 +110,7 @@ class Barrier(msgspec.Struct, eq=False, kw_only=True):
     oldest_came_at: int = 0
     """Revision at which the oldest life of those who wait came: losses before that concern nobody here."""
     deadline: float | None = None
+    """The first of those who wait."""
     waiting: dict[str, Waiting] = {}
     """By worker, in the order of arrival."""
 
@@ -111,11 +119,33 @@ class Barrier(msgspec.Struct, eq=False, kw_only=True):
         return self.past.barrier_id
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A reader loaded a position."""
+
+    process: str
+    number: int
+    life: int
+    session: str
+
+
+class LoadedPosition(msgspec.Struct, kw_only=True):
+    """The position that a dataset was last set back to."""
+
+    space: str
+    dataset_id: str
+    digest: str
+    """Of the position: two that are the same have the same."""
+    loads: dict[str, Load]
+    """By worker: who has loaded it since."""
+
+
 class Checkpoint(msgspec.Struct, eq=False, kw_only=True, frozen=True):
     """The latest of its series."""
 
     notice: NotifyCheckpoint
     saved_at: float
+    reported_at: float = 0.0
+    """When one of its series was last put into the event log."""
 
 
 def names(items: Iterable[str], limit: int = 20) -> str:

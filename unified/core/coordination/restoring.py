@@ -16,9 +16,11 @@ from unified.core.coordination.records import (
     DATASET,
     LEDGER,
     MARK,
+    POSITION,
     WORKER,
     Barrier,
     Checkpoint,
+    LoadedPosition,
     PastReleases,
     Presence,
     Worker,
@@ -67,6 +69,8 @@ def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable
             revisions[name] = max(revisions.get(name, 0), progress.space_revision)
             dataset = Dataset(infos[name, progress.dataset_id], Ledger.restore(progress.ledger))
             space_of(name).datasets[progress.dataset_id] = dataset
+        for position in read(POSITION, LoadedPosition):
+            space_of(position.space).datasets[position.dataset_id].position = position
         _marks(spaces, read(MARK, Mark))
         for checkpoint in read(CHECKPOINT, Checkpoint):
             space_of(checkpoint.notice.space).checkpoints[checkpoint.notice.name] = checkpoint
@@ -93,6 +97,8 @@ def forget(turn: Turn, space: Space) -> None:
     for dataset_id, dataset in space.datasets.items():
         turn.save(DATASET, row_key(space.name, dataset_id), None)
         turn.save(LEDGER, row_key(space.name, dataset_id), None)
+        if dataset.position is not None:
+            turn.save(POSITION, row_key(space.name, dataset_id), None)
         for key in dataset.mark_keys(space.name):
             turn.save(MARK, key, None)
 

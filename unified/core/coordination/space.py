@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from unified.core.coordination.dataset import Dataset
-from unified.core.coordination.records import Barrier, Checkpoint, Presence, Worker
+from unified.core.coordination.records import MAX_TOLD, Barrier, Checkpoint, Presence, Worker
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
 from unified.protocol.coordinator import HeartbeatResponse
@@ -40,6 +42,8 @@ class Space:
         self.num_releases = 0
         self.datasets: dict[str, Dataset] = {}
         self.checkpoints: dict[str, Checkpoint] = {}
+        self.told_at: deque[float] = deque(maxlen=MAX_TOLD)
+        """When workers told the last events that were kept."""
         self._revision = 0
         self.alive = HeartbeatResponse(is_known=True, revision=0)
         self.unknown = HeartbeatResponse(is_known=False, revision=0)
@@ -47,7 +51,8 @@ class Space:
     @property
     def is_empty(self) -> bool:
         """Nothing was ever said in it that has to be remembered."""
-        return not (self._revision or self.present or self.gone or self.barriers or self.datasets or self.checkpoints)
+        known = self.present or self.gone or self.barriers or self.datasets or self.checkpoints
+        return not (self._revision or known or self.told_at)
 
     @property
     def revision(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from unified.core.coordination import barriers, datasets
 from unified.core.coordination.events import Token
@@ -18,8 +18,21 @@ End = Literal["worker-lost", "worker-replaced", "worker-left"]
 """How a life ended: as the event is called in the log."""
 
 
-def register(turn: Turn, space: Space, token: Token, request: RegisterWorker, heartbeat_interval_s: float) -> None:
+class HeartbeatTimes(NamedTuple):
+    """What workers are told that do not say it themselves."""
+
+    interval_s: float = 1.0
+    """From one to the next; less for those whose time-out is short."""
+    timeout_s: float = 30.0
+    """After so much silence a worker is lost."""
+
+
+HEARTBEAT_TIMES = HeartbeatTimes()
+
+
+def register(turn: Turn, space: Space, token: Token, request: RegisterWorker, heartbeats: HeartbeatTimes) -> None:
     """A life begins, or says again that it has begun."""
+    timeout_s = heartbeats.timeout_s if request.timeout_s is None else request.timeout_s
     presence = space.present.get(request.worker_id)
     known = presence.worker if presence is not None else space.gone.get(request.worker_id)
     refusal = _refusal(turn, space, request, known, presence)
@@ -29,17 +42,19 @@ def register(turn: Turn, space: Space, token: Token, request: RegisterWorker, he
     if presence is None or presence.session != request.session:
         if presence is not None:
             remove(turn, space, presence, "a new life of it registered", "worker-replaced")
-        presence = _begin(turn, space, request, known)
+        presence = _begin(turn, space, request, known, timeout_s)
     elif presence.worker.info != request:
         _stand_up(space, presence.worker)
         presence.worker.info = request
+        presence.worker.timeout_s = timeout_s
         _sit_down(space, presence.worker)
         turn.save(WORKER, row_key(space.name, request.worker_id), presence.worker)
     heard(space, presence, turn.now)
     answer = WorkerRegistration(
         assigned_id=request.worker_id,
-        heartbeat_interval_s=min(heartbeat_interval_s, request.timeout_s / 3),
+        heartbeat_interval_s=min(heartbeats.interval_s, presence.worker.timeout_s / 3),
         incarnation=presence.worker.incarnation,
+        timeout_s=presence.worker.timeout_s,
     )
     turn.answer(token, answer)
 
@@ -52,7 +67,7 @@ def silent(turn: Turn, space: Space, presence: Presence, *, is_late: bool) -> No
     """
     if is_late and presence.spared_at != presence.seen_at:
         presence.spared_at = presence.seen_at
-        space.clocks.leases.renew(presence, turn.now, lease_s=presence.worker.info.timeout_s)
+        space.clocks.leases.renew(presence, turn.now, lease_s=presence.worker.timeout_s)
         return
     remove(turn, space, presence, f"nothing was heard from it for {turn.now - presence.seen_at:.1f} s", "worker-lost")
 
@@ -98,14 +113,14 @@ def _refusal(
     worker_id, rank, world = request.worker_id, request.rank, request.world_size
     if not worker_id or not request.session:
         return "bad-request", "a worker needs a worker_id and a session that are not empty."
-    if not 0 < request.timeout_s < math.inf:
+    if request.timeout_s is not None and not 0 < request.timeout_s < math.inf:
         return "bad-request", f"worker {worker_id} has timeout_s={request.timeout_s}: give seconds above 0."
     if world < 0 or rank < -1:
         return "bad-request", f"worker {worker_id} has rank {rank} of world size {world}: neither can be negative."
     if 0 < world <= rank:
         return "bad-request", f"worker {worker_id} has rank {rank}, and the ranks of {world} workers are below {world}."
     if known is not None and request.session in known.past_sessions:
-        return "ended", f"worker {worker_id} {REPLACED}"
+        return "replaced", f"worker {worker_id} {REPLACED}"
     is_same = presence is not None and presence.session == request.session
     if is_same and presence is not None and presence.waits_at and presence.worker.seat != (world, rank):
         at = names(sorted(presence.waits_at))
@@ -121,9 +136,9 @@ def _refusal(
     return None
 
 
-def _begin(turn: Turn, space: Space, request: RegisterWorker, last: Worker | None) -> Presence:
+def _begin(turn: Turn, space: Space, request: RegisterWorker, last: Worker | None, timeout_s: float) -> Presence:
     space.revision += 1
-    worker = Worker(info=request, incarnation=0, came_at=space.revision)
+    worker = Worker(info=request, incarnation=0, came_at=space.revision, timeout_s=timeout_s)
     if last is not None:
         worker.incarnation = last.incarnation + 1
         worker.past_sessions = last.past_sessions

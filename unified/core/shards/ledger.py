@@ -178,6 +178,21 @@ class Ledger:
         self.revision += 1
         return True
 
+    def rewind(self, epoch: int, done: Iterable[int]) -> None:
+        """Be at exactly this position: `epoch` is the current one, these of its shards are done and no others, and
+        nothing is known of any other epoch.
+
+        Raises:
+            DatasetError: there is no such shard, or the epoch is below 0.
+        """
+        self._check_epoch(epoch)
+        for shard_id in (wanted := set(done)):
+            self.plan.bounds(shard_id)
+        self.epoch = epoch
+        self._epochs, self._complete = {}, set()
+        self.redo(epoch, wanted)
+        self.revision += 1
+
     def num_done(self, epoch: int) -> int:
         """How many shards of this epoch were read to their end. Of one that is past it is no longer known, and is 0."""
         if epoch in self._complete:

@@ -33,17 +33,19 @@ class Owners:
 
     def begin(self, num_shards: int, tickets: Mapping[str, bytes]) -> None:
         """Spread all shards of an epoch over these workers."""
-        self.orphans = array("I", range(num_shards))
-        self.change(tickets)
-        self.is_moved = False
+        self.lists = {name: array("I") for name in tickets}
+        if tickets:
+            self._hand_out(range(num_shards), filled(self._loads(), num_shards, tickets))
+        else:
+            self.orphans = array("I", range(num_shards))
 
     def shards_of(self, worker: str) -> list[int]:
         """As they are to be read."""
         return self.lists[worker][::-1].tolist()
 
     def copy_from(self, other: Owners) -> None:
-        """Begin with what another one has."""
-        self.lists = {name: self._ordered(shards) for name, shards in other.lists.items()}
+        """Begin with what another one has, which orders its lists alike and in which nobody is reading."""
+        self.lists = {name: shards[:] for name, shards in other.lists.items()}
         self.orphans = other.orphans[:]
 
     def remove(self, worker: str, shard_ids: Collection[int]) -> None:
@@ -81,8 +83,10 @@ class Owners:
         if not self.lists:
             self.orphans = freed
             return
-        # Sorted: how they were freed must not decide where they go.
-        self._hand_out(sorted(freed), filled(self._loads(), len(freed), tickets))
+        # In order: how they were freed must not decide where they go.
+        is_whole = len(freed) > 0 and max(freed) == len(freed) - 1  # as when an epoch begins; quicker to spread
+        shard_ids = range(len(freed)) if is_whole else sorted(freed)
+        self._hand_out(shard_ids, filled(self._loads(), len(freed), tickets))
 
         mean = sum(map(len, self.lists.values())) // len(self.lists)
         lacking = {name: mean - len(self.lists[name]) for name in new if len(self.lists[name]) < mean}
@@ -111,11 +115,11 @@ class Owners:
     def _hand_out(self, shard_ids: Sequence[int], rooms: Mapping[str, int]) -> None:
         for name, more in spread(self._salt, shard_ids, rooms).items():
             shards = self.lists[name]
-            first = shards[-1:] if self._is_read else shards[:0]
-            self.lists[name] = self._ordered([*more, *shards[: len(shards) - len(first)]]) + first
+            first = array("I", [shards.pop()]) if self._is_read and shards else array("I")
+            self.lists[name] = self._ordered([*more, *shards] if shards else more) + first
 
     def _ordered(self, shard_ids: Iterable[int]) -> array[int]:
-        ordered = sorted(shard_ids)
+        backwards = sorted(shard_ids, reverse=True)
         if self._key is not None:
-            ordered.sort(key=self._key)
-        return array("I", reversed(ordered))
+            backwards.sort(key=self._key, reverse=True)
+        return array("I", backwards)

@@ -8,10 +8,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b, shake_128
-from operator import eq
-
-from unified.core.shards.levels import filled
-from unified.errors import UsageError
 
 PLACES = 1 << 16
 """Of the ring: few enough for a table of them all, and many enough for thousands of workers."""
@@ -21,34 +17,6 @@ BLOCK = 4096
 """Shards whose places are taken from one digest, which costs a hundredth of a digest for each."""
 TABLE_PAYS = 4096
 """From so many shards on it is quicker to make a table of all places than to search for that of each shard."""
-
-
-def assign(dataset_id: str, epoch: int, shard_ids: Sequence[int], workers: Iterable[str]) -> dict[str, list[int]]:
-    """Spread shards over workers: each has the mean, rounded down or up.
-
-    It depends on the arguments alone, and not on their order. Loads as even as this have a price: one worker more moves
-    1.5 shares of a worker if there are 10 of them, and 19 if there are 1000. So that a join moves one share only, carry
-    on from who has what, as `Ledger` does.
-
-    Returns:
-        Of each worker its shards, by rising number.
-
-    Raises:
-        UsageError: no workers for some shards, a worker or a shard that is named twice, a shard below 0.
-    """
-    names = list(workers)
-    is_repeated = len(set(names)) < len(names)
-    if not isinstance(shard_ids, range):  # which is in order already, and names nothing twice
-        shard_ids = sorted(shard_ids)
-        is_repeated |= any(map(eq, shard_ids, shard_ids[1:]))
-    if is_repeated:
-        raise UsageError(f"Dataset {dataset_id!r}: a worker or a shard is named twice; name each once.")
-    if shard_ids and (not names or min(shard_ids[0], shard_ids[-1]) < 0):
-        raise UsageError(f"Dataset {dataset_id!r}: give at least one worker, and shards from 0 on.")
-    salt = f"{epoch}/{dataset_id}"
-    rooms = filled(dict.fromkeys(names, 0), len(shard_ids), {name: ticket(dataset_id, name) for name in names})
-    spread_shards = spread(salt, shard_ids, rooms)
-    return {name: sorted(spread_shards.get(name, ())) for name in names}
 
 
 def spread(salt: str, shard_ids: Sequence[int], rooms: Mapping[str, int]) -> dict[str, list[int]]:
@@ -74,18 +42,20 @@ def spread(salt: str, shard_ids: Sequence[int], rooms: Mapping[str, int]) -> dic
     # What found its worker full goes on along the ring, from its own place: once round takes all of it up, and nearly
     # once more takes it to any room that there is.
     waiting = sorted(place << 32 | shard_id for place, shard_id in zip(places(salt, surplus), surplus, strict=True))
-    next_waiting = 0
+    in_order = [each & 0xFFFFFFFF for each in waiting]
+    begin = 0
     for is_second_round in (False, True):
         for point in points:
-            if next_waiting == len(waiting):
+            if begin == len(waiting):
                 break
             index = point & 0xFFFFFFFF
-            while left[index] > 0 and (is_second_round or waiting[next_waiting] >> 32 <= point >> 48):
-                lists[index].append(waiting[next_waiting] & 0xFFFFFFFF)
-                left[index] -= 1
-                next_waiting += 1
-                if next_waiting == len(waiting):
-                    break
+            if left[index] > 0:
+                end = min(begin + left[index], len(waiting))
+                if not is_second_round:  # only those whose place is not beyond this point
+                    end = bisect_left(waiting, (point >> 48) + 1 << 32, begin, end)
+                lists[index] += in_order[begin:end]
+                left[index] -= end - begin
+                begin = end
     return dict(zip(names, lists, strict=True))
 
 
@@ -99,14 +69,13 @@ def places(salt: str, shard_ids: Sequence[int]) -> Iterable[int]:
     """Where these shards stand on a ring of 2**16 places, which depends on the salt and each shard's number alone."""
     if not shard_ids:
         return ()
-    num_blocks = max(shard_ids) // BLOCK + 1
+    is_whole = shard_ids == range(len(shard_ids))
+    num_blocks = (len(shard_ids) - 1 if is_whole else max(shard_ids)) // BLOCK + 1
     if num_blocks <= len(shard_ids) // BLOCK + 64:
         dense = array("H")
         for block in range(num_blocks):
             dense += _block(salt, block)
-        if isinstance(shard_ids, range) and shard_ids == range(len(shard_ids)):
-            return dense[: len(shard_ids)]
-        return map(dense.__getitem__, shard_ids)
+        return dense[: len(shard_ids)] if is_whole else map(dense.__getitem__, shard_ids)
     blocks = {block: _block(salt, block) for block in {shard_id // BLOCK for shard_id in shard_ids}}
     return (blocks[shard_id // BLOCK][shard_id % BLOCK] for shard_id in shard_ids)
 

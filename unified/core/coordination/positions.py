@@ -1,0 +1,124 @@
+"""Datasets that go on from a position in a checkpoint: what was read after it comes again, for all who read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import msgspec
+
+from unified.core.coordination.dataset import Dataset
+from unified.core.coordination.datasets import asked, save_changed
+from unified.core.coordination.events import Token
+from unified.core.coordination.records import POSITION, Load, LoadedPosition, names, row_key
+from unified.core.coordination.space import Space
+from unified.core.coordination.turn import Turn
+from unified.errors import UnifiedError
+from unified.protocol.client_master import Done
+from unified.protocol.coordinator import RestorePosition
+
+Lives = Mapping[str, int] | None
+"""Of a job's workers, which life of each runs; None: it is not known."""
+
+
+def restore(turn: Turn, space: Space, token: Token, request: RestorePosition, lives: Lives) -> None:
+    """Set a dataset back; or, for one of several who go back together, let it join those that have done so."""
+    dataset = asked(turn, space, token, request)
+    if dataset is None:
+        return
+    mine = dataset.position.loads.get(request.worker_id) if dataset.position is not None else None
+    if mine is not None and mine.process == request.process and request.number <= mine.number:
+        turn.answer(token, Done(note="this process has loaded it already"))
+        return
+    position = _joined(space, dataset, request, mine, lives)
+    digest = _digest(request)
+    if position is None:
+        if reading := _reading(dataset, request, lives):
+            turn.refuse(token, "bad-request", _alone(request, reading))
+            return
+        position = LoadedPosition(space=space.name, dataset_id=request.dataset_id, digest=digest, loads={})
+        if not _set_back(turn, space, token, dataset, request, lives):
+            return
+    elif position.digest != digest:
+        others = names(sorted(name for name in position.loads if name != request.worker_id))
+        turn.refuse(
+            token,
+            "bad-request",
+            f"{others} loaded another position of dataset {request.dataset_id!r} than worker {request.worker_id}: all "
+            "who read it together load the same one (merge_positions makes one of all ranks'), or none does.",
+        )
+        return
+    position.loads[request.worker_id] = Load(
+        process=request.process, number=request.number, life=request.life, session=request.session
+    )
+    dataset.position = position
+    turn.save(POSITION, row_key(space.name, request.dataset_id), position)
+    turn.answer(token, Done())
+
+
+def _joined(
+    space: Space, dataset: Dataset, request: RestorePosition, mine: Load | None, lives: Lives
+) -> LoadedPosition | None:
+    """The position that others have loaded, who are still there; None if this request is the first of its round.
+
+    Who loads again is the first of a new round: it has gone back once more. A new life of one that had loaded joins
+    only those that are there for certain; where nobody knows, as outside a job, all are taken to have begun again.
+    """
+    position = dataset.position
+    if position is None or (mine is not None and mine.process == request.process):
+        return None
+    is_there = [_is_there(space, name, load, lives) for name, load in position.loads.items() if load is not mine]
+    return position if True in is_there or (mine is None and None in is_there) else None
+
+
+def _is_there(space: Space, worker_id: str, load: Load, lives: Lives) -> bool | None:
+    """Whether the life that loaded goes on; None: it is not known."""
+    if load.life >= 0 and lives is not None:
+        return lives.get(worker_id) == load.life
+    if load.session:
+        presence = space.present.get(worker_id)
+        return presence is not None and presence.session == load.session
+    return None
+
+
+def _reading(dataset: Dataset, request: RestorePosition, lives: Lives) -> list[str]:
+    """Workers that have read on without a position while this one was not reading: they did not go back with it."""
+    me = request.worker_id
+    if lives is None or request.life < 0 or dataset.marked.get(me) == request.life:
+        return []
+    loads = dataset.position.loads if dataset.position is not None else {}
+    running = [name for name, life in dataset.marked.items() if lives.get(name) == life]
+    return sorted(name for name in running if name != me and name not in loads)
+
+
+def _alone(request: RestorePosition, reading: list[str]) -> str:
+    return (
+        f"worker {request.worker_id} cannot set dataset {request.dataset_id!r} back alone: {names(reading)} read on. "
+        "All who read it together load the position before any of them reads, and are started again together (an "
+        "elastic role is); or each has a dataset of its own name, or loads none and goes on with what is left."
+    )
+
+
+def _set_back(turn: Turn, space: Space, token: Token, dataset: Dataset, request: RestorePosition, lives: Lives) -> bool:
+    """Whether it could be done; else the request is answered."""
+    revision = dataset.ledger.revision
+    try:
+        for shard_id, _ in request.begun:
+            dataset.plan.bounds(shard_id)
+        dataset.ledger.rewind(request.epoch, request.done)
+    except UnifiedError as error:
+        turn.refuse(token, "bad-request", str(error))
+        return False
+    if request.world:
+        known = {*request.world, *(space.present if lives is None else lives)}
+        dataset.ledger.set_workers(name for name in dataset.ledger.workers if name in known)
+    dataset.marked.clear()
+    save_changed(turn, space, dataset, revision)
+    where = f"epoch {request.epoch}, with {len(set(request.done))} of {dataset.plan.num_shards} shards done"
+    turn.report("dataset-restored", f"{request.dataset_id!r} goes on from {where}", space.name, request.worker_id)
+    return True
+
+
+def _digest(request: RestorePosition) -> str:
+    what = (request.epoch, sorted(set(request.done)), sorted(request.begun))
+    return blake2b(msgspec.msgpack.encode(what), digest_size=16).hexdigest()
