@@ -91,12 +91,6 @@ def test_without_a_script_it_says_how(tmp_path: Path) -> None:
     assert "SCRIPT.py" in done.stderr
 
 
-def test_children_of_the_script_inherit_the_aliases(script: Path, tmp_path: Path) -> None:
-    child = f"import unified; from {BUILDER} import DLJobBuilder; print(DLJobBuilder.__module__)"
-    script.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)")
-    assert python("-m", "unified.compat", script, cwd=tmp_path).stdout == "unified.api.builder.builder\n"
-
-
 @pytest.mark.parametrize(("value", "works"), [("1", True), ("force", True), ("0", False), ("", False)])
 def test_variable_makes_import_unified_bring_the_aliases(tmp_path: Path, value: str, works: bool) -> None:
     code = f"import unified; from {BUILDER} import DLJobBuilder"
@@ -139,6 +133,19 @@ def test_what_else_a_real_package_has_stays_when_it_is_shadowed(real: Path, tmp_
     code = f"import unified; from {BUILDER} import DLJobBuilder; from dlrover.python.unified import controller as c; "
     done = python("-c", code + "print(c.Controller)", cwd=tmp_path, UNIFIED_COMPAT="force", PYTHONPATH=str(real))
     assert done.stdout == "the real one\n", done.stderr
+
+
+def test_real_packages_are_not_shadowed_in_children(real: Path, script: Path, tmp_path: Path) -> None:
+    """Those that are where Python looks last, too."""
+    script.write_text(
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True); {BOTH}"
+    )
+    child = f"import sys; sys.path.append({str(real)!r}); {BOTH}"
+    for flags, told in (((), "the real one"), (("--force",), "DLJobBuilder'>")):
+        done = python("-m", "unified.compat", *flags, script, child, cwd=tmp_path, PYTHONPATH=str(real))
+        assert done.stdout.count(told) == 2, done.stdout + done.stderr
+        done = python("-m", "unified.compat", *flags, script, child, cwd=tmp_path)
+        assert done.stdout.splitlines()[0].endswith(told), done.stderr
 
 
 def test_command_says_that_a_real_package_is_used(script: Path, real: Path, tmp_path: Path) -> None:

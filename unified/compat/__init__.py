@@ -2,18 +2,19 @@
 
     python -m unified.compat script.py [args]
 
-runs a script with the aliases in place; its job's workers have them too. With ``UNIFIED_COMPAT=1`` in the environment
-the aliases are there as soon as anything imports `unified`. An alias is the very module it stands for, so that a class
-is one class under both names. A `dlrover` or `dtruntime` that is installed is left alone unless the aliases are forced
-(``UNIFIED_COMPAT=force``, ``--force``).
+runs a script with the aliases in place; its job's workers have them too, and so have the processes that it starts. With
+``UNIFIED_COMPAT=1`` in the environment the aliases are there as soon as anything imports `unified`. An alias is the
+very module it stands for, so that a class is one class under both names. A `dlrover` or `dtruntime` that is installed
+is left alone unless the aliases are forced (``UNIFIED_COMPAT=force``, ``--force``).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Literal
 
+from unified.compat.children import hand_on, take_back
 from unified.compat.finder import ROOTS, AliasFinder, installed
 from unified.errors import OptionError
 
@@ -39,8 +40,8 @@ def mode(env: Mapping[str, str]) -> Literal["off", "on", "force"]:
     return _WORDS[word.lower()]
 
 
-def apply(env: Mapping[str, str]) -> None:
-    """Have the aliases, or not, as the environment says.
+def apply(env: MutableMapping[str, str]) -> None:
+    """Have the aliases, or not, as the environment says; and processes that inherit it, too.
 
     Raises:
         OptionError: it says something else.
@@ -48,10 +49,10 @@ def apply(env: Mapping[str, str]) -> None:
     match mode(env):
         case "off":
             uninstall()
-        case "on":
-            install()
-        case "force":
-            install(force=True)
+            take_back(env)
+        case wanted:
+            install(force=wanted == "force")
+            hand_on(env)
 
 
 def install(*, force: bool = False) -> None:

@@ -1,7 +1,7 @@
 """``python -m unified.compat [--force] script.py [args]``: run a script as Python would, and have upstream's names.
 
 The script is `__main__`, its folder is first on `sys.path`, and `sys.argv` is its own. ``UNIFIED_COMPAT`` is set, so
-that the workers of its job have the aliases too.
+that the workers of its job, and processes that it starts, have the aliases too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script that the command line names. What it raises, SystemExit too, goes through."""
     given = _parser().parse_args(arguments)
     os.environ[compat.VARIABLE] = "force" if given.force else "1"
-    compat.install(force=given.force)
+    compat.apply(os.environ)
     if not given.force:
         for name, where in compat.found_installed().items():
             print(f"unified.compat: {name} is installed ({where}) and is used; --force puts Unified in its place.",

@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec, NamespaceLoader
 from types import ModuleType
 from typing import cast
 
+from unified.compat.children import FOLDER
+
 _UPSTREAM = "dlrover.python.unified"
 _API = f"{_UPSTREAM}.api"
 ROOTS = ("dlrover", "dtruntime")
@@ -46,7 +48,9 @@ class AliasFinder(MetaPathFinder):
         loader: Loader
         if (ours := _ours(fullname)) is not None:
             loader = _AliasLoader(ours)
-        elif fullname in _PACKAGES and _elsewhere(fullname, path) is None:
+        elif fullname in _PACKAGES:
+            if (theirs := _elsewhere(fullname, path)) is not None:
+                return theirs
             loader = _EmptyLoader()
         else:
             return None
@@ -104,7 +108,9 @@ def _ours(name: str) -> str | None:
 
 
 def _elsewhere(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """What the other finders have under that name."""
+    """What the other finders have under that name, our stand-ins excepted."""
+    if path is None and FOLDER in sys.path:
+        path = [each for each in sys.path if each != FOLDER]
     for finder in sys.meta_path:
         find = None if isinstance(finder, AliasFinder) else getattr(finder, "find_spec", None)
         if find is not None and (spec := find(name, path)) is not None:
