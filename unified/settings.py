@@ -83,6 +83,11 @@ def make_private(directory: Path) -> Path:
     return directory
 
 
+def unusable(what: str, directory: Path, error: OSError, flag: str) -> str:
+    """Why a daemon cannot keep its files where it was told to, or would by default."""
+    return f"{what} {directory} cannot be used: {error.strerror}. Choose one with {flag}."
+
+
 def host_id() -> str:
     """The same for all processes of one boot and one network namespace: those that ``ipc`` sockets join."""
     try:

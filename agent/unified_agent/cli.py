@@ -100,7 +100,12 @@ def _run(arguments: argparse.Namespace, parent: int | None) -> int:
 def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str, address: str) -> NodeFacts:
     state_dir = arguments.state_dir or settings.home() / f"agent-{node}"
     log_dir = (arguments.log_dir or state_dir / "logs").absolute()
-    log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if arguments.log_dir:
+            raise UsageError(settings.unusable("the log directory", log_dir, error, "--log-dir")) from None
+        raise UsageError(settings.unusable("the state directory", state_dir, error, "--state-dir")) from None
     devices, device_ids = find_devices(os.environ, arguments.devices)
     return NodeFacts(
         node=node,

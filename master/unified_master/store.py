@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from unified import settings
 from unified.errors import ClusterError
 from unified.protocol.records import EventRecord
 from unified_master.core.actions import Report, Save
@@ -46,9 +47,7 @@ class Store:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StoreError(
-                f"the state directory {directory} cannot be used: {error.strerror}. Choose one with --state-dir."
-            ) from None
+            raise StoreError(settings.unusable("the state directory", directory, error, "--state-dir")) from None
         self._take_lock()
         try:
             self._database = self._open()

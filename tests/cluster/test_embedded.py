@@ -111,15 +111,16 @@ def test_a_killed_driver_takes_its_cluster_with_it(tmp_path: Path, driver_env: d
     eventually(lambda: not cluster_processes(tmp_path), timeout=5, message="the cluster outlived its driver")
 
 
-def test_ctrl_c_ends_an_embedded_cluster_and_all_in_it(
-    tmp_path: Path, run_dir: Path, driver_env: dict[str, str]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_end_an_embedded_cluster_and_all_in_it(
+    tmp_path: Path, run_dir: Path, driver_env: dict[str, str], number: signal.Signals, code: int
 ) -> None:
     with submit(tmp_path, driver_env, "endless") as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline().endswith("up\n")
-        driver.send_signal(signal.SIGINT)
+        driver.send_signal(number)
         _, said = driver.communicate(timeout=40)
-    assert driver.returncode == 130
+    assert driver.returncode == code
     assert "was stopped" in said.splitlines()[-1]
     assert "Traceback" not in said
     assert cluster_processes(tmp_path) == []

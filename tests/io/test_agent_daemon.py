@@ -430,6 +430,7 @@ def test_it_gives_up_where_nobody_answers_if_asked_to(start: Start, monkeypatch:
         (["--node-id", "a/b"], "node id 'a/b' is not allowed"),
         (["--master", "nowhere"], "--master 'nowhere' is not an address"),
         (["--log-files", "0"], "--log-files at least 1"),
+        (["--state-dir", "/proc/x"], "the state directory /proc/x cannot be used: No such file or directory. Choose"),
         (["--devices", "-1"], "--devices -1 is not a number of devices"),
         (["--cpus", "0"], "--cpus 0 is not a number of CPUs"),
         (["--cpus", "-1"], "--cpus -1 is not a number of CPUs"),

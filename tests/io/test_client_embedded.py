@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ if how == "breaks":
 state = pathlib.Path(sys.argv[sys.argv.index("--state-dir") + 1])
 if how == "leaves":
     subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-stop = (lambda *_: None) if how == "stubborn" else (lambda *_: sys.exit(0))
+stop = (lambda *_: (state / "asked").touch()) if how == "stubborn" else (lambda *_: sys.exit(0))
 signal.signal(signal.SIGTERM, stop)
 state.mkdir(exist_ok=True)
 while True:
@@ -164,6 +165,23 @@ def test_what_does_not_end_is_killed_and_named(stand_ins: Path, how: str) -> Non
     cluster.stop(timeout_s=0.2)
     assert processes(cluster.cluster_id) == []
     assert [left.split()[0] for left in cluster.leftovers] == (["process"] if how == "leaves" else [])
+
+
+def test_ctrl_c_while_it_ends_has_all_killed_before_it_is_raised(stand_ins: Path) -> None:
+    def interrupt() -> None:
+        eventually((stand_ins / "home" / "node-1" / "asked").exists, message="the agent was not asked to end")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = Belongings()
+    cluster = EmbeddedCluster(1, 1, home=stand_ins / "home", env={"FAKE_AGENT": "stubborn"}).start()
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.stop(timeout_s=60)
+    interrupter.join()
+    assert processes(cluster.cluster_id) == []
+    assert list((stand_ins / "run").iterdir()) == []
+    assert left_behind(before) == []
 
 
 @pytest.mark.parametrize("end", ["kill", "exit"])

@@ -310,8 +310,13 @@ sys.exit(submit_job(JobSpec(name="gpt", roles=[])))
 """
 
 
+@pytest.mark.parametrize(
+    ("number", "name", "code"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)], ids=str
+)
 @pytest.mark.parametrize("is_stubborn", [False, True])
-def test_ctrl_c_stops_in_order_and_a_second_one_at_once(job: Job, fake_master: FakeMaster, is_stubborn: bool) -> None:
+def test_ctrl_c_and_sigterm_stop_in_order_and_a_second_one_at_once(
+    job: Job, fake_master: FakeMaster, is_stubborn: bool, number: signal.Signals, name: str, code: int
+) -> None:
     job.ends_on_stop = not is_stubborn
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert driver.stderr is not None
@@ -319,15 +324,15 @@ def test_ctrl_c_stops_in_order_and_a_second_one_at_once(job: Job, fake_master: F
     for line in driver.stderr:
         said += line
         if "RUNNING  all workers run" in line:
-            driver.send_signal(signal.SIGINT)
-        if "Ctrl-C again" in line and is_stubborn:
-            driver.send_signal(signal.SIGINT)
-    assert driver.wait(10) == 130
+            driver.send_signal(number)
+        if f"{name} again" in line and is_stubborn:
+            driver.send_signal(number)
+    assert driver.wait(10) == code
     driver.communicate()
     assert [stop.force for stop in job.stops] == ([False, True] if is_stubborn else [False])
     assert "Traceback" not in said
     if not is_stubborn:
-        assert said.splitlines()[-1] == "job gpt-1 was stopped: Ctrl-C in its driver"
+        assert said.splitlines()[-1] == f"job gpt-1 was stopped: {name} in its driver"
 
 
 def test_ctrl_c_is_heard_by_a_master_that_was_away(
@@ -420,9 +425,9 @@ def test_logs_can_be_cut(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "gpt", "--rank", "1"]) == 2
 
 
-def test_a_job_that_is_not_known_is_exit_code_1(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_is_not_known_is_exit_code_2(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["status", "x"], ["logs", "x"], ["stop", "x"], ["explain", "x"], ["explain", "x-1"]):
-        assert main(words) == 1
+        assert main(words) == 2
         assert capsys.readouterr().err == "unified: there is no such job.\n"
 
 

@@ -88,6 +88,14 @@ def test_nobody_there_is_said_with_the_address_and_the_time() -> None:
     assert f"no master answers at {address} after 0.1 s: is `unified-master` running there?" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "too..many"])
+def test_a_name_that_nobody_knows_is_said_at_once(name: str) -> None:
+    with MasterConnection(name, timeout_s=1000.0) as connection:
+        for _ in range(2):
+            with pytest.raises(MasterUnreachableError, match=f"the host '{name}' of the master's address tcp://{name}"):
+                connection.request(ListJobs())
+
+
 def test_a_submission_that_timed_out_never_arrives_late(fake_master: FakeMaster) -> None:
     fake_master.close()
     with MasterConnection(fake_master.address) as connection:

@@ -308,6 +308,7 @@ def test_a_wildcard_address_is_advertised_as_one_that_can_be_reached(start: Star
         (["--bind", "http://x"], "is not an address"),
         (["--bind", "tcp://127.0.0.1:99999"], "is not an address"),
         (["--insecure", "--bind", "tcp://203.0.113.7:0"], "cannot listen on"),
+        (["--insecure", "--bind", "tcp://nohost:0"], "nohost is no address, name or network interface of this host"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )

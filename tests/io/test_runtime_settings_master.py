@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from unified.data.client import RemoteCoordinator
+from unified.protocol.coordinator import Datasets, GetDatasets, RegisterWorker, WorkerRegistration
 from unified.testing import eventually
 
 Start = Callable[..., tuple[str, str]]
@@ -73,3 +75,18 @@ def test_log_level_of_the_flag_is_above_it(start: Start) -> None:
 def test_rust_log_that_is_wrong_is_told(start: Start) -> None:
     _, log = start("--bind", "tcp://127.0.0.1:0", RUST_LOG="degub")
     assert log == "unified-master: RUST_LOG='degub': 'degub' is no log level. Did you mean 'debug'?\n"
+
+
+def test_workers_that_do_not_say_it_are_told_its_heartbeats(start: Start) -> None:
+    address, _ = start(
+        "--bind",
+        "tcp://127.0.0.1:0",
+        UNIFIED_COORDINATOR_HEARTBEAT_INTERVAL_MS="50",
+        UNIFIED_COORDINATOR_HEARTBEAT_TIMEOUT_MS="250",
+    )
+    with RemoteCoordinator(address) as coordinator:
+        told = coordinator.ask(RegisterWorker(worker_id="w", session="s"), WorkerRegistration)
+        assert (told.heartbeat_interval_s, told.timeout_s) == (0.05, 0.25)
+        own = coordinator.ask(RegisterWorker(worker_id="v", session="s", timeout_s=60.0), WorkerRegistration)
+        assert (own.heartbeat_interval_s, own.timeout_s) == (0.05, 60.0)
+        eventually(lambda: coordinator.ask(GetDatasets(), Datasets).workers == ["v"])

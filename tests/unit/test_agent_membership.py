@@ -20,8 +20,10 @@ from unified.protocol.agent_master import (
 from unified.protocol.records import DirectoryEntry, Progress, Reachability
 from unified.protocol.worker_agent import (
     DirectoryNews,
+    Finished,
     Reported,
     Running,
+    Stop,
 )
 from unified_agent.core.actions import (
     Exit,
@@ -39,6 +41,7 @@ from unified_agent.core.events import (
     MasterUnreadable,
     StopAsked,
     WorkerExited,
+    WorkerSaid,
 )
 
 # The directory
@@ -265,6 +268,40 @@ def test_a_stop_at_once_kills(events: list[AgentEvent]) -> None:
     for event in events:
         driver.step(event)
     assert driver.notable()[-1] == SignalWorker(life=W0, how="kill")
+
+
+@pytest.mark.parametrize(("stop_first", "category"), [(True, "node"), (False, None)])
+def test_what_returns_because_the_agent_ends_has_not_done_its_work(stop_first: bool, category: str | None) -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1), wanted(W1))
+    driver.start(W0)
+    driver.start(W1)  # it keeps the agent from leaving meanwhile
+    driver.say(W0, Running(round=1))
+    events: list[AgentEvent] = [StopAsked(reason="SIGTERM"), WorkerSaid(life=W0, word=Finished())]
+    for event in events if stop_first else reversed(events):
+        driver.step(event)
+    driver.step(WorkerExited(life=W0, code=0))
+    failure = driver.observed()[f"{W0.name}#0"].failure
+    assert (failure.category if failure else None) == category
+
+
+@pytest.mark.parametrize(("told", "grace"), [(2.0, 10.0), (None, 10.0), (0.0, None)])
+def test_an_end_gives_workers_the_whole_grace_of_their_job(told: float | None, grace: float | None) -> None:
+    driver = Driver()
+    driver.desire(wanted(W0), grace_s=told)  # what a restart of the role would leave them, or a stop by force
+    driver.start(W0)
+    driver.take()
+    driver.step(StopAsked(reason="SIGTERM"))
+    if grace is None:
+        assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+        return
+    order, signal = driver.notable()
+    assert order == TellWorker(life=W0, message=Stop(grace_s=grace, reason="the agent stops: SIGTERM"))
+    assert signal == SignalWorker(life=W0, how="terminate")
+    driver.pass_time(grace - 0.1, answered=True)
+    assert driver.notable() == []
+    driver.pass_time(0.2, answered=True)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
 
 
 def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_die() -> None:

@@ -120,7 +120,7 @@ def test_call_between_two_lives_waits_for_the_next() -> None:
 
 def test_death_fails_what_was_sent_and_names_who_died_and_why() -> None:
     story = Story(news("alive"), Made())
-    fail, drop = story.tell(news("dead", reason="killed by SIGKILL"))
+    fail, drop = story.tell(news("dead", reason="killed by SIGKILL."))
     assert drop == DropPeer(inbox_id="b0")
     assert isinstance(fail, FailCall)
     assert isinstance(fail.error, WorkerDiedError)

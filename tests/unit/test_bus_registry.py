@@ -217,13 +217,14 @@ def test_names_of_methods() -> None:
 
 
 def test_not_found_names_what_is_registered() -> None:
-    for name in ("generate", "wake_up"):
+    for name in ("generate", "wake_up", "unified.weights.default.begin"):
         export_rpc_method(name, module_stub)
     with pytest.raises(
         RpcNotFoundError,
         match=r"worker w has no rpc method 'genrate'\. Did you mean 'generate'\? Registered there: generate, wake_up\.",
     ):
         RPC_REGISTRY.find("genrate", "w")
-    RPC_REGISTRY.clear()
-    with pytest.raises(RpcNotFoundError, match="Nothing is registered there"):
+    for name in ("generate", "wake_up"):
+        RPC_REGISTRY.unregister(name)
+    with pytest.raises(RpcNotFoundError, match=r"'x'\. Nothing is registered there"):
         RPC_REGISTRY.find("x", "w")

@@ -48,6 +48,7 @@ def test_a_wrong_command_line_is_exit_code_2(words: list[str], capsys: pytest.Ca
     [
         (UsageError("you"), 2),
         (RefusedError("name-taken", "a job of that name runs."), 1),
+        (RefusedError("not-found", "there is no job 'x'."), 2),
         (ClusterError("it failed"), 1),
         (TimeoutError("too long"), 1),
         (KeyboardInterrupt(), 130),

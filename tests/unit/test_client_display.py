@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def running(step: int, restarts: int = 0, reason: str = "all workers run") -> JobStatus:
+def running(step: int, restarts: int = 0, reason: str = "all workers run", stage: Stage = Stage.RUNNING) -> JobStatus:
     worker = WorkerStatus(
         name="trainer_1-0_1-0",
         role="trainer",
@@ -33,7 +33,7 @@ def running(step: int, restarts: int = 0, reason: str = "all workers run") -> Jo
     )
     role = RoleStatus(name="trainer", kind="elastic", total=1, is_driver=True, round=1, num_restarts=restarts)
     return JobStatus(
-        job_id="gpt-1", name="gpt", stage=Stage.RUNNING, version=step, reason=reason, roles=[role], workers=[worker]
+        job_id="gpt-1", name="gpt", stage=stage, version=step, reason=reason, roles=[role], workers=[worker]
     )
 
 
@@ -55,6 +55,16 @@ def test_plain_says_the_stage_once_and_steps_now_and_then(monkeypatch: pytest.Mo
         "gpt-1  trainer: 1 RUNNING, round 1, step 4/10, loss 1.5, 1 restart",
     ]
     assert out.getvalue() == "[trainer-0] hello\n"
+
+
+@pytest.mark.parametrize("choice", ["plain", "live"])
+def test_the_last_progress_is_shown_and_stays(choice: str) -> None:
+    err = Terminal()
+    with open_display({"UNIFIED_PROGRESS": choice}, out=io.StringIO(), err=err) as display:
+        display.update(running(1))
+        display.update(running(2))
+        display.update(running(10, stage=Stage.STOPPED))
+    assert err.getvalue().count("gpt-1  trainer: 1 RUNNING, round 1, step 10/10, loss 1.5\n") == 1
 
 
 def test_live_draws_a_line_a_role_and_lets_output_scroll_above() -> None:

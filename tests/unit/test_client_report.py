@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from unified.cli.status import status_lines
 from unified.client.report import end_lines
 from unified.client.summary import duration_text, size_text, summarise
 from unified.protocol.client_master import EndReport, JobStatus, RoleStatus, WorkerStatus
@@ -35,7 +38,7 @@ def test_success_says_restarts() -> None:
 
 
 def test_a_stop_by_the_user_is_no_failure() -> None:
-    lines = end_lines(ended(130, reason="Ctrl-C in its driver"))
+    lines = end_lines(ended(130, reason="stopped: Ctrl-C in its driver"))
     assert lines == ["job gpt-1 was stopped: Ctrl-C in its driver"]
 
 
@@ -94,18 +97,32 @@ def test_a_role_is_summed_up_in_one_line() -> None:
         None,
         roles=[RoleStatus(name="trainer", kind="elastic", total=3, is_driver=True, round=2, num_restarts=1)],
         workers=[
-            worker(2, WorkerState.STARTING),
+            worker(2, WorkerState.READY),
             worker(1, progress=Progress(step=99)),
             worker(0, progress=Progress(step=340, total=2000, metrics={"loss": 2.30999, "epoch": 3})),
         ],
     )
     (role,) = summarise(status)
-    assert role.text == "trainer: 1 STARTING, 2 RUNNING, round 2, step 340/2000, loss 2.31  epoch 3, 1 restart"
+    assert role.text == "trainer: 1 READY, 2 RUNNING, round 2, step 340/2000, loss 2.31  epoch 3, 1 restart"
 
 
 def test_a_role_without_workers_says_that_it_waits() -> None:
     status = ended(None, roles=[RoleStatus(name="actor", kind="simple", total=4, is_driver=False)])
-    assert summarise(status)[0].text == "actor: 4 waiting"
+    assert summarise(status)[0].text == "actor: 4 WAITING"
+
+
+def test_workers_without_a_place_do_not_start() -> None:
+    roles = [RoleStatus(name="trainer", kind="elastic", total=2, is_driver=True)]
+    workers = [worker(rank, WorkerState.STARTING) for rank in range(2)]
+    waiting = ended(None, stage=Stage.INIT, roles=roles, workers=workers)
+    assert summarise(waiting)[0].text == "trainer: 2 WAITING"
+    assert [line.split()[:3] for line in status_lines(waiting, 0.0)[-2:]] == [
+        ["trainer-0", "0", "WAITING"],
+        ["trainer-1", "0", "WAITING"],
+    ]
+    placed = [msgspec.structs.replace(one, node="n1") for one in workers]
+    assert summarise(ended(None, stage=Stage.INIT, roles=roles, workers=placed))[0].text == "trainer: 2 STARTING"
+    assert summarise(ended(130, roles=roles, workers=workers))[0].text == "trainer: 2 UNSTARTED"
 
 
 def test_durations_and_sizes_are_words() -> None:

@@ -193,5 +193,7 @@ def test_the_command_makes_a_key_and_shows_its_fingerprint_only(
     assert main(["key", "show"]) == 2
     assert main(["key", "new"]) == 0
     assert load_key(tmp_path / "elsewhere") != key
-    assert main(["key", "new", str(tmp_path / "third")]) == 0
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["key", "new", "../third"]) == 0
     assert f"UNIFIED_KEY_FILE={tmp_path / 'third'}" in capsys.readouterr().out

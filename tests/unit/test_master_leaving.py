@@ -46,6 +46,8 @@ def test_a_driver_that_its_agent_took_along_has_not_finished() -> None:
     bench.running()
     assert bench.lives() == {"s-0": 1}
     assert bench.job.exit_code is None
+    events = [event.event for event in bench.world.core.cluster.events[bench.job.job_id]]
+    assert events.count("worker-failed") == 1, "it is told once, not again when its node is given up"
 
 
 def test_workers_of_an_agent_that_is_killed_while_it_stops_are_missed_too() -> None:

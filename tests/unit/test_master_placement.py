@@ -99,7 +99,7 @@ def test_a_group_lands_on_one_node() -> None:
 
 def test_a_group_is_not_cut_in_two() -> None:
     found = place(job(role("a", 4, 1, per_group=4)), node(devices=3), node(devices=3))
-    assert found.reason == "role a needs 1 group of 4 devices; the largest free node n1 has 3"
+    assert found.reason == ("role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 3)")
 
 
 def test_two_shares_of_one_worker_each_fill_a_device() -> None:
@@ -145,7 +145,7 @@ def test_at_most_device_per_node_devices_of_a_node_are_used() -> None:
         "a-3": "n2",
     }
     assert place(spec, node(devices=8)).reason == (
-        "role a needs 4 groups of 1 device; there is room for 2 of them, and the largest free node n1 has 0"
+        "role a needs 4 groups of 1 device; there is room for 2 of them, after which the largest free node n1 has 0"
     )
     assert place(job(role("a", 1, 4), device_per_node=2), node(devices=8)).reason == (
         "role a needs 1 group of 4 devices; the job may use 2 of a node (device_per_node)"
@@ -184,10 +184,12 @@ def test_real_devices_are_preferred_over_virtual_ones() -> None:
 @pytest.mark.parametrize(
     ("needs", "reason"),
     [
-        ({"cpu": 6}, "role a needs 2 groups of 6 CPU cores; there is room for 1 of them, and "
+        ({"cpu": 6}, "role a needs 2 groups of 6 CPU cores; there is room for 1 of them, after which "
                      "the largest free node n1 has 2"),
-        ({"memory_mb": 2000}, "role a needs 2 groups of 2000 MB of memory; the largest free node n1 has 1000"),
-        ({"disk_mb": 1001}, "role a needs 2 groups of 1001 MB of disk; the largest free node n1 has 1000"),
+        ({"memory_mb": 2000}, "role a needs 2 groups of 2000 MB of memory; no node of this cluster has "
+                               "2000 MB of memory (the largest, n1, has 1000)"),
+        ({"disk_mb": 1001}, "role a needs 2 groups of 1001 MB of disk; no node of this cluster has "
+                            "1001 MB of disk (the largest, n1, has 1000)"),
         ({"user_defined": {"MR": 1.0}}, "role a needs 2 groups of 1 MR; no node has any left"),
         ({"user_defined": {"DB": 2.0}}, "role a needs 2 groups of 2 DB; the node with most, n1, has 1"),
     ],

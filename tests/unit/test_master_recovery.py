@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.sim.sim_agent import SimAgent
@@ -99,7 +100,8 @@ def test_trigger_1_does_not_wait_for_workers_that_wait_for_the_failed_one() -> N
 
 def test_a_setup_failure_is_never_repaired() -> None:
     bench = Bench(elastic())
-    bench.end("e", 0, SETUP)
+    bench.end("e", 0, msgspec.structs.replace(SETUP, summary="there is no module 'x'. Name its folder."))
+    assert bench.job.reason.endswith("Name its folder; not restarted: a setup failure would happen again")
     assert bench.limit() == "not restarted: a setup failure would happen again"
 
 
@@ -150,6 +152,20 @@ def test_a_node_too_many_ends_the_job_if_there_is_no_other() -> None:
     bench.world.run(2)
     bench.end("e", 1, CRASH)
     assert bench.limit() == "per_node_max_failure"
+
+
+@pytest.mark.parametrize(("failover_exec", "event"), [(1, "job-restarts"), (2, "role-restarts")])
+def test_a_restart_that_the_limits_forbid_is_neither_counted_nor_told(failover_exec: Any, event: str) -> None:
+    bench = Bench(elastic(per_node_max_failure=1), failover_exec=failover_exec)
+    bench.end("e", 0, USER)
+    bench.running()
+    bench.world.run(2)
+    bench.end("e", 1, USER)
+    assert bench.limit() == "per_node_max_failure"
+    events = [event.event for event in bench.world.core.cluster.events["job-1"]]
+    assert (events.count(event), events.count("job-stops")) == (1, 1)
+    assert (bench.job.num_restarts, bench.job.num_charged_restarts) == ((1, 1) if failover_exec == 1 else (0, 0))
+    assert bench.job.roles["e"].num_restarts == 1
 
 
 def test_an_excluded_job_waits_if_the_others_are_only_busy() -> None:

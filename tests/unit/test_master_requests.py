@@ -125,7 +125,7 @@ def test_a_job_that_does_not_fit_now_is_refused_on_request(world: World) -> None
     large = spec("large", role("a", 1, resources=Resources(accelerator=4)))
     answer = refusal(world, SubmitJob(spec=large, wait=False))
     assert answer.code == "does-not-fit"
-    assert "role a needs 1 group of 4 devices; the largest free node n1 has 2" in answer.reason
+    assert "role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 2)" in answer.reason
     assert world.core.cluster.jobs == {}
 
 

@@ -88,6 +88,7 @@ def test_patience_with_an_owner_begins_anew_with_each_time_that_it_is_missed(mon
 
     def attach(until: float | None) -> object:
         if not finder.may_be_found:
+            clock[0] = until or 0.0
             raise QueueNotFoundError("nobody has it")
         finder.site = owner
         return owner

@@ -57,6 +57,10 @@ def test_group_is_a_sequence_of_actors() -> None:
     group = RoleGroup("rollout")
     assert [actor.name for actor in group] == ["rollout_3-0_1-0", "rollout_3-1_1-0", "rollout_3-2_1-0"]
     assert (len(group), group[-1].rank, [actor.rank for actor in group[:2]]) == (3, 2, [0, 1])
+    assert group[2:9] == [group[2]]
+    for index in (3, -4):
+        with pytest.raises(IndexError, match=rf"RoleGroup\('rollout'\)\[{index}\]: it has 3 workers"):
+            group[index]
     assert group[1].info.role == "rollout"
     assert repr(group) == "RoleGroup('rollout', 3 actors)"
 

@@ -1,5 +1,6 @@
 """Entry points: what is found, how it is called, and what is said when it cannot be."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +174,8 @@ def test_missing_module_names_the_nearest_and_where_it_looked(module: Path) -> N
     with pytest.raises(EntryPointError, match=r"no module 'wk_entri'.*Did you mean 'wk_entry'\?") as caught:
         attribute("run", "wk_entri")
     assert str(module) in str(caught.value)
+    assert str(Path(os.__file__).parent / "lib-dynload") not in str(caught.value)
+    assert "name that folder with working_dir=" in describe(caught.value).summary, "not cut off with the folders"
 
 
 def test_missing_module_inside_a_package(module: Path) -> None:

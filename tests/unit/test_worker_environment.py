@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from unified.errors import EntryPointError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
@@ -88,13 +89,14 @@ def test_elastic_variables_are_those_of_torchrun() -> None:
     assert variables["GROUP_RANK"] == "1"
 
 
-def test_working_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_working_directory(tmp_path: Path) -> None:
     own = launch(spec={"working_dir": str(tmp_path)})
     assert environment.working_directory(own, {}) == tmp_path
     assert environment.working_directory(own, {"DLROVER_WORKING_DIR": "/"}) == Path("/")
-    assert environment.working_directory(own, {"DLROVER_WORKING_DIR": "/no/such"}) == tmp_path
-    assert "/no/such does not exist on node n1" in capsys.readouterr().err
     assert environment.working_directory(launch(), {}) is None
+    for given, environ in ((own, {"DLROVER_WORKING_DIR": "/no/such"}), (launch(spec={"working_dir": "/no/such"}), {})):
+        with pytest.raises(EntryPointError, match=r"node n1 has no working directory /no/such: .*working_dir="):
+            environment.working_directory(given, environ)
 
 
 def test_module_path_is_the_drivers_with_nothing_twice(tmp_path: Path) -> None:

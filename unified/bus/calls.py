@@ -349,8 +349,8 @@ class CallTable:
 def _died(call: _OpenCall, life: DirectoryEntry, reason: str) -> WorkerDiedError:
     where = f" on node {life.node}" if life.node else ""
     return WorkerDiedError(
-        f"worker {call.target} (life {life.incarnation}{where}) died before it answered {call.method!r}: {reason}. "
-        f"`unified explain {call.target}` says more."
+        f"worker {call.target} (life {life.incarnation}{where}) died before it answered {call.method!r}: "
+        f"{reason.rstrip('.')}. `unified explain {call.target}` says more."
     )
 
 

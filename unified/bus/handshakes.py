@@ -49,23 +49,23 @@ class Handshakes:
             self.refusal, self.num_broken, self._was_ever_well = None, 0, True
             return True
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.refusal = self._not_the_same()
+            self.refusal = self._not_the_same("it has another one")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 self.refusal = self._only_one_has_one()
             elif value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-                self.refusal = self._not_the_same()
+                self.refusal = self._not_the_same("it has another one")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value in _HUNG_UP:
             self.num_broken += 1
             if self._key is not None and self.num_broken >= SURE_AFTER and not self._was_ever_well:
-                self.refusal = self._not_the_same()
+                self.refusal = self._not_the_same("it has another one, or none")
         return False
 
-    def _not_the_same(self) -> str:
+    def _not_the_same(self, theirs: str) -> str:
         mine = self._key.fingerprint if self._key is not None else ""
         return (
-            f"the master at {self._address} refused this side's cluster key {mine}: `unified key show` has to say the "
-            f"same on both hosts. ({KEY_VARIABLE} names the file of the key.)"
+            f"the master at {self._address} refused this side's cluster key {mine}: {theirs}. `unified key show` has "
+            f"to say the same on both hosts. ({KEY_VARIABLE} names the file of the key; empty, this side has none.)"
         )
 
     def _only_one_has_one(self) -> str:

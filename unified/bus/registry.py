@@ -14,6 +14,8 @@ from unified.errors import RpcNotFoundError, UsageError, nearest
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "__unified_rpc__"
 MAX_NAMED = 50
+_RUNTIMES = "unified."
+"""Names of the runtime's own methods begin with it; users have no business with them."""
 
 
 class RpcMark(NamedTuple):
@@ -69,15 +71,16 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
         """
         function = self.get(name)
         if function is None:
-            raise RpcNotFoundError(f"worker {worker} has no rpc method {name!r}.{nearest(name, self)} {self._named()}")
+            own = sorted(each for each in self if not each.startswith(_RUNTIMES))
+            raise RpcNotFoundError(f"worker {worker} has no rpc method {name!r}.{nearest(name, own)} {_named(own)}")
         return function
 
-    def _named(self) -> str:
-        if not self:
-            return "Nothing is registered there: is the function marked with @rpc, in the module of the entry point?"
-        names = sorted(self)
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        return f"Registered there: {', '.join(names[:MAX_NAMED])}{more}."
+
+def _named(names: list[str]) -> str:
+    if not names:
+        return "Nothing is registered there: is the function marked with @rpc, in the module of the entry point?"
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"Registered there: {', '.join(names[:MAX_NAMED])}{more}."
 
 
 RPC_REGISTRY = MethodRegistry()

@@ -47,4 +47,4 @@ def show(path: KeyFile = None) -> None:
 
 
 def _file(path: Path | None) -> Path:
-    return path or (Path(named) if (named := os.environ.get(KEY_VARIABLE)) else default_key_file())
+    return Path(os.path.abspath(path or os.environ.get(KEY_VARIABLE) or default_key_file()))

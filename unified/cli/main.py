@@ -1,6 +1,7 @@
 """The `unified` command: finds the subcommand, turns errors into exit codes.
 
-Exit codes: 0 all well, 1 the job failed or the cluster said no, 2 the command line is wrong, 130 stopped by the user.
+Exit codes: 0 all well, 1 the job failed or the cluster said no, 2 the command line is wrong or names a job, worker or
+log that is not there, 130 stopped by the user, 143 by SIGTERM.
 `run` starts training, so it goes round typer: its first word to the master leaves 60 ms earlier.
 """
 
@@ -11,20 +12,28 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from unified.errors import ProtocolError, UnifiedError, UsageError
+from unified.errors import ProtocolError, RefusedError, UnifiedError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    code = guarded(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
+    if argv is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes while the interpreter ends changes nothing
+    return code
+
+
+def _command(words: list[str]) -> int:
     if words[:1] == ["run"]:
         from unified.cli.run import run
 
-        return guarded(lambda: run(words[1:]))
+        return run(words[1:])
     if words[:1] == ["--version"]:
         print(f"unified-runtime {release()}")
         return 0
-    return guarded(lambda: _typer(words))
+    from unified.cli.commands import execute
+
+    return execute(words)
 
 
 def release() -> str:
@@ -43,15 +52,16 @@ def guarded(command: Callable[[], int]) -> int:
         code = command()
         sys.stdout.flush()
         return code
-    except SystemExit as end:  # --help, and a second Ctrl-C
+    except SystemExit as end:  # --help, and what Ctrl-C and SIGTERM make of a job's driver
         if isinstance(end.code, str):  # sys.exit("why") in a job's file
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except UsageError as error:
         return _say(error, 2)
     except (UnifiedError, TimeoutError) as error:
-        return _say(error, 1)
+        return _say(error, 2 if isinstance(error, RefusedError) and error.code == "not-found" else 1)
     except KeyboardInterrupt:
+        print("unified: ended by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # `| head` has seen enough; nothing may be flushed at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,9 +73,3 @@ def _say(error: Exception, code: int) -> int:
     hint = " (unified --version tells yours)" if isinstance(error, ProtocolError) else ""
     print(f"{'' if text.startswith('unified') else 'unified: '}{text}{hint}", file=sys.stderr)
     return code
-
-
-def _typer(words: list[str]) -> int:
-    from unified.cli.commands import execute
-
-    return execute(words)

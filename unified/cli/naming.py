@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+NAME_HELP = "The job's name; else $UNIFIED_JOB_NAME, else the file's with four digits: train-3f2a for train.py."
 _NAME_VARIABLES = ("UNIFIED_JOB_NAME", "DLROVER_UNIFIED_JOB_NAME")
 
 

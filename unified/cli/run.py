@@ -12,7 +12,7 @@ from typing import Literal
 
 from unified import settings
 from unified.api.builder.torchrun_options import table_parser
-from unified.cli.naming import chosen_name
+from unified.cli.naming import NAME_HELP, chosen_name
 from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
 from unified.cli.quick import quick_spec
 from unified.client.address import find_master
@@ -55,7 +55,7 @@ def run_parser(env: Mapping[str, str]) -> ArgumentParser:
     parser.description = "Run a script as torchrun would, on a cluster."
     own = parser.add_argument_group("where and how to run it")
     own.add_argument("--master", metavar="tcp://HOST:PORT", help=_MASTER_HELP)
-    own.add_argument("--name", help="The job's name; else $UNIFIED_JOB_NAME, else made from the script's.")
+    own.add_argument("--name", help=NAME_HELP)
     own.add_argument("--detach", action="store_true", help="Return when the job was accepted, and print its id.")
     own.add_argument("--no-wait", action="store_true", help="An error at once if the job does not fit now.")
     return parser

@@ -11,7 +11,7 @@ from unified.cli.options import Job, Json, Master, connect
 from unified.cli.text import first_line, moment, print_json, table, terminal_width
 from unified.client.connection import MasterConnection
 from unified.client.report import end_lines
-from unified.client.summary import duration_text, number_text, short_name, summarise
+from unified.client.summary import duration_text, number_text, short_name, state_text, summarise
 from unified.protocol.client_master import GetJob, JobStatus, WorkerStatus
 from unified.protocol.records import Stage, WorkerState
 
@@ -57,25 +57,26 @@ def status_lines(status: JobStatus, now: float, width: int | None = None) -> lis
     lines.append(f"  submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}")
     lines += ["", *(f"  {role.text}" for role in summarise(status))]
     if status.workers:
-        lines += ["", *(f"  {line}" for line in _worker_lines(status.workers, width))]
+        lines += ["", *(f"  {line}" for line in _worker_lines(status, width))]
     return lines
 
 
-def _worker_lines(workers: list[WorkerStatus], width: int | None) -> list[str]:
+def _worker_lines(status: JobStatus, width: int | None) -> list[str]:
+    workers = status.workers
     odd_first = sorted(workers, key=lambda worker: (worker.state == WorkerState.RUNNING, worker.role, worker.rank))
     shown = odd_first[:MAX_ROWS] if len(workers) > MAX_ROWS else workers
     header = ["WORKER", "LIFE", "STATE", "NODE", "PID", "DEVICES", "FAILED", "PROGRESS", "REASON"]
-    lines = table(header, [_row(worker) for worker in shown], None if width is None else width - 2)
+    lines = table(header, [_row(status, worker) for worker in shown], None if width is None else width - 2)
     if len(workers) > len(shown):
         lines.append(f"… {len(workers) - len(shown)} more; --json has them all")
     return lines
 
 
-def _row(worker: WorkerStatus) -> list[object]:
+def _row(status: JobStatus, worker: WorkerStatus) -> list[object]:
     return [
         short_name(worker),
         worker.incarnation,
-        worker.state,
+        state_text(status, worker),
         worker.node or "-",
         worker.pid or "-",
         ",".join(str(index) for index in worker.devices) or "-",

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unified.cli.naming import chosen_name
+from unified.cli.naming import NAME_HELP, chosen_name
 from unified.cli.options import Master
 from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
 from unified.client.address import find_master
@@ -32,7 +32,7 @@ def submit(
         ),
     ],
     master: Master = None,
-    name: Annotated[str | None, typer.Option(help="The job's name; else $UNIFIED_JOB_NAME, else the file's.")] = None,
+    name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="An error at once if it does not fit now.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it was accepted, and print its id.")] = False,
 ) -> None:

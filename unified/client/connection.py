@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from socket import getaddrinfo
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -223,9 +224,15 @@ class MasterConnection:
         error: UnifiedError = self._closed()
         try:
             with zmq.Context() as context:
+                is_known = False
                 while not self._is_closed:
-                    with Dealer(context, self.address, self._key) as dealer:
-                        self._talk(dealer)
+                    unknown = None if is_known else self._unknown_name()
+                    if unknown is None:
+                        is_known = True  # from now on ZeroMQ asks for it, again and again
+                        with Dealer(context, self.address, self._key) as dealer:
+                            self._talk(dealer)
+                    else:
+                        self._fail_all(unknown)
                     self._await_request()
         except zmq.ZMQError as problem:  # such as no descriptors left
             error = MasterUnreachableError(f"the socket to the master at {self.address} cannot be used: {problem}.")
@@ -233,6 +240,19 @@ class MasterConnection:
             with self._lock:
                 self._ended_by = error
             self._fail_all(error)
+
+    def _unknown_name(self) -> MasterUnreachableError | None:
+        """What is wrong if this host cannot tell which host the address names."""
+        host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        try:
+            getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            return MasterUnreachableError(
+                f"the host {host!r} of the master's address {self.address} is not known here ({reason}): check the "
+                "name. Another address is given with --master or UNIFIED_MASTER."
+            )
+        return None
 
     def _talk(self, dealer: Dealer) -> None:
         """Until the connection is closed, or the master refuses this socket."""

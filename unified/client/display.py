@@ -108,7 +108,7 @@ class QuietDisplay:
 
 
 class PlainDisplay(QuietDisplay):
-    """A line when the job's stage, reason or restarts change, and one every few seconds while it steps."""
+    """A line when the job's stage, reason or restarts change, one every few seconds while it steps, and its last."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         super().__init__(out, err)
@@ -125,7 +125,8 @@ class PlainDisplay(QuietDisplay):
         for summary in summarise(status):
             shown = self._shown.get(summary.name)
             is_news = shown is None or (shown.round, shown.num_restarts) != (summary.round, summary.num_restarts)
-            if summary != shown and (is_news or now - self._shown_at >= PLAIN_EVERY_S):
+            is_last = status.stage is Stage.STOPPED and shown is not None and shown.progress != summary.progress
+            if summary != shown and (is_news or is_last or now - self._shown_at >= PLAIN_EVERY_S):
                 self._shown[summary.name] = summary
                 self.note(f"{status.job_id}  {summary.text}")
         if now - self._shown_at >= PLAIN_EVERY_S:
@@ -161,6 +162,10 @@ class LiveDisplay:
             self._headline, self._drawn_at = headline, now
             bar_width = BAR_WIDTH if self._console.width >= NARROW else BAR_WIDTH // 3
             self._live.update(role_table(status, bar_width), refresh=True)
+        if status.stage is Stage.STOPPED:  # the block is taken away
+            for summary in summarise(status):
+                if any(summary.progress):
+                    self.note(f"{status.job_id}  {summary.text}")
 
     def log(self, lines: list[str]) -> None:
         if not self._out.isatty():

@@ -11,6 +11,7 @@ import atexit
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import threading
 import time
@@ -80,6 +81,7 @@ class EmbeddedCluster:
         self._agents: list[Daemon] = []
         self._stopping = threading.Event()
         self._spawned = threading.Event()
+        self._ended = threading.Event()
         self._stop_timeout_s = 0.0
         self._wake = -1
         self._lock_file: int | None = None
@@ -130,20 +132,31 @@ class EmbeddedCluster:
     def stop(self, timeout_s: float = 15.0) -> None:
         """End the agents, then the master, and wait for it. Safe to call twice.
 
+        What interrupts it, such as Ctrl-C, has everything killed, and is raised when nothing is left.
+
         Args:
             timeout_s: how long the agents may take to stop their workers; then everything is killed.
         """
-        if os.getpid() != self._owner:  # a forked child of the driver ends, not the driver
-            return
-        thread, self._thread = self._thread, None
-        if thread is None:
+        if self._thread is None or os.getpid() != self._owner:  # a forked child of the driver ends, not the driver
             return
         self._stop_timeout_s = timeout_s
-        self._stopping.set()
-        os.eventfd_write(self._wake, 1)
-        thread.join()
+        interruption: BaseException | None = None
+        while not self._ended.is_set():  # a join that is interrupted takes its thread for ended (in Python 3.11)
+            try:
+                self._stopping.set()
+                os.eventfd_write(self._wake, 1)
+                self._ended.wait()
+            except BaseException as error:
+                interruption = error
+                self._stop_timeout_s = 0.0
+                for daemon in [*self._agents, *([self._master] if self._master is not None else [])]:
+                    daemon.signal(signal.SIGKILL)
+        self._thread.join()
+        self._thread = None
         os.close(self._wake)
         atexit.unregister(self.stop)
+        if interruption is not None:
+            raise interruption
 
     def _prepare(self) -> None:
         if self._is_own_home:
@@ -190,10 +203,13 @@ class EmbeddedCluster:
                 self._spawned.set()
                 self._watch()
         except OSError as error:
-            self.problem = f"the embedded cluster cannot be started: {error}."
+            self.problem = f"the embedded cluster cannot be started: {str(error).rstrip('.')}."
         finally:
             self._stopping.wait()  # children die with this thread, so it outlives them
-            self._tear_down()
+            try:
+                self._tear_down()
+            finally:
+                self._ended.set()
 
     def _start_master(self) -> None:
         address_file = self.home / "master.address"

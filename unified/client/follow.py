@@ -53,7 +53,9 @@ class FollowFailed(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """Ctrl-C. A signal handler puts it: the queue is safe for that."""
+    """Ctrl-C or SIGTERM. A signal handler puts it: the queue is safe for that."""
+
+    signal_number: int
 
 
 class Drained(NamedTuple):

@@ -35,7 +35,7 @@ def run_in_foreground(handle: JobHandle) -> int:
         lines = end_lines(status, story=story)
         err.write("".join(f"{printable(line) if err.isatty() else line}\n" for line in lines))
         err.flush()
-    except SystemExit:  # the second Ctrl-C: there is no time for grace
+    except SystemExit:  # the second Ctrl-C or SIGTERM: there is no time for grace
         if cluster is not None:
             cluster.stop(timeout_s=0.0)
         raise
@@ -43,7 +43,7 @@ def run_in_foreground(handle: JobHandle) -> int:
         handle.close()
         if watch is not None:
             watch.join()
-    return 1 if status.exit_code is None else status.exit_code
+    return watch.exit_code
 
 
 def _where(handle: JobHandle) -> str:

@@ -92,9 +92,11 @@ class JobHandle:
 
     def close(self) -> None:
         """Let go of the job: close the connection, and end the embedded cluster if there is one."""
-        self.connection.close()
-        if self.cluster is not None:
-            self.cluster.stop()
+        try:
+            self.connection.close()
+        finally:
+            if self.cluster is not None:
+                self.cluster.stop()
 
     def _wait_for_end(self, timeout: float | None) -> JobStatus:
         deadline = None if timeout is None else time.monotonic() + timeout

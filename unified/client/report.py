@@ -22,7 +22,7 @@ def end_lines(status: JobStatus, *, story: str = "") -> list[str]:
     if status.exit_code == 0:
         return [f"job {status.job_id} finished{took}{restarts}"]
     if status.exit_code == STOPPED_BY_USER:
-        return [f"job {status.job_id} was stopped{took}: {status.reason}"]
+        return [f"job {status.job_id} was stopped{took}: {status.reason.removeprefix('stopped: ')}"]
     lines = [f"job {status.job_id} failed with exit code {status.exit_code}{took}{restarts}"]
     if status.end is not None:
         lines += _failure_lines(status, status.end)
@@ -55,7 +55,7 @@ def _failure_lines(status: JobStatus, end: EndReport) -> list[str]:
 
 def _told_apart(end: EndReport, reason: str) -> tuple[str, str]:
     """The limit in as many words as there are, and what the reason says beyond it and the failure's summary."""
-    _, summary, rest = reason.partition(end.failure.summary)
+    _, summary, rest = reason.partition(end.failure.summary.rstrip("."))
     if not summary:
         return end.limit, reason
     rest = rest.lstrip("; ")

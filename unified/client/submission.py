@@ -9,6 +9,7 @@ from unified import settings
 from unified.client.address import connect_seconds, find_master
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
+from unified.client.signals import ending_at_once
 from unified.job.spec import JobSpec
 from unified.keys import find_key
 from unified.protocol.client_master import Accepted, SubmitJob
@@ -42,11 +43,13 @@ def submit_job(
         master: ``tcp://HOST:PORT``; None means ``UNIFIED_MASTER``, and without that an embedded cluster of
             `spec.node_num` agents with `spec.device_per_node` virtual devices each, which ends with the job. (A GPU
             job for one node, on a host that has accelerators, gets the real ones.)
-        blocking: show progress and output until the job has ended. Ctrl-C stops it, a second one ends it at once.
+        blocking: show progress and output until the job has ended. Ctrl-C or SIGTERM stops it in order, a second one
+            ends it, and this process, at once (`SystemExit`).
         wait: let a job that does not fit now wait for its place; False has it refused.
 
     Returns:
-        The exit code (0, 1 for a failure, 130 for a stop by the user) if `blocking`, else a handle.
+        The exit code (0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM) if `blocking`, else a
+        handle.
 
     Raises:
         RefusedError: the master did not take it, or refused this side's cluster key; the message says why.
@@ -54,13 +57,18 @@ def submit_job(
         ClusterError: the embedded cluster could not be started.
         KeyFileError: the cluster key cannot be read, or others may read it.
     """
-    address = find_master(master)
-    handle = _send(spec, address, wait) if address is not None else _send_embedded(spec, wait)
     if not blocking:
-        return handle
-    from unified.client.foreground import run_in_foreground
+        return _hand_over(spec, master, wait)
+    with ending_at_once():  # where there is no job yet to be stopped in order, or none any more
+        handle = _hand_over(spec, master, wait)
+        from unified.client.foreground import run_in_foreground
 
-    return run_in_foreground(handle)
+        return run_in_foreground(handle)
+
+
+def _hand_over(spec: JobSpec, master: str | None, wait: bool) -> JobHandle:
+    address = find_master(master)
+    return _send(spec, address, wait) if address is not None else _send_embedded(spec, wait)
 
 
 def _send(spec: JobSpec, address: str, wait: bool, cluster: EmbeddedCluster | None = None) -> JobHandle:

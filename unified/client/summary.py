@@ -6,7 +6,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
-from unified.protocol.records import Progress, WorkerState
+from unified.protocol.records import Progress, Stage, WorkerState
+
+WAITING = "WAITING"
+UNSTARTED = "UNSTARTED"
 
 
 class RoleSummary(NamedTuple):
@@ -31,6 +34,11 @@ class RoleSummary(NamedTuple):
         return f"step {self.step}/{self.total}" if self.total else f"step {self.step}"
 
     @property
+    def progress(self) -> tuple[str, str]:
+        """What its workers reported."""
+        return (self.step_text, self.metrics)
+
+    @property
     def text(self) -> str:
         """All of it in one line."""
         parts = [
@@ -45,14 +53,15 @@ class RoleSummary(NamedTuple):
 
 def summarise(status: JobStatus) -> list[RoleSummary]:
     """One summary a role, in the order of the job's description."""
-    return [_summarise_role(role, [w for w in status.workers if w.role == role.name]) for role in status.roles]
+    return [_summarise_role(status, role) for role in status.roles]
 
 
-def _summarise_role(role: RoleStatus, workers: list[WorkerStatus]) -> RoleSummary:
+def _summarise_role(status: JobStatus, role: RoleStatus) -> RoleSummary:
+    workers = [worker for worker in status.workers if worker.role == role.name]
     progress = next((w.progress for w in sorted(workers, key=lambda w: w.rank) if w.progress), Progress())
     return RoleSummary(
         name=role.name,
-        states=states_text(workers) or f"{role.total} waiting",
+        states=_states_text(status, workers) or f"{role.total} {WAITING}",
         round=role.round,
         num_restarts=role.num_restarts,
         step=progress.step,
@@ -61,10 +70,17 @@ def _summarise_role(role: RoleStatus, workers: list[WorkerStatus]) -> RoleSummar
     )
 
 
-def states_text(workers: list[WorkerStatus]) -> str:
+def state_text(status: JobStatus, worker: WorkerStatus) -> str:
+    """The worker's state; ``WAITING`` before its job has a place, ``UNSTARTED`` if it never had one."""
+    if worker.state is WorkerState.STARTING and not worker.node:
+        return WAITING if status.stage is Stage.INIT else UNSTARTED
+    return worker.state.value
+
+
+def _states_text(status: JobStatus, workers: list[WorkerStatus]) -> str:
     """How many workers are in each state, in the order of a worker's life."""
-    counts = Counter(worker.state for worker in workers)
-    return ", ".join(f"{counts[state]} {state}" for state in WorkerState if counts[state])
+    counts = Counter(state_text(status, worker) for worker in workers)
+    return ", ".join(f"{counts[state]} {state}" for state in (WAITING, UNSTARTED, *WorkerState) if counts[state])
 
 
 def short_name(worker: WorkerStatus) -> str:

@@ -1,14 +1,10 @@
-"""Waiting for a job in front of a person: news to the display, Ctrl-C to the job."""
+"""Waiting for a job in front of a person: news to the display, Ctrl-C and SIGTERM to the job."""
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import Empty
-from types import FrameType
 
 from unified.client.connection import MasterConnection
 from unified.client.display import Display
@@ -25,6 +21,8 @@ from unified.client.follow import (
 )
 from unified.client.handle import MASTER_GRACE_S
 from unified.client.logs import LogReader
+from unified.client.report import STOPPED_BY_USER
+from unified.client.signals import exit_code, handled, signal_name
 from unified.errors import ClusterError, MasterUnreachableError, UnifiedError
 from unified.protocol.client_master import JobStatus, StopJob
 from unified.protocol.records import Stage
@@ -62,7 +60,8 @@ class Watch:
         self._ended: JobStatus | None = None
         self._ended_at = 0.0
         self._is_drained = self._reader is None
-        self._num_interrupts = 0
+        self._stopped_by = 0
+        """The signal that had the job stopped."""
         self._is_master_silent = False
         self._left_out = 0
 
@@ -70,20 +69,26 @@ class Watch:
         """The job's last status.
 
         Raises:
-            SystemExit: 130, after a second Ctrl-C (the job was told to end at once), or after the first where
-                watching does not own the job.
+            SystemExit: after a second Ctrl-C or SIGTERM (the job was told to end at once), or after the first where
+                watching does not own the job: 130 or 143.
             MasterUnreachableError: the master was away for longer than `MASTER_GRACE_S`.
             ClusterError: waiting is of no use any more.
         """
         self._follower.start()
         try:
-            with _interrupts(self._follower):
+            with handled(lambda number: self._follower.news.put(Interrupted(number))):
                 while True:
                     self._take(self._next())
                     if self._ended and (self._is_drained or time.monotonic() - self._ended_at > DRAINED_S):
                         return self._ended
         finally:
             self._follower.request_stop()
+
+    @property
+    def exit_code(self) -> int:
+        """Of a process that watched the job until its end: the job's, or 143 if it was SIGTERM that stopped it."""
+        code = 1 if self._ended is None or self._ended.exit_code is None else self._ended.exit_code
+        return exit_code(self._stopped_by) if self._stopped_by and code == STOPPED_BY_USER else code
 
     def join(self) -> None:
         """Wait for the threads behind it; call it after the connection was closed, which ends their requests."""
@@ -113,8 +118,8 @@ class Watch:
                     self._display.note(f"{self._job_id}  the master at {self._connection.address} answers again")
             case FollowFailed(error):
                 raise error
-            case Interrupted():
-                self._interrupt()
+            case Interrupted(number):
+                self._interrupt(number)
             case Drained():
                 self._is_drained = True
 
@@ -148,37 +153,21 @@ class Watch:
                 f"waiting up to {MASTER_GRACE_S:g} s"
             )
 
-    def _interrupt(self) -> None:
-        self._num_interrupts += 1
+    def _interrupt(self, number: int) -> None:
+        is_second = self._stopped_by != 0
+        self._stopped_by = self._stopped_by or number
         if not self._stops_job:
-            raise SystemExit(130)
-        is_second = self._num_interrupts > 1
-        request = StopJob(job=self._job_id, force=is_second, reason="Ctrl-C in its driver")
+            raise SystemExit(exit_code(number))
+        name = signal_name(number)
+        request = StopJob(job=self._job_id, force=is_second, reason=f"{name} in its driver")
         if is_second:
             self._display.note(f"{self._job_id}  ended at once")
             try:
                 self._connection.request(request, timeout_s=FORCE_S)
             except UnifiedError as error:
                 self._display.note(f"{self._job_id}  could not be told to end: {error}")
-            raise SystemExit(130)
-        self._display.note(f"{self._job_id}  stopping in order; Ctrl-C again ends it at once")
-        # Its effect shows in the status; waiting here would hold up the second Ctrl-C. A master that is away hears it
+            raise SystemExit(exit_code(number))
+        self._display.note(f"{self._job_id}  stopping in order; {name} again ends it at once")
+        # Its effect shows in the status; waiting here would hold up the second one. A master that is away hears it
         # when it is back.
         self._connection.send(request, timeout_s=MASTER_GRACE_S)
-
-
-@contextmanager
-def _interrupts(follower: Follower) -> Iterator[None]:
-    """Turn SIGINT into news, where this thread is one that may."""
-
-    def handle(signal_number: int, frame: FrameType | None) -> None:
-        follower.news.put(Interrupted())
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)

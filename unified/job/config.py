@@ -209,7 +209,7 @@ class JobConfig(Description):
     start_method: Literal["fork", "spawn"] = "fork"
     """`fork` starts a worker in milliseconds from a process that has torch loaded; `spawn` from nothing."""
     working_dir: str | None = None
-    """Of the workers; None: `DLROVER_WORKING_DIR`, or else the driver's own."""
+    """Of the workers, on every node of theirs; None: `DLROVER_WORKING_DIR`, or else the driver's own."""
 
     @field_validator("job_name")
     @classmethod

@@ -168,7 +168,8 @@ class DesiredJob(Value, frozen=True, kw_only=True):
     """Whole, as of now; empty where the agent has been sent all of it already."""
     stop_grace_s: float | None = None
     """Seconds from SIGTERM to SIGKILL for workers that are no longer desired; None: the spec's. 0 kills at once, also
-    those whose stop has begun, so a job that is stopped by force stays listed without workers."""
+    those whose stop has begun, so a job that is stopped by force stays listed without workers. An agent that itself
+    stops gives its workers the spec's, unless this is 0."""
 
 
 class DesiredWorkers(MasterOrder, tag="desired-workers", frozen=True, kw_only=True):

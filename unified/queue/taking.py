@@ -202,12 +202,13 @@ class Taker:
 
     def _found(self, until: float | None) -> Site | None:
         """The owner; None if this take's own time is over, and there may yet be one."""
-        now = time.monotonic()
-        self._missed_since = self._missed_since or now
+        begun = time.monotonic()
+        self._missed_since = self._missed_since or begun
         try:
             return self._finder.attach(until)
         except QueueNotFoundError:
-            if until is None or now - self._missed_since >= self._finder.patience_s:
+            is_own_time_over = until is not None and time.monotonic() >= until
+            if not is_own_time_over or begun - self._missed_since >= self._finder.patience_s:
                 raise
             return None
 

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
@@ -195,15 +196,22 @@ def _import(name: str) -> ModuleType:
 
 def _missing(name: str, missing: str) -> str:
     parent, _, last = missing.rpartition(".")
-    path = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else sys.path[:4]
+    path = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else _user_path()[:4]
     hint = nearest(last, (module.name for module in pkgutil.iter_modules(path)))
     if not hint and not name.isascii():
         hint = " Module names are best written in ASCII."
     places = ", ".join(entry or "." for entry in path)
     return (
-        f"there is no module {missing!r} for the entry point {name!r}.{hint} Looked first in: {places}. "
-        "Set DLROVER_WORKING_DIR, or submit from the directory that holds it."
+        f"there is no module {missing!r} for the entry point {name!r}.{hint} Submit from the folder that holds it, or "
+        f"name that folder with working_dir=. Looked first in: {places}."
     )
+
+
+def _user_path() -> list[str]:
+    """`sys.path` without Python's own library, where no user keeps a module."""
+    library = Path(sysconfig.get_path("stdlib"))
+    own = {library, library / "lib-dynload", library.with_name(library.name.replace(".", "") + ".zip")}
+    return [entry for entry in sys.path if Path(entry) not in own]
 
 
 # Scripts and modules
@@ -243,7 +251,7 @@ def _load_script(entry: EntryPoint) -> Entry:
         names = [found.name for found in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise EntryPointError(
             f"script {entry.target} cannot be read on this node ({error.strerror}).{nearest(path.name, names)} "
-            f"It was looked for at {path}; DLROVER_WORKING_DIR says where relative names begin."
+            f"It was looked for at {path}; working_dir= says where relative names begin."
         ) from None
     module = _new_main(str(path))
     return _Program(_compile(source, str(path)), module, [entry.target, *entry.argv], str(path.parent))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from unified.errors import EntryPointError
 from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
@@ -89,14 +90,21 @@ def device(environ: Mapping[str, str]) -> str:
 
 
 def working_directory(launch: Launch, environ: Mapping[str, str]) -> Path | None:
-    """Where the worker works: ``DLROVER_WORKING_DIR``, else the job's `working_dir`, if it exists on this node."""
-    for given in (environ.get("DLROVER_WORKING_DIR"), launch.spec.working_dir):
-        if given:
-            directory = Path(given)
-            if directory.is_dir():
-                return directory
-            print(f"unified: working directory {given} does not exist on node {launch.node}.", file=sys.stderr)
-    return None
+    """Where the worker works: ``DLROVER_WORKING_DIR``, else the job's `working_dir`; None: where it is.
+
+    Raises:
+        EntryPointError: this node has no such directory.
+    """
+    given = environ.get("DLROVER_WORKING_DIR") or launch.spec.working_dir
+    if not given:
+        return None
+    directory = Path(given)
+    if not directory.is_dir():
+        raise EntryPointError(
+            f"node {launch.node} has no working directory {given}: make it there, or name one that every node has with "
+            "working_dir= (it is the folder that the job was submitted from if nothing else is said)."
+        )
+    return directory
 
 
 def new_path_entries(

@@ -51,7 +51,7 @@ from unified_agent.core.events import (
 )
 from unified_agent.core.launching import launch_of
 from unified_agent.core.membership import Membership, Standing
-from unified_agent.core.shutdown import Shutdown
+from unified_agent.core.shutdown import MARGIN_S, Shutdown
 from unified_agent.core.turn import AgentTurn, Timer
 from unified_agent.core.worker import LocalWorker
 from unified_agent.environment import NodeFacts
@@ -339,9 +339,11 @@ class AgentCore:
         if self.shutdown.is_at_once:
             return 0.0
         job = self.jobs.get(worker.job_id)
-        if job is not None and job.stop_grace_s is not None:
-            return job.stop_grace_s
-        return worker.grace_s
+        if job is None or job.stop_grace_s is None:
+            return worker.grace_s
+        if self.shutdown.has_begun and job.stop_grace_s > 0:
+            return worker.grace_s  # the master's is shorter for the sake of a restart, which our end is not
+        return job.stop_grace_s
 
     def _stop(self, worker: LocalWorker) -> None:
         """Ask a worker to end, or hasten one whose grace has become shorter."""
@@ -394,11 +396,10 @@ class AgentCore:
 
     def _on_stop_asked(self, event: StopAsked) -> None:
         live = [worker for worker in self.workers.values() if not worker.is_ended]
+        self.shutdown.begin(event.reason, at_once=event.at_once)
         longest = max((self._grace_s(worker) for worker in live), default=0.0)
-        self.shutdown.begin(self._turn.now, event.reason, longest, at_once=event.at_once)
-        self._turn.report("agent-stopping", f"{event.reason}; {len(live)} workers to stop")
-        if self.shutdown.deadline is not None:
-            self.timers.arm(Timer("drain"), self.shutdown.deadline)
+        self._turn.report("agent-stopping", f"{event.reason.rstrip('.')}; {len(live)} workers to stop")
+        self._turn.arm(Timer("drain"), longest + MARGIN_S)
         self._reconcile()
 
     def _finish_if_empty(self) -> None:

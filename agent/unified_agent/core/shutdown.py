@@ -7,20 +7,15 @@ MARGIN_S = 2.0
 
 
 class Shutdown:
-    """Whether the agent is ending, why, and since when."""
+    """Whether the agent is ending, why, and how fast."""
 
     def __init__(self) -> None:
         self.reason = ""
+        self.has_begun = False
         self.is_at_once = False
-        self.deadline: float | None = None
 
-    @property
-    def has_begun(self) -> bool:
-        return self.deadline is not None
-
-    def begin(self, now: float, reason: str, longest_grace_s: float, *, at_once: bool) -> None:
+    def begin(self, reason: str, *, at_once: bool) -> None:
         """Begin, or hurry up: asked twice means at once."""
         self.is_at_once = at_once or self.has_begun
         self.reason = self.reason or reason
-        grace_s = 0.0 if self.is_at_once else longest_grace_s
-        self.deadline = now + grace_s + MARGIN_S
+        self.has_begun = True

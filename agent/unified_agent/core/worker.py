@@ -65,7 +65,8 @@ class LocalWorker:
                 if word.claims.number > self.claims.number:
                     self.claims = word.claims
             case Finished():
-                self.is_finished = True
+                if not self.is_stop_asked:  # one that is told to end and returns has broken off its work, not done it
+                    self.is_finished = True
                 self._advance(WorkerState.RUNNING, WorkerState.FINISHED)
             case Failed():
                 if not self.is_stop_asked:  # what breaks in a worker that is told to end is no failure

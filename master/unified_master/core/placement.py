@@ -139,25 +139,23 @@ def _fitness(room: Room, unit: Unit, claims: dict[str, SeatClaim]) -> Fitness:
 def _shortage(unit: Unit, units: Sequence[Unit], rooms: list[Room], num_placed: int) -> str:
     """Why this unit has no place: the first thing of which no node has enough."""
     number = sum(1 for other in units if other.label == unit.label)
-    rooms_left = f"there is room for {num_placed} of them, and " if num_placed else ""
     need = _devices_needed(unit)
-    if need > 0:
+    if need > 0 and all(room.choose_devices(unit) is None for room in rooms):
         whole = math.ceil(need - EPSILON)
-        cap = rooms[0].device_cap
-        best = max(rooms, key=lambda room: (room.free_devices, _reversed(room.node)))
-        if all(room.choose_devices(unit) is None for room in rooms):
-            wanted = f"{unit.label} needs {count(number, 'group')} of {_devices(need)}"
-            if whole > cap:
-                return f"{wanted}; the job may use {cap} of a node (device_per_node)"
-            return f"{wanted}; {rooms_left}the largest free node {best.node} has {best.free_devices}"
-    amounts = [(field, unit.total(field), word) for field, word in _AMOUNTS]
-    for field, amount, word in amounts:
-        roomiest = max(rooms, key=lambda room: (getattr(room, field), _reversed(room.node)))
-        if amount > 0 and amount > getattr(roomiest, field) + EPSILON:
-            return (
-                f"{unit.label} needs {count(number, 'group')} of {amount:g} {word}; "
-                f"{rooms_left}the largest free node {roomiest.node} has {max(0.0, getattr(roomiest, field)):g}"
-            )
+        wanted = f"{unit.label} needs {count(number, 'group')} of {_devices(need)}"
+        if whole > (cap := rooms[0].device_cap):
+            return f"{wanted}; the job may use {cap} of a node (device_per_node)"
+        free = {room.node: float(room.free_devices) for room in rooms}
+        total = {room.node: float(len(room.devices)) for room in rooms}
+        return f"{wanted}; {_at_most(whole, '', free, total, num_placed)}"
+    for field, word in _AMOUNTS:
+        amount = unit.total(field)
+        free = {room.node: getattr(room, field) for room in rooms}
+        if amount > 0 and amount > max(free.values()) + EPSILON:
+            total = {room.node: getattr(room.resources, field) for room in rooms}
+            wanted = f"{unit.label} needs {count(number, 'group')} of {amount:g} {word}"
+            return f"{wanted}; {_at_most(amount, f' {word}', free, total, num_placed)}"
+    rooms_left = f"there is room for {num_placed} of them, and " if num_placed else ""
     for name, amount in sorted(unit.user_total().items()):
         richest = max(rooms, key=lambda room: (room.user_defined.get(name, 0.0), _reversed(room.node)))
         has = richest.user_defined.get(name, 0.0)
@@ -165,6 +163,16 @@ def _shortage(unit: Unit, units: Sequence[Unit], rooms: list[Room], num_placed: 
             where = f"the node with most, {richest.node}, has {max(0.0, has):g}" if has > 0 else "no node has any left"
             return f"{unit.label} needs {count(number, 'group')} of {amount:g} {name}; {rooms_left}{where}"
     return f"{unit.label} needs {count(number, 'group')}; {rooms_left}no node has all that one needs at once"
+
+
+def _at_most(need: float, word: str, free: dict[str, float], total: dict[str, float], num_placed: int) -> str:
+    """What there is of a resource, by node, where no node has `need` free."""
+    largest = max(total, key=lambda node: (total[node], _reversed(node)))
+    if need > total[largest] + EPSILON:
+        return f"no node of this cluster has {need:g}{word} (the largest, {largest}, has {total[largest]:g})"
+    freest = max(free, key=lambda node: (free[node], _reversed(node)))
+    has = f"the largest free node {freest} has {max(0.0, free[freest]):g}"
+    return f"there is room for {num_placed} of them, after which {has}" if num_placed else has
 
 
 _AMOUNTS = (("cpu", "CPU cores"), ("memory_mb", "MB of memory"), ("disk_mb", "MB of disk"))

@@ -9,7 +9,15 @@ from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.records import Failure, NodeState, Stage, WorkerState
 from unified_master.core import directory, lives, queue, stopping
 from unified_master.core.placement import Plan
-from unified_master.core.restart import restart, restart_job, unfinished_elastic
+from unified_master.core.restart import (
+    all_workers,
+    begin,
+    count_job,
+    restart,
+    restart_job,
+    seat,
+    unfinished_elastic,
+)
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.turn import Turn
 
@@ -126,9 +134,10 @@ def on_node_lost(turn: Turn, job: JobRecord, node: NodeRecord, reason: str) -> N
             return
         scope = "job" if job.spec.failover_exec == 1 else scope
     if scope == "job":
-        if (refusal := _charge_job(job)) is not None:
+        if (refusal := _job_refusal(job)) is not None:
             stopping.end_badly(turn, job, first, failure, *refusal)
             return
+        job.num_charged_restarts += 1
         why = f"job restarts: {failure.summary} (lost node {job.num_node_restarts} of at most {limit})"
         turn.decide("job-restarts", why, job, node=node.name)
         _or_wait(turn, job, restart_job(turn, job, why))
@@ -163,25 +172,26 @@ def _repair(
     )
     after = f" after {delay:g} s" if delay else ""
     if scope == "job":
-        if (refusal := _charge_job(job)) is not None:
+        if (refusal := _job_refusal(job)) is not None:
             stopping.end_badly(turn, job, worker, failure, *refusal)
             return
-        why = f"job restarts{after}: {cause}"
-        turn.decide("job-restarts", why, job)
-        found = restart_job(turn, job, why, delay)
+        what, whom, names = "job", ("", ""), all_workers(job)
     elif scope == "role":
-        why = f"role {role.name} restarts{after}: {cause}"
-        turn.decide("role-restarts", why, job, role.name)
-        found = restart(turn, job, [peer.name for peer in job.ranks(role.name)], why, delay)
+        what, whom, names = f"role {role.name}", (role.name, ""), [peer.name for peer in job.ranks(role.name)]
     else:
-        why = f"worker restarts{after}: {cause}"
-        turn.decide("worker-restarts", why, job, role.name, worker.name)
-        found = restart(turn, job, [worker.name], why, delay)
-    if is_excluding and not found.fits and not queue.could_ever_fit(turn.cluster, job):
-        why = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {found.reason}"
-        stopping.end_badly(turn, job, worker, failure, "per_node_max_failure", why)
+        what, whom, names = "worker", (role.name, worker.name), [worker.name]
+    why = f"{what} restarts{after}: {cause}"
+    seated = seat(turn, job, names, why)
+    if is_excluding and not seated.plan.fits and not queue.could_ever_fit(turn.cluster, job):
+        limit = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {seated.plan.reason}"
+        stopping.end_badly(turn, job, worker, failure, "per_node_max_failure", limit)
         return
-    _or_wait(turn, job, found)
+    if scope == "job":
+        job.num_charged_restarts += 1
+        count_job(job)
+    turn.decide(f"{scope}-restarts", why, job, *whom)
+    begin(turn, job, seated, delay)
+    _or_wait(turn, job, seated.plan)
 
 
 def _or_wait(turn: Turn, job: JobRecord, found: Plan) -> None:
@@ -204,11 +214,10 @@ def _charge(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) ->
     return None
 
 
-def _charge_job(job: JobRecord) -> Refusal | None:
+def _job_refusal(job: JobRecord) -> Refusal | None:
     limit = job.spec.job_max_restart
     if job.num_charged_restarts >= limit:
         return Refusal("job_max_restart", f"the limit job_max_restart={limit} is used up")
-    job.num_charged_restarts += 1
     return None
 
 
@@ -243,6 +252,7 @@ def _store_failed(turn: Turn, job: JobRecord, store: WorkerRecord, failure: Fail
 def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:
     """Mark every life on a lost node as ended and free its seat; returns the workers that are missed."""
     missed: list[WorkerRecord] = []
+    told: list[WorkerRecord] = []
     drivers = {role.name for role in job.driver_roles()}
     for worker in job.workers.values():
         if worker.node != node.name:
@@ -250,6 +260,8 @@ def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> lis
         is_delivered = worker.state is WorkerState.FINISHED and worker.role in drivers
         was_living = worker.incarnation >= 0 and worker.state is not WorkerState.EXITED
         is_missed = worker.is_desired and ((was_living and not is_delivered) or _is_taken_along(worker))
+        if _is_taken_along(worker):  # and that it failed was told when it did
+            told.append(worker)
         if is_missed:
             worker.failure = failure
             worker.reason = failure.summary
@@ -262,7 +274,8 @@ def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> lis
         turn.touch_worker(job, worker)
         directory.publish(turn, job, worker)
     for worker in missed:
-        turn.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, node.name)
+        if worker not in told:
+            turn.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, node.name)
     return missed
 
 

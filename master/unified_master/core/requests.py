@@ -283,7 +283,7 @@ def _restart(turn: Turn, request: RestartWorkers, job: JobRecord) -> Answer:
     if job.is_ending:
         return Refused(code="ended", reason=f"job {job.job_id} is {job.stage}: submit it again.")
     if job.is_waiting:
-        return Done(note=f"job {job.job_id} has not begun: {job.reason}.")
+        return Done(note=f"job {job.job_id} has not begun: {job.reason.rstrip('.')}.")
     names: list[str] = []
     for word in request.workers:
         worker = find_worker(job, word)

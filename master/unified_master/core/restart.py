@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from unified.protocol.records import JOB_MOVES, NodeState, Stage, WorkerState
 from unified_master.core import lives, rendezvous
@@ -12,20 +13,36 @@ from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.turn import Turn
 
 
-def restart(turn: Turn, job: JobRecord, names: Iterable[str], reason: str, delay_s: float = 0.0) -> Plan:
-    """End the named workers' lives, and those that depend on them, and begin new ones after `delay_s`.
+class Seated(NamedTuple):
+    """Workers whose lives were ended, to begin others where the plan says."""
 
-    Workers whose node is lost or excluded get another place. If there is none, the plan that is returned says why,
-    nothing has begun, and the caller decides what becomes of the job.
-    """
+    workers: list[WorkerRecord]
+    plan: Plan
+    """If it does not fit, it says why, and the caller decides what becomes of the job."""
+
+
+def restart(turn: Turn, job: JobRecord, names: Iterable[str], reason: str, delay_s: float = 0.0) -> Plan:
+    """`seat` the named workers and, if the plan fits, `begin` their new lives."""
+    seated = seat(turn, job, names, reason)
+    begin(turn, job, seated, delay_s)
+    return seated.plan
+
+
+def seat(turn: Turn, job: JobRecord, names: Iterable[str], reason: str) -> Seated:
+    """End the named workers' lives, and those that depend on them. Those whose node is lost or excluded move."""
     scope, moving = _widen(turn, job, set(names))
     workers = [worker for worker in job.workers.values() if worker.name in scope]
     for worker in workers:
         worker.reason = reason  # first, because callers are told it
         lives.end_life(turn, job, worker)
-    found = _move(turn, job, moving)
+    return Seated(workers, _move(turn, job, moving))
+
+
+def begin(turn: Turn, job: JobRecord, seated: Seated, delay_s: float = 0.0) -> None:
+    """Begin the new lives after `delay_s`; nothing if there is no place for them."""
+    workers, found = seated
     if not found.fits:
-        return found
+        return
     for worker in workers:
         worker.is_held = True
         turn.touch_worker(job, worker)
@@ -36,16 +53,24 @@ def restart(turn: Turn, job: JobRecord, names: Iterable[str], reason: str, delay
         turn.cluster.timers.cancel(("settle", job.job_id, name))
     turn.touch_job(job)
     _begin_later(turn, job, delay_s)
-    return found
 
 
-def restart_job(turn: Turn, job: JobRecord, reason: str, delay_s: float = 0.0) -> Plan:
+def restart_job(turn: Turn, job: JobRecord, reason: str) -> Plan:
     """All workers again, the job back to INIT."""
+    count_job(job)
+    return restart(turn, job, all_workers(job), reason)
+
+
+def count_job(job: JobRecord) -> None:
+    """The job as a whole restarts, now or when there is room."""
     job.num_restarts += 1
     if job.stage is not Stage.INIT:
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.INIT)
-    names = [worker.name for worker in job.workers.values() if worker.kind == "worker"]
-    return restart(turn, job, names, reason, delay_s)
+
+
+def all_workers(job: JobRecord) -> list[str]:
+    """Names, without the store's."""
+    return [worker.name for worker in job.workers.values() if worker.kind == "worker"]
 
 
 def begin_held(turn: Turn, job: JobRecord) -> None:

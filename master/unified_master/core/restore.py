@@ -13,7 +13,7 @@ from unified.protocol.records import EventRecord, NodeState, WorkerState
 from unified_master.core import lives, names
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
 from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerRecord
-from unified_master.core.turn import Turn
+from unified_master.core.turn import Turn, count
 
 Record = tuple[str, str, bytes]
 """Kind, key, data: as in `Save`."""
@@ -46,7 +46,7 @@ def restore(turn: Turn, records: Iterable[Record], events: Iterable[EventRecord]
 def _meta(turn: Turn, meta: dict[str, bytes]) -> None:
     if "reign" in meta:
         turn.cluster.reign = int(meta["reign"]) + 1
-        turn.report("master-restarted", f"the master is back, for the {turn.cluster.reign}. time")
+        turn.report("master-restarted", f"the master is back ({count(turn.cluster.reign, 'restart')} so far)")
     turn.save("meta", "reign", str(turn.cluster.reign).encode())
     turn.cluster.next_sequence = int(meta.get("next_sequence", b"1"))
 

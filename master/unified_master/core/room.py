@@ -48,6 +48,8 @@ class Room:
 
     def __init__(self, node: str, resources: NodeResources, accelerator_type: str, device_cap: int) -> None:
         self.node = node
+        self.resources = resources
+        """All that the node has, taken or not."""
         self.device_cap = device_cap
         self.cpu = resources.cpu
         self.memory_mb = resources.memory_mb

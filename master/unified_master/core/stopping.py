@@ -44,7 +44,7 @@ def end_badly(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure
         limit=limit,
         log_file=worker.log_file,
     )
-    begin_stop(turn, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary}; {why}")
+    begin_stop(turn, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary.rstrip('.')}; {why}")
 
 
 def settle_stop(turn: Turn, job: JobRecord) -> None:

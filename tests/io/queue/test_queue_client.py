@@ -349,8 +349,9 @@ def test_a_queue_that_nobody_makes_is_missed(trio: tuple[Member, Member, Member]
     queue = trio[0].queue("absent", owner_timeout=0.1)
     with pytest.raises(QueueNotFoundError, match="no worker of the job has made it"):
         queue.put(1)
-    with pytest.raises(QueueNotFoundError):
-        queue.get(1)
+    for timeout in (None, PATIENCE_S):
+        with pytest.raises(QueueNotFoundError):
+            queue.get(1, timeout=timeout)
     with pytest.raises(QueueNotFoundError):
         queue.put_async(1).result(PATIENCE_S)
     with pytest.raises(QueueNotFoundError):

@@ -36,6 +36,15 @@ def test_setup_failure_is_said_before_the_order_to_run(agent: Agent, code: str, 
     assert child.errors.read_text().count("\n") < 15
 
 
+def test_a_working_directory_that_is_not_there_is_a_setup_failure(agent: Agent) -> None:
+    agent.write("wp_code.py", "def run(): pass")
+    child = agent.launch(attribute("run"), envs={"DLROVER_WORKING_DIR": "/no/such/folder"})
+    failure = child.failure()
+    assert failure.category == "setup"
+    assert "has no working directory /no/such/folder" in failure.summary
+    assert child.exit_code() == 1
+
+
 def test_two_rpc_methods_of_one_name_are_a_setup_failure(agent: Agent) -> None:
     agent.write(
         "wp_code.py",

@@ -149,7 +149,10 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         return super().per_group(num)
 
     def nnodes(self, num: int | str) -> Self:
-        """On how many nodes: ``total = nnodes * nproc_per_node``, whichever of the two is said first.
+        """How many groups of `nproc_per_node` workers: ``total = nnodes * nproc_per_node``, whichever is said first.
+
+        The workers of a group share a node, and a node that has room for several groups may get them all. For one
+        group on each node say so with the job's `device_per_node`: the devices of one group, and no more.
 
         A range, ``"2:8"``, is kept for elastic membership; so far the job is started with its larger end.
         """
@@ -158,7 +161,7 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         return self
 
     def nproc_per_node(self, num: int) -> Self:
-        """How many workers on each node."""
+        """How many workers a group has, all of them on one node."""
         self._fields.pop("per_group", None)
         self._fields["nproc_per_node"] = num
         return self

@@ -73,7 +73,12 @@ class RoleGroup(Sequence[RoleActor]):
     @overload
     def __getitem__(self, index: slice) -> list[RoleActor]: ...
     def __getitem__(self, index: int | slice) -> RoleActor | list[RoleActor]:
-        return self.actors[index]
+        try:
+            return self.actors[index]
+        except IndexError:
+            raise IndexError(
+                f"RoleGroup({self.name!r})[{index}]: it has {len(self)} workers, numbered from 0."
+            ) from None
 
     def __len__(self) -> int:
         return len(self.actors)
