@@ -10,7 +10,8 @@ SECONDS ?= 600
 PEERS := out/peers
 PEER_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST ?= $(BIN)/python -m pytest --quiet
-PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=$(DIST)
+# Most tests wait for other processes, so two a core; each takes some 400 MiB.
+PARALLEL ?= --numprocesses=$(shell echo $$(($$(nproc) * 2))) --maxprocesses=8 --dist=$(DIST)
 DIST ?= loadfile
 NOT_HERE := not gpu and not netns and not slurm and not browser
 

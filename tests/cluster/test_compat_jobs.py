@@ -17,7 +17,7 @@ import pytest
 from tests.cluster import test_spec_documents as documents
 from unified.testing import LocalCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 Cluster = Callable[..., LocalCluster]
 
@@ -135,7 +135,6 @@ def test_queue_and_data_loader(local_cluster: Cluster, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_command_line_of_another_launcher_on_a_cluster_of_its_own(tmp_path: Path) -> None:
     """The worker is a script, and has all aliases; without a master the job brings its own cluster."""
     script = tmp_path / "root/dlrover/python/unified/tests/integration_test/dummy_run.py"

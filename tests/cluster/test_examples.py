@@ -78,6 +78,7 @@ def test_nanogpt_says_at_once_that_there_is_no_text(tmp_path: Path) -> None:
     assert "name another file or folder with --data" in output
 
 
+@pytest.mark.slow
 def test_nanogpt_without_restarts_names_the_limit(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=1)
     process = start("nanogpt", tmp_path, "--master", cluster.address, "--max-restart", "0")
@@ -95,6 +96,7 @@ def test_nanogpt_without_restarts_names_the_limit(local_cluster: Cluster, tmp_pa
     assert all(word in output for word in ("max_restart", "ELASTIC_2-1_1-0", "SIGKILL")), output
 
 
+@pytest.mark.slow
 def test_job_of_the_readme_runs(local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"^```python[^\n]*\n# (\w+\.py)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     assert [name for name, _ in blocks] == ["train.py", "submit.py"]

@@ -67,6 +67,7 @@ def test_ranks_save_to_a_bucket(s3_environment: S3Server) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_or_fails_leaves_the_checkpoint_before_and_the_others_know(tmp_path: Path) -> None:
     found = run(tmp_path / "place", "faults")
     assert {work: [each["rank"] for each in ranks] for work, ranks in found.items()} == {
