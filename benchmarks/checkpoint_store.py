@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 
 BUCKET = "checkpoints"
+KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(64 << 30)}
+"""The server holds all in memory: what it needs anew from the system each time would be most of what is measured."""
 
 
 def is_installed() -> bool:
@@ -24,7 +26,9 @@ def store() -> Iterator[dict[str, str]]:
     """A new, empty store with a bucket: the environment in which programs find it."""
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=clean) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=clean | KEEP_MEMORY
+    ) as process:
         assert process.stdout is not None
         drain = threading.Thread(target=process.stdout.read)
         try:

@@ -350,10 +350,13 @@ class CheckpointManager(Loads):
     def _after_save(self, manifest: Manifest) -> None:
         self._announcer.written(manifest)
         try:
-            self.store.sweep(self.keep_last_n, {manifest.step})
             if self._on_saved is not None:
                 self._on_saved(manifest)
-        except Exception as error:  # the checkpoint is safe; what comes after it is tried again with the next one
+        except Exception as error:  # the checkpoint is safe
+            logger.warning("event=on-saved-failed step=%d error=%s", manifest.step, error)
+        try:
+            self.store.sweep(self.keep_last_n, {manifest.step})
+        except Exception as error:  # it is tried again with the next one
             logger.warning("event=checkpoint-sweep-failed step=%d error=%s", manifest.step, error)
 
     def _before_load(self) -> None:

@@ -34,7 +34,7 @@ class S3Backend(StorageBackend):
         endpoint_url: of a store that is not Amazon's; without it, ``AWS_ENDPOINT_URL_S3`` and the configuration.
         prefix: put before each key, with a `/` between.
         part_nbytes: bytes of one part, at least 5 MiB; grows by itself for objects of more than 10 000 parts.
-        num_parallel: parts in flight at one time, which is also how many are held in memory.
+        num_parallel: parts in flight at one time. One more is held in memory, also from one write to the next.
         max_attempts: how often a request is made in all, with waits that grow up to 20 s.
         timeout_s: for a connection, and for the next bytes of an answer.
 
@@ -46,6 +46,7 @@ class S3Backend(StorageBackend):
     _lock: threading.Lock
     _client: Any
     _threads: ThreadPoolExecutor | None
+    _spare: list[bytearray]
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class S3Backend(StorageBackend):
         *,
         endpoint_url: str | None = None,
         prefix: str = "",
-        part_nbytes: int = 8 << 20,
-        num_parallel: int = 8,
+        part_nbytes: int = 16 << 20,
+        num_parallel: int = 4,
         max_attempts: int = 5,
         timeout_s: float = 60.0,
     ) -> None:
@@ -87,7 +88,9 @@ class S3Backend(StorageBackend):
         return f"S3Backend({self.bucket!r}, {self._settings.region!r}, prefix={self.prefix!r}{where})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_client", "_threads")}
+        return {
+            name: value for name, value in vars(self).items() if name not in ("_lock", "_client", "_threads", "_spare")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -96,7 +99,7 @@ class S3Backend(StorageBackend):
     def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
         name = self._name(key)
         client, threads = self._connect()
-        upload = Upload(client, threads, self.bucket, name, self._part_nbytes, self._num_parallel)
+        upload = Upload(client, threads, self.bucket, name, self._part_nbytes, self._num_parallel, self._spare)
         sent = upload.send(data, if_absent=if_absent)
         return Stat(key, sent.nbytes, sent.at, sent.etag)
 
@@ -165,6 +168,7 @@ class S3Backend(StorageBackend):
             client, threads = self._client, self._threads
             self._client = None
             self._threads = None
+            self._spare.clear()
         if threads is not None:
             threads.shutdown(wait=True)
         if client is not None:
@@ -177,6 +181,7 @@ class S3Backend(StorageBackend):
         self._lock = threading.Lock()
         self._client = None
         self._threads = None
+        self._spare = []
         _BACKENDS.add(self)
 
     def _connect(self) -> tuple[Any, ThreadPoolExecutor]:

@@ -38,17 +38,25 @@ class Upload:
     Args:
         threads: to send parts with.
         name: the object's whole key.
+        spare: memory of parts that were sent, to be used again: by the next write too, for new memory takes time.
     """
 
     def __init__(
-        self, client: Any, threads: ThreadPoolExecutor, bucket: str, name: str, part_nbytes: int, num_parallel: int
+        self,
+        client: Any,
+        threads: ThreadPoolExecutor,
+        bucket: str,
+        name: str,
+        part_nbytes: int,
+        num_parallel: int,
+        spare: list[bytearray],
     ) -> None:
         self._client = client
         self._threads = threads
         self._where = {"Bucket": bucket, "Key": name}
         self._part_nbytes = part_nbytes
         self._num_parallel = num_parallel
-        self._sent: list[bytearray] = []
+        self._spare = spare
         # An answer may be lost, and the repeated request is refused by what the first one made: this tells whose it is.
         self._token = secrets.token_hex(16)
 
@@ -60,7 +68,7 @@ class Upload:
                 if self._head() is not None:
                     raise self._taken()
         condition = {"IfNoneMatch": "*"} if if_absent else {}
-        blocks = blocks_of(pieces_of(data), part_sizes(self._part_nbytes, size_of(data)), self._sent)
+        blocks = blocks_of(pieces_of(data), part_sizes(self._part_nbytes, size_of(data)), self._spare)
         first = next(blocks, bytearray())
         second = next(blocks, None)
         if second is None:
@@ -84,7 +92,8 @@ class Upload:
             with self._errors():
                 answer = self._client.upload_part(**upload, PartNumber=number, Body=body)
             parts[number] = answer["ETag"]
-            self._sent.append(body)
+            if len(body) == self._part_nbytes and len(self._spare) <= self._num_parallel:
+                self._spare.append(body)
 
         def complete() -> Any:
             listed = [{"PartNumber": number, "ETag": parts[number]} for number in sorted(parts)]
