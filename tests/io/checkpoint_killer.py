@@ -32,8 +32,8 @@ NUM_UNHURT = 8
 LONGEST_LIFE = 1.25
 """In times of the slowest save: else a large one would never come to an end."""
 ADAPT = 1.03
-"""A life that saved nothing makes the next ones longer by this, one that did shorter: about half of them save, however
-busy the machine becomes."""
+"""A life that saved nothing makes the next ones longer by this, one that did shorter again: so enough of them save,
+however busy the machine becomes."""
 
 
 class Place:
@@ -122,7 +122,7 @@ def main(text: str, num_points: int, seed: int) -> dict[str, Any]:
     place = Place(text)
     stages = Counter[str]()
     place.open().steps()  # imports what the forked ones need
-    longest_s = LONGEST_LIFE * seconds_of_the_slowest(place)
+    shortest_s = longest_s = LONGEST_LIFE * seconds_of_the_slowest(place)
     latest, unfinished, stored = NUM_UNHURT - 1, set[str](), set[str]()
     for _ in range(num_points):
         said = one_point(place, latest + 1, after(rng.uniform(0, longest_s)))
@@ -142,7 +142,7 @@ def main(text: str, num_points: int, seed: int) -> dict[str, Any]:
             stages["before the manifest"] += 1
         else:
             stages["before it says so" if found > max(said, latest) else "between two"] += 1
-        longest_s = longest_s / ADAPT if found > latest else longest_s * ADAPT
+        longest_s = max(longest_s / ADAPT, shortest_s) if found > latest else min(longest_s * ADAPT, 4 * shortest_s)
         latest = found
     return {"latest": latest, "stages": stages}
 
