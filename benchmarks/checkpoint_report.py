@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import checkpoint_work as work
+import report_table
 from bus_checks import Medians, Verdict, times_better, verdicts
 from bus_report import short
-from rich.console import Console
-from rich.table import Table
 
 HEADINGS = ["", *work.TITLES.values(), "reference, 64 cores", *(f"× {work.TITLES[peer]}" for peer in work.PEERS)]
 
@@ -36,19 +34,11 @@ def judged(found: Medians) -> list[Verdict]:
 
 
 def show(result: dict[str, Any]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 180)
-    table = Table(*HEADINGS, title="Medians")
-    for line in lines(result["medians"]):
-        table.add_row(*line)
-    console.print(table)
-    for problem in result["problems"]:
-        console.print(problem, style="red", markup=False, highlight=False)
-    console.print(footnote(result), markup=False)
+    report_table.show(HEADINGS, lines(result["medians"]), result["problems"], footnote(result), 180)
 
 
 def markdown(result: dict[str, Any]) -> str:
-    rows = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)], *lines(result["medians"])]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{footnote(result)}"
+    return report_table.markdown(HEADINGS, lines(result["medians"]), footnote(result))
 
 
 def footnote(result: dict[str, Any]) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import report_table
 from bus_report import short
 from bus_work import Row
-from rich.console import Console
-from rich.table import Table
 
 Medians = Mapping[str, Mapping[str, float]]
 """By contender, then by row."""
@@ -82,20 +80,11 @@ def verdicts(found: Medians) -> Iterator[tuple[bool | None, str]]:
 
 
 def show(result: dict[str, Any]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table(*HEADINGS, title="Medians")
-    for line in lines(result["medians"]):
-        table.add_row(*line)
-    console.print(table)
-    for problem in result["problems"]:
-        console.print(problem, style="red", markup=False, highlight=False)
-    console.print(footnote(result), markup=False)
+    report_table.show(HEADINGS, lines(result["medians"]), result["problems"], footnote(result), 160)
 
 
 def markdown(result: dict[str, Any]) -> str:
-    rows = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)], *lines(result["medians"])]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"{table}\n\n{footnote(result)}"
+    return report_table.markdown(HEADINGS, lines(result["medians"]), footnote(result))
 
 
 def footnote(result: dict[str, Any]) -> str:

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from unified.errors import WeightsVersionError
-from unified.weights.ranks import OfMesh, WholeGroup, lead, ranks_for
+from unified.weights.ranks import OfMesh, lead, ranks_for
 from unified.weights.snapshot import VersionedStateDict, load
 from unified.weights.source import Source
+from unified.worker.rank_group import WholeGroup
 
 SIZE = 4
 

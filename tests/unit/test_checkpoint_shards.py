@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from unified.checkpoint import shard_index as s
 from unified.checkpoint.manifest import Part, make_manifest, part_name
-from unified.checkpoint.rank_group import Alone, each_does, lead
+from unified.checkpoint.rank_group import each_does, lead
 from unified.checkpoint.shard_plan import SMALL_BYTES, shared_out
 from unified.checkpoint.shard_runs import MAX_GAP_BYTES, MAX_RUN_BYTES, runs
 from unified.errors import CheckpointCorruptError, CheckpointError, UsageError
+from unified.worker.rank_group import Alone
 
 
 def shard(start: int, nbytes: int) -> s.Shard:
@@ -95,6 +96,9 @@ class Two:
 
     def __init__(self, rank: int, other: object) -> None:
         self.rank, self.other = rank, other
+
+    def share(self, value: object) -> object:
+        return self.gather(value)[0]
 
     def gather(self, value: object) -> list[object]:
         return [value, self.other] if self.rank == 0 else [self.other, value]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from unified.checkpoint.manifest import Kind, Manifest, check_step
-from unified.checkpoint.rank_group import Alone, Ranks, lead
+from unified.checkpoint.rank_group import lead
 from unified.checkpoint.store import CheckpointStore, describe
 from unified.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UsageError
+from unified.worker.rank_group import Alone, Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from unified.checkpoint.loading import LoadReport, Wanted, load
 from unified.checkpoint.manifest import Kind, Manifest
-from unified.checkpoint.rank_group import Alone, Ranks, ranks_here
+from unified.checkpoint.rank_group import ranks_here
 from unified.checkpoint.run_files import RunFiles
+from unified.worker.rank_group import Alone, Ranks
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from unified.checkpoint.compression import decompress
 from unified.checkpoint.manifest import Kind, Manifest
-from unified.checkpoint.rank_group import Ranks, each_does, lead
+from unified.checkpoint.rank_group import each_does, lead
 from unified.checkpoint.shard_index import INDEX, Entry, Shard, data_name, decode_index
 from unified.checkpoint.shard_payload import restored
 from unified.checkpoint.shard_plan import expanded
@@ -30,6 +30,7 @@ from unified.checkpoint.shard_runs import read_shards
 from unified.checkpoint.state_stream import load_state
 from unified.checkpoint.store import CheckpointStore
 from unified.errors import CheckpointCorruptError, CheckpointError
+from unified.worker.rank_group import Ranks
 
 
 class Origin(Protocol):

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from unified.checkpoint.rank_group import Ranks
 from unified.checkpoint.shard_index import Entry
 from unified.errors import UsageError
+from unified.worker.rank_group import Ranks
 
 SMALL_BYTES = 1 << 20
 """Of what several ranks have, pieces up to here are written by the first of them, so that a load finds them together.

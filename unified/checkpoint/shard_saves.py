@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from unified.checkpoint.background import BackgroundSaver
 from unified.checkpoint.manifest import Compression, Manifest
-from unified.checkpoint.rank_group import Ranks, ranks_here
+from unified.checkpoint.rank_group import ranks_here
 from unified.checkpoint.reports import tell_of_given_way
 from unified.checkpoint.save_queue import Failure, Save, SaveQueue
 from unified.checkpoint.shard_commit import ShardCommit, SharedSave
@@ -19,6 +19,7 @@ from unified.checkpoint.staging import Stager
 from unified.checkpoint.store import CheckpointStore, Order
 from unified.core.backoff import Backoff
 from unified.errors import CheckpointError, UsageError
+from unified.worker.rank_group import Ranks
 
 
 class _Hello(NamedTuple):

@@ -3,69 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from unified.errors import UsageError, WeightsError, WeightsTimeoutError, WeightsVersionError
 from unified.weights.source import Source
+from unified.worker import rank_group
+from unified.worker.rank_group import Alone, Ranks, WholeGroup
 
 T = TypeVar("T")
 _OURS: dict[str, type[WeightsError]] = {
     each.__name__: each for each in (WeightsError, WeightsTimeoutError, WeightsVersionError)
 }
-
-
-class Ranks(Protocol):
-    """Who sends together.
-
-    Attributes:
-        rank: of this process among them.
-        size: how many they are.
-    """
-
-    rank: int
-    size: int
-
-    def share(self, value: Any) -> Any:
-        """What rank 0 gave, on every rank. A collective."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank. A collective."""
-        ...
-
-
-class Alone:
-    """One rank that needs nobody."""
-
-    rank = 0
-    size = 1
-
-    def share(self, value: Any) -> Any:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
-class WholeGroup:
-    """Every rank of the default process group."""
-
-    def __init__(self) -> None:
-        self.rank = distributed.get_rank()
-        self.size = distributed.get_world_size()
-
-    def share(self, value: Any) -> Any:
-        box = [value]
-        distributed.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value)
-        return found
 
 
 class OfMesh:
@@ -118,19 +69,8 @@ def ranks_for(source: Source, *, together: bool) -> Ranks:
 
 def lead(ranks: Ranks, work: Callable[[], T]) -> T:
     """Rank 0 does `work`; every rank returns what it returned, or raises what it raised. A collective."""
-    if ranks.size == 1:
-        return work()
-    done: tuple[str, str] | None = None
-    value: Any = None
-    error: Exception | None = None
-    if ranks.rank == 0:
-        try:
-            value = work()
-        except Exception as caught:
-            error, done = caught, (type(caught).__name__, str(caught))
-    done, value = ranks.share((done, value))
-    if error is not None:
-        raise error
-    if done is not None:
-        raise _OURS.get(done[0], WeightsError)(done[1] if done[0] in _OURS else f"{done[0]}: {done[1]}")
-    return value  # type: ignore[no-any-return]
+    return rank_group.lead(ranks, work, _error)
+
+
+def _error(name: str, text: str) -> Exception:
+    return _OURS[name](text) if name in _OURS else WeightsError(f"{name}: {text}")

@@ -16,9 +16,10 @@ from unified.weights.conveyor import IN_FLIGHT, Conveyor
 from unified.weights.handshake import FIRST_PAUSE_S, LAST_PAUSE_S, Attempt, Handshake, left_s
 from unified.weights.lives import LifeCalls
 from unified.weights.plan import Bucket
-from unified.weights.ranks import Ranks, lead, ranks_for
+from unified.weights.ranks import lead, ranks_for
 from unified.weights.source import Source, is_replicated
 from unified.weights.staging import Staged, Stager
+from unified.worker.rank_group import Ranks
 
 Stream = Iterable[tuple[int, Staged]]
 
