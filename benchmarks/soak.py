@@ -29,6 +29,7 @@ from soak_accounts import Kill
 from soak_journal import Life
 
 from unified.api.builder import DLJob, DLJobBuilder
+from unified.bus.shm_files import GRACE_S
 from unified.client.embedded import CLUSTER_VARIABLE, EmbeddedCluster
 from unified.client.handle import JobHandle
 from unified.protocol.client_master import WorkerStatus
@@ -93,7 +94,7 @@ class Soak:
             status = handle.status()
             if status.exit_code != 0:
                 self.wrong.append(f"the job ended with {status.exit_code}: {status.reason}")
-            self.until(lambda: not self.left_in_memory(), 10.0, "shared memory is empty after the job")
+            self.until(lambda: not self.left_in_memory(), GRACE_S + 5, "shared memory is empty after the job")
             self.wrong += [f"in shared memory after the job: {left}" for left in self.left_in_memory()]
         self.wrong += [f"left behind: {thing}" for thing in cluster.leftovers]
         self.wrong += [f"in shared memory after the cluster: {left}" for left in self.left_in_memory()]

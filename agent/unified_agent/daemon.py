@@ -97,8 +97,10 @@ class AgentDaemon:
                 self._processes.warm()
             while self._exit is None:
                 self._sources.wait(self._patience_s())
-                if self._patience_s() == 0.0:
+                if _is_due(self._core.next_deadline):
                     self._events.append(DeadlineReached())
+                if _is_due(self._processes.next_deadline):
+                    self._processes.sweep()
                 self._drain()
         finally:
             self._processes.close()
@@ -108,8 +110,8 @@ class AgentDaemon:
         return self._exit
 
     def _patience_s(self) -> float | None:
-        deadline = self._core.next_deadline
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        deadlines = [each for each in (self._core.next_deadline, self._processes.next_deadline) if each is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _drain(self) -> None:
         while self._events and self._exit is None:
@@ -203,6 +205,10 @@ class AgentDaemon:
                 is_orphan = self._options.parent is not None and os.getppid() != self._options.parent
                 reason = "the process that started it is gone" if is_orphan else signal.Signals(number).name
                 self._events.append(StopAsked(reason=reason, at_once=is_orphan))
+
+
+def _is_due(deadline: float | None) -> bool:
+    return deadline is not None and deadline <= time.monotonic()
 
 
 def _who(life: Life | None) -> str:

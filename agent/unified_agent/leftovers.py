@@ -3,7 +3,8 @@
 `<run root>/agents/<node>.lock` is locked while its agent lives and says who that is. The next agent of the same id
 reads there what the last one called itself, and ends the processes that carry that name in their environment.
 
-Shared memory that dead workers left is removed when an agent starts, whenever a worker of its ends, and when it stops.
+Shared memory that dead workers left is removed when an agent starts, whenever a worker of its ends, again once what was
+on its way to somebody has had the time to arrive, and when the agent stops.
 """
 
 from __future__ import annotations
@@ -114,6 +115,11 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._sweeper = Sweeper()
+
+    @property
+    def due_at(self) -> float | None:
+        """When to sweep again, on the monotonic clock; None: when another worker has ended."""
+        return self._sweeper.due_at
 
     def sweep(self, living: Collection[str] = (), *, is_last: bool = False) -> None:
         """Remove those of this user whose process is gone, if nobody reads them.

@@ -187,6 +187,15 @@ class Processes:
         if has_lost_stray:  # its own children are ours now
             self._kill_strays()
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When `sweep` is to be called, on the monotonic clock."""
+        return self._shared_memory.due_at
+
+    def sweep(self) -> None:
+        """Remove the shared memory that dead workers left and nobody reads."""
+        self._shared_memory.sweep({child.inbox_id for child in self._children.values()})
+
     def close(self) -> None:
         """End every child; returns when they are gone."""
         zygotes = list(self._running.values())
@@ -390,7 +399,7 @@ class Processes:
         if self._numbers.get(child.life) == child.order.child:
             del self._numbers[child.life]
         self._remove_sockets(child)
-        self._shared_memory.sweep({other.inbox_id for other in self._children.values()})
+        self.sweep()
 
     def _remove_sockets(self, child: _Child) -> None:
         """A worker that was killed leaves the file of its inbox behind."""

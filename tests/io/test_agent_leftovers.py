@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.io.agent_harness import AgentProcess, PlayedMaster, a_job, a_worker, eventually
 from unified import process
+from unified.bus.shm_files import GRACE_S
+from unified.protocol.records import WorkerState
 from unified_agent.inventory import address_towards, cpus, disk_mb, interface_of, memory_mb
 from unified_agent.leftovers import AgentTakenError, LifeRecord, NodeLock, claim, clean_up, hold_name
 
@@ -136,6 +139,36 @@ def test_shared_memory_of_the_dead_goes_when_an_agent_starts_and_when_it_stops(t
         owner.communicate()
         with claim(tmp_path, "n1", "tcp://127.0.0.1:1"):
             assert not segments(inbox_id)
+
+
+SENDER = """
+import os, sys
+from unified.bus.shm_pool import SharedPool
+staged = SharedPool(sys.argv[1]).stage([bytes(300_000)])
+assert staged.grant("who-never-took-it") is not None
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_what_the_last_worker_sent_to_the_dead_goes_though_no_other_ends(tmp_path: Path) -> None:
+    inbox_id = f"test{os.getpid()}sent"
+    master = PlayedMaster()
+    agent = AgentProcess(tmp_path, master.address)
+    try:
+        master.welcome()
+        master.desire(a_worker(), jobs=[a_job("finish")])
+        master.reaches("w-0#0", WorkerState.FINISHED)
+        subprocess.run([sys.executable, "-c", SENDER, inbox_id], check=True)
+        assert segments(inbox_id)
+        master.desire(jobs=[])
+        master.reaches("w-0#0", WorkerState.EXITED)
+        assert eventually(lambda: not segments(inbox_id), GRACE_S + 5), "the agent did not look again"
+        assert agent.process.poll() is None
+    finally:
+        agent.process.terminate()
+        agent.wait()
+        master.close()
 
 
 def test_the_inventory_of_this_host(tmp_path: Path) -> None:

@@ -114,11 +114,16 @@ class _Found(NamedTuple):
 
 
 class Sweeper:
-    """Removes what dead processes left. It remembers what it spared, so keep one for the life of a daemon."""
+    """Removes what dead processes left. It remembers what it spared, so keep one for the life of a daemon.
+
+    Attributes:
+        due_at: when to sweep again, on the clock of `now`, because something was spared; None: no need.
+    """
 
     def __init__(self, directory: str = DIRECTORY) -> None:
         self._directory = directory
         self._spared: dict[str, float] = {}
+        self.due_at: float | None = None
 
     def sweep(self, now: float, wall: float, *, living: Collection[str] = (), is_last: bool = False) -> list[str]:
         """Remove the segments of this user whose process is gone and which no living process reads.
@@ -132,7 +137,7 @@ class Sweeper:
         Returns:
             the names of the files that were removed.
         """
-        spared, self._spared = self._spared, {}
+        spared, self._spared, self.due_at = self._spared, {}, None
         removed: list[str] = []
         for name in self._names(living):
             path = os.path.join(self._directory, name)
@@ -143,6 +148,8 @@ class Sweeper:
             if found.words is not None:
                 may_come = not is_last and now - since < GRACE_S
                 if Claims(memoryview(found.words)).is_claimed(is_alive, count_in_flight=may_come):
+                    due_at = (since if may_come else now) + GRACE_S
+                    self.due_at = due_at if self.due_at is None else min(due_at, self.due_at)
                     continue
             with contextlib.suppress(OSError):
                 os.unlink(path)

@@ -111,6 +111,7 @@ def test_data_outlives_its_killed_owner_and_goes_with_its_last_reader(directory:
         sweeper = Sweeper(directory)
         assert sweeper.sweep(0.0, time.time()) == []
         assert sweeper.sweep(100 * GRACE_S, time.time(), is_last=True) == [], "it is read here"
+        assert sweeper.due_at == 101 * GRACE_S
         assert array.sum() == 3 * NBYTES
         owner.reader.forget("dead")
         with peers(directory, "late") as [late]:
@@ -149,7 +150,9 @@ def test_data_outlives_its_owners_orderly_end(directory: str, owner: Side) -> No
         sweeper = Sweeper(directory)
         assert sweeper.sweep(0.0, time.time()) == []
         assert sweeper.sweep(GRACE_S - 1, time.time()) == [], "it may be on its way to nobody yet"
+        assert sweeper.due_at == GRACE_S
         assert sweeper.sweep(GRACE_S, time.time()) == [segment_name("leaving", 2)]
+        assert sweeper.due_at is None
 
 
 def test_a_pool_that_is_closed_leaves_nothing(directory: str, owner: Side) -> None:
