@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -94,7 +94,10 @@ def chosen(asked: list[str]) -> tuple[dict[str, Measure], list[str]]:
         "direct": partial(bus_ours.measure, "auto"),
         "relay": partial(bus_ours.measure, "relay"),
         **{name: partial(run, [interpreter(name), HERE / "peers" / f"{name}_peer.py"]) for name in bus_report.PEERS},
-        **{name: partial(run, [sys.executable, HERE / "bus_floor.py", name]) for name in bus_floor.FLOORS},
+        **{
+            name: partial(run, [sys.executable, HERE / "bus_floor.py", name], env=bus_floor.environment())
+            for name in bus_floor.FLOORS
+        },
     }
     wanted = {name: way for name, way in ways.items() if not asked or name in asked}
     missing = [name for name in wanted if name in bus_report.PEERS and not is_installed(name)]
@@ -126,11 +129,11 @@ def interleaved(
     return figures, problems
 
 
-def run(command: Sequence[str | Path], rows: list[str]) -> bus_ours.Figures:
+def run(command: Sequence[str | Path], rows: list[str], *, env: Mapping[str, str] = os.environ) -> bus_ours.Figures:
     """A program that takes rows as arguments and prints one JSON line a figure; one that hangs is killed."""
     process = subprocess.Popen(
         [*command, *rows],
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**env, "PYTHONPATH": str(HERE)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import sys
 import tempfile
@@ -18,6 +19,10 @@ from typing import Any
 import bus_work as work
 import numpy as np
 import zmq
+
+from unified.worker.memory import keep_freed
+from unified_agent.environment import TUNABLES, tunables
+from unified_agent.inventory import last_cache_bytes
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 MESSAGE = b"x" * 64
@@ -71,9 +76,15 @@ def socket_floor() -> dict[str, float]:
     return values
 
 
+def environment() -> dict[str, str]:
+    """As an agent gives it to our workers, whose copies would else beat the floor."""
+    return {**os.environ, TUNABLES: tunables(os.environ.get(TUNABLES, ""), last_cache_bytes())}
+
+
 def memory_floor() -> dict[str, float]:
     """An argument costs one copy into memory that is there already; a result has to be made first."""
     values = {}
+    keep_freed(os.environ)
     for mib, times in work.ARRAYS.items():
         source, target = np.ones(mib * work.MIB, np.uint8), np.zeros(mib * work.MIB, np.uint8)
 

@@ -42,7 +42,8 @@ from unified_agent.core.events import (
     WorkerExited,
     WorkerNotStarted,
 )
-from unified_agent.environment import NodeFacts
+from unified_agent.environment import TUNABLES, NodeFacts, tunables
+from unified_agent.inventory import last_cache_bytes
 from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead
 from unified_agent.processes import Processes
 from unified_agent.sources import Sources
@@ -82,7 +83,12 @@ class AgentDaemon:
             python=facts.python,
             entry=options.entry,
             run_dir=Path(facts.run_dir),
-            env={**env, MARKER_NODE: facts.node, MARKER_LIFE: facts.incarnation},
+            env={
+                **env,
+                TUNABLES: tunables(env.get(TUNABLES, ""), last_cache_bytes()),
+                MARKER_NODE: facts.node,
+                MARKER_LIFE: facts.incarnation,
+            },
             on_event=self._events.append,
             on_end=self._output.finish,
         )

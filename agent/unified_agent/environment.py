@@ -16,6 +16,9 @@ RESOLVER = "timeout:1 attempts:2"
 """glibc's RES_OPTIONS. torch's TCPStore looks up the names of its peers' addresses again and again, and glibc waits 5 s
 for each packet that a name server loses: long enough to be taken for a hang. Two tries of a second each remain."""
 
+TUNABLES = "GLIBC_TUNABLES"
+_PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold"
+
 _TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
 
 
@@ -99,6 +102,21 @@ def worker_environment(
 def marker_of(worker: DesiredWorker) -> str:
     """Value of ``UNIFIED_WORKER``: names one life, so that what it leaves behind can be recognised."""
     return f"{worker.job_id}/{worker.name}/{worker.worker_incarnation}"
+
+
+def tunables(given: str, cache_bytes: int) -> str:
+    """``GLIBC_TUNABLES`` of an interpreter: large copies write past the caches.
+
+    A copy that does not fit would first read what it is about to overwrite, a third more to do. glibc knows that, but
+    on some processors takes the caches of all cores together for one (384 MiB where a core has 32).
+
+    Args:
+        given: what the variable says already; it stays, and wins.
+        cache_bytes: of the last cache of one core; 0 if it is not known: nothing is said then.
+    """
+    if not cache_bytes or _PAST_CACHES in given:
+        return given
+    return f"{given}:{_PAST_CACHES}={cache_bytes // 2}".removeprefix(":")
 
 
 def _network_environment(node: NodeFacts) -> dict[str, str]:

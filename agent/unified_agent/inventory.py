@@ -11,6 +11,7 @@ import psutil
 
 _MB = 1024 * 1024
 _CGROUP = Path("/sys/fs/cgroup")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def cpus(cgroup: Path = _CGROUP) -> float:
@@ -30,6 +31,12 @@ def memory_mb(cgroup: Path = _CGROUP) -> float:
         if limit.isdigit():
             total = min(total, int(limit))
     return total / _MB
+
+
+def last_cache_bytes(caches: Path = _CACHES) -> int:
+    """Of one core, the cache that is asked last before memory, shared with others or not; 0 if nobody says."""
+    sizes = [_read(size).removesuffix("K") for size in caches.glob("index*/size")]
+    return max((int(size) * 1024 for size in sizes if size.isdecimal()), default=0)
 
 
 def disk_mb(folder: Path) -> float:

@@ -14,7 +14,7 @@ from tests.io.agent_harness import AgentProcess, PlayedMaster, a_job, a_worker, 
 from unified import process
 from unified.bus.shm_files import GRACE_S
 from unified.protocol.records import WorkerState
-from unified_agent.inventory import address_towards, cpus, disk_mb, interface_of, memory_mb
+from unified_agent.inventory import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
 from unified_agent.leftovers import AgentTakenError, LifeRecord, NodeLock, claim, clean_up, hold_name
 
 
@@ -178,6 +178,14 @@ def test_the_inventory_of_this_host(tmp_path: Path) -> None:
     assert address_towards("127.0.0.1", 7077) == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.7") == ""
+
+
+def test_the_last_cache_of_a_core(tmp_path: Path) -> None:
+    for index, size in enumerate(["48K", "1024K", "32768K", "no size"]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert last_cache_bytes(tmp_path) == 32 << 20
+    assert last_cache_bytes(tmp_path / "missing") == 0
 
 
 def test_a_container_has_what_its_cgroup_allows(tmp_path: Path) -> None:

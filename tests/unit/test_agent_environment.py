@@ -11,7 +11,7 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
 from unified_agent.core.launching import launch_of
-from unified_agent.environment import RESOLVER, NodeFacts, devices_of, worker_environment
+from unified_agent.environment import RESOLVER, NodeFacts, devices_of, tunables, worker_environment
 
 ENTRY = EntryPoint(kind="attribute", target="m")
 ROLE = RoleSpec(name="trainer", kind="elastic", entry_point=ENTRY, total=4, per_group=2)
@@ -153,3 +153,12 @@ def test_a_launch_says_where_things_are() -> None:
     assert launch.log_file == "/logs/job-1/trainer_4-3_2-1/2.err"
     assert (launch.relay, launch.run_dir, launch.address, launch.incarnation) == ("tcp://r:1", "/run", "10.0.0.1", 2)
     assert [device.index for device in launch.devices] == [1]
+
+
+def test_large_copies_of_workers_write_past_the_caches_unless_the_operator_says_otherwise() -> None:
+    ours = "glibc.cpu.x86_non_temporal_threshold=16777216"
+    assert tunables("", 32 << 20) == ours
+    assert tunables("glibc.malloc.check=1", 32 << 20) == f"glibc.malloc.check=1:{ours}"
+    theirs = "glibc.cpu.x86_non_temporal_threshold=0x4040"
+    assert tunables(theirs, 32 << 20) == theirs
+    assert tunables("", 0) == ""

@@ -25,6 +25,10 @@ from unified.errors import ProtocolError
 from unified.protocol.records import Inbox
 
 RECEIVE_BYTES = 64 * 1024
+FEW_BYTES = 8 * 1024
+"""Asked for unless the last helping was as much as was asked for. What is received is cut to its size, and the hole
+that is left is too small for the next: where small messages are kept for a while, as questions to a queue are, holes of
+64 KiB added up to 2 MiB a minute."""
 HELD_BYTES = 16 * 1024
 """Small messages that may wait for one another, to share a write."""
 MAX_PIECES = 512
@@ -106,6 +110,7 @@ class Link:
         self._num_wanting = 0
         """Streams, threads and callbacks that what comes on it is for, though they do not read it themselves."""
         self._frames = FrameReader()
+        self._helping = FEW_BYTES
         self._cut: deque[Frames] = deque()
         """Received, and yet to be handed on."""
         self._sending = threading.Lock()
@@ -364,12 +369,15 @@ class Link:
         wanted = self._frames.wanted
         try:
             if wanted is None:
-                data = _receive_exactly(self._socket)
+                data = self._socket.recv(self._helping)
                 count = len(data)
+                is_full = count == self._helping
+                self._helping = RECEIVE_BYTES if is_full else FEW_BYTES
                 frames = self._frames.feed(data) if count else []
             else:
                 with wanted:
                     count = self._socket.recv_into(wanted)
+                is_full = True
                 frames = self._frames.filled(count) if count else []
             self._cut += frames
         except (BlockingIOError, InterruptedError):
@@ -388,7 +396,7 @@ class Link:
             self.error = self._frames.error
             self._lose(str(self.error))
             return False
-        return wanted is not None or count == RECEIVE_BYTES
+        return is_full
 
     def _hand_on(self) -> None:
         """All that was cut, also if the thread is interrupted meanwhile, or a done callback raises SystemExit."""
@@ -407,23 +415,3 @@ class Link:
             with self._sending:
                 self._forget_backlog()
             self._on_lost(self, reason)
-
-
-_spare: list[memoryview] = []
-"""Memory to receive into, of threads that do not receive just now."""
-
-
-def _receive_exactly(connection: socket.socket) -> bytes:
-    """What is there, up to `RECEIVE_BYTES`, in as much memory as it needs.
-
-    Bytes that are made for the most and then cut leave the rest as a hole in which the next such bytes do not fit.
-    Where small messages are kept for a while, as questions to a queue are, the holes add up: some 2 MiB a minute.
-    """
-    try:
-        room = _spare.pop()
-    except IndexError:
-        room = memoryview(bytearray(RECEIVE_BYTES))
-    try:
-        return bytes(room[: connection.recv_into(room)])
-    finally:
-        _spare.append(room)
