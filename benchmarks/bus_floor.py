@@ -20,6 +20,7 @@ import bus_work as work
 import numpy as np
 import zmq
 
+from unified.memory_copy import Copy, copy_memory, num_cores
 from unified.worker.memory import keep_freed
 from unified_agent.environment import TUNABLES, tunables
 from unified_agent.inventory import last_cache_bytes
@@ -89,10 +90,10 @@ def memory_floor() -> dict[str, float]:
         source, target = np.ones(mib * work.MIB, np.uint8), np.zeros(mib * work.MIB, np.uint8)
 
         def copy(source: Array = source, target: Array = target) -> None:
-            target[:] = source
+            copy_memory([Copy(target.ctypes.data, source.ctypes.data, target.nbytes)], num_cores())
 
-        def make_and_copy(target: Array = target) -> None:
-            target[:] = np.ones(len(target), np.uint8)
+        def make_and_copy(target: Array = target, copy: Callable[[Array, Array], None] = copy) -> None:
+            copy(np.ones(len(target), np.uint8), target)
 
         values[f"arg_{mib}MiB"] = _rate(copy, mib, times)
         values[f"ret_{mib}MiB"] = _rate(make_and_copy, mib, times)

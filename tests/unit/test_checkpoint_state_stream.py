@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from unified.checkpoint import memory_copy  # noqa: E402 - torch may be missing
+from unified import memory_copy  # noqa: E402 - torch may be missing
 from unified.checkpoint.staging import Stager  # noqa: E402
 from unified.checkpoint.state_stream import stream  # noqa: E402
 

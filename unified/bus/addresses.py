@@ -1,4 +1,4 @@
-"""Where the memory of a buffer lies, and copies between addresses: what Python's own buffers do not tell."""
+"""Where the memory of a buffer lies: what Python's own buffers do not tell."""
 
 from __future__ import annotations
 
@@ -44,17 +44,3 @@ def address_of(buffer: Buffer) -> int:
     address = found.buf or 0
     _release_buffer(ctypes.addressof(found))
     return address
-
-
-def copy_to(address: int, buffer: Buffer) -> int:
-    """Copy a contiguous buffer there, other threads running meanwhile; returns the number of bytes.
-
-    One thread: two are hardly faster on the machines that were measured, and slower below 16 MiB.
-    """
-    found = _PyBuffer()
-    _get_buffer(buffer, ctypes.addressof(found), 0)
-    try:
-        ctypes.memmove(address, found.buf or 0, found.len)
-        return int(found.len)
-    finally:
-        _release_buffer(ctypes.addressof(found))

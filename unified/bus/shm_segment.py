@@ -13,10 +13,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from unified.bus.addresses import copy_to
+from unified.bus.addresses import address_of
 from unified.bus.shm_claims import CAPACITY_WORD, CLOSED_WORD, HEADER_BYTES, NUM_WORDS, Claims
 from unified.bus.shm_files import first_words, remove_if_unclaimed, segment_name
 from unified.bus.shm_mapping import Mapping, array_type
+from unified.memory_copy import Copy, copy_memory, num_cores
 
 SLACK_BYTES = 4096
 """Of each segment beyond its size, for the lengths: else a payload of exactly 64 MiB would need the next size."""
@@ -61,13 +62,16 @@ class Segment:
         """Of what follows the header."""
 
     def fill(self, parts: Sequence[memoryview], layout: Sequence[tuple[int, int]]) -> None:
-        """Copy the parts in, where `places` says; during large copies other threads run."""
+        """Copy the parts in, where `places` says; during large copies other threads run, and take part in them."""
         struct.pack_into(f"<{len(parts)}Q", self._view, HEADER_BYTES, *(size for _, size in layout))
+        large: list[Copy] = []
         for part, (start, size) in zip(parts, layout, strict=True):
             if size < UNLOCKED_BYTES and part.format == "B":
                 self._view[HEADER_BYTES + start : HEADER_BYTES + start + size] = part
             else:
-                copy_to(self.data_address + start, part)
+                large.append(Copy(self.data_address + start, address_of(part), size))
+        if large:
+            copy_memory(large, num_cores())
 
     def memory(self, mixin: type) -> Any:
         """All its data, to write to: a ctypes array that is also a `mixin`, and keeps the memory."""

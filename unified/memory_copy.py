@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-SLICE_NBYTES = 8 << 20
-"""Threads share large pieces in slices of this size."""
+SLICE_NBYTES = 16 << 20
+"""Threads share large pieces in slices of this size. For less, to start one more would take longer than it saves."""
 MAX_THREADS = 4
 """More wait for the memory of one processor."""
 
@@ -21,7 +23,12 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-def copy_memory(copies: Iterable[Copy], num_threads: int) -> None:
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def copy_memory(copies: Sequence[Copy], num_threads: int) -> None:
     """Copy all of them. Other threads of Python run meanwhile.
 
     torch's own ``copy_`` lets its threads meet after each tensor, and they wait for each other where cores are busy.
@@ -29,17 +36,20 @@ def copy_memory(copies: Iterable[Copy], num_threads: int) -> None:
     Args:
         num_threads: at most; fewer are used for little.
     """
-    slices = [each for copy in copies for each in _slices(copy)]
-    useful = sum(each.nbytes for each in slices) // SLICE_NBYTES
-    queue = iter(slices)  # one that all take from
-    others = [
-        threading.Thread(target=_copy, args=(queue,), name="checkpoint-copy")
-        for _ in range(min(num_threads, MAX_THREADS, useful) - 1)
-    ]
-    for thread in others:
-        thread.start()
+    useful = sum(copy.nbytes for copy in copies) // SLICE_NBYTES
+    num_others = min(num_threads, MAX_THREADS, useful) - 1
+    if num_others < 1:
+        _copy(iter(copies))
+        return
+    queue = iter([each for copy in copies for each in _slices(copy)])  # one that all take from
+    others = [threading.Thread(target=_copy, args=(queue,), name="memory-copy") for _ in range(num_others)]
+    started = []
+    with contextlib.suppress(RuntimeError):  # where no more threads can be had, those that there are do it
+        for thread in others:
+            thread.start()
+            started.append(thread)
     _copy(queue)
-    for thread in others:
+    for thread in started:
         thread.join()
 
 
