@@ -1,7 +1,7 @@
 """Kills processes that save checkpoints, at random moments, and looks at what each leaves. Run by a test.
 
-Usage: python checkpoint_killer.py PLACE POINTS SEED. It forks, so it has a process of its own, with one thread. It
-prints the latest step, and how many lives ended at which stage of a save.
+Usage: python checkpoint_killer.py PLACE POINTS SEED [states]. It forks, so it has a process of its own, with one
+thread. It prints the latest step, and how many lives ended at which stage of a save.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ KEEP = 2
 PART_NBYTES = 5 << 20
 """The smallest that S3 knows."""
 LARGE_NBYTES = PART_NBYTES + 500_000
+STATE_NBYTES = 20_000_000
+"""More than two of the blocks in which a large file goes past the page cache, and a rest."""
 NUM_UNHURT = 8
 """Saves of the first life, which tells how long one takes here."""
 LONGEST_LIFE = 1.25
@@ -41,20 +43,53 @@ class Place:
 
     In a directory without fsync, which protects from the end of the machine alone: so more saves die in the same time.
     In a bucket every sixteenth is sent in parts.
+
+    Args:
+        has_states: they save large tensors, to a directory with fsync; else bytes.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, has_states: bool) -> None:
         bucket = text.removeprefix("s3://") if text.startswith("s3://") else None
         self.storage: StorageBackend = (
-            S3Backend(bucket, part_nbytes=PART_NBYTES, num_parallel=1) if bucket else LocalBackend(text, fsync=False)
+            S3Backend(bucket, part_nbytes=PART_NBYTES, num_parallel=1)
+            if bucket
+            else LocalBackend(text, fsync=has_states)
         )
         self.bucket = bucket
         self._path = text
+        self._has_states = has_states
+        if has_states:
+            import torch
+
+            import unified.checkpoint.staging
+            import unified.checkpoint.state_stream  # noqa: F401 - what a forked one imports takes of its life
+
+            torch.set_num_threads(1)  # threads of this process would be missed in those that it forks
 
     def open(self, **options: Any) -> CheckpointManager:
         return CheckpointManager("", self.storage, **options)
 
-    def payload(self, step: int) -> bytes:
+    def save(self, manager: CheckpointManager, step: int) -> None:
+        if self._has_states:
+            manager.save(self._state(step), step)
+        else:
+            manager.save_bytes(self._payload(step), step)
+
+    def is_right(self, manager: CheckpointManager, step: int) -> bool:
+        """Whether that step loads, as what was saved."""
+        if not self._has_states:
+            return manager.load_bytes(step, exact=True) == self._payload(step)
+        import torch
+
+        found = manager.load_state(step, exact=True)
+        return all(torch.equal(found[name], tensor) for name, tensor in self._state(step).items())
+
+    def _state(self, step: int) -> dict[str, Any]:
+        import torch
+
+        return {"weight": torch.full((STATE_NBYTES // 4,), float(step)), "step": torch.tensor(step)}
+
+    def _payload(self, step: int) -> bytes:
         """What is saved as a step: of many sizes, and known by its own content."""
         size = LARGE_NBYTES if self.bucket and step % 16 == 2 else (step * 7919) % 300_000 + 1
         return hashlib.sha256(b"%d" % step).digest() + bytes([step % 256]) * size
@@ -72,7 +107,7 @@ def save_until_killed(place: Place, step: int, told: int) -> None:
     manager.steps()  # connects
     os.write(told, b"-1\n")  # it begins: the moment of its death counts from here
     while True:
-        manager.save_bytes(place.payload(step), step)
+        place.save(manager, step)
         manager.wait()
         os.write(told, b"%d\n" % step)
         step += 1
@@ -116,10 +151,10 @@ def seconds_of_the_slowest(place: Place) -> float:
     return max(later - sooner for sooner, later in itertools.pairwise(times))
 
 
-def main(text: str, num_points: int, seed: int) -> dict[str, Any]:
+def main(text: str, num_points: int, seed: int, *, has_states: bool) -> dict[str, Any]:
     warnings.simplefilter("error")  # a fallback would be a damaged checkpoint
     rng = random.Random(seed)
-    place = Place(text)
+    place = Place(text, has_states=has_states)
     stages = Counter[str]()
     place.open().steps()  # imports what the forked ones need
     shortest_s = longest_s = LONGEST_LIFE * seconds_of_the_slowest(place)
@@ -134,7 +169,7 @@ def main(text: str, num_points: int, seed: int) -> dict[str, Any]:
             if found < max(said, latest):
                 raise SystemExit(f"step {max(said, latest)} was saved, and the latest now is {found}")
             for step in steps:
-                if manager.load_bytes(step, exact=True) != place.payload(step):
+                if not place.is_right(manager, step):
                     raise SystemExit(f"step {step} is not what was saved")
         if unfinished - began:
             stages["while a part is written"] += 1
@@ -148,4 +183,4 @@ def main(text: str, num_points: int, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), has_states=sys.argv[4:] == ["states"])))

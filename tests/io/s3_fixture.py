@@ -26,6 +26,7 @@ ACCESS_KEY = "AKIATESTTESTTESTTEST"
 SECRET_KEY = "test-secret-which-no-log-may-hold"
 SESSION_TOKEN = "test-session-token-which-no-log-may-hold"
 _NUMBERS = itertools.count(1)
+_CONDITIONS = {"if-none-match", "if-match"}
 
 
 class S3Server(NamedTuple):
@@ -119,8 +120,8 @@ def faulty(
         def relay(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             asked = Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
-            # moto looks whether there is an object and makes it in two steps, between which its other threads run.
-            whole = one_at_a_time if "if-none-match" in asked.headers else contextlib.nullcontext()
+            # moto looks at the object that is there and makes it in two steps, between which its other threads run.
+            whole = one_at_a_time if _CONDITIONS & asked.headers.keys() else contextlib.nullcontext()
             fault = decide(asked)
             if fault in _REFUSALS:
                 status, code = _REFUSALS[fault]

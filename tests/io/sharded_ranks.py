@@ -138,6 +138,13 @@ def save_plain(place: str, rank: int) -> Found:
     return {}
 
 
+def go_back(place: str, rank: int) -> Found:
+    with manager_of(place) as manager:
+        for step in (2, 3):
+            manager.save({"same": torch.zeros(3)}, step, sharded=True)
+        return {"gone": manager.discard_after(1), "steps": manager.steps()}
+
+
 def load(place: str, rank: int) -> Found:
     net, optimizer = trained(1)
     state = state_of(net, optimizer, "other")
@@ -247,7 +254,7 @@ def disagree(place: str, rank: int) -> Found:
 
 SCENARIOS: dict[str, list[tuple[int, Callable[[str, int], Found]]]] = {
     "reshard": [(4, save), (2, load), (1, alone), (2, load_damaged)],
-    "bucket": [(2, save_plain)],
+    "bucket": [(2, save_plain), (2, go_back)],
     "faults": [
         (3, kill_before_part),
         (2, kill_before_note),

@@ -173,7 +173,7 @@ def test_s3_that_denies(bucket: str, look_at_credentials: Callable[[bool], None]
     look_at_credentials(True)
     cause = save_error(manager).__cause__
     assert type(cause) is StorageDeniedError
-    assert "HTTP 403: Forbidden" in str(cause)
+    assert "HTTP 403" in str(cause)
     assert "check the credentials" in str(cause)
     with CheckpointManager(f"s3://{bucket}") as reader, pytest.raises(StorageDeniedError, match=f"list s3://{bucket}/"):
         reader.load_bytes()

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from unified.checkpoint import CheckpointManager
 from unified.storage import LocalBackend
 from unified.storage.backend import Buffer, Source, Stat
 
 KILLER = Path(__file__).with_name("checkpoint_killer.py")
 NUM_POINTS = int(os.environ.get("UNIFIED_TEST_KILL_POINTS", "200"))
+NUM_STATE_POINTS = 40
 STATES = {step: bytes([step]) * 5_000_000 for step in (1, 2, 3)}
 
 
@@ -38,6 +41,12 @@ class Crashing(LocalBackend):
     def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
         self.act()
         stat = super().write(key, data if isinstance(data, bytes) else self._pieces(data), if_absent=if_absent)  # type: ignore[arg-type]
+        self.act()
+        return stat
+
+    def replace(self, key: str, data: Source, etag: str) -> Stat:
+        self.act()
+        stat = super().replace(key, data, etag)
         self.act()
         return stat
 
@@ -88,10 +97,10 @@ def test_a_crash_at_every_action_leaves_the_latest_loadable(tmp_path: Path) -> N
     assert num_loaded > 20
 
 
-def kill_at_random(place: str, num_points: int) -> dict[str, Any]:
+def kill_at_random(place: str, num_points: int, *what: str) -> dict[str, Any]:
     """Kill so many processes that save there; the latest step then, and at which stages they were."""
     done = subprocess.run(
-        [sys.executable, str(KILLER), place, str(num_points), "7"], capture_output=True, text=True, timeout=280
+        [sys.executable, str(KILLER), place, str(num_points), "7", *what], capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -110,3 +119,12 @@ def test_kill_9_at_random_points_leaves_the_latest_loadable(tmp_path: Path) -> N
     with CheckpointManager(place, keep_last_n=2) as manager:
         manager.save_bytes(b"the end", found["latest"] + 1)
     assert len(list(place.iterdir())) == 4, "leftovers stay"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_kill_9_while_tensors_go_to_the_disk_in_blocks_leaves_the_latest_loadable(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = kill_at_random(str(tmp_path / "checkpoints"), NUM_STATE_POINTS, "states")
+    assert found["latest"] > NUM_STATE_POINTS // 4, "the processes were killed before they saved anything"
+    assert found["stages"].get("while a part is written", 0) > NUM_STATE_POINTS // 4, found["stages"]

@@ -119,11 +119,15 @@ def test_only_the_last_n_stay(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 4
 
 
-def test_interval_steps_saves_at_its_multiples_alone(tmp_path: Path) -> None:
+async def test_interval_steps_saves_at_its_multiples_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager(tmp_path, interval_steps=10) as manager:
         assert [step for step in range(25) if manager.save_bytes(b"x", step)] == [0, 10, 20]
         assert manager.steps() == [0, 10, 20]
         assert not manager.should_save(7)
+        assert caplog.text.count("event=checkpoint-passed-over step=1: ") == 1
+        assert caplog.text.count("event=checkpoint-passed-over") == 1
+        await manager.save_async(b"the last", 24, force=True)
+        assert manager.load_bytes() == b"the last"
 
 
 def test_zero_is_step_zero_where_it_is_said(tmp_path: Path) -> None:

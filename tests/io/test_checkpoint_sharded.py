@@ -55,9 +55,10 @@ def test_what_four_ranks_saved_two_load_and_one_and_all_fall_back_from_what_one_
     assert sorted(left) == sorted([part.name for part in manifest.parts] * 2), "more is there than two checkpoints"
 
 
-def test_ranks_save_to_a_bucket(s3_environment: S3Server) -> None:
+def test_ranks_save_to_a_bucket_and_go_back(s3_environment: S3Server) -> None:
     place = f"s3://{s3_environment.make_bucket()}/run"
-    run(place, "bucket")
+    found_by = run(place, "bucket")
+    assert [(each["gone"], each["steps"]) for each in found_by["go_back"]] == [([2, 3], [1])] * 2
     with CheckpointManager(place, "s3") as manager:
         found = manager.load_state()
     assert {key: each.tolist() for key, each in found.items()} == {

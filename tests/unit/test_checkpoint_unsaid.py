@@ -23,6 +23,25 @@ def test_of_the_checkpoints_the_latest_is_said_once() -> None:
     assert unsaid.take() is None
 
 
+def test_going_back_is_said_whatever_was_unsaid() -> None:
+    back = NotifyCheckpoint(worker_id="w", step=3, path="p", goes_back=True)
+    unsaid = Unsaid()
+    unsaid.add(notice(7))
+    unsaid.add(back)
+    unsaid.put_back(notice(6))
+    assert unsaid.take() == back
+    unsaid.add(notice(4))
+    unsaid.put_back(back)
+    found = unsaid.take()
+    assert isinstance(found, NotifyCheckpoint)
+    assert (found.step, found.goes_back) == (4, True)
+    unsaid.add(back)
+    unsaid.add(notice(4))
+    found = unsaid.take()
+    assert isinstance(found, NotifyCheckpoint)
+    assert (found.step, found.goes_back) == (4, True)
+
+
 def test_events_come_first_and_the_oldest_of_too_many_go() -> None:
     unsaid = Unsaid()
     unsaid.add(notice(1))

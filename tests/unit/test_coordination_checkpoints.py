@@ -50,6 +50,17 @@ def test_highest_step_is_the_latest_in_whatever_order_they_come() -> None:
     assert (latest(story).step, latest(story).saved_at) == (300, 1050.0)
 
 
+def test_after_going_back_the_latest_is_a_lower_one() -> None:
+    story = Story()
+    tell(story, notice(200))
+    assert tell(story, notice(100, goes_back=True))
+    assert "training went back: step 100" in story.reports[-1].reason
+    story.restart()
+    assert not tell(story, notice(50))
+    assert tell(story, notice(110))
+    assert latest(story).step == 110
+
+
 def test_telling_again_changes_nothing() -> None:
     story = Story()
     tell(story, notice(200))

@@ -11,7 +11,8 @@ from contextlib import suppress
 from unified.checkpoint.manifest import Manifest, manifest_name
 from unified.checkpoint.unsaid import Unsaid, Word
 from unified.checkpoint.writers import Writer
-from unified.data.client import Coordinator, parse_coordinator
+from unified.coordinator_address import parse_coordinator
+from unified.data.client import Coordinator
 from unified.data.surroundings import look_around, named_coordinator, open_coordinator, worker_of_rank
 from unified.errors import CoordinatorError
 from unified.protocol.client_master import Done, MasterAnswer
@@ -56,18 +57,11 @@ class Announcer:
     def written(self, manifest: Manifest) -> None:
         """There is a checkpoint. Of one that another rank wrote that rank tells."""
         if manifest.writer == self._writer.name:
-            self._say(
-                lambda space, worker_id: NotifyCheckpoint(
-                    space=space,
-                    worker_id=worker_id,
-                    step=manifest.step,
-                    path=f"{self._place}/{manifest_name(manifest.step)}",
-                    name=self._series,
-                    size_bytes=manifest.size_bytes,
-                    checksum=manifest.checksum,
-                    world_size=manifest.world_size,
-                )
-            )
+            self._say_where(manifest)
+
+    def went_back_to(self, manifest: Manifest) -> None:
+        """The checkpoints after this one, whoever wrote it, were discarded."""
+        self._say_where(manifest, goes_back=True)
 
     def event(self, event: WorkerEvent, reason: str) -> None:
         """Something went wrong, for the event log of the job."""
@@ -83,6 +77,21 @@ class Announcer:
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
+
+    def _say_where(self, manifest: Manifest, *, goes_back: bool = False) -> None:
+        self._say(
+            lambda space, worker_id: NotifyCheckpoint(
+                space=space,
+                worker_id=worker_id,
+                step=manifest.step,
+                path=f"{self._place}/{manifest_name(manifest.step)}",
+                name=self._series,
+                size_bytes=manifest.size_bytes,
+                checksum=manifest.checksum,
+                world_size=manifest.world_size,
+                goes_back=goes_back,
+            )
+        )
 
     def _say(self, make: Callable[[str, str], Word]) -> None:
         if self._coordinator is None or os.getpid() != self._pid:

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -17,12 +18,13 @@ from unified.checkpoint.announcer import Announcer
 from unified.checkpoint.at_exit import close_at_exit, forget
 from unified.checkpoint.background import BackgroundSaver
 from unified.checkpoint.compression import check_compression
+from unified.checkpoint.going_back import Course
 from unified.checkpoint.loading import LoadReport
 from unified.checkpoint.loads import Loads
 from unified.checkpoint.manifest import Kind, Manifest, check_step
 from unified.checkpoint.options import FROM_SETTINGS, FromSettings, check_counts, this_writer
 from unified.checkpoint.payloads import BytesPayload, Payload
-from unified.checkpoint.places import open_place
+from unified.checkpoint.places import is_local, open_place
 from unified.checkpoint.rank_group import is_sharded
 from unified.checkpoint.reports import report, tell_of_failed, tell_of_given_way
 from unified.checkpoint.retention import LEFTOVER_AFTER_S
@@ -63,13 +65,14 @@ class CheckpointManager(Loads):
             Default: as ``[storage]`` of the settings says, or ``"local"``.
         keep_last_n: how many good checkpoints stay; None: all. Default: as ``[checkpoint]`` of the settings says, or 5.
         compression: ``"gzip"``, ``"zstd"`` (extra ``zstd``) or None. Default: the settings', or None.
-        interval_steps: save at multiples of it alone, and do nothing at other steps; None: whenever asked. Default: the
-            settings', or None.
+        interval_steps: save at multiples of it alone; at other steps only with ``force=True``, as for the last one. A
+            warning in the log tells of the first that is not saved. None: whenever asked. Default: the settings', or
+            None.
         run_id, framework: keep everything under ``<storage_path>/<run_id>/framework=<framework>/``, checkpoints in its
             ``checkpoints/``, as the training service does.
         bucket: for S3, where `storage_path` names none. Default: the settings'; and its region is always theirs.
         max_waiting, max_waiting_bytes: how much may wait to be written beside what is being written. One save of any
-            size may always wait.
+            size may always wait, so a large state is in memory twice where it is saved faster than it is written.
         when_full: ``"newest"``: the oldest waiting save gives way to a new one, which a warning in the log tells.
             ``"wait"``: the new one waits.
         max_tries, backoff: of a save that the storage does not take.
@@ -138,6 +141,8 @@ class CheckpointManager(Loads):
         super().__init__(place, writer, is_run=run_id is not None)
         announcer = self._announcer = Announcer(coordinator_url, series, writer, self.store.place)
         self.store.on_damage = partial(announcer.event, "checkpoint-damaged")
+        self._course = Course()
+        self._sweeping = threading.Lock()
         queue: SaveQueue[Order] = SaveQueue(
             max_waiting=max_waiting,
             max_waiting_bytes=max_waiting_bytes,
@@ -153,7 +158,10 @@ class CheckpointManager(Loads):
         self._shards: ShardSaves | None = None
         self._stager: Stager | None = None
         self._asking = threading.Lock()
-        self._is_closed = False
+        self._has_passed_over = self._is_closed = False
+        if is_local(place.storage):  # a bucket is looked at when it is used: to make a manager asks no network
+            with suppress(OSError):
+                self.store.stored()
         close_at_exit(self)
 
     def __repr__(self) -> str:
@@ -161,25 +169,34 @@ class CheckpointManager(Loads):
 
     # --- saving
 
-    async def save_async(self, data: bytes, step: int) -> None:
+    async def save_async(self, data: bytes, step: int, *, force: bool = False) -> None:
         """Save bytes as the checkpoint of `step`, in the background.
 
         Args:
             data: what `load` will return. Bytes are referred to until they were written; a bytearray is copied.
+            force: also if `step` is not at `interval_steps`.
 
         Raises:
             UsageError: `data` are no bytes, or none at all; or `step` is no step.
             CheckpointSaveError: earlier saves failed. This one is accepted nevertheless.
         """
-        await asyncio.to_thread(self.save_bytes, data, step)
+        await asyncio.to_thread(self.save_bytes, data, step, force=force)
 
-    def save_bytes(self, data: bytes, step: int, *, metadata: Mapping[str, Any] | None = None) -> bool:
+    def save_bytes(
+        self, data: bytes, step: int, *, metadata: Mapping[str, Any] | None = None, force: bool = False
+    ) -> bool:
         """As `save_async`, for code that is not async. False: it is not at `interval_steps`, and nothing was done."""
         payload = BytesPayload(data)
-        return self._save("bytes", step, lambda: payload, payload.nbytes, metadata)
+        return self._save("bytes", step, lambda: payload, payload.nbytes, metadata, force)
 
     def save(
-        self, state: Any, step: int, *, metadata: Mapping[str, Any] | None = None, sharded: bool | None = None
+        self,
+        state: Any,
+        step: int,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        sharded: bool | None = None,
+        force: bool = False,
     ) -> bool:
         """Save a state dict as the checkpoint of `step`: copied now into memory that is used again, written later.
 
@@ -195,6 +212,7 @@ class CheckpointManager(Loads):
             metadata: kept in the manifest; plain numbers, text, lists and dicts.
             sharded: by all ranks together, also a state without DTensors, of which each then writes a part; it is a
                 dict, and may hold modules and optimizers themselves. False: by this rank, all of it.
+            force: also if `step` is not at `interval_steps`; the same on all ranks that save together.
 
         Returns:
             False: `step` is not at `interval_steps`, and nothing was done.
@@ -205,14 +223,15 @@ class CheckpointManager(Loads):
             CheckpointSaveError: earlier saves failed. This one is accepted nevertheless.
         """
         if sharded or (sharded is None and is_sharded(state)):
-            return self._save_together(state, step, metadata)
+            return self._save_together(state, step, metadata, force)
         from unified.checkpoint.staging import Stager, nbytes_of
         from unified.checkpoint.state_stream import StatePayload
 
         if self._stager is None:
             self._stager = Stager()
         stager = self._stager
-        return self._save("state", step, lambda: StatePayload(stager.stage(state), stager), nbytes_of(state), metadata)
+        nbytes = nbytes_of(state)
+        return self._save("state", step, lambda: StatePayload(stager.stage(state), stager), nbytes, metadata, force)
 
     def should_save(self, step: int) -> bool:
         """Whether `step` is at `interval_steps`, so that a state is to be gathered for it."""
@@ -274,11 +293,16 @@ class CheckpointManager(Loads):
     # --- inside
 
     def _save(
-        self, kind: Kind, step: int, make: Callable[[], Payload], nbytes: int, metadata: Mapping[str, Any] | None
+        self,
+        kind: Kind,
+        step: int,
+        make: Callable[[], Payload],
+        nbytes: int,
+        metadata: Mapping[str, Any] | None,
+        force: bool,
     ) -> bool:
         step = check_step(step)
-        if not self.should_save(step):
-            self._report()
+        if not force and self._passes_over(step):
             return False
         kept = checked_metadata(step, metadata)
         with self._asking:
@@ -299,10 +323,9 @@ class CheckpointManager(Loads):
         report(failures, self.store.place)
         return True
 
-    def _save_together(self, state: Any, step: int, metadata: Mapping[str, Any] | None) -> bool:
+    def _save_together(self, state: Any, step: int, metadata: Mapping[str, Any] | None, force: bool) -> bool:
         step = check_step(step)
-        if not self.should_save(step):
-            self._report()
+        if not force and self._passes_over(step):
             return False
 
         def prepare() -> dict[str, Any]:
@@ -323,6 +346,21 @@ class CheckpointManager(Loads):
                 )
             failures = self._shards.save(state, step, prepare)
         report(failures, self.store.place)
+        return True
+
+    def _passes_over(self, step: int) -> bool:
+        """Whether it is not at `interval_steps`: the first time that is said."""
+        if self.should_save(step):
+            return False
+        if not self._has_passed_over:
+            self._has_passed_over = True
+            logger.warning(
+                "event=checkpoint-passed-over step=%d: it is not saved, nor is any that is no multiple of "
+                "interval_steps=%d, unless with force=True",
+                step,
+                self.interval_steps,
+            )
+        self._report()
         return True
 
     def _check_open(self, step: int) -> None:
@@ -355,7 +393,11 @@ class CheckpointManager(Loads):
         except Exception as error:  # the checkpoint is safe
             logger.warning("event=on-saved-failed step=%d error=%s", manifest.step, error)
         try:
-            self.store.sweep(self.keep_last_n, {manifest.step})
+            with self._sweeping:
+                kept = self._course.saved(manifest.step, self.keep_last_n)
+                others = self.store.sweep(self.keep_last_n, kept)
+                for remark in self._course.remarks(manifest.step, others):
+                    logger.warning(remark)
         except Exception as error:  # it is tried again with the next one
             logger.warning("event=checkpoint-sweep-failed step=%d error=%s", manifest.step, error)
 

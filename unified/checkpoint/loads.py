@@ -1,14 +1,18 @@
-"""The part of `CheckpointManager` that loads."""
+"""The part of `CheckpointManager` that loads, and goes back to what was loaded."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from unified.checkpoint.announcer import Announcer
+from unified.checkpoint.going_back import Course, discard_after
 from unified.checkpoint.loading import LoadReport, Wanted, load
-from unified.checkpoint.manifest import Kind, Manifest
-from unified.checkpoint.rank_group import ranks_here
+from unified.checkpoint.manifest import Kind, Manifest, check_step
+from unified.checkpoint.rank_group import lead, ranks_here
 from unified.checkpoint.run_files import RunFiles
 from unified.worker.rank_group import Alone, Ranks
 
@@ -21,6 +25,10 @@ class Loads(RunFiles):
     last_load: LoadReport | None
     _process_group: Any
     """Of the ranks that load together; None: all."""
+    _announcer: Announcer
+    _course: Course
+    _sweeping: threading.Lock
+    """Held while checkpoints are deleted, and for `_course`."""
 
     async def load(self, step: Wanted = None, *, exact: bool = False) -> bytes:
         """The data of a checkpoint; saves under way here are awaited first.
@@ -98,6 +106,31 @@ class Loads(RunFiles):
         self._load(step, load_into(self.store, state, ranks, weights_only=weights_only), exact=exact, ranks=ranks)
         assert self.last_load is not None
         return self.last_load.step
+
+    def discard_after(self, step: int) -> list[int]:
+        """Delete all checkpoints after that of `step`: training goes back to it, and what it saves now is the latest.
+
+        Without this they stay, and the next load without a step takes the highest of them. Saves under way here are
+        awaited first. Where torch.distributed is set up all ranks call this together; otherwise one process does,
+        before any of them saves.
+
+        Returns:
+            The steps that were deleted, in order.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint of `step`. Nothing was deleted, nor after the next.
+            CheckpointCorruptError: it is damaged, as far as can be seen without reading all of it.
+        """
+        check_step(step)
+        self._before_load()
+        ranks = ranks_here(self._process_group) if "torch" in sys.modules else Alone()
+        ranks.gather(None)  # nobody's save is under way any more
+        with self._sweeping:
+            manifest, gone = lead(ranks, lambda: discard_after(self.store, step))
+            self._course.went_back_to(step)
+        if ranks.rank == 0:
+            self._announcer.went_back_to(manifest)
+        return gone
 
     async def list_checkpoints(self) -> list[int]:
         """The steps of all checkpoints there are, in order; saves under way here are awaited first."""

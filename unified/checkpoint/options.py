@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
 from enum import Enum
 from typing import Final
 
@@ -49,5 +48,4 @@ def this_writer(rank: int | None, world_size: int | None) -> Writer:
         name=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
         rank=rank,
         world_size=world_size,
-        opened_at=time.time(),
     )

@@ -73,6 +73,13 @@ def open_place(
     return Place(storage, joined(prefix.strip("/"), within), joined(path.rstrip("/"), within), True)
 
 
+def is_local(storage: StorageBackend) -> bool:
+    """Whether it is a directory."""
+    from unified.storage import LocalBackend
+
+    return isinstance(storage, LocalBackend)
+
+
 def _check_can_be_made(root: Path) -> None:
     """UsageError if checkpoints can never be kept there. Leaves nothing behind; one that is there may be read-only."""
     above = next(folder for folder in (root, *root.parents) if os.path.exists(folder))

@@ -24,6 +24,8 @@ class Stored(Value, frozen=True, kw_only=True):
     size_bytes: int
     modified_at: float
     """Seconds since 1970."""
+    etag: str = ""
+    """Another one after each write."""
 
 
 class Sweep(Value, frozen=True, kw_only=True):

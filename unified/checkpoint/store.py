@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unified.checkpoint.compression import Chunk, decompress
 from unified.checkpoint.manifest import (
@@ -25,8 +25,8 @@ from unified.checkpoint.manifest import (
     step_of,
 )
 from unified.checkpoint.payloads import Measured, Payload
-from unified.checkpoint.retention import Stored, Sweep, plan_sweep
-from unified.checkpoint.writers import Writer, judge
+from unified.checkpoint.retention import Stored, plan_sweep
+from unified.checkpoint.writers import Judgement, Writer, judge
 from unified.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -53,6 +53,15 @@ class Order:
     """How many ranks write it together; None: as many as its writer says that there are."""
 
 
+class Existing(NamedTuple):
+    """What there is of a step that is to be saved."""
+
+    etag: str
+    """Of the manifest, as the storage knows it."""
+    manifest: Manifest | None
+    """None: it cannot be read."""
+
+
 class CheckpointStore:
     """One series of checkpoints at one place. Safe for threads.
 
@@ -72,7 +81,9 @@ class CheckpointStore:
         """Steps whose checkpoint was damaged when it was loaded."""
         self.on_damage: Callable[[str], object] = lambda text: None
         """Is told when an older checkpoint is used instead of damaged ones."""
-        self._read_before: dict[str, tuple[object, Manifest]] = {}
+        self._found: dict[str, str] | None = None
+        """The manifests that were there at the first look, by name, with their etags: those of earlier lives."""
+        self._read_before: dict[str, tuple[str, Manifest]] = {}
         self._writing: set[str] = set()
         self._lock = threading.Lock()
 
@@ -91,8 +102,8 @@ class CheckpointStore:
             OSError: the store does not take it.
         """
         existing = self._existing(order.step)
-        if not self._may_write(existing, order.step):
-            return existing  # type: ignore[return-value]
+        if (kept := self._kept(existing, order.step)) is not None:
+            return kept
         self.begin(order.token)
         try:
             parts = [
@@ -112,17 +123,17 @@ class CheckpointStore:
         with self._lock:
             self._writing.discard(token)
 
-    def replaceable(self, step: int) -> Manifest | None:
-        """The manifest of that step that a save of several ranks would replace; None: there is none.
+    def replaceable(self, step: int) -> Existing | None:
+        """What a save of that step by several ranks would replace; None: there is nothing.
 
         Raises:
             CheckpointExistsError: it is not this writer's.
         """
         existing = self._existing(step)
-        if not self._may_write(existing, step):
+        if (kept := self._kept(existing, step)) is not None:
             raise CheckpointExistsError(
-                f"Rank {existing.rank if existing else 0} has saved a checkpoint of step {step} in {self.place} by "
-                "itself; save each step in one way."
+                f"Rank {kept.rank} has saved a checkpoint of step {step} in {self.place} by itself; save each step in "
+                "one way."
             )
         return existing
 
@@ -134,11 +145,11 @@ class CheckpointStore:
         checksum = measured.checksum
         return Part(key=key, size_bytes=checksum.nbytes, checksum=checksum.text, name=name)
 
-    def publish(self, order: Order, parts: Iterable[Part], existing: Manifest | None = None) -> Manifest:
+    def publish(self, order: Order, parts: Iterable[Part], existing: Existing | None = None) -> Manifest:
         """Make a checkpoint of parts that are written: the last step of `write`, which see.
 
         Args:
-            existing: the manifest of that step that may be replaced.
+            existing: what there is of that step and may be replaced.
         """
         manifest = make_manifest(
             parts,
@@ -152,24 +163,23 @@ class CheckpointStore:
             metadata=order.metadata,
         )
         data = encode(manifest)
-        key = self.key(manifest_name(order.step))
         try:
-            self.backend.write(key, data, if_absent=existing is None)
-        except FileExistsError:
+            self._put(order.step, data, existing)
+        except FileExistsError:  # another writer was faster
             existing = self._existing(order.step)
             try:
-                may_write = self._may_write(existing, order.step)
+                kept = self._kept(existing, order.step)
             except CheckpointExistsError:
                 self.delete(part.key for part in manifest.parts)
                 raise
-            if not may_write:
+            if kept is not None:
                 self.delete(part.key for part in manifest.parts)
-                return existing  # type: ignore[return-value]
-            self.backend.write(key, data)
+                return kept
+            self._put(order.step, data, existing)
         self.known_bad.discard(order.step)
-        if existing is not None:
-            kept = {part.key for part in manifest.parts}
-            self.delete(part.key for part in existing.parts if part.key not in kept)
+        if existing is not None and existing.manifest is not None:
+            ours = {part.key for part in manifest.parts}
+            self.delete(part.key for part in existing.manifest.parts if part.key not in ours)
         return manifest
 
     def steps(self) -> list[int]:
@@ -177,13 +187,20 @@ class CheckpointStore:
         return sorted(step for each in self.stored() if (step := step_of(each.key)) is not None)
 
     def stored(self, prefix: str = "step-") -> list[Stored]:
-        """Every object at this place whose key, relative to it, begins so."""
+        """Every object at this place whose key, relative to it, begins so.
+
+        Of all checkpoints that the first call finds this writer takes it that an earlier life has left them.
+        """
         start = self.key(prefix)
         cut = len(start) - len(prefix)
-        return [
-            Stored(key=stat.key[cut:], size_bytes=stat.nbytes, modified_at=stat.modified_at)
+        found = [
+            Stored(key=stat.key[cut:], size_bytes=stat.nbytes, modified_at=stat.modified_at, etag=stat.etag)
             for stat in self.backend.list(start)
         ]
+        with self._lock:
+            if self._found is None and prefix == "step-":
+                self._found = {each.key: each.etag for each in found if step_of(each.key) is not None}
+        return found
 
     def manifest(self, step: int) -> Manifest:
         """Of one checkpoint.
@@ -225,8 +242,12 @@ class CheckpointStore:
         check_part(part, num_read, checksum.text)
         return data
 
-    def sweep(self, keep_last_n: int | None, protected: Collection[int]) -> Sweep:
-        """Delete what `unified.checkpoint.retention` says may go."""
+    def sweep(self, keep_last_n: int | None, protected: Collection[int]) -> list[Manifest]:
+        """Delete what `unified.checkpoint.retention` says may go.
+
+        Returns:
+            Of those that stay, the ones that an earlier life or another run has written.
+        """
         stored = self.stored()
         manifests = {}
         for each in stored:
@@ -244,44 +265,68 @@ class CheckpointStore:
             )
         self.delete(plan.manifests)
         self.delete(plan.parts)
-        gone = {*plan.manifests}
-        self._read_before = {key: known for key, known in self._read_before.items() if key not in gone}
-        return plan
+        there = {each.key for each in stored}.difference(plan.manifests)
+        self._read_before = {key: known for key, known in self._read_before.items() if key in there}
+        return [
+            manifest
+            for etag, manifest in self._read_before.values()
+            if manifest.writer != self.writer.name and self._judge(Existing(etag, manifest), manifest.step) != "leave"
+        ]
 
-    def _existing(self, step: int) -> Manifest | None:
-        """The manifest that a new one would replace; None: there is none that can be read."""
+    def _existing(self, step: int) -> Existing | None:
+        """What a new checkpoint would replace."""
+        if self._found is None:
+            self.stored()  # the first look
+        name = manifest_name(step)
         try:
-            return self.manifest(step) if self._is_there(step) else None
-        except (CheckpointNotFoundError, CheckpointCorruptError):
+            etag = self.backend.stat(self.key(name)).etag
+        except FileNotFoundError:
             return None
+        try:
+            return Existing(etag, self.manifest(step))
+        except CheckpointNotFoundError:
+            return None
+        except CheckpointCorruptError:
+            return Existing(etag, None)
 
-    def _is_there(self, step: int) -> bool:
-        return self.backend.exists(self.key(manifest_name(step)))
+    def _put(self, step: int, data: bytes, existing: Existing | None) -> None:
+        """Write a manifest; FileExistsError: there is another one than was seen."""
+        key = self.key(manifest_name(step))
+        if existing is None:
+            self.backend.write(key, data, if_absent=True)
+        else:
+            self.backend.replace(key, data, existing.etag)
 
-    def _may_write(self, existing: Manifest | None, step: int) -> bool:
-        """Whether this writer writes that step; False: it is there, by another rank."""
-        judgement = judge(existing, self.writer)
-        if existing is None or judgement == "write":
-            return True
+    def _judge(self, existing: Existing | None, step: int) -> Judgement:
+        if existing is None:
+            return "write"
+        is_older = (self._found or {}).get(manifest_name(step)) == existing.etag
+        return judge(existing.manifest, self.writer, is_older=is_older)
+
+    def _kept(self, existing: Existing | None, step: int) -> Manifest | None:
+        """Another rank's checkpoint, which stays; None: this writer writes that step."""
+        judgement = self._judge(existing, step)
+        manifest = existing.manifest if existing is not None else None
+        if manifest is None or judgement == "write":
+            return None
         if judgement == "leave":
-            logger.info("event=checkpoint-shared step=%d: rank %d has saved it", step, existing.rank)
-            return False
+            logger.info("event=checkpoint-shared step=%d: rank %d has saved it", step, manifest.rank)
+            return manifest
         raise CheckpointExistsError(
             f"The checkpoint of step {step} in {self.place} was saved meanwhile by another writer "
-            f"({existing.writer}, rank {existing.rank} of {existing.world_size}). "
+            f"({manifest.writer}, rank {manifest.rank} of {manifest.world_size}). "
             "Give each run a storage_path of its own; nothing of the other's was changed."
         )
 
     def _read_once(self, each: Stored, step: int) -> Manifest | None:
-        mark = (each.size_bytes, each.modified_at)
         known = self._read_before.get(each.key)
-        if known is not None and known[0] == mark:
+        if known is not None and known[0] == each.etag:
             return known[1]
         try:
             manifest = self.manifest(step)
         except (CheckpointNotFoundError, CheckpointCorruptError):
             return None
-        self._read_before[each.key] = (mark, manifest)
+        self._read_before[each.key] = (each.etag, manifest)
         return manifest
 
     def delete(self, names: Iterable[str]) -> None:

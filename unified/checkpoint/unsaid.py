@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from msgspec.structs import replace
+
 from unified.protocol.coordinator import NotifyCheckpoint, TellEvent
 
 MAX_EVENTS = 16
@@ -25,8 +27,10 @@ class Unsaid:
         """To be said. Of two checkpoints of one step the later counts; of too many events the newest."""
         if isinstance(word, TellEvent):
             self._events.append(word)
-        elif self._notice is None or word.step >= self._notice.step:
+        elif self._notice is None or word.goes_back:
             self._notice = word
+        elif word.step >= self._notice.step:
+            self._notice = replace(word, goes_back=self._notice.goes_back)
 
     def take(self) -> Word | None:
         """What to say next."""
@@ -40,5 +44,9 @@ class Unsaid:
         if isinstance(word, TellEvent):
             if len(self._events) < MAX_EVENTS:
                 self._events.appendleft(word)
-        elif self._notice is None or word.step > self._notice.step:
+        elif self._notice is None:
+            self._notice = word
+        elif word.goes_back:
+            self._notice = replace(self._notice, goes_back=True)
+        elif word.step > self._notice.step and not self._notice.goes_back:
             self._notice = word

@@ -17,18 +17,19 @@ class Writer(Value, frozen=True, kw_only=True):
     """Host, process and a random word: no other life has it."""
     rank: int = 0
     world_size: int = 1
-    opened_at: float = 0.0
-    """Seconds since 1970."""
 
 
-def judge(existing: Manifest | None, writer: Writer) -> Judgement:
+def judge(existing: Manifest | None, writer: Writer, *, is_older: bool) -> Judgement:
     """What a writer does with a step that may be there already.
 
     A run that went back to an older checkpoint saves the steps since then again: they replace those that an earlier
     life left, and its own. Data-parallel ranks that all save the same step have the same state: the first one's stays.
     Anybody else is another run that was pointed at the same place.
+
+    Args:
+        is_older: `existing` was there when the writer first looked. No clock tells, since two hosts' may differ.
     """
-    if existing is None or existing.writer == writer.name or existing.saved_at < writer.opened_at:
+    if existing is None or existing.writer == writer.name or is_older:
         return "write"
     if existing.world_size == writer.world_size > 1 and existing.rank != writer.rank:
         return "leave"

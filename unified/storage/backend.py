@@ -92,6 +92,18 @@ class StorageBackend(ABC):
     def stat(self, key: str) -> Stat:
         """Size and time of one object."""
 
+    def replace(self, key: str, data: Source, etag: str) -> Stat:
+        """Put an object in the place of that one version: of several that do so at the same time one succeeds.
+
+        A store that does not override this looks first and writes then, which leaves a moment to others.
+
+        Raises:
+            AlreadyExistsError: there is another version by now, or none.
+        """
+        if not self.exists(key) or self.stat(key).etag != etag:
+            raise replaced_meanwhile(key)
+        return self.write(key, data)
+
     def read(self, key: str) -> bytes:
         """A whole object. A large one is better read by `read_into`, which needs no second copy."""
         while True:
@@ -139,6 +151,11 @@ def check_key(key: str) -> str:
             "empty, '.' or '..', and the key neither begins nor ends with '/'"
         )
     return key
+
+
+def replaced_meanwhile(key: str) -> AlreadyExistsError:
+    """What `StorageBackend.replace` raises."""
+    return AlreadyExistsError(f"cannot replace {key!r}: another write has changed it meanwhile")
 
 
 def check_range(start: int, length: int) -> None:

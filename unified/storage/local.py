@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +19,7 @@ from unified.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range
+from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range, replaced_meanwhile
 from unified.storage.blocks import write_pieces
 from unified.storage.leftovers import is_temporary, remove_leftovers, temporary_name
 from unified.storage.sources import pieces_of
@@ -54,17 +54,38 @@ class LocalBackend(StorageBackend):
         with _errors(key, path, "write"):
             if if_absent and path.exists():  # the answer before the work; the link below is what decides
                 raise FileExistsError(errno.EEXIST, "it is there", str(path))
+
+        def put(temporary: Path, path: Path) -> None:
+            if if_absent:
+                os.link(temporary, path)
+                os.unlink(temporary)
+            else:
+                os.rename(temporary, path)
+
+        return self._write(key, data, put)
+
+    def replace(self, key: str, data: Source, etag: str) -> Stat:
+        """See `StorageBackend`. On a file system without locks a moment between look and write is left to others."""
+
+        def put(temporary: Path, path: Path) -> None:
+            with _locked(path.parent):
+                if not self.exists(key) or self.stat(key).etag != etag:
+                    raise replaced_meanwhile(key)
+                os.rename(temporary, path)
+
+        return self._write(key, data, put)
+
+    def _write(self, key: str, data: Source, put: Callable[[Path, Path], None]) -> Stat:
+        """Write a file beside the object's, which `put` then brings to its place."""
+        path = self._path(key)
+        with _errors(key, path, "write"):
             temporary, descriptor = self._open_temporary(path)
             try:
                 with os.fdopen(descriptor, "wb", buffering=0) as file:
                     write_pieces(file.fileno(), pieces_of(data))
                     if self._fsync:
                         os.fsync(file.fileno())
-                    if if_absent:
-                        os.link(temporary, path)
-                        os.unlink(temporary)
-                    else:
-                        os.rename(temporary, path)
+                    put(temporary, path)
                     # The descriptor is of this very write, whatever others put at the path since.
                     stat = _stat(key, os.fstat(file.fileno()))
             except BaseException:
@@ -217,6 +238,18 @@ class LocalBackend(StorageBackend):
 def _stat(key: str, found: os.stat_result) -> Stat:
     etag = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
     return Stat(key, found.st_size, found.st_mtime_ns / 1e9, etag)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Among those who replace in a folder, one at a time."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _first_missing(folder: Path) -> Path:

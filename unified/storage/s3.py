@@ -97,10 +97,17 @@ class S3Backend(StorageBackend):
         self._begin()
 
     def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
+        return self._send(key, data, if_absent=if_absent)
+
+    def replace(self, key: str, data: Source, etag: str) -> Stat:
+        """See `StorageBackend`. A store that ignores the condition ``If-Match`` leaves a moment to others."""
+        return self._send(key, data, if_match=etag)
+
+    def _send(self, key: str, data: Source, *, if_absent: bool = False, if_match: str | None = None) -> Stat:
         name = self._name(key)
         client, threads = self._connect()
         upload = Upload(client, threads, self.bucket, name, self._part_nbytes, self._num_parallel, self._spare)
-        sent = upload.send(data, if_absent=if_absent)
+        sent = upload.send(data, if_absent=if_absent, if_match=if_match)
         return Stat(key, sent.nbytes, sent.at, sent.etag)
 
     def read(self, key: str) -> bytes:

@@ -60,14 +60,16 @@ class Upload:
         # An answer may be lost, and the repeated request is refused by what the first one made: this tells whose it is.
         self._token = secrets.token_hex(16)
 
-    def send(self, data: Source, *, if_absent: bool) -> Sent:
-        """Raises what `StorageBackend` says; AlreadyExistsError only with `if_absent`."""
-        if if_absent:
+    def send(self, data: Source, *, if_absent: bool = False, if_match: str | None = None) -> Sent:
+        """Raises what `StorageBackend` says; AlreadyExistsError only with `if_absent` or `if_match`, an etag."""
+        condition: dict[str, str] = {}
+        if if_absent or if_match is not None:
             # Some stores ignore the condition below; and nobody wants to send gigabytes to be refused at the end.
             with contextlib.suppress(StorageDeniedError):  # who may write may not always read
-                if self._head() is not None:
+                found = self._head()
+                if (found and found["ETag"].strip('"')) != if_match:
                     raise self._taken()
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
+            condition = {"IfNoneMatch": "*"} if if_match is None else {"IfMatch": if_match}
         blocks = blocks_of(pieces_of(data), part_sizes(self._part_nbytes, size_of(data)), self._spare)
         first = next(blocks, bytearray())
         second = next(blocks, None)
@@ -130,7 +132,8 @@ class Upload:
                 found = self._head() if refused else None
                 if found is not None and found["Metadata"].get(TOKEN) == self._token:
                     return Sent(nbytes, found["ETag"].strip('"'), found["LastModified"].timestamp())
-                if found is not None and status_of(error) in (409, 412):
+                # "No such key" is said of one that was to be replaced, and is gone.
+                if (found is not None and status_of(error) in (409, 412)) or code_of(error) == "NoSuchKey":
                     raise self._taken() from error
                 raise
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")

@@ -1,4 +1,7 @@
-"""Which checkpoint of a series is the latest: the one of the highest step, whoever tells of it, and however often."""
+"""Which checkpoint of a series is the latest: the one of the highest step, whoever tells of it, and however often.
+
+Until somebody tells that training went back: then the one to which it went.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ def notify(turn: Turn, space: Space, token: Token, request: NotifyCheckpoint) ->
         )
         return
     latest = space.checkpoints.get(request.name)
-    if latest is not None and request.step < latest.notice.step:
+    if latest is not None and request.step < latest.notice.step and not request.goes_back:
         turn.answer(token, CheckpointResponse(is_latest=False))
         return
     if latest is None or latest.notice != request:
         reported_at = latest.reported_at if latest is not None else -math.inf
-        is_news = turn.now - reported_at >= REPORT_S
+        is_news = request.goes_back or turn.now - reported_at >= REPORT_S
         checkpoint = space.checkpoints[request.name] = Checkpoint(
             notice=request, saved_at=turn.now, reported_at=turn.now if is_news else reported_at
         )
@@ -39,6 +42,7 @@ def notify(turn: Turn, space: Space, token: Token, request: NotifyCheckpoint) ->
         if is_news:
             turn.report(
                 "checkpoint-complete",
+                f"{'training went back: ' if request.goes_back else ''}"
                 f"step {request.step} of series {request.name!r} is at {request.path}",
                 space.name,
                 request.worker_id,
