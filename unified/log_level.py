@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from unified.errors import OptionError, nearest
 
 VARIABLE = "UNIFIED_LOG_LEVEL"
+VARIABLES = (VARIABLE, "RUST_LOG")
 LEVELS: Final = {"trace": 5, "debug": 10, "info": 20, "warn": 30, "error": 40, "off": 60}
 """Names of log levels, as ``RUST_LOG`` has them, and what `logging` calls them."""
 _OTHER_NAMES = {"warning": "warn", "critical": "error", "none": "off"}
@@ -16,7 +18,16 @@ Level = Literal["trace", "debug", "info", "warn", "error", "off"]
 
 
 def log_level(env: Mapping[str, str], default: Level = "info") -> Level:
-    """The log level that the environment asks for.
+    """The log level that the environment asks for, else `default`.
+
+    Raises:
+        OptionError: as `asked_level`.
+    """
+    return asked_level(env) or default
+
+
+def asked_level(env: Mapping[str, str]) -> Level | None:
+    """The log level that the environment asks for, if it does.
 
     Of ``RUST_LOG``, which may hold levels of single parts (``info,hyper=warn``), the one for everything counts.
 
@@ -29,7 +40,7 @@ def log_level(env: Mapping[str, str], default: Level = "info") -> Level:
                 f"{VARIABLE}={own!r} is no log level.{nearest(own, LEVELS)} There are: {', '.join(LEVELS)}."
             )
         return level
-    found = default
+    found: Level | None = None
     for directive in filter(None, map(str.strip, env.get("RUST_LOG", "").split(","))):
         if (level := _level(directive)) is not None:
             found = level
@@ -45,6 +56,32 @@ def logging_level(flag: str | None, env: Mapping[str, str]) -> int:
         OptionError: as `log_level`.
     """
     return LEVELS[log_level({VARIABLE: flag} if flag else env)]
+
+
+def log_from(level: Level) -> None:
+    """Have what `unified` logs in this process begin at this level: of a script or a worker whose environment says it.
+
+    A level that the program has set for that logger stays. Without a handler of its own the program shows it on stderr,
+    as Python does with warnings; one that it sets up, before this or after, is told of it alone.
+    """
+    logger = logging.getLogger("unified")
+    if logger.level != logging.NOTSET:
+        return
+    logger.setLevel(LEVELS[level])
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler.addFilter(lambda record: _is_alone(handler, record))
+    logger.addHandler(handler)
+
+
+def _is_alone(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Whether no other handler is told of the record."""
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None:
+        if any(other is not handler for other in logger.handlers):
+            return False
+        logger = logger.parent if logger.propagate else None
+    return True
 
 
 def _level(word: str) -> Level | None:

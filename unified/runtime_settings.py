@@ -3,7 +3,8 @@
 A file has the sections ``[coordinator]``, ``[storage]``, ``[checkpoint]`` and ``[dataset]``, whose keys are the fields
 of the classes below. It is the one that `load` is given, or that ``UNIFIED_CONFIG`` names. Above it stands the
 environment: ``UNIFIED_<SECTION>_<KEY>`` for each key, such as ``UNIFIED_CHECKPOINT_KEEP_LAST_N=3``, and for a worker's
-own place ``COORDINATOR_URL``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``. A variable that is empty is as unset.
+own place ``COORDINATOR_URL``, ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``. A variable that is empty
+is as unset.
 
 The log level is that of ``UNIFIED_LOG_LEVEL``, else of ``RUST_LOG``.
 """
@@ -19,14 +20,21 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self, get_args, g
 
 import msgspec
 
-from unified.errors import OptionError, nearest
-from unified.log_level import LEVELS, Level, log_level
+from unified.coordinator_address import parse_coordinator
+from unified.errors import OptionError, UsageError, nearest
+from unified.log_level import VARIABLES as LOG_VARIABLES
+from unified.log_level import Level, asked_level
 
 FILE_VARIABLE = "UNIFIED_CONFIG"
-VARIABLES = {"coordinator_url": "COORDINATOR_URL", "worker_id": "WORKER_ID", "rank": "RANK", "world_size": "WORLD_SIZE"}
+VARIABLES = {
+    "coordinator_url": "COORDINATOR_URL",
+    "space": "UNIFIED_SPACE",
+    "worker_id": "WORKER_ID",
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+}
 """What says where a worker stands, which is no matter of a file."""
-_ADDRESS = re.compile(r"((?P<scheme>[a-z0-9]+)://)?(\[[0-9A-Fa-f:.]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})(?P<end>/?)")
-_SCHEMES: dict[str, tuple[str | None, ...]] = {"address": (None,), "coordinator_url": ("http", "tcp", None)}
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})")
 MAX_PORT = 65_535
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -88,20 +96,26 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointSettings = CheckpointSettings()
     dataset: DatasetSettings = DatasetSettings()
     coordinator_url: str = "local"
-    """Outside a job. ``http://host:port``, ``tcp://host:port``, ``host:port``, or ``local`` for one in this process."""
+    """Outside a job. ``http://host:port``, ``tcp://host:port``, ``host:port``, or ``local`` for one in this process,
+    which has to be said where there are several workers."""
+    space: str = ""
+    """Of one training outside a job: what a master knows of workers, datasets, barriers and checkpoints in one space is
+    not seen in another."""
     worker_id: str = ""
     """Empty: ``worker-RANK``."""
     rank: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Below the world size."""
+    """Below the world size, where that is said."""
     world_size: Positive = 1
     """How many workers there are."""
     log_level: Level = "info"
-    """Where ``UNIFIED_LOG_LEVEL`` is not set, ``RUST_LOG`` is read."""
+    """Of the daemons; if it is set, also of the ``unified`` loggers of scripts and workers, in a job too. Not set:
+    ``RUST_LOG``."""
+    given: frozenset[tuple[str, str]] = frozenset()
+    """Section and key of all that the file or a variable says; the section of a worker's own place is empty."""
 
-    @property
-    def logging_level(self) -> int:
-        """The log level as Python's `logging` has it; ``trace`` is 5, ``off`` is above all."""
-        return LEVELS[self.log_level]
+    def says(self, section: str, key: str) -> bool:
+        """Whether this was said, rather than being the default."""
+        return (section, key) in self.given
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, env: Mapping[str, str] | None = None) -> Self:
@@ -130,6 +144,20 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
         return cls.load(env={name: text for name, text in os.environ.items() if name not in own})
 
     @classmethod
+    def load_own(cls, env: Mapping[str, str] | None = None) -> Self:
+        """What the environment says of this process alone: who it is, where its coordinator is, how much it logs.
+
+        Args:
+            env: by default this process's.
+
+        Raises:
+            OptionError: as `load`.
+        """
+        env = os.environ if env is None else env
+        own = (*VARIABLES.values(), *LOG_VARIABLES)
+        return cls.parse("", {name: env[name] for name in own if name in env})
+
+    @classmethod
     def parse(cls, text: str, env: Mapping[str, str], name: str = "the settings") -> Self:
         """The settings that a file of this text and this environment make together.
 
@@ -146,10 +174,16 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
             key: _Given(env[name], f"{name}={env[name]!r}", True) for key, name in VARIABLES.items() if env.get(name)
         }
         sections: dict[str, Any] = {name: _section(kind, given.get(name, {})) for name, kind in SECTIONS.items()}
-        found = cls(**sections, **_checked(cls, own), log_level=log_level(env))
-        if found.rank >= found.world_size:
+        said = {(section, key) for section, values in {**given, "": own}.items() for key in values}
+        place = _checked(cls, own)
+        if level := asked_level(env):
+            place["log_level"] = level
+            said.add(("", "log_level"))
+        found = cls(**sections, **place, given=frozenset(said))
+        if "world_size" in own and found.rank >= found.world_size:
             raise OptionError(
-                f"RANK is {found.rank} and WORLD_SIZE {found.world_size}: ranks count from 0 to WORLD_SIZE - 1."
+                f"RANK={found.rank} and WORLD_SIZE={found.world_size}: rank {found.rank} is not in a world of "
+                f"{found.world_size}: its ranks are 0 to {found.world_size - 1}."
             )
         return found if found.worker_id else msgspec.structs.replace(found, worker_id=f"worker-{found.rank}")
 
@@ -226,6 +260,8 @@ def _section(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> msgspec
 
 def _checked(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> dict[str, Any]:
     """The values, each of its field's type."""
+    if not given:
+        return {}
     types = get_type_hints(kind, include_extras=True)
     values: dict[str, Any] = {}
     for key, (value, what, is_text) in given.items():
@@ -236,20 +272,26 @@ def _checked(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> dict[st
             values[key] = msgspec.convert(value, types[key], strict=not is_text)
         except msgspec.ValidationError as error:
             raise OptionError(f"{what}: {_told(error, types[key], value)}") from None
-        if key in _SCHEMES:
-            _check_address(values[key], what, _SCHEMES[key])
+        if key == "address":
+            _check_address(values[key], what)
+        elif key == "coordinator_url":
+            _check_url(values[key], what)
     return values
 
 
-def _check_address(address: str, what: str, schemes: tuple[str | None, ...]) -> None:
-    if address == "local" and len(schemes) > 1:
-        return
+def _check_address(address: str, what: str) -> None:
     found = _ADDRESS.fullmatch(address)
-    if found is None or found["scheme"] not in schemes or (found["end"] and not found["scheme"]):
-        forms = " or ".join("host:port" if scheme is None else f"{scheme}://host:port" for scheme in schemes)
-        raise OptionError(f"{what}: {forms} is expected.")
+    if found is None:
+        raise OptionError(f"{what}: host:port is expected.")
     if int(found["port"]) > MAX_PORT:
         raise OptionError(f"{what}: a port is at most {MAX_PORT}.")
+
+
+def _check_url(url: str, what: str) -> None:
+    try:
+        parse_coordinator(url)
+    except UsageError as error:
+        raise OptionError(f"{what}: {error}") from None
 
 
 def _told(error: msgspec.ValidationError, kind: Any, value: object) -> str:

@@ -1,4 +1,4 @@
-"""Code for workers, written by a test."""
+"""Code for workers, written by a test, and a bucket."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+
+from tests.io.s3_fixture import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
 
 
 class Project(Protocol):

@@ -1,6 +1,7 @@
 """Document 5's full training example under `python -m unified.compat`, by two workers that a master coordinates.
 
-Its text is as it stands, but for the places that it names: the coordinator's host, and where data and checkpoints are.
+Its text is as it stands, but for two places that it names: the coordinator's host, and where the data are. Checkpoints
+go to a bucket of the environment's, from which a second run goes on.
 What it leaves to its reader (`YourModel`, `create_dataloader`, `train_step`, how many steps) is defined in front of it.
 """
 
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.io.s3_fixture import S3Server
+from unified.checkpoint import CheckpointManager
 from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -123,6 +126,24 @@ total_steps, steps_per_epoch, checkpoint_interval = 6, 3, 2
 """
 
 
+def run(script: Path) -> list[str]:
+    """What each of two ranks says, until both have ended well."""
+    workers = [start(script, rank, 2) for rank in range(2)]
+    try:
+        said = [worker.communicate(timeout=100) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()  # one that ended is not there to be killed
+            worker.wait()
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert all(out.endswith("Training complete!\n") for out, _ in said)
+    return [out for out, _ in said]
+
+
+def steps_of(out: str) -> list[str]:
+    return [line.split(",")[0] for line in out.splitlines() if line.startswith("Step")]
+
+
 def start(script: Path, rank: int, world_size: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "unified.compat", str(script)],
@@ -134,8 +155,13 @@ def start(script: Path, rank: int, world_size: int) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.timeout(150)  # two processes import torch and its optimizers: nearly all of the time, on a busy host
-def test_example_trains(local_cluster: Callable[..., LocalCluster], tmp_path: Path) -> None:
+@pytest.mark.timeout(250)  # four processes import torch and its optimizers: nearly all of the time, on a busy host
+def test_example_trains_and_goes_on(
+    local_cluster: Callable[..., LocalCluster],
+    s3_environment: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -147,8 +173,6 @@ def test_example_trains(local_cluster: Callable[..., LocalCluster], tmp_path: Pa
     places = {
         "http://coordinator:50051": cluster.address.replace("tcp://", "http://"),
         "/data/imagenet": str(data),
-        # One place for each worker: with one for both, each would overwrite what the other has saved.
-        '"/checkpoints", backend="s3"': f'"{tmp_path}/checkpoints-" + str(rank), backend="local"',
     }
     text = EXAMPLE
     for place, here in places.items():
@@ -157,25 +181,19 @@ def test_example_trains(local_cluster: Callable[..., LocalCluster], tmp_path: Pa
     script = tmp_path / "train.py"
     script.write_text(READERS + text)
 
-    workers = [start(script, rank, 2) for rank in range(2)]
-    try:
-        said = [worker.communicate(timeout=100) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()  # one that ended is not there to be killed
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], said
-    for out, _ in said:
-        assert [line.split(",")[0] for line in out.splitlines() if line.startswith("Step")] == [
-            "Step 0",
-            "Step 2",
-            "Step 4",
-        ]
-        assert out.endswith("Training complete!\n")
-    files = [json.loads(line.removeprefix("files ")) for out, _ in said for line in out.splitlines() if "files" in line]
+    bucket = s3_environment.make_bucket()
+    monkeypatch.setenv("UNIFIED_STORAGE_BUCKET", bucket)
+    said = run(script)
+    assert [steps_of(out) for out in said] == [["Step 0", "Step 2", "Step 4"]] * 2
+    files = [json.loads(line.removeprefix("files ")) for out in said for line in out.splitlines() if "files" in line]
     assert sorted(files[0] + files[1]) == sorted(map(str, data.glob("*.parquet"))), "each shard is somebody's"
     assert all(files), "and everybody has some"
 
-    for rank in range(2):
-        saved = [path.name for path in (tmp_path / f"checkpoints-{rank}").glob("step-*.json")]
-        assert len(saved) == 3, saved
+    with CheckpointManager(f"s3://{bucket}/checkpoints") as manager:
+        assert manager.steps() == [0, 2, 4]
+        before = manager.checkpoint(4)
+    assert [steps_of(out) for out in run(script)] == [["Step 4"]] * 2, "the second run begins anew"
+    with CheckpointManager(f"s3://{bucket}/checkpoints") as manager:
+        assert manager.steps() == [0, 2, 4]
+        assert manager.checkpoint(4).writer != before.writer
+        assert manager.load_state()["step"] == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -17,8 +18,10 @@ from unified.protocol.client_master import (
     client_to_master,
     master_to_client,
 )
+from unified.protocol.framing import Codec
 from unified_master.relay import BusRelay
 
+A = TypeVar("A")
 Respond = Callable[[ClientToMaster], MasterAnswer | list[bytes] | None]
 
 
@@ -27,7 +30,9 @@ class FakeMaster:
 
     def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
         self.respond: Respond = lambda message: Refused(code="bad-request", reason="the test says nothing of this")
-        self.requests: list[ClientToMaster] = []
+        self.requests: list[Any] = []
+        self.codec: Codec[Any] = client_to_master
+        """Of what is asked here."""
         self.version = 1
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -41,7 +46,7 @@ class FakeMaster:
         self._thread.start()
         return self
 
-    def requests_of(self, kind: type[ClientToMaster]) -> list[ClientToMaster]:
+    def requests_of(self, kind: type[A]) -> list[A]:
         return [request for request in self.requests if isinstance(request, kind)]
 
     def close(self) -> None:
@@ -56,7 +61,7 @@ class FakeMaster:
             if not self._socket.poll(10):
                 continue
             sender, *frames = self._socket.recv_multipart()
-            request_id, message = client_to_master.decode(frames)
+            request_id, message = self.codec.decode(frames)
             self.requests.append(message)
             answer = self.respond(message)
             if isinstance(answer, msgspec.Struct):

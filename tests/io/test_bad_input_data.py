@@ -17,6 +17,7 @@ from unified.errors import (
     CoordinatorError,
     DataFileNotFoundError,
     DatasetError,
+    OptionError,
     StorageDeniedError,
     UnifiedError,
     UsageError,
@@ -32,7 +33,7 @@ def registry(tmp_path: Path) -> Iterator[DatasetRegistry]:
     before = set(threading.enumerate())
     write_jsonl(tmp_path / "good.jsonl", samples(0, 20))
     with EmbeddedCoordinator() as coordinator, DatasetRegistry(coordinator, rank=0, world_size=1) as made:
-        made.register("good", tmp_path / "good.jsonl", "jsonl", shard_size=6)
+        made.register("good", tmp_path / "good.jsonl", "jsonl", shard_size=6, metadata={"version": 1})
         known = made.datasets()
         yield made
         assert made.datasets() == known, "a refusal changed something"
@@ -99,6 +100,27 @@ def test_file_of_another_format(register: Register, real: str, format_: str, tmp
     refused(DatasetError, lambda: register("data", format_), "/data", "format")
 
 
+@pytest.mark.parametrize("told", [5, 21, 0, -1])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_one_file_that_does_not_hold_what_was_said(
+    registry: DatasetRegistry, kind: str, told: int, tmp_path: Path
+) -> None:
+    """Where the file itself says what it holds; and everywhere that it holds nothing."""
+    format_, suffix, write = WRITERS[kind]
+    path = tmp_path / f"data{suffix}"
+    write(path, samples(0, 20))
+    if told <= 0 or format_ in ("parquet", "arrow"):
+        words = (path.name, f"hold 20 samples, not total_samples={told}", "give the right number, or none")
+        refused(UsageError, lambda: registry.register("bad", path, format_, total_samples=told), *words)
+        return
+    with EmbeddedCoordinator() as coordinator, DatasetRegistry(coordinator, rank=0) as other:
+        other.register("big", path, format_, total_samples=told, shard_size=10)
+        if told < 20:
+            assert len(list(ShardedDataset(other, "big"))) == told
+        else:
+            refused(DatasetError, lambda: list(ShardedDataset(other, "big")), path.name, "end 1 samples before shard 2")
+
+
 def test_file_that_cannot_be_read(register: Register) -> None:
     path = "/proc/self/mem"  # opens, but reading fails, also for root
     refused(DatasetError, lambda: register(path, "jsonl"), path, "Input/output error")
@@ -152,6 +174,7 @@ def test_bucket_that_is_missing_or_denies(
         ({"seed": 3}, "seed is 0, not 3"),
         ({"total_samples": 7}, "total_samples is 20, not 7"),
         ({"path": "other.jsonl"}, "other.jsonl"),
+        ({"metadata": {"version": 2}}, "metadata is {'version': '1'}, not {'version': '2'}"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -213,8 +236,8 @@ def test_ranks_that_are_not_in_the_world(registry: DatasetRegistry, rank: int, t
 def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    refused(UsageError, DatasetRegistry, "rank 4 is not in a world of 4")
-    refused(UsageError, lambda: TrainingOrchestrator("w", "local"), "rank 4 is not in a world of 4")
+    refused(OptionError, DatasetRegistry, "rank 4 is not in a world of 4")
+    refused(OptionError, lambda: TrainingOrchestrator("w", "local"), "rank 4 is not in a world of 4")
 
 
 def test_two_workers_of_one_rank() -> None:

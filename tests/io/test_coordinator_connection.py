@@ -9,8 +9,11 @@ import pytest
 
 from unified.client import connection as connection_module
 from unified.client.connection import MasterConnection, Reply
+from unified.data import client as client_module
+from unified.data.client import BARRIER_GRACE_S, RemoteCoordinator, barrier_after
 from unified.errors import MasterUnreachableError
 from unified.protocol.client_master import JobList, ListJobs, ListNodes
+from unified.protocol.coordinator import BarrierResponse, WaitBarrier, worker_to_coordinator
 from unified.testing import eventually
 
 if TYPE_CHECKING:
@@ -55,3 +58,34 @@ def test_what_was_given_up_is_not_asked_again(fake_master: FakeMaster, monkeypat
         assert len(fake_master.requests_of(ListJobs)) == settled
         assert not told
         connection.abandon(other)
+
+
+BARRIER = WaitBarrier(barrier_id="b", worker_id="w", session="s", arrival=1, world_size=2, timeout_s=60.0)
+
+
+def test_who_asks_again_at_a_barrier_says_how_much_of_its_time_is_left(
+    fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (connection_module, client_module):
+        monkeypatch.setattr(module, "RESEND_S", 0.05)
+    fake_master.codec, fake_master.respond = worker_to_coordinator, lambda message: None
+    with RemoteCoordinator(fake_master.address) as remote:
+        future = remote.submit(BARRIER, BarrierResponse)
+        eventually(lambda: len(fake_master.requests_of(WaitBarrier)) > 3)
+        future.cancel()
+    times = [each.timeout_s or 0.0 for each in fake_master.requests_of(WaitBarrier)]
+    assert times == sorted(set(times), reverse=True)
+    assert 0 < times[-1] < times[0] <= 60
+
+
+@pytest.mark.parametrize(("waited_s", "left_s"), [(0.0, 60.0), (30.0, 30.0), (50.0, 10.0), (60.0, 5.0), (66.0, 2.0)])
+def test_a_master_that_has_just_begun_has_time_to_hear_who_is_there(waited_s: float, left_s: float) -> None:
+    after = barrier_after(BARRIER, waited_s)
+    assert after.timeout_s == left_s
+    assert waited_s + left_s < 60.0 + BARRIER_GRACE_S, "its answer comes before this side gives up"
+
+
+def test_a_barrier_without_an_end_stays_without_one() -> None:
+    assert barrier_after(WaitBarrier(barrier_id="b", worker_id="w", session="s", arrival=1, world_size=2), 1e5) == (
+        WaitBarrier(barrier_id="b", worker_id="w", session="s", arrival=1, world_size=2)
+    )

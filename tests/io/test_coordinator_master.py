@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.io.test_master_daemon import MasterProcess
 from unified.core.coordination.coordinator import CoordinatorCore
 from unified.data import DatasetRegistry, TrainingOrchestrator
 from unified.data.client import RemoteCoordinator
-from unified.errors import CoordinatorError, InvariantError, MasterUnreachableError
+from unified.errors import BarrierTimeoutError, CoordinatorError, InvariantError, MasterUnreachableError
 from unified.protocol.coordinator import (
     BarrierResponse,
     CheckpointResponse,
@@ -83,6 +84,33 @@ def test_a_killed_master_knows_all_of_it_again(start: Start, tmp_path: Path) -> 
         assert registry.active_workers() == ["worker-0", "worker-1"]
         found = remote.ask(GetLatestCheckpoint(), RecoveryInfo)
         assert (found.is_found, found.step, found.path) == (True, 7, "s3://b/step")
+        for each in workers:
+            each.close()
+
+
+@pytest.mark.slow
+def test_a_barriers_time_goes_on_while_the_master_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is over when it would have been, and tells who is missing."""
+    monkeypatch.setattr("unified.data.client.BARRIER_GRACE_S", 1.0)
+    master = start()
+    address = master.address
+    with RemoteCoordinator(address) as remote:
+        workers = [TrainingOrchestrator(f"worker-{rank}", remote, 2, rank) for rank in range(2)]
+
+        async def across_a_restart() -> None:
+            for each in workers:
+                await each.register_worker()
+            begun_at = time.monotonic()
+            waiting = asyncio.create_task(workers[0].wait_barrier("b", timeout=8))
+            await workers[1].heartbeat()
+            master.kill()
+            await asyncio.to_thread(eventually, lambda: time.monotonic() - begun_at > 1.5)
+            start(bind=address)
+            with pytest.raises(BarrierTimeoutError, match=r"missing worker-1; worker-0 came") as caught:
+                await waiting
+            assert (caught.value.missing, caught.value.arrived) == (["worker-1"], ["worker-0"])
+
+        asyncio.run(asyncio.wait_for(across_a_restart(), 30))
         for each in workers:
             each.close()
 

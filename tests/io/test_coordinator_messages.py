@@ -123,9 +123,11 @@ def heartbeat(coordinator: Listener, folder: Path) -> None:
     """Keeps a worker alive past its time-out; without them it is lost."""
 
     async def work() -> None:
-        quiet = TrainingOrchestrator("quiet", coordinator, 2, 0, heartbeat_interval_s=60, heartbeat_timeout_s=0.3)
+        quiet = TrainingOrchestrator("quiet", coordinator, 2, 0, heartbeat_timeout_s=0.3)
         lively = TrainingOrchestrator("lively", coordinator, 2, 1, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
         await quiet.register_worker()
+        assert quiet._heartbeats is not None
+        quiet._heartbeats.stop()
         await lively.register_worker()
         registry = DatasetRegistry(coordinator)
         await asyncio.to_thread(eventually, lambda: "quiet" not in registry.active_workers())
@@ -170,6 +172,7 @@ def get_data_shard(coordinator: Listener, folder: Path) -> None:
     shards = [shard for registry in registries for shard in registry.get_assignment("shards")]
     assert sorted((shard.start_sample, shard.end_sample) for shard in shards) == [(n, n + 2) for n in range(0, 12, 2)]
     assert {path for shard in shards for path in shard.file_paths} == {str(folder / "data.jsonl")}
+    assert registries[0].get_assignment("shards", limit=1) == shards[:1]
 
 
 def mark_done(coordinator: Listener, folder: Path) -> None:

@@ -240,9 +240,11 @@ def master(tmp_path: Path) -> Iterator[MasterProcess]:
 def test_each_variable_of_a_worker_has_its_effect(
     master: MasterProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is registered at that address under that name with that rank, which no other can have; its shards are its."""
+    """It is registered at that address under that name with that rank, which no other can have; its shards are its. In
+    other spaces nobody knows of it."""
     values = {"COORDINATOR_URL": master.address.replace("tcp", "http"), "WORKER_ID": "me", "RANK": "1"}
-    values["WORLD_SIZE"] = "3"
+    values |= {"WORLD_SIZE": "3", "UNIFIED_SPACE": "mine"}
+    elsewhere = DatasetRegistry(master.address)
     assert {*values} == {*VARIABLES.values()}, "try the new one here"
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -255,7 +257,9 @@ def test_each_variable_of_a_worker_has_its_effect(
         assert other.active_workers("d") == ["me", "worker-0", "worker-2"]
         assert len(mine.get_assignment("d")) == 4
         assert mine.get_assignment("d") == other.get_assignment("d", "me")
+        assert (elsewhere.active_workers(), elsewhere.datasets()) == ([], [])
         worker.close()
+        elsewhere.close()
 
 
 def test_what_the_log_level_of_the_environment_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.coordination_world import Story, dataset, done, four, get, spread, worker
 from unified.core.coordination.dataset import MAX_MARKS
@@ -173,6 +174,32 @@ def test_new_life_reads_on_where_the_old_one_was() -> None:
     story.send(worker("w3", life=1))
     assert story.shards("d", "w3") == mine["w3"][1:]
     assert story.shards("d", "w0") == mine["w0"]
+
+
+def test_a_shard_that_is_being_read_stays_its_readers_over_a_restart() -> None:
+    """Though nothing of its epoch is done."""
+    story = spread(Story(), "w2", shuffle=True, seed=2)
+    first = story.shards("d", "w2")[0]
+    writes = story.num_writes
+    assert story.shards("d", "w2")[0] == first
+    assert story.num_writes == writes, "an epoch is persisted when it is opened, and not with each look"
+    story.restart()
+    story.ask(SetDataWorker(dataset_id="d", worker_id="w0"), Done)
+    assert story.shards("d", "w2")[0] == first
+    assert everything(story, "w0", "w2") == ALL
+
+
+def test_a_look_may_ask_for_the_first_ones_and_tells_how_many_are_left_in_all() -> None:
+    story = spread(Story(), "w0", "w1")
+    mine = story.shards("d", "w0")
+    few = story.ask(replace(get("w0"), limit=2), DataShards)
+    assert ([each.shard_id for each in few.shards], few.num_left) == (mine[:2], 10)
+    assert story.shards("d", "w0") == mine, "what was asked without a limit is another answer"
+    story.send(done("w1", *story.shards("d", "w1")))
+    assert story.ask(replace(get("w0"), limit=100), DataShards).num_left == len(mine)
+    story.send(done("w0", *mine))
+    assert story.ask(replace(get("w0"), limit=2), DataShards).num_left == 0
+    assert story.refused(replace(get("w0"), limit=-1)).code == "bad-request"
 
 
 def test_worker_that_left_in_order_is_in_its_datasets_no_more() -> None:

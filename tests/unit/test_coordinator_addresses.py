@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unified.data.client import RemoteCoordinator, parse_coordinator
+from unified.coordinator_address import parse_coordinator
+from unified.data.client import RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
 from unified.data.orchestrator import TrainingOrchestrator
 from unified.data.registry import DatasetRegistry
@@ -76,18 +77,45 @@ def test_a_worker_of_nothing_at_all_is_alone() -> None:
         DatasetRegistry("local").get_shard("d", epoch=0)
 
 
+def test_one_of_several_without_a_coordinator_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would wait for the others in a process of its own."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(UsageError, match=r"rank 3 of 8 has no coordinator .* set COORDINATOR_URL"):
+        TrainingOrchestrator()
+    monkeypatch.setenv("COORDINATOR_URL", "local")
+    assert TrainingOrchestrator().world_size == TrainingOrchestrator(coordinator_url="local").world_size == 8
+    monkeypatch.setenv("COORDINATOR_URL", "head:5")
+    TrainingOrchestrator().close()
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [
         ({"RANK": "one"}, "RANK='one'"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "rank 4 is not in a world of 4"),
-        ({"RANK": "-1"}, "rank -1"),
-        ({"WORLD_SIZE": "0"}, "at least one"),
+        ({"RANK": "-1"}, "RANK='-1': it must be at least 0"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0': it must be at least 1"),
     ],
 )
 def test_variables_that_cannot_be(env: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         look_around(env)
+
+
+def test_a_rank_may_be_said_without_its_world() -> None:
+    assert (look_around({"RANK": "3"}).rank, look_around({"RANK": "3"}).world_size) == (3, None)
+
+
+def test_what_the_environment_calls_a_coordinator_is_checked_as_an_argument_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COORDINATOR_URL", "HTTP://head")
+    found, _ = open_coordinator(None)
+    assert isinstance(found, RemoteCoordinator)
+    assert found.address == "tcp://head:7077"
+    monkeypatch.setenv("COORDINATOR_URL", "https://head:5")
+    for make in (TrainingOrchestrator, DatasetRegistry):
+        with pytest.raises(UsageError, match=r"COORDINATOR_URL='https://head:5': .*tcp://HOST:PORT"):
+            make()
 
 
 def test_the_settings_say_how_long_a_worker_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +129,21 @@ def test_the_settings_say_how_long_a_worker_may_be_silent(monkeypatch: pytest.Mo
     monkeypatch.delenv("UNIFIED_COORDINATOR_HEARTBEAT_INTERVAL_MS")
     worker = TrainingOrchestrator(coordinator_url="local")
     assert (worker.heartbeat_interval_s, worker.heartbeat_timeout_s) == (None, None)
+
+
+def test_settings_that_say_what_is_the_default_have_said_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As document 5's file does; a coordinator may say something else to those that do not."""
+    monkeypatch.setenv("UNIFIED_COORDINATOR_HEARTBEAT_TIMEOUT_MS", "30000")
+    worker = TrainingOrchestrator(coordinator_url="local")
+    assert (worker.heartbeat_interval_s, worker.heartbeat_timeout_s) == (None, 30.0)
+
+
+def test_an_interval_is_shorter_than_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="lost between two heartbeats"):
+        TrainingOrchestrator(coordinator_url="local", heartbeat_interval_s=3, heartbeat_timeout_s=3)
+    monkeypatch.setenv("UNIFIED_COORDINATOR_HEARTBEAT_TIMEOUT_MS", "30000")
+    with pytest.raises(UsageError, match="heartbeat_interval_s is 60 and heartbeat_timeout_s 30"):
+        TrainingOrchestrator(coordinator_url="local", heartbeat_interval_s=60)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])

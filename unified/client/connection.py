@@ -52,18 +52,25 @@ class Reply:
         message: ClientRequest,
         timeout_s: float,
         when_done: Callable[[Reply], None] | None = None,
+        after: Callable[[float], ClientRequest] | None = None,
     ) -> None:
         self.request_id = request_id
         self.message = message
+        self._after = after
+        self._asked_at = time.monotonic()
         self.timeout_s = timeout_s
         self.patience_s = RESEND_S + (message.wait_s if isinstance(message, GetJob) else 0.0)
-        self.deadline = time.monotonic() + timeout_s
+        self.deadline = self._asked_at + timeout_s
         self.resend_at = float("inf")
         self.is_sent = False
         self._done = threading.Event()
         self._answer: MasterAnswer | None = None
         self._error: UnifiedError | None = None
         self._when_done = when_done
+
+    def message_now(self) -> ClientRequest:
+        """What to send, now or again."""
+        return self.message if self._after is None else self._after(time.monotonic() - self._asked_at)
 
     def resolve(self, answer: MasterAnswer | None, error: UnifiedError | None = None) -> None:
         """End the wait. The connection calls it, once."""
@@ -178,17 +185,20 @@ class MasterConnection:
         *,
         timeout_s: float | None = None,
         when_done: Callable[[Reply], None] | None = None,
+        after: Callable[[float], ClientRequest] | None = None,
     ) -> Reply:
         """Send one request and do not wait yet; many may be on their way together.
 
         Args:
             when_done: is called once there is an answer or an error, mostly in the connection's own thread.
+            after: what to send so many seconds after this call, for a request that says how long it may wait; it is
+                called in that thread each time that the request is sent. None: the same each time.
         """
         seconds = self.timeout_s if timeout_s is None else timeout_s
         if isinstance(message, GetJob):
             seconds += message.wait_s
         with self._lock:
-            reply = Reply(self._next_id, message, seconds, when_done)
+            reply = Reply(self._next_id, message, seconds, when_done, after)
             self._next_id += 1
             error = self._ended_by or (self._closed() if self._is_closed else None)
             if error is None:
@@ -299,7 +309,7 @@ class MasterConnection:
             reply = self._outbox[0]
             if reply.request_id in self._waiting:
                 try:
-                    socket.send_multipart(client_to_master.encode(reply.message, reply.request_id), zmq.DONTWAIT)
+                    socket.send_multipart(client_to_master.encode(reply.message_now(), reply.request_id), zmq.DONTWAIT)
                 except zmq.Again:
                     return
                 reply.is_sent = True

@@ -2,22 +2,27 @@
 
 A `Coordinator` takes the requests of `unified.protocol.coordinator`, from any thread; each ends in its answer or in one
 error. All of them may be asked twice, so what a lost connection or a master that restarts has swallowed is asked again
-until the request's own time is over. A barrier's answer comes when it is released, however late.
+until the request's own time is over. A barrier's answer comes when it is released, however late: whoever asks again for
+it says how much of its time is left.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
+import msgspec
+
 from unified.client.address import connect_seconds
-from unified.client.connection import MasterConnection, Reply
+from unified.client.connection import RESEND_S, MasterConnection, Reply
+from unified.coordinator_address import parse_coordinator
 from unified.errors import (
     CoordinatorError,
     KeyRefusedError,
@@ -29,38 +34,13 @@ from unified.errors import (
 )
 from unified.keys import ClusterKey, find_key
 from unified.protocol.coordinator import CoordinatorRequest, WaitBarrier, coordinator_to_worker
-from unified.settings import DEFAULT_PORT
 
-COORDINATOR_VARIABLE = "COORDINATOR_URL"
-LOCAL = "local"
 LONGEST_WAIT_S = 1_000_000.0
 """Eleven days: what "without an end" is to a socket."""
-_ADDRESS = re.compile(
-    r"(?:(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?/?\Z"
-)
+BARRIER_GRACE_S = 10.0
+"""How much longer than a barrier's own time to wait for its answer."""
 
 A = TypeVar("A")
-
-
-def parse_coordinator(text: str) -> str | None:
-    """``tcp://HOST:PORT`` from that, from ``http://HOST:PORT``, ``HOST:PORT`` or ``HOST`` (port 7077); None from
-    ``local``, which means a coordinator in this process.
-
-    Raises:
-        UsageError: it is none of them.
-    """
-    word = text.strip()
-    if word.lower() == LOCAL:
-        return None
-    found = _ADDRESS.match(word)
-    port = int(found["port"] or DEFAULT_PORT) if found else 0
-    scheme = (found["scheme"] or "tcp").lower() if found else ""
-    if found is None or scheme not in ("tcp", "http") or not 0 < port < 65536:
-        raise UsageError(
-            f"{text!r} is not the address of a coordinator: write tcp://HOST:PORT, http://HOST:PORT or HOST:PORT of a "
-            "master, such as tcp://10.0.0.1:7077, or 'local' for one in this process."
-        )
-    return f"tcp://{found['host']}:{port}"
 
 
 class Coordinator(ABC):
@@ -72,8 +52,8 @@ class Coordinator(ABC):
 
         Args:
             expected: of which class the answer will be.
-            timeout_s: seconds until the future fails; None means the coordinator's own time. A barrier has none
-                besides its own.
+            timeout_s: seconds until the future fails; None means the coordinator's own time, or some more than that of
+                a barrier, whose end the coordinator tells; one that has none may wait for ever.
 
         The future's errors:
             CoordinatorError: the coordinator said no; has its code.
@@ -101,7 +81,7 @@ class RemoteCoordinator(Coordinator):
     """A master as coordinator. The connection is opened with the first request, in each process that makes one.
 
     Args:
-        address: as `parse_coordinator` takes it.
+        address: as `unified.coordinator_address.parse_coordinator` takes it.
         key: of the cluster; None looks where clients look (`unified.keys.find_key`).
         timeout_s: how long a request waits for its answer; None: what clients wait (``UNIFIED_CONNECT_S``, 10 s).
 
@@ -125,13 +105,16 @@ class RemoteCoordinator(Coordinator):
         future: Future[A] = Future()
         connection = self._connected()
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        if isinstance(request, WaitBarrier) and timeout_s is None:
-            seconds = LONGEST_WAIT_S
+        after: Callable[[float], WaitBarrier] | None = None
+        if isinstance(request, WaitBarrier):
+            after = partial(barrier_after, request)
+            if timeout_s is None:
+                seconds = LONGEST_WAIT_S if request.timeout_s is None else request.timeout_s + BARRIER_GRACE_S
 
         def when_done(reply: Reply) -> None:
             _settle(future, connection, reply, expected)
 
-        reply = connection.send(request, timeout_s=seconds, when_done=when_done)
+        reply = connection.send(request, timeout_s=seconds, when_done=when_done, after=after)
         future.add_done_callback(lambda _: connection.abandon(reply))
         return future
 
@@ -154,6 +137,19 @@ class RemoteCoordinator(Coordinator):
                 )
                 self._pid = os.getpid()
             return self._connection
+
+
+def barrier_after(request: WaitBarrier, waited_s: float) -> WaitBarrier:
+    """What to ask so many seconds after the arrival. A master that knows of it goes by what it was told then; one that
+    was started since hears of the time only here.
+
+    That one hears of the others, too, only as each asks again: before it can tell who is missing, they need half of the
+    time until this side gives up.
+    """
+    if request.timeout_s is None or waited_s < RESEND_S:
+        return request
+    left_s = request.timeout_s - waited_s
+    return msgspec.structs.replace(request, timeout_s=max(left_s, (left_s + BARRIER_GRACE_S) / 2, 0.0))
 
 
 def refusal(code: str, reason: str) -> CoordinatorError:

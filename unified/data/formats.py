@@ -25,6 +25,8 @@ class RowFormat(ABC):
     """
 
     name: ClassVar[str]
+    is_counted: ClassVar[bool] = False
+    """A file says how many rows it has; else it has to be read through."""
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         if isinstance(columns, str) or (columns is not None and not columns):

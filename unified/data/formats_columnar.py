@@ -42,6 +42,8 @@ def dicts(batches: Iterable[Any], start: int, end: int) -> Iterator[dict[str, An
 class _Columnar(RowFormat):
     """What both have."""
 
+    is_counted = True
+
     def _in_order(self, batches: Iterable[Any]) -> Iterable[Any]:
         """With the wanted columns alone, in the order that was asked for."""
         return batches if self.columns is None else (batch.select(self.columns) for batch in batches)

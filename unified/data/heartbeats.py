@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 
 from unified.data.client import Coordinator
-from unified.errors import MasterUnreachableError, UnifiedError, WorkerUnknownError
+from unified.errors import MasterUnreachableError, UnifiedError, UsageError, WorkerUnknownError
 from unified.protocol.coordinator import Heartbeat, HeartbeatResponse
+
+_log = logging.getLogger("unified.data")
 
 
 class Heartbeats:
@@ -92,6 +96,31 @@ class Heartbeats:
     def _tell(self, error: UnifiedError) -> None:
         if not self._stopping.is_set():
             self._when_lost(error)
+
+
+def check_heartbeats(interval_s: float | None, timeout_s: float | None) -> None:
+    """Raise UsageError for times that cannot be, as far as they are known."""
+    for name, seconds in (("heartbeat_interval_s", interval_s), ("heartbeat_timeout_s", timeout_s)):
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UsageError(f"{name} is {seconds}: give seconds above 0.")
+    if interval_s is not None and timeout_s is not None and interval_s >= timeout_s:
+        raise UsageError(
+            f"heartbeat_interval_s is {interval_s:g} and heartbeat_timeout_s {timeout_s:g}: this worker would be taken "
+            "for lost between two heartbeats. Give an interval of at most a third of the time-out."
+        )
+
+
+def interval_within(worker_id: str, interval_s: float, timeout_s: float) -> float:
+    """The interval, or a third of the time-out if a worker that waits for so long would be taken for lost; the log says
+    so."""
+    if interval_s < timeout_s:
+        return interval_s
+    reason = (
+        f"its heartbeat_interval_s is {interval_s:g}, and its coordinator takes it for lost after {timeout_s:g} s of "
+        f"silence: it sends a heartbeat every {timeout_s / 3:g} s"
+    )
+    _log.warning("event=heartbeats-closer worker=%s reason=%r", worker_id, reason)
+    return timeout_s / 3
 
 
 def heartbeat_error(message: Heartbeat, answer: HeartbeatResponse) -> WorkerUnknownError | None:

@@ -15,9 +15,10 @@ from typing import Any, Literal, Self
 from unified.data.barrier_release import check_release
 from unified.data.checkpoint_notices import CheckpointNotices
 from unified.data.client import Coordinator
-from unified.data.heartbeats import Heartbeats, heartbeat_error
+from unified.data.heartbeats import Heartbeats, check_heartbeats, heartbeat_error, interval_within
 from unified.data.surroundings import (
     Introduction,
+    check_meeting_place,
     check_rank,
     introduce,
     look_around,
@@ -37,11 +38,6 @@ from unified.protocol.coordinator import (
     WaitBarrier,
     WorkerRegistration,
 )
-from unified.runtime_settings import CoordinatorSettings
-
-DEFAULTS = CoordinatorSettings()
-GRACE_S = 10.0
-"""How much longer than a barrier's own time to wait for its answer."""
 
 
 class TrainingOrchestrator:
@@ -52,11 +48,11 @@ class TrainingOrchestrator:
             ``worker-{rank}``.
         coordinator_url: ``tcp://HOST:PORT``, ``http://HOST:PORT`` or ``HOST:PORT`` of a master; ``local`` for a
             coordinator in this process, which other processes do not see. Default: inside a job its master, else
-            ``COORDINATOR_URL``, else ``local``.
+            ``COORDINATOR_URL``, else ``local``, which has to be said where there are others.
         world_size: how many workers there are. Default: inside a job those of its role, else ``WORLD_SIZE``, else 1.
         rank: of this one, from 0. Default: as in its role, else ``RANK``, else 0.
-        heartbeat_interval_s: seconds between heartbeats. Default: ``heartbeat_interval_ms`` of the settings here, else
-            of the coordinator's: 1, or less if the time-out is short.
+        heartbeat_interval_s: seconds between heartbeats, fewer than the time-out. Default: ``heartbeat_interval_ms`` of
+            the settings here, else of the coordinator's: 1, or less if the time-out is short.
         heartbeat_timeout_s: after so many seconds of silence the coordinator takes this worker for lost. Default:
             ``heartbeat_timeout_ms`` of the settings here, else of the coordinator's: 30.
 
@@ -64,7 +60,8 @@ class TrainingOrchestrator:
     ``async with`` deregisters at the end, and closes.
 
     Raises:
-        UsageError: the rank is not in the world, or something is not what it should be; says what.
+        UsageError: the rank is not in the world, there is no coordinator where it could meet the others, or something
+            is not what it should be; says what.
     """
 
     def __init__(
@@ -81,14 +78,14 @@ class TrainingOrchestrator:
         self.world_size = _first(world_size, around.world_size, 1)
         self.rank = _first(rank, around.rank, 0)
         check_rank(self.rank, self.world_size)
+        check_meeting_place(coordinator_url, self.rank, self.world_size)
         self.worker_id = worker_id or around.worker_id or f"worker-{self.rank}"
-        _check_seconds("heartbeat_interval_s", heartbeat_interval_s)
-        _check_seconds("heartbeat_timeout_s", heartbeat_timeout_s)
-        configured = settings().coordinator
-        if heartbeat_interval_s is None and configured.heartbeat_interval_ms != DEFAULTS.heartbeat_interval_ms:
-            heartbeat_interval_s = configured.heartbeat_interval_ms / 1000
-        if heartbeat_timeout_s is None and configured.heartbeat_timeout_ms != DEFAULTS.heartbeat_timeout_ms:
-            heartbeat_timeout_s = configured.heartbeat_timeout_ms / 1000
+        configured = settings()
+        if heartbeat_interval_s is None and configured.says("coordinator", "heartbeat_interval_ms"):
+            heartbeat_interval_s = configured.coordinator.heartbeat_interval_ms / 1000
+        if heartbeat_timeout_s is None and configured.says("coordinator", "heartbeat_timeout_ms"):
+            heartbeat_timeout_s = configured.coordinator.heartbeat_timeout_ms / 1000
+        check_heartbeats(heartbeat_interval_s, heartbeat_timeout_s)
         self.heartbeat_interval_s = heartbeat_interval_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
         """None: as the coordinator says."""
@@ -148,7 +145,9 @@ class TrainingOrchestrator:
                 self._heartbeats = Heartbeats(
                     self._coordinator,
                     self._life(session),
-                    interval_s=self.heartbeat_interval_s or answer.heartbeat_interval_s,
+                    interval_s=interval_within(
+                        self.worker_id, self.heartbeat_interval_s or answer.heartbeat_interval_s, answer.timeout_s
+                    ),
                     timeout_s=answer.timeout_s,
                     when_lost=lambda error: self._lost(session, error),
                 )
@@ -183,7 +182,7 @@ class TrainingOrchestrator:
         Args:
             barrier_id: all must name the same.
             timeout: seconds to wait; None: without an end, unless somebody is lost. When the time of one is over, all
-                who wait are told.
+                who wait are told. It runs on while the master is away.
             on_loss: what happens when a worker is lost: ``"fail"`` raises with all who wait; ``"shrink"`` goes on
                 without it. All must say the same.
 
@@ -214,9 +213,7 @@ class TrainingOrchestrator:
                 timeout_s=timeout,
                 on_loss=on_loss,
             )
-            future = self._coordinator.submit(
-                request, BarrierResponse, timeout_s=None if timeout is None else timeout + GRACE_S
-            )
+            future = self._coordinator.submit(request, BarrierResponse)
             self._waiting.add(future)
         try:
             answer = await asyncio.wrap_future(future)
@@ -319,8 +316,3 @@ class TrainingOrchestrator:
 
 def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
-
-
-def _check_seconds(name: str, seconds: float | None) -> None:
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise UsageError(f"{name} is {seconds}: give seconds above 0.")

@@ -23,30 +23,32 @@ class ReadingPosition:
 
     Attributes:
         epoch: from 0.
-        done: shards that were read to the end, in that order.
         shard: the one that is being read; None: none is.
         offset: samples of it that were handed out.
     """
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
-        self.done: list[int] = []
         self.shard: int | None = None
         self.offset = 0
+        self._done: dict[int, None] = {}
         self._begun: dict[int, int] = {}
         """Offsets in those that were begun and then left."""
+
+    @property
+    def done(self) -> list[int]:
+        """Shards that were read to the end, in that order."""
+        return list(self._done)
 
     def plan(self, assignments: Iterable[ShardAssignment]) -> list[Reading]:
         """What is to be read of these shards. In their order: the first is this reader's for sure, the others may go
         to another one until they are first.
         """
-        done = set(self.done)
-        return [Reading(each, self._skip(each.shard_id)) for each in assignments if each.shard_id not in done]
+        return [Reading(each, self._skip(each.shard_id)) for each in assignments if each.shard_id not in self._done]
 
     def already_done(self, assignments: Iterable[ShardAssignment]) -> list[int]:
         """Those of these shards that were read to the end, of which whoever assigns them has not heard."""
-        done = set(self.done)
-        return [each.shard_id for each in assignments if each.shard_id in done]
+        return [each.shard_id for each in assignments if each.shard_id in self._done]
 
     def begin(self, reading: Reading) -> None:
         """Samples of this shard are handed out from now on."""
@@ -59,21 +61,21 @@ class ReadingPosition:
         if self.shard is None:
             raise UsageError("no shard was begun, and so none was finished.")
         finished = self.shard
-        self.done.append(finished)
+        self._done[finished] = None
         self.shard, self.offset = None, 0
         return finished
 
     def go_to(self, epoch: int) -> None:
         """To the begin of an epoch; if it is the present one, nothing changes."""
         if epoch != self.epoch:
-            self.epoch, self.done, self.shard, self.offset, self._begun = epoch, [], None, 0, {}
+            self.epoch, self._done, self.shard, self.offset, self._begun = epoch, {}, None, 0, {}
 
     def state(self) -> dict[str, Any]:
         """What `load` takes: plain values, which JSON can say too."""
         begun = dict(self._begun)
         if self.shard is not None:
             begun[self.shard] = self.offset
-        return {"epoch": self.epoch, "done": list(self.done), "begun": [[*each] for each in begun.items()]}
+        return {"epoch": self.epoch, "done": self.done, "begun": [[*each] for each in begun.items()]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Be where another one was.
@@ -82,11 +84,11 @@ class ReadingPosition:
             UsageError: it is no state of a position.
         """
         try:
-            epoch, done = int(state["epoch"]), [int(each) for each in state["done"]]
+            epoch, done = int(state["epoch"]), dict.fromkeys(int(each) for each in state["done"])
             begun = {int(shard_id): int(offset) for shard_id, offset in state["begun"]}
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"this is not what state_dict() gave: {state!r} ({error!r}).") from error
-        self.epoch, self.done, self.shard, self.offset, self._begun = epoch, done, None, 0, begun
+        self.epoch, self._done, self.shard, self.offset, self._begun = epoch, done, None, 0, begun
 
     def _skip(self, shard_id: int) -> int:
         return self.offset if shard_id == self.shard else self._begun.get(shard_id, 0)

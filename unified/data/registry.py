@@ -87,7 +87,9 @@ class DatasetRegistry:
         Args:
             path: a file, a directory or a glob; of this host, or ``s3://bucket/…``.
             format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl`` or ``arrow``.
-            total_samples: what the files hold together. Default: they are counted.
+            total_samples: what the files hold together. Default: they are counted. It is compared with their count, but
+                for one csv, jsonl or tfrecord file alone, which is not read through then: what that has beyond
+                `total_samples` is never served.
             shard_size: samples per shard; the last one may have fewer. Default: ``default_shard_size`` of the settings,
                 which is 10 000.
             shuffle: read the shards in another order in each epoch.
@@ -107,7 +109,8 @@ class DatasetRegistry:
             shard_size = settings().dataset.default_shard_size
         known = self._find(dataset_id)
         epoch = known.epoch if known is not None else 0
-        asked = (where, format, shard_size, shuffle, seed or 0)
+        said = {name: str(value) for name, value in (metadata or {}).items()}
+        asked = (where, format, shard_size, shuffle, seed or 0, said)
         if known is None or not is_registered_as(known, asked, total_samples):
             files = dataset_files(where, format, total_samples)
             request = RegisterDataset(
@@ -118,7 +121,7 @@ class DatasetRegistry:
                 shard_size=shard_size,
                 shuffle=shuffle,
                 seed=seed or 0,
-                metadata={name: str(value) for name, value in (metadata or {}).items()},
+                metadata=said,
                 files=files,
                 space=self._around.space,
             )
@@ -137,29 +140,40 @@ class DatasetRegistry:
         return list(dict.fromkeys(path for shard in shards for path in shard.file_paths))
 
     def get_assignment(
-        self, dataset_id: str, worker_rank: int | str | None = None, epoch: int | None = None
+        self,
+        dataset_id: str,
+        worker_rank: int | str | None = None,
+        epoch: int | None = None,
+        *,
+        limit: int | None = None,
     ) -> list[ShardAssignment]:
         """A worker's unfinished shards, in the order in which they are to be read.
 
         Args:
             worker_rank: the worker's rank, or its id. Default: this process's own.
             epoch: which; default: the current one.
+            limit: so many at most, the first ones; what is asked before each shard should not be all of a million.
+                Default: all.
 
         Raises:
             CoordinatorError: there is no such dataset, the epoch is past, or the worker is none of the dataset's.
             WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
-            UsageError: the rank is not in the world.
+            UsageError: the rank is not in the world; or `limit` is below 1.
         """
+        if limit is not None and limit < 1:
+            raise UsageError(f"limit={limit} shards cannot be asked for: give 1 or more, or none to have all.")
         worker = self._worker_id(worker_rank)
-        request = GetDataShard(
-            dataset_id=dataset_id,
-            epoch=self.current_epoch(dataset_id) if epoch is None else epoch,
-            **self._of(worker),
-        )
-        self._join_once(dataset_id, worker)
-        shards = self._ask(request, DataShards).shards
-        self._epochs[dataset_id] = max(request.epoch, self._epochs.get(dataset_id, 0))
-        return shards
+        if epoch is None:
+            epoch = self.current_epoch(dataset_id)
+        return self.look_up(dataset_id, worker, epoch, limit=limit or 0).shards
+
+    def look_up(self, dataset_id: str, worker_id: str, epoch: int, *, limit: int) -> DataShards:
+        """As `get_assignment`, with the revision for which it holds; with `limit` 0 all."""
+        request = GetDataShard(dataset_id=dataset_id, epoch=epoch, limit=limit, **self._of(worker_id))
+        self._join_once(dataset_id, worker_id)
+        answer = self._ask(request, DataShards)
+        self._epochs[dataset_id] = max(epoch, self._epochs.get(dataset_id, 0))
+        return answer
 
     def mark_done(
         self, dataset_id: str, shard_ids: int | Sequence[int], epoch: int, worker_rank: int | str | None = None
@@ -176,10 +190,13 @@ class DatasetRegistry:
                 alone knows what it has read.
             WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
         """
-        ids = [shard_ids] if isinstance(shard_ids, int) else list(shard_ids)
-        worker = self._worker_id(worker_rank)
-        request = MarkDone(dataset_id=dataset_id, epoch=epoch, shard_ids=ids, **self._of(worker))
-        return self._ask(request, ShardsDone).shard_ids
+        ids = [shard_ids] if isinstance(shard_ids, int) else shard_ids
+        return self.report_done(dataset_id, self._worker_id(worker_rank), epoch, ids).shard_ids
+
+    def report_done(self, dataset_id: str, worker_id: str, epoch: int, shard_ids: Sequence[int]) -> ShardsDone:
+        """As `mark_done`, with the revision that holds now."""
+        request = MarkDone(dataset_id=dataset_id, epoch=epoch, shard_ids=list(shard_ids), **self._of(worker_id))
+        return self._ask(request, ShardsDone)
 
     def restore_position(
         self,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from unified.data.epoch_end import Patience
 from unified.data.formats import open_format
 from unified.data.prefetch import ShardPrefetcher
 from unified.data.reading import ShardReader
 from unified.data.reading_position import Reading, ReadingPosition
 from unified.data.surroundings import settings
-from unified.errors import UsageError
+from unified.errors import CoordinatorError, EpochTimeoutError, UsageError
 from unified.protocol.coordinator import DatasetStatus, ShardAssignment
 
 _log = logging.getLogger("unified.data")
@@ -30,7 +32,7 @@ class ShardSource(Protocol):
         ...
 
     def shards(self, epoch: int) -> list[ShardAssignment]:
-        """Those that are this worker's now and not done, in the order in which they are to be read.
+        """Those that are this worker's now and not done, in the order in which they are to be read; of many, the first.
 
         An epoch after the current one is begun by asking for it.
         """
@@ -43,7 +45,7 @@ class ShardSource(Protocol):
 
 @runtime_checkable
 class RestorableSource(ShardSource, Protocol):
-    """One that can go back to a position, as a coordinator can."""
+    """One that can go back to a position and knows how far others are, as a coordinator does."""
 
     @property
     def life(self) -> int:
@@ -53,6 +55,11 @@ class RestorableSource(ShardSource, Protocol):
     @property
     def is_elastic(self) -> bool:
         """All who read are started again together."""
+        ...
+
+    @property
+    def num_left(self) -> int:
+        """Unfinished shards of the epoch, whoever has them; by the last answer to `shards`."""
         ...
 
     def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
@@ -80,11 +87,11 @@ class ShardRegistry(Protocol):
 class ShardedDataset(IterableDataset[Any]):
     """Iterates over the samples of one epoch that are this worker's: dicts, or bytes of ``tfrecord``.
 
-    Before each shard it is asked anew which shards are this worker's, so that what is taken over from a lost worker is
+    Before each shard it is settled anew which are this worker's, so that what is taken over from a lost worker is
     read too, and what was given to a new one is not. A shard is reported as done when its last sample was handed out
     and the next one is asked for. Each ``for`` over it is the next epoch: the end of an iteration is the end of the
-    epoch for this worker. (What another worker leaves behind when it is lost after that is read by iterating over that
-    epoch again, after `set_epoch`.) An iteration that was left before its end is gone on with by the next one.
+    epoch for this worker. What another worker leaves behind when it is lost after that is read by nobody, unless
+    somebody waits for it: see `wait_for_others`. An iteration that was left before its end is gone on with by the next.
 
     What is done in an epoch is not served again, also to the next life of a worker. So a life that goes on with an
     earlier model has to take the data back, too, with `load_state_dict`; if it finds no checkpoint, see `restart`.
@@ -105,6 +112,11 @@ class ShardedDataset(IterableDataset[Any]):
             read `epoch` from its beginning, as if all who read together had loaded that position. ``"resume"``: read
             what is left. Default: ``"anew"`` in an elastic role that was started again, as all of its ranks begin again
             then; else ``"resume"``, with a warning in the log.
+        wait_for_others: seconds. Above 0, an iteration ends when all shards of the epoch are done, by whomever: until
+            then it waits, and reads what it is given of those that are lost or leave. The error comes when so long
+            nobody has finished a shard; with ``math.inf`` never. Default 0: it ends when this worker has no more, as it
+            must where workers take their steps together (collectives, as in an elastic role): one that waits here takes
+            no step, and so none of the others would.
 
     Raises:
         UsageError: an argument that cannot be.
@@ -121,6 +133,7 @@ class ShardedDataset(IterableDataset[Any]):
         prefetch_shards: int | None = None,
         verify: bool = False,
         restart: Literal["anew", "resume"] | None = None,
+        wait_for_others: float = 0.0,
     ) -> None:
         if restart not in ("anew", "resume", None):
             raise UsageError(f'restart must be "anew" or "resume", not {restart!r}.')
@@ -134,12 +147,17 @@ class ShardedDataset(IterableDataset[Any]):
             source = registry
         else:
             raise UsageError("ShardedDataset takes a registry and the id of a dataset, or a source of shards alone.")
+        if not wait_for_others >= 0:
+            raise UsageError(f"wait_for_others must be seconds from 0 on, not {wait_for_others}.")
+        if wait_for_others and not isinstance(source, RestorableSource):
+            raise UsageError("wait_for_others needs a source that knows how far others are, as a DatasetRegistry's do.")
         self._source: ShardSource = source
         self._dataset_id = dataset_id or ""
         self._columns = columns
         self._transform = transform
         self._prefetch_shards = prefetch_shards
         self._verify = verify
+        self._wait_for_others = wait_for_others
         open_format(source.format, columns)  # so that what cannot be is refused now
         self._position = ReadingPosition(_checked(epoch))
         self._restart = restart
@@ -189,6 +207,7 @@ class ShardedDataset(IterableDataset[Any]):
 
         Raises:
             DatasetError: a file cannot be read; names it.
+            EpochTimeoutError: others did not go on; see `wait_for_others`. The next iteration waits again.
             UsageError: in a worker process of torch; or another iteration was begun after this one.
         """
         if (info := get_worker_info()) is not None:
@@ -210,7 +229,8 @@ class ShardedDataset(IterableDataset[Any]):
             if not self._is_placed:
                 self._place()
                 self._is_placed = True
-            while readings := self._plan():
+            readings = self._plan() or self._next(turn)
+            while readings:
                 reading = readings[0]
                 shard_id = reading.assignment.shard_id
                 if self._prefetch_shards:
@@ -222,12 +242,10 @@ class ShardedDataset(IterableDataset[Any]):
                 for sample in samples:
                     position.offset += 1
                     yield sample
-                    if self._turn is not turn:
-                        raise UsageError(
-                            "this iteration is over: another one was begun, or set_epoch or load_state_dict called."
-                        )
+                    self._check(turn)
                 position.finish()
                 source.mark_done(position.epoch, [shard_id])
+                readings = self._next(turn)
             position.go_to(position.epoch + 1)
         finally:
             is_free = prefetcher.close()
@@ -277,6 +295,38 @@ class ShardedDataset(IterableDataset[Any]):
             source.mark_done(position.epoch, unheard)
             assignments = source.shards(position.epoch)  # only who asks after that has the first for sure
         return position.plan(assignments)
+
+    def _next(self, turn: object) -> list[Reading]:
+        """What is to be read now, once there is something; nothing if this was the end of the epoch."""
+        source, epoch = self._source, self._position.epoch
+        if not self._wait_for_others or not isinstance(source, RestorableSource):
+            return self._plan()
+        patience = Patience(self._wait_for_others, time.monotonic())
+        try:
+            while not (readings := self._plan()) and source.num_left:
+                wait_s = patience.next_look_s(time.monotonic(), source.num_left)
+                if wait_s is None:
+                    raise EpochTimeoutError(self._waited_for(source, epoch))
+                time.sleep(wait_s)
+                self._check(turn)
+        except CoordinatorError as error:
+            if error.code != "ended":
+                raise
+            return []  # another one that waited has seen the end of the epoch, and gone on to the next
+        return readings
+
+    def _waited_for(self, source: RestorableSource, epoch: int) -> str:
+        status = source.status()
+        return (
+            f"{source.num_left} of {status.num_shards} shards of epoch {epoch} of dataset {status.dataset_id!r} are "
+            f"other workers', of {', '.join(status.workers)}, and none was finished in {self._wait_for_others:g} s. Do "
+            "they all read? Those that do not are taken out by DatasetRegistry.remove_worker, and what they have left "
+            "is read by others; or give a longer wait_for_others."
+        )
+
+    def _check(self, turn: object) -> None:
+        if self._turn is not turn:
+            raise UsageError("this iteration is over: another one was begun, or set_epoch or load_state_dict called.")
 
 
 def _checked(epoch: int) -> int:

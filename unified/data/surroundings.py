@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unified.data.client import COORDINATOR_VARIABLE, LOCAL, Coordinator, RemoteCoordinator, parse_coordinator
+from unified.coordinator_address import LOCAL, parse_coordinator
+from unified.data.client import Coordinator, RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
 from unified.errors import NotInWorkerError, UsageError
+from unified.log_level import log_from
 from unified.runtime_settings import RuntimeSettings
+from unified.settings import DEFAULT_PORT
 from unified.worker.context import Worker, current_worker
 
 
@@ -18,7 +20,7 @@ class Surroundings:
     """What is known without being told."""
 
     space: str = ""
-    """The job's id; empty outside a job."""
+    """The job's id; outside a job ``UNIFIED_SPACE``, or empty."""
     worker_id: str = ""
     """Empty: not known."""
     life: int = -1
@@ -32,10 +34,12 @@ class Surroundings:
 
 
 def look_around(env: Mapping[str, str] | None = None) -> Surroundings:
-    """Inside a job what `current_worker()` says, else ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``.
+    """Inside a job what `current_worker()` says, else ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``.
+    Outside a job what we log here begins from now on at the level that the environment asks for; a job's worker sees to
+    that at its start.
 
     Raises:
-        UsageError: a variable is not a number, or the rank is not in the world.
+        OptionError: a variable is not what it should be, or the rank is not in the world.
     """
     worker = _worker()
     if worker is not None:
@@ -50,10 +54,15 @@ def look_around(env: Mapping[str, str] | None = None) -> Surroundings:
             world_size=me.world_size,
             workers=names,
         )
-    env = os.environ if env is None else env
-    rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    check_rank(rank, world_size)
-    return Surroundings(worker_id=env.get("WORKER_ID", ""), rank=rank, world_size=world_size)
+    own = RuntimeSettings.load_own(env)
+    if own.says("", "log_level"):
+        log_from(own.log_level)
+    return Surroundings(
+        space=own.space,
+        worker_id=own.worker_id if own.says("", "worker_id") else "",
+        rank=own.rank if own.says("", "rank") else None,
+        world_size=own.world_size if own.says("", "world_size") else None,
+    )
 
 
 def settings() -> RuntimeSettings:
@@ -131,15 +140,28 @@ def named_coordinator(given: str | Coordinator | None) -> str | Coordinator | No
     if given:
         return given
     worker = _worker()
-    return (worker.master_address if worker is not None else "") or os.environ.get(COORDINATOR_VARIABLE) or None
+    if worker is not None and worker.master_address:
+        return worker.master_address
+    own = RuntimeSettings.load_own()
+    return own.coordinator_url if own.says("", "coordinator_url") else None
+
+
+def check_meeting_place(given: str | Coordinator | None, rank: int, world_size: int) -> None:
+    """Raise UsageError if the others of a world would be waited for in this process, where nobody said so."""
+    if world_size > 1 and named_coordinator(given) is None:
+        raise UsageError(
+            f"rank {rank} of {world_size} has no coordinator where it could meet the others: set "
+            "COORDINATOR_URL (or coordinator_url) to the address of a master, such as "
+            f"tcp://10.0.0.1:{DEFAULT_PORT}. {LOCAL!r} is for workers that are all in one process."
+        )
 
 
 def open_coordinator(given: str | Coordinator | None) -> tuple[Coordinator, bool]:
     """The coordinator, and whether its user closes it.
 
     Args:
-        given: an address (see `unified.data.client.parse_coordinator`), ``local``, or a coordinator; None means the
-            one that is named here (`named_coordinator`), else one in this process.
+        given: an address (see `unified.coordinator_address.parse_coordinator`), ``local``, or a coordinator; None means
+            the one that is named here (`named_coordinator`), else one in this process.
     """
     named = named_coordinator(given)
     if isinstance(named, Coordinator):
@@ -156,13 +178,3 @@ def _worker() -> Worker | None:
         return current_worker()
     except NotInWorkerError:
         return None
-
-
-def _number(env: Mapping[str, str], name: str) -> int | None:
-    text = env.get(name, "")
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name}={text!r} is not a whole number.") from None

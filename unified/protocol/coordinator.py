@@ -2,7 +2,8 @@
 
 Names and fields are those of the reference document's ``coordinator.proto``; what it lacks is marked by its docstring.
 They travel on the control socket of the master, as other requests of clients do. `space` is new everywhere: what is
-asked in one space is not seen in another. Workers of a job use the job's id, scripts outside a job the empty one.
+asked in one space is not seen in another. Workers of a job use the job's id, scripts outside a job ``UNIFIED_SPACE``,
+or the empty one.
 """
 
 from __future__ import annotations
@@ -130,13 +131,17 @@ class GetDataShard(DataRequest, tag="get-data-shard", frozen=True, kw_only=True)
     """Which unfinished shards of an epoch are this worker's now."""
 
     epoch: int
+    limit: int = 0
+    """New: so many at most, those that are to be read first; 0: all."""
 
 
 class DataShards(CoordinatorAnswer, tag="data-shards", frozen=True, kw_only=True):
     shards: list[ShardAssignment]
     """In the order in which they are to be read."""
     revision: int
-    """Ask again when the heartbeat tells of a higher one."""
+    """Ask again when the heartbeat, or `ShardsDone`, tells of another one."""
+    num_left: int = 0
+    """New: unfinished shards of the epoch, whoever has them. What was asked without a limit may be a little behind."""
 
 
 class MarkDone(DataRequest, tag="mark-done", frozen=True, kw_only=True):
@@ -208,6 +213,7 @@ class DatasetStatus(Value, frozen=True, kw_only=True):
     """Shards of the current epoch."""
     workers: list[str]
     """Over which its shards are spread, in order."""
+    metadata: dict[str, str] = {}
 
 
 class Datasets(CoordinatorAnswer, tag="datasets", frozen=True, kw_only=True):
@@ -264,6 +270,8 @@ class NotifyCheckpoint(CoordinatorRequest, tag="notify-checkpoint", frozen=True,
     checksum: str = ""
     world_size: int = 1
     metadata: dict[str, str] = {}
+    goes_back: bool = False
+    """Training went back to this one: later steps of the series, which were told of before, count no more."""
 
 
 class CheckpointResponse(CoordinatorAnswer, tag="checkpoint-response", frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from unified import compat, process
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.registry import export_rpc_instance, export_rpc_module
 from unified.errors import EntryPointError
+from unified.log_level import asked_level, log_from
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, Progress
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Launch, Reported, Running, Stop
@@ -105,6 +106,8 @@ class _Life:
     def _be_born(self) -> Worker:
         launch = self._launch
         environment.apply(launch)
+        if level := asked_level(os.environ):
+            log_from(level)
         compat.apply(os.environ)  # the zygote was started before it was known what this worker's job wants
         keep_freed(os.environ)  # before there is a second thread, which would get memory of its own to allocate from
         self._stop.install()

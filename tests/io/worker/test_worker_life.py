@@ -100,6 +100,15 @@ def test_import_does_not_wait_for_the_order_to_run(agent: Agent) -> None:
     assert "ran" not in child.output.read_text()
 
 
+def test_a_worker_logs_as_its_environment_says(forker: Forker, agent: Agent) -> None:
+    """It is forked from a process whose environment says nothing of it."""
+    agent.write("wp_code.py", "import logging\ndef run(): logging.getLogger('unified.bus').info('event=said')")
+    child = forker.launch(attribute("run"), envs={"RUST_LOG": "info"})
+    child.run()
+    child.expect(Finished)
+    assert child.errors.read_text().endswith(" unified.bus INFO event=said\n")
+
+
 def test_directory_news_reach_the_worker(agent: Agent) -> None:
     agent.write(
         "wp_code.py",

@@ -51,7 +51,8 @@ class Dataset:
     """As it was registered, and how far it has been read.
 
     Attributes:
-        ready: answers by worker and epoch, which hold for one revision of the space.
+        ready: answers with all shards, by worker and epoch, which hold for one revision of the space until one of them
+            is done.
         position: that it was last set back to; None: it never was.
         marked: of a job's workers that have read of it since then, which life it was. Not persisted.
     """
@@ -100,11 +101,11 @@ class Dataset:
             found.append(f"its {len(self.info.files)} files are not those {len(info.files)}")
         return found
 
-    def prepare(self, worker_id: str, epoch: int, shard_ids: list[int], revision: int) -> DataShards:
-        """The answer to a worker that has these shards; kept until something changes."""
+    def shards(self, epoch: int, shard_ids: list[int], revision: int) -> DataShards:
+        """The answer to a worker that has these shards."""
         shards = [self._assignment(shard_id) for shard_id in shard_ids]
-        answer = self.ready[worker_id, epoch] = DataShards(shards=shards, revision=revision)
-        return answer
+        num_left = self.plan.num_shards - self.ledger.num_done(epoch)
+        return DataShards(shards=shards, revision=revision, num_left=num_left)
 
     def mark(self, space: str, epoch: int, shard_ids: list[int]) -> Mark:
         """To persist that these were read."""
@@ -143,6 +144,7 @@ class Dataset:
             epoch=ledger.epoch,
             num_done=ledger.num_done(ledger.epoch),
             workers=list(ledger.workers),
+            metadata=info.metadata,
         )
 
     def _assignment(self, shard_id: int) -> ShardAssignment:

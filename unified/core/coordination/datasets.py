@@ -54,7 +54,8 @@ def shards(turn: Turn, space: Space, token: Token, request: GetDataShard) -> Non
     dataset = asked(turn, space, token, request)
     if dataset is None:
         return
-    ready = dataset.ready.get((request.worker_id, request.epoch))
+    limit = request.limit
+    ready = None if limit else dataset.ready.get((request.worker_id, request.epoch))
     if ready is not None and ready.revision == space.revision:
         turn.answer(token, ready)
         return
@@ -74,10 +75,18 @@ def shards(turn: Turn, space: Space, token: Token, request: GetDataShard) -> Non
     if epoch < ledger.epoch:
         turn.refuse(token, "bad-request" if epoch < 0 else "ended", _past(dataset, epoch))
         return
-    revision = ledger.revision
-    shard_ids = ledger.shards_of(worker_id, epoch)
+    if limit < 0:
+        turn.refuse(token, "bad-request", f"{limit} shards cannot be asked for: give 1 or more, or 0 for all.")
+        return
+    revision, is_open = ledger.revision, ledger.is_open(epoch)
+    shard_ids = ledger.shards_of(worker_id, epoch, limit)
     save_changed(turn, space, dataset, revision)
-    turn.answer(token, dataset.prepare(worker_id, epoch, shard_ids, space.revision))
+    if not is_open:  # from now on first shards are read, which a restart must not give to those who join then
+        _save(turn, space, dataset)
+    answer = dataset.shards(epoch, shard_ids, space.revision)
+    if not limit:
+        dataset.ready[worker_id, epoch] = answer
+    turn.answer(token, answer)
 
 
 def mark_done(turn: Turn, space: Space, token: Token, request: MarkDone) -> None:

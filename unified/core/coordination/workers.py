@@ -131,7 +131,7 @@ def _refusal(
         return (
             "name-taken",
             f"rank {rank} of {world} is held by worker {holder}, heard from {silent_s:.1f} s ago: deregister that one, "
-            "wait until it is taken for lost, or use another space for another training.",
+            "wait until it is taken for lost, or give another training outside a job a UNIFIED_SPACE of its own.",
         )
     return None
 

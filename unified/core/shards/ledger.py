@@ -78,6 +78,10 @@ class Ledger:
         """Those of which something is done, or that were asked for lately, in order; complete ones are left out."""
         return sorted(self._epochs)
 
+    def is_open(self, epoch: int) -> bool:
+        """Somebody has asked for its shards, so that the first ones may be being read; or all of it is done."""
+        return epoch in self._epochs or epoch in self._complete
+
     def set_workers(self, workers: Iterable[str]) -> bool:
         """Spread what is unfinished over these. Whether anything changed.
 
@@ -97,8 +101,11 @@ class Ledger:
         self.revision += 1
         return True
 
-    def shards_of(self, worker: str, epoch: int) -> list[int]:
+    def shards_of(self, worker: str, epoch: int, limit: int = 0) -> list[int]:
         """The unfinished shards of this worker, in the order in which it should read them.
+
+        Args:
+            limit: the first so many, which takes a time that does not depend on how many there are; 0: all.
 
         Raises:
             DatasetError: the epoch is past or below 0, or the worker is none of this dataset's.
@@ -116,7 +123,7 @@ class Ledger:
             )
         if epoch in self._complete:
             return []
-        return self._open(epoch).owners.shards_of(worker)
+        return self._open(epoch).owners.shards_of(worker, limit)
 
     def mark_done(self, epoch: int, worker: str, shard_ids: Iterable[int]) -> list[int]:
         """This worker read these shards to their end. Those that count, which are the ones that were its own by then.

@@ -39,9 +39,9 @@ class Owners:
         else:
             self.orphans = array("I", range(num_shards))
 
-    def shards_of(self, worker: str) -> list[int]:
-        """As they are to be read."""
-        return self.lists[worker][::-1].tolist()
+    def shards_of(self, worker: str, limit: int = 0) -> list[int]:
+        """As they are to be read; the first so many, or with 0 all."""
+        return self.lists[worker][-limit:][::-1].tolist()
 
     def copy_from(self, other: Owners) -> None:
         """Begin with what another one has, which orders its lists alike and in which nobody is reading."""
