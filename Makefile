@@ -16,7 +16,7 @@ DIST ?= loadfile
 NOT_HERE := not gpu and not netns and not slurm and not browser
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test test-slow check lint types layers unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint peers soak docs clean
+.PHONY: help setup demo example test test-slow check lint types layers unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale peers soak docs clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,12 +60,12 @@ fix: setup ## format, and mend what the linter can mend
 sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts anew
 	REWRITE=$(REWRITE) $(PYTEST) tests/sim
 
-bench: bench-launch bench-bus bench-coordinator bench-checkpoint ## all of them, with tables, JSON and pictures in out/bench
+bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale ## all of them, with tables, JSON and pictures in out/bench
 
 bench-launch: setup ## start-up and recovery against torchrun (about ten minutes)
 	$(BIN)/python benchmarks/launch.py
 
-bench-bus: setup peers ## calls, arrays and queues against Ray, Monarch and xoscar, held against our floors (about ten minutes)
+bench-bus: setup peers ## calls, arrays and queues against Ray, Monarch and xoscar, held against our floors (about twenty minutes)
 	$(BIN)/python benchmarks/bus.py --check
 
 bench-coordinator: setup ## heartbeats, look-ups, barriers and assignment, held against our floors (about two minutes)
@@ -73,6 +73,9 @@ bench-coordinator: setup ## heartbeats, look-ups, barriers and assignment, held 
 
 bench-checkpoint: setup ## stall, throughput and memory of saves, held against our floors (about five minutes)
 	$(BIN)/python benchmarks/checkpoint.py --check
+
+bench-scale: setup ## what 1 000 and 5 000 inboxes cost the master, and a call beside them (about two minutes)
+	$(BIN)/python benchmarks/bus_scale.py
 
 peers: $(PEERS)/ray/.installed $(PEERS)/xoscar/.installed $(PEERS)/monarch/.installed ## what bench-bus compares with
 

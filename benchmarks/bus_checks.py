@@ -21,6 +21,8 @@ class Floor(NamedTuple):
     peer_row: str
     at_least: float
     """How many times better than the peer; below 1, it may be worse."""
+    note: str = ""
+    """What a reader has to know of it."""
 
 
 class Verdict(NamedTuple):
@@ -40,17 +42,26 @@ class Verdict(NamedTuple):
         floor = self.floor
         rows = floor.row if floor.row == floor.peer_row else f"{floor.row} ÷ {floor.peer_row}"
         ratio = "–" if self.ratio is None else f"{self.ratio:.2f}×"
-        return f"{floor.contender} against {floor.peer}: {rows} {ratio} (floor {floor.at_least:.3g}×): {self.word}"
+        note = f" ({floor.note})" if floor.note else ""
+        return (
+            f"{floor.contender} against {floor.peer}: {rows} {ratio} (floor {floor.at_least:.3g}×): {self.word}{note}"
+        )
 
 
-def _floor(row: str, peer: str, at_least: float, *, contender: str = "direct", peer_row: str = "") -> Floor:
-    return Floor(contender, row, peer, peer_row or row, at_least)
+def _floor(
+    row: str, peer: str, at_least: float, *, contender: str = "direct", peer_row: str = "", note: str = ""
+) -> Floor:
+    return Floor(contender, row, peer, peer_row or row, at_least, note)
 
 
 LARGE = {"fanout", *(f"{way}_{mib}MiB" for mib in work.ARRAYS if mib > 1 for way in ("arg", "ret"))}
-NO_MEASURE = {"rss_children", *(row.name for row in work.ROWS if row.plain)}
+NO_MEASURE = {"rss_children", *work.BUSY, *(row.name for row in work.ROWS if row.plain)}
 """Each of our workers shares the pages of the process it was forked from, and resident sizes count them for each.
 What only ours has is no floor."""
+UNLIKE = (
+    "two different things: ours is PSS without workers, the peer's is resident sizes with workers; "
+    "the row memory_idle itself has like beside like"
+)
 FLOORS = [
     _floor("sync_p50", "ray", 4),
     _floor("async_1_1", "ray", 6),
@@ -59,7 +70,7 @@ FLOORS = [
     _floor("queue_single", "ray", 12),
     _floor("queue_batch100", "ray", 5),
     _floor("start_4_workers", "ray", 4),
-    _floor("memory_idle", "ray", 8, peer_row="rss_children"),
+    _floor("memory_idle", "ray", 8, peer_row="rss_children", note=UNLIKE),
     _floor("sync_p50", "xoscar", 1 / 0.85),
     _floor("async_1_1", "xoscar", 4),
     _floor("sync_p50", "zmq", 1 / 1.6),

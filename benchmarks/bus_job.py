@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -62,7 +64,32 @@ def shared_ones(nbytes: int) -> Any:
 
 
 class Caller:
-    """A second and a third process that call."""
+    """A second and a third process that call. Their main threads compute in Python while they are told to."""
+
+    def __init__(self) -> None:
+        self.is_told = threading.Event()
+
+    def run(self) -> None:
+        while True:
+            self.is_told.wait()
+            while self.is_told.is_set():
+                for _ in range(1000):
+                    pass
+
+    @rpc
+    def compute(self, switch_s: float | None) -> None:
+        """From now on, with this switch interval in place of the one that workers have."""
+        if switch_s is not None:
+            sys.setswitchinterval(switch_s)
+        self.is_told.set()
+
+    @rpc
+    def rest(self) -> None:
+        self.is_told.clear()
+
+    @rpc
+    def nop(self) -> None:
+        return None
 
     @rpc
     def burst(self, rank: int, calls: int, method: str) -> int:
@@ -79,7 +106,7 @@ class Bench:
     def run(self) -> None:
         self.echo = RoleGroup("echo")
         self.echo.call("nop").result(WAIT_S)
-        for part in (self.calls, self.arrays, self.shared_arrays, self.fan_out, self.queue, self.memory):
+        for part in (self.calls, self.arrays, self.shared_arrays, self.fan_out, self.queue, self.busy, self.memory):
             try:
                 part()
             except Exception:  # the other parts are worth having
@@ -183,6 +210,18 @@ class Bench:
 
         self.say("queue_single", work.read(single))
         self.say("queue_batch100", work.read(batches))
+
+    def busy(self) -> None:
+        """Calls to a worker whose main thread computes."""
+        if not wanted(*work.BUSY):
+            return
+        worker = RoleGroup("caller")[0]
+        for name, switch_s in (("busy", None), ("busy_5ms", work.PYTHONS_SWITCH_S)):
+            worker.call("compute", switch_s).result(WAIT_S)
+            p50, p99 = work.percentiles_us(sync(worker, "nop"))
+            self.say(f"{name}_p50", p50)
+            self.say(f"{name}_p99", p99)
+        worker.call("rest").result(WAIT_S)
 
     def memory(self) -> None:
         """Of all processes of the cluster but this one, which stands where the peers' driver is."""

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from typing import Any
 import bus_work as work
 import msgspec
 import psutil
-from launch import machine
-from rich.console import Console
-from rich.table import Table
+import report_table
+from bus_report import short
+from bus_scale_job import CALLS, READINGS
+from launch import fill, machine
 
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.bus.directory import Directory
@@ -35,22 +36,23 @@ from unified.errors import MasterUnreachableError
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 
 HERE = Path(__file__).parent
+README = HERE / "README.md"
+MARK = "<!-- filled from benchmarks/bus_scale.py -->"
 PATIENCE_S = 240.0
 CALM_S = 5.0
 WINDOW_S = 10.0
 POLL_S = 0.05
 MEASURES = {
-    "inboxes": "inboxes",
-    "nodes": "agents",
+    "nodes": "agents on paper",
     "register_s": "all registered, s",
     "run_s": "submit to running, s",
     "entry_bytes": "an entry, B",
-    "largest_message_kib": "largest message, KiB",
-    "sent_a_node_kib": "sent to a node, KiB",
+    "largest_message_kib": "largest message to an agent, KiB",
+    "sent_a_node_kib": "all that an agent was sent, KiB",
     "directory_mib": "directory in a worker, MiB",
     "lookup_ns": "look-up, ns",
-    "master_cpu": "master, % of a core",
-    "master_pss_mib": "master, MiB",
+    "master_cpu": "CPU of the master, % of a core",
+    "master_pss_mib": "memory of the master (PSS), MiB",
     "p50_us": "call p50, µs",
     "p99_us": "call p99, µs",
 }
@@ -61,23 +63,51 @@ def main() -> int:
     parser.add_argument("--inboxes", type=int, nargs="+", default=[0, 1000, 5000], help="runs (default: 0 1000 5000)")
     parser.add_argument("--per-node", type=int, default=8, help="inboxes of one agent (default: 8)")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where bus_scale.json goes")
+    parser.add_argument("--readme", action="store_true", help="put the table into benchmarks/README.md")
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each agent is a socket of the master's
+    before = machine()
     runs = []
     for inboxes in args.inboxes:
         runs.append(run(inboxes, args.per_node))
         print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    result = {"machine": machine(), "runs": runs}
+    result = {"machine": before, "per_node": args.per_node, "runs": runs}
     (args.out / "bus_scale.json").write_text(json.dumps(result, indent=1))
-    table = Table(
-        "", *(f"run {number + 1}" for number in range(len(runs))), title="One heartbeat a second for every inbox"
-    )
-    for name, title in MEASURES.items():
-        table.add_row(title, *(f"{each[name]:,.4g}" if name in each else "–" for each in runs))
-    Console().print(table)
+    report_table.show(headings(runs), lines(runs), [], footnote(result), 120, title="One run each")
+    if args.readme:
+        fill(README, report_table.markdown(headings(runs), lines(runs), footnote(result)), MARK)
     return 0
+
+
+def headings(runs: Sequence[dict[str, Any]]) -> list[str]:
+    return ["", *(f"{count(run['inboxes'])} inboxes" for run in runs)]
+
+
+def lines(runs: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """Of each measure, the cells."""
+    for name, title in MEASURES.items():
+        yield [title, *(_cell(run.get(name)) for run in runs)]
+
+
+def footnote(result: dict[str, Any]) -> str:
+    here = result["machine"]
+    return (
+        f"One run each, {result['per_node']} inboxes an agent, a heartbeat a second for every inbox, {READINGS} "
+        f"readings of {count(CALLS)} calls, on {here['cores']} cores, Python {here['python']}, {here['date']}, load "
+        f"{here['load_1min']} at the start."
+    )
+
+
+def count(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return count(value) if isinstance(value, int) else short(value)
 
 
 def run(inboxes: int, per_node: int) -> dict[str, Any]:
@@ -210,7 +240,7 @@ def cpu_percent(process: psutil.Process) -> float:
     before, began = process.cpu_times(), time.monotonic()
     time.sleep(WINDOW_S)
     after, ended = process.cpu_times(), time.monotonic()
-    return 100 * (after.user + after.system - before.user - before.system) / (ended - began)
+    return 100 * (sum(after[:2]) - sum(before[:2])) / (ended - began)
 
 
 def job(folder: Path, inboxes: int) -> DLJob:

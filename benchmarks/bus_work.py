@@ -27,6 +27,8 @@ QUEUE_ITEM = b"x" * 1024
 QUEUE_SINGLE = 500
 QUEUE_BATCH = 100
 QUEUE_BATCHES = 20
+PYTHONS_SWITCH_S = 0.005
+"""`sys.getswitchinterval()` where nobody has set it."""
 SETTLE_S = 6.0
 """Between the start of a runtime and the first reading, so that what it prepares in the background is there."""
 FEWEST_READINGS = 3
@@ -49,6 +51,8 @@ class Row(NamedTuple):
 
 IN_PLACE = [mib for mib in ARRAYS if mib > 1]
 """MiB of the arrays that ours makes in shared memory, too."""
+BUSY = ["busy_p50", "busy_p99", "busy_5ms_p50", "busy_5ms_p99"]
+"""What only ours is asked for: calls to a worker whose main thread computes in Python."""
 ROWS = [
     Row("sync_p50", "sync call, median", "µs", False),
     Row("sync_p99", "sync call, p99", "µs", False),
@@ -64,6 +68,10 @@ ROWS = [
     Row("fanout", f"{FANOUT_MIB} MiB to {WORKERS} workers", "GiB/s", True),
     Row("queue_single", "queue, one item a call", "items/s", True),
     Row("queue_batch100", f"queue, {QUEUE_BATCH} items a call", "items/s", True),
+    Row("busy_p50", "sync call to a worker that computes in Python, median", "µs", False),
+    Row("busy_p99", "the same, p99", "µs", False),
+    Row("busy_5ms_p50", "the same with Python's own switch interval, median", "µs", False),
+    Row("busy_5ms_p99", "the same with Python's own switch interval, p99", "µs", False),
     Row("start_4_workers", f"start of {WORKERS} workers", "s", False),
     Row("memory_idle", "memory of the runtime, idle (PSS)", "MiB", False),
     Row("memory_end", "memory with workers, at the end (PSS)", "MiB", False),

@@ -10,7 +10,12 @@ from rich.table import Table
 
 
 def show(
-    headings: Sequence[str], lines: Iterable[Sequence[str]], problems: Iterable[str], note: str, width: int
+    headings: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    problems: Iterable[str],
+    note: str,
+    width: int,
+    title: str = "Medians",
 ) -> None:
     """Print it.
 
@@ -19,7 +24,7 @@ def show(
         width: characters, where the output is no terminal, which has its own.
     """
     console = Console(width=None if sys.stdout.isatty() else width)
-    table = Table(*headings, title="Medians")
+    table = Table(*headings, title=title)
     for line in lines:
         table.add_row(*line)
     console.print(table)

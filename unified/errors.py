@@ -38,6 +38,7 @@
     │   └── DataFileNotFoundError  nothing is where a dataset should be
     ├── CoordinatorError           what the coordinator of data, barriers and checkpoints did not do
     │   ├── WorkerUnknownError     it has lost this worker, or a new life took its place
+    │   ├── EpochTimeoutError      the other workers of an epoch do not come to its end
     │   └── BarrierError           a barrier that was not passed; names who is lost
     │       └── BarrierTimeoutError  names who is missing
     ├── CheckpointError            a checkpoint that was not saved, or cannot be loaded
@@ -210,7 +211,8 @@ class QueueFullError(QueueError, TimeoutError):
 
 
 class QueueNotFoundError(QueueError, TimeoutError):
-    """No worker made the queue, or none that could be reached, in the time that its user was ready to wait."""
+    """No worker made the queue, or none that could be reached and answered, in the time that its user was ready to
+    wait."""
 
 
 class QueueTakenError(QueueError, UsageError):
@@ -271,6 +273,10 @@ class CoordinatorError(UnifiedError, RuntimeError):
 
 class WorkerUnknownError(CoordinatorError):
     """The coordinator does not count this worker among the living: it was silent for too long, or was replaced."""
+
+
+class EpochTimeoutError(CoordinatorError, TimeoutError):
+    """A reader waited for the end of an epoch, and those who have the rest of it did not go on."""
 
 
 class BarrierError(CoordinatorError):

@@ -78,6 +78,19 @@ class InstantBus:
     ) -> list[RpcFuture[Any]]:
         return [self.call(target, method, args, kwargs, timeout=timeout, block=block) for target in targets]
 
+    def call_each(
+        self,
+        targets: Sequence[str],
+        method: str,
+        arguments: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+        *,
+        timeout: float | None = None,
+    ) -> list[RpcFuture[Any]]:
+        return [
+            self.call(target, method, args, kwargs, timeout=timeout)
+            for target, (args, kwargs) in zip(targets, arguments, strict=True)
+        ]
+
 
 def _streamed(generator: AnyGenerator, what: str) -> RpcStream[Any]:
     def send(kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
@@ -91,7 +104,7 @@ def _streamed(generator: AnyGenerator, what: str) -> RpcStream[Any]:
         return True
 
     def told(error: BaseException) -> Encoded:
-        return Encoded(describe(error, worker="far", node="n1"), [])
+        return Encoded(describe(error, worker="far", node="n1", ours={}), [])
 
     def run() -> None:
         if source.is_async:

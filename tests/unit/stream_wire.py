@@ -46,7 +46,7 @@ class Wire:
         return True
 
     def describe(self, error: BaseException) -> Encoded:
-        return Encoded(describe(error, worker="b", node="n1"), [])
+        return Encoded(describe(error, worker="b", node="n1", ours={}), [])
 
     def more(self, count: int) -> None:
         self.told.append(count)

@@ -24,6 +24,7 @@ from unified.bus.calls import (
     SendCall,
     SendCancel,
     SendFailed,
+    SendWaiting,
     TimePassed,
 )
 from unified.errors import (
@@ -53,10 +54,10 @@ class Made(NamedTuple):
     target: str = "b"
 
 
-def tell(table: CallTable, now: float, event: Event | Made) -> list[Action]:
+def tell(table: CallTable, now: float, event: Event | Made) -> list[Action | SendCall]:
     """An event; or that a call is made, with what follows from it as actions too."""
     if not isinstance(event, Made):
-        return table.step(now, event)
+        return list(table.step(now, event))
     try:
         inbox = table.make(now, event.call_id, event.target, "m", event.timeout_s)
     except RpcError as error:
@@ -73,11 +74,20 @@ class Story:
         for event in events:
             self.tell(event)
 
-    def tell(self, event: Event | Made, after_s: float = 0.0) -> list[Action]:
+    def tell(self, event: Event | Made, after_s: float = 0.0) -> list[Action | SendCall]:
+        """What is to be done; calls that may go are sent at once."""
         self.now += after_s
-        actions = tell(self.table, self.now, event)
+        done: list[Action | SendCall] = []
+        for action in tell(self.table, self.now, event):
+            done += self.release(action.target) if isinstance(action, SendWaiting) else [action]
         assert self.table.check() == []
-        return actions
+        return done
+
+    def release(self, target: str = "b") -> list[SendCall]:
+        released: list[SendCall] = []
+        while sent := self.table.release(self.now, target):
+            released += sent
+        return released
 
     def answer(self, sender: str, is_last: bool = True) -> bool:
         """Whether an answer to call 1 is what is waited for."""
@@ -190,6 +200,50 @@ def test_call_that_the_relay_did_not_deliver_is_sent_again_ever_more_slowly() ->
         raise story.fails(TimePassed(), after_s=100)
 
 
+def test_calls_wait_behind_earlier_ones_that_are_being_sent() -> None:
+    story = Story(Made(1), Made(2))
+    assert story.table.step(story.now, news("alive")) == [SendWaiting(target="b")]
+    assert story.tell(Made(3)) == [], "the first two have not gone"
+    assert [each.call_id for each in story.table.release(story.now, "b")] == [1, 2, 3]
+    assert story.tell(Made(4, timeout_s=1)) == [], "they are being sent"
+    assert story.tell(Made(5)) == []
+    with pytest.raises(RpcTimeoutError, match="calls that were made before it are still to be sent"):
+        raise story.fails(TimePassed(), after_s=1)
+    assert [each.call_id for each in story.release()] == [5]
+    assert [type(each) for each in story.tell(Made(6))] == [SendCall]
+
+
+def test_call_that_the_relay_gave_back_has_its_old_place_again() -> None:
+    story = Story(news("alive"), Made(1), Made(2), Made(3))
+    for call_id in (3, 1):
+        assert story.tell(DeliveryFailed(call_id=call_id, code="unknown-target")) == []
+    assert story.tell(Made(4)) == [], "earlier ones are to go first"
+    again = story.tell(TimePassed(), after_s=0.02)
+    assert [each.call_id for each in again if isinstance(each, SendCall)] == [1, 3, 4]
+    assert [type(each) for each in story.tell(Made(5))] == [SendCall]
+
+
+def test_call_that_the_relay_gave_back_ends_with_the_life_that_it_was_for() -> None:
+    story = Story(news("alive"), Made(1))
+    story.tell(DeliveryFailed(call_id=1, code="unknown-target"))
+    assert story.tell(Made(2)) == []
+    assert isinstance(story.fails(news("dead")), WorkerDiedError)
+    assert story.tell(TimePassed(), after_s=5) == []
+    (sent,) = story.tell(news("alive", 1))
+    assert isinstance(sent, SendCall)
+    assert (sent.call_id, sent.inbox.inbox_id) == (2, "b1"), "which was never sent to the old one"
+
+
+def test_calls_that_waited_are_sent_to_the_life_that_is_there() -> None:
+    story = Story(Made(1))
+    assert story.table.step(story.now, news("alive")) == [SendWaiting(target="b")]
+    story.table.step(story.now, news("dead"))
+    assert story.release() == []
+    assert story.table.step(story.now, news("alive", 1)) == [SendWaiting(target="b")]
+    story.table.step(story.now, news("alive", 2))
+    assert [each.inbox.inbox_id for each in story.release()] == ["b2"]
+
+
 def test_overloaded_relay_ends_the_call() -> None:
     story = Story(news("alive"), Made())
     assert isinstance(story.fails(DeliveryFailed(call_id=1, code="overloaded")), BusOverloadedError)
@@ -255,7 +309,7 @@ def test_stream_stays_open_until_its_last_answer() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens in whatever order: no call ends twice, none is lost, invariants hold."""
+    """Whatever happens in whatever order: no call ends twice, none is lost, none overtakes, invariants hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,11 +317,37 @@ class AnyOrder(RuleBasedStateMachine):
         self.now = 0.0
         self.made = 0
         self.ended: list[int] = []
+        self.to_send: dict[str, list[SendCall]] = {}
+        """By worker, what the thread that sends calls which waited has still to send."""
+        self.newest_sent = {"a": 0, "b": 0}
+        self.given_back: set[int] = set()
 
     def tell(self, event: Event | Made) -> None:
         for action in tell(self.table, self.now, event):
             if isinstance(action, FailCall):
                 self.ended.append(action.call_id)
+            if isinstance(action, SendCall):
+                self.send(action)
+            if isinstance(action, SendWaiting):
+                assert action.target not in self.to_send
+                self.to_send[action.target] = []
+
+    def send(self, sent: SendCall) -> None:
+        worker = sent.inbox.inbox_id[0]
+        if sent.call_id not in self.given_back:
+            assert sent.call_id > self.newest_sent[worker]
+            self.newest_sent[worker] = sent.call_id
+
+    @rule(worker=st.sampled_from("ab"))
+    def send_one_that_waited(self, worker: str) -> None:
+        if worker not in self.to_send:
+            return
+        if not self.to_send[worker]:
+            self.to_send[worker] = self.table.release(self.now, worker)
+        if not self.to_send[worker]:
+            del self.to_send[worker]
+            return
+        self.send(self.to_send[worker].pop(0))
 
     @rule(worker=st.sampled_from("ab"), timeout_s=st.none() | st.floats(0, 10))
     def call(self, worker: str, timeout_s: Any) -> None:
@@ -295,6 +375,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(call_id=st.integers(1, 8), code=st.sampled_from(["unknown-target", "overloaded"]))
     def give_back(self, call_id: int, code: Any) -> None:
+        self.given_back.add(call_id)
         self.tell(DeliveryFailed(call_id=call_id, code=code))
 
     @rule(call_id=st.integers(1, 8))

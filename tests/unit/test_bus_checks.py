@@ -22,6 +22,16 @@ def test_less_is_better_for_times_and_more_for_rates() -> None:
     assert found["queue_single"] == "not measured"
 
 
+def test_a_floor_between_two_different_things_says_so() -> None:
+    ours, ray = {"memory_idle": 200.0}, {"memory_idle": 400.0, "rss_children": 3000.0}
+    lines = [str(each) for each in bus_checks.verdicts({"direct": ours, "ray": ray}) if each.ratio is not None]
+    assert [line.partition(" (two different things: ours is PSS without workers")[0] for line in lines] == [
+        "direct against ray: memory_idle ÷ rss_children 15.00× (floor 8×): pass"
+    ]
+    unlike = [floor for floor in bus_checks.FLOORS if floor.row != floor.peer_row]
+    assert all(floor.note for floor in unlike)
+
+
 def test_every_floor_is_on_a_row_that_is_measured() -> None:
     rows = {name for floor in bus_checks.FLOORS for name in (floor.row, floor.peer_row)}
     assert rows <= set(bus_work.NAMES)

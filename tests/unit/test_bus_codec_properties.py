@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from unified.bus.codec import LARGE_BODY_BYTES, OUT_OF_BAND_BYTES, Sealed, decode, encode, seal
-from unified.bus.encoding import INT, OBJECT, TEXT
+from unified.bus.encoding import INT, OBJECT, TEXT, Writer
 from unified.errors import ProtocolError
 
 Ext = msgspec.msgpack.Ext
@@ -235,6 +235,21 @@ def test_flipped_bits_are_refused_or_another_value(value: Any, data: st.DataObje
         body[data.draw(st.integers(0, len(body) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     if bytes([OBJECT]) not in body:  # a pickle may do whatever it likes
         check_cost(bytes(body), [bytes(buffer) for buffer in encoded.buffers])
+
+
+@given(values, st.data())
+def test_pickles_that_are_cut_are_refused(value: Any, data: st.DataObject) -> None:
+    """What a pickle may do is not bounded (it is a program, and only peers of the job can send one): but part of one is
+    an error like any other."""
+    writer = Writer()
+    content = writer.pickled(value).data
+    where, numbers, kinds = msgspec.msgpack.decode(content)
+    buffers = [bytes(buffer) for buffer in writer.outgoing.buffers]
+    whole = where if isinstance(where, bytes) else buffers[where]
+    assert same(decode(pack(Ext(OBJECT, content)), buffers), value)
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    with pytest.raises(ProtocolError):
+        decode(pack(Ext(OBJECT, pack([cut, numbers, kinds]))), buffers)
 
 
 @given(st.sampled_from([np.arange(9000), b"x" * 20_000, bytearray(20_000), Record(np.arange(9000))]), st.data())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unified.bus.futures import RpcFuture
 from unified.bus.gates import Gate, Pace, StartOrder
 from unified.bus.inbound import InboundCall
 
@@ -44,7 +45,7 @@ def test_circle_is_seen_only_while_somebody_waits_in_it() -> None:
     assert not gate.enter(own)
     assert not gate.enter(other)
     assert gate.hopeless() == []  # its handler may return without waiting
-    holder.num_waits = 1
+    holder.waits = (RpcFuture(),)
     assert gate.hopeless() == [own]
 
 
@@ -55,7 +56,7 @@ def test_gate_for_two_is_hopeless_only_when_both_wait_for_the_call() -> None:
     gate.enter(two)
     gate.enter(call(3, chain=[one.token]))
     gate.enter(inner := call(4, chain=[one.token, two.token]))
-    one.num_waits = two.num_waits = 1
+    one.waits = two.waits = (RpcFuture(),)
     assert gate.hopeless() == [inner]
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.intake import Intake, SeenCalls
+from unified.bus.departed import Departed
+from unified.bus.intake import Intake, SeenCalls, TooOldError
 from unified.errors import ProtocolError, VersionMismatchError
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
 
@@ -41,9 +42,9 @@ def test_gap_of_any_size_is_one_step() -> None:
 
 
 def test_repetitions_are_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    intake = Intake(job_id="j", inbox_id="b", worker="w")
+    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=Departed())
     for i in range(1000):
-        envelope = Envelope(BUS_VERSION, Kind.CALL, i, "a", "w", "b")
+        envelope = Envelope(BUS_VERSION, Kind.CALL, i, "a", "w", "b", count=i)
         intake.check_new(envelope)
         with pytest.raises(ProtocolError, match=rf"call {i} of worker w came a second time") as caught:
             intake.check_new(envelope)
@@ -72,8 +73,24 @@ def test_ids_are_forgotten_without_being_believed_again(monkeypatch: pytest.Monk
     assert seen.is_new(500)
 
 
+def test_what_is_known_to_have_come_is_told_from_what_is_only_old() -> None:
+    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=Departed())
+
+    def come(place: int) -> None:
+        intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 7, "a", "a_1-0_1-0", "b", count=place))
+
+    for place in (1, 2 * SeenCalls.KEPT, 2 * SeenCalls.KEPT - 1):
+        come(place)
+    with pytest.raises(ProtocolError, match="call 7 of worker a_1-0_1-0 came a second time") as caught:
+        come(2 * SeenCalls.KEPT)
+    assert not isinstance(caught.value, TooOldError)
+    for place in (1, 2):  # of which one came
+        with pytest.raises(TooOldError, match="call 7 of worker a_1-0_1-0 came behind 65536 later ones"):
+            come(place)
+
+
 def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    intake = Intake(job_id="job-1", inbox_id="me", worker="b")
+    intake = Intake(job_id="job-1", inbox_id="me", worker="b", departed=Departed())
     right = Envelope(BUS_VERSION, Kind.CALL, 1, "a", "a_1-0_1-0", "me", "m", job="job-1")
     assert intake.read(encode_envelope(right)) == right
     intake.check_new(right)
@@ -90,3 +107,37 @@ def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCa
         intake.reject(raised.value)
     assert intake.num_rejected == 3
     assert len(caplog.records) == 1
+
+
+def test_calls_of_the_dead_are_refused_however_old() -> None:
+    departed = Departed()
+    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=departed)
+    intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "a_1-0_1-0", "b", count=1))
+    departed.add("a")
+    intake.forget("a")
+    for call_id in (1, 2):
+        with pytest.raises(ProtocolError, match=f"call {call_id} of a life of worker a_1-0_1-0 that is over"):
+            intake.check_new(Envelope(BUS_VERSION, Kind.CALL, call_id, "a", "a_1-0_1-0", "b", count=call_id))
+    assert not intake._seen
+    intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a2", "a_1-0_1-0", "b", count=1))
+
+
+def test_only_so_many_of_the_dead_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Departed, "KEPT", 3)
+    departed = Departed()
+    for each in "abcbd":
+        departed.add(each)
+    assert [each in departed for each in "abcd"] == [False, True, True, True]
+
+
+def test_each_kind_of_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=Departed())
+    intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "w", "b", count=2 * SeenCalls.KEPT))
+    for _ in range(3):
+        for place in (1, 2 * SeenCalls.KEPT):  # one too old, and one a second time: both begin with the same word
+            with pytest.raises(ProtocolError) as caught:
+                intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "w", "b", count=place))
+            intake.reject(caught.value)
+        intake.reject(ProtocolError("never raised"))
+    assert len(caplog.records) == 3
+    assert intake.num_rejected == 9

@@ -61,7 +61,7 @@ class Target:
 
 
 def remote(error: Exception) -> RpcError:
-    return rebuild(describe(error, worker="b", node="n1"), "the call")
+    return rebuild(describe(error, worker="b", node="n1", ours={}), "the call")
 
 
 @pytest.mark.parametrize(

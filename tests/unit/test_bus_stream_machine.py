@@ -67,7 +67,7 @@ class StreamMachine(RuleBasedStateMachine):
             self.num_closings += 1
 
     def described(self, error: BaseException) -> bytes:
-        return describe(error, worker="b", node="n1")
+        return describe(error, worker="b", node="n1", ours={})
 
     def send(self, kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
         self.num_ends_sent += kind in (Kind.RESULT, Kind.ERROR)

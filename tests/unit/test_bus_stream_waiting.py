@@ -12,9 +12,9 @@ import pytest
 
 from tests.unit.stream_wire import PATIENCE_S, WHAT, Wire, count, count_async
 from unified.bus.codec import encode
+from unified.bus.errands import Errands
 from unified.bus.futures import Awaited
 from unified.bus.pool import HandlerPool
-from unified.bus.reaper import Reaper
 from unified.bus.stream_feed import WINDOW_ITEMS, StreamFeed
 from unified.bus.streams import RpcStream
 from unified.errors import RemoteError, RpcError, RpcTimeoutError
@@ -274,7 +274,7 @@ def test_consumer_on_a_loop_that_was_closed_is_forgotten() -> None:
     assert next(RpcStream[int](wire.feed)) == 1
 
 
-def test_reaper_works_elsewhere_and_survives_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_errands_are_done_elsewhere_and_survive_an_error(caplog: pytest.LogCaptureFixture) -> None:
     done: list[tuple[int, str]] = []
 
     def work(key: int) -> None:
@@ -282,15 +282,15 @@ def test_reaper_works_elsewhere_and_survives_an_error(caplog: pytest.LogCaptureF
             raise ValueError("one")
         done.append((key, threading.current_thread().name))
 
-    reaper = Reaper(work)
-    reaper.put(0)
-    reaper.start()
-    reaper.start()
-    reaper.put(1)
-    reaper.put(2)
+    errands = Errands(work, name="bus-errands")
+    errands.put(0)
+    errands.start()
+    errands.start()
+    errands.put(1)
+    errands.put(2)
     eventually(lambda: len(done) == 2)
-    assert done == [(0, "bus-reaper"), (2, "bus-reaper")]
-    assert "event=reaper-failed" in caplog.text
-    reaper.close()
-    reaper.put(3)
+    assert done == [(0, "bus-errands"), (2, "bus-errands")]
+    assert "event=errand-failed" in caplog.text
+    errands.close()
+    errands.put(3)
     assert len(done) == 2

@@ -165,6 +165,16 @@ def test_put_asked_for_twice_goes_in_once() -> None:
     assert tale.waiting == ["a", "b"]
 
 
+def test_put_that_was_given_up_is_dropped_with_the_next_one_and_what_waits_behind_it_goes_in() -> None:
+    tale = story(size=2)
+    tale.put(1, 1, "a")
+    assert tale.put(1, 2, "b", "c", below=2) == []
+    assert tale.put(2, 1, "d") == []
+    assert tale.put(1, 3, "e", below=3) == [(2, (Outcome.FULL, 1))]
+    assert tale.get(11, 1, 2) == [(5, ["a", "b"]), (3, in_(1)), (4, in_(1))]
+    assert tale.waiting == ["d", "e"]
+
+
 def test_put_asked_for_twice_while_it_waits_is_answered_to_the_second() -> None:
     tale = story(1)
     tale.put(1, 0, "a")
@@ -180,6 +190,15 @@ def test_get_asked_for_twice_is_given_the_same() -> None:
     assert tale.get(31, 1) == [(3, ["a"])]
     assert tale.get(31, 2) == [(4, ["b"])]
     assert tale.get(31, 1) == [(5, Outcome.WAITING)]  # an old copy takes nothing
+
+
+def test_get_that_was_given_up_and_is_asked_for_again_with_less_brings_less() -> None:
+    tale = story()
+    tale.put(2, 1, "a", "b", "c")
+    assert tale.get(11, 1, 3) == [(2, ["a", "b", "c"])]
+    assert tale.get(31, 1, 5) == []
+    assert tale.get(11, 1, 1, received=0) == [(4, ["a"]), (3, ["b", "c"])]
+    assert tale.core.stats(tale.now).leased == 3
 
 
 def test_get_asked_for_twice_while_it_waits_is_answered_to_the_second() -> None:

@@ -97,17 +97,24 @@ class QueueMachine(RuleBasedStateMachine):
         else:
             consumer.ticket = None
 
-    @rule(wait_s=WAITS)
-    def ask_again(self, wait_s: float | None) -> None:
-        """Whoever heard nothing does."""
+    @rule(wait_s=WAITS, max_items=st.integers(1, 3))
+    def ask_again(self, wait_s: float | None, max_items: int = 2) -> None:
+        """Whoever heard nothing does; of a get that was given up, the next one."""
         for consumer in self.consumers:
             if consumer.is_asking and consumer.ticket is None:
                 consumer.unheard = []
-                self.tell(consumer.ask(self.new_id(), 2, wait_s))
+                self.tell(consumer.ask(self.new_id(), max_items, wait_s))
         for producer in self.producers:
             for put in producer.pending.values():
                 if put.ticket is None:
                     self.tell(producer.ask(put, self.new_id(), wait_s, False))
+
+    @precondition(lambda self: any(each.pending for each in self.producers))
+    @rule(data=st.data())
+    def give_up_a_put(self, data: st.DataObject) -> None:
+        """Its producer has heard nothing for too long, and does not care any more."""
+        producer = data.draw(st.sampled_from([each for each in self.producers if each.pending]))
+        del producer.pending[data.draw(st.sampled_from(sorted(producer.pending)))]
 
     @rule()
     def answers_arrive(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -16,13 +18,16 @@ from unified.errors import (
     QueueNotFoundError,
     RouteLostError,
     RpcError,
+    RpcTimeoutError,
     WorkerDiedError,
 )
+from unified.queue import sites
 from unified.queue.core.outcomes import Outcome
 from unified.queue.finder import OwnerFinder
 from unified.queue.putting import Putter
 from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, PutQuestion
 from unified.testing import eventually
+from unified.worker.name_table import Holder
 
 PATIENCE_S = 10.0
 
@@ -32,6 +37,7 @@ class Site:
     the end always DONE."""
 
     is_here = False
+    holder = Holder("a", 0)
 
     def __init__(self, *script: Any, is_durable: bool = False) -> None:
         self.script = list(script)
@@ -39,7 +45,7 @@ class Site:
         self.asked: list[PutQuestion] = []
         self.later: list[Future[Any]] = []
 
-    def put(self, question: PutQuestion, nbytes: int) -> Future[Any]:
+    def put(self, question: PutQuestion, nbytes: int, until: float | None) -> Future[Any]:
         self.asked.append(question)
         says = self.script.pop(0) if self.script else None
         future: Future[Any] = Future()
@@ -82,7 +88,7 @@ class Finder:
             self.site = None
 
     def failed(self, site: Site, error: RpcError) -> None:
-        if isinstance(error, RouteLostError):
+        if isinstance(error, RouteLostError | RpcTimeoutError):
             return
         if not isinstance(error, WorkerDiedError):
             raise error
@@ -90,10 +96,13 @@ class Finder:
         if not site.is_durable:
             raise QueueLostError("gone")
 
+    def silent(self, holder: Holder, consequence: str = "") -> QueueNotFoundError:
+        return QueueNotFoundError(f"{holder.worker} is silent. {consequence}")
+
     def pause(self, num_failed: int, until: float | None = None) -> None:
         self.num_pauses += 1
 
-    def result_of(self, site: Site, answer: Future[Any]) -> Any:
+    def result_of(self, site: Site, answer: Future[Any], until: float | None, nbytes: int) -> Any:
         return answer.result(PATIENCE_S)
 
 
@@ -251,6 +260,41 @@ def test_no_owner_in_time_ends_all_that_have_waited() -> None:
     with pytest.raises(QueueNotFoundError):
         ours.put([b"a"], 0.5)
     assert not ours._open
+
+
+@pytest.mark.parametrize("before", [[], [LOST]], ids=["straight", "asked again"])
+def test_a_put_to_a_silent_owner_ends_with_its_time(before: list[Any]) -> None:
+    site = Site(*before, RpcTimeoutError("no answer"))
+    finder: Any = Finder(site)
+    finder.pause = lambda num_failed, until: time.sleep(max(until - time.monotonic(), 0.0))
+    ours = Putter(cast(OwnerFinder, finder))
+    with pytest.raises(QueueNotFoundError, match=r"a is silent\. What was put may be in the queue, or go in yet"):
+        ours.put([b"a"], 0.05 if before else 0.0)
+    assert len(site.asked) == len(before) + 1
+    assert not ours._open
+    assert eventually(lambda: ours._helper is None)
+
+
+def test_a_put_has_no_more_time_behind_one_that_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is parked first waits for an owner for ever, as for the next life of a durable queue's."""
+    monkeypatch.setattr(sites, "GRACE_S", 0.05)
+    site, found = Site(), threading.Event()
+    finder: Any = Finder(None, site)
+    attach = finder.attach
+
+    def slow_attach(until: float | None = None) -> Any:
+        found.wait(PATIENCE_S)
+        return attach()
+
+    finder.attach, finder.not_found = slow_attach, lambda begun: QueueNotFoundError("nobody came")
+    ours = Putter(cast(OwnerFinder, finder))
+    first = ours.put_async([b"a"])
+    with pytest.raises(QueueNotFoundError, match="nobody came"):
+        ours.put([b"b"], 0.05)
+    found.set()
+    first.result(PATIENCE_S)
+    assert eventually(lambda: ours._helper is None)
+    assert [question[3] for question in site.asked] == [[b"a"]]
 
 
 def test_an_error_of_the_owner_is_not_tried_again() -> None:

@@ -7,17 +7,21 @@ from typing import Any, cast
 
 import pytest
 
-from unified.errors import QueueNotFoundError, RouteLostError, RpcError
+from unified.errors import QueueNotFoundError, RouteLostError, RpcError, RpcTimeoutError
 from unified.queue.core.outcomes import Outcome
 from unified.queue.finder import OwnerFinder
 from unified.queue.items import pack
 from unified.queue.taking import Taker
+from unified.worker.name_table import Holder
+
+PATIENCE_S = 300.0
 
 
 class ScriptedOwner:
     """Answers takes as it was told to, and remembers what was asked."""
 
     is_here = True
+    holder = Holder("a", 0)
 
     def __init__(self, *script: Any) -> None:
         self.script = list(script)
@@ -25,15 +29,21 @@ class ScriptedOwner:
         """Number and received of each take."""
         self.told: list[tuple[str, Any]] = []
 
-    def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Any:
+    def get(
+        self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float, until: float | None
+    ) -> Any:
         self.asked.append((number, received))
-        answer = self.script.pop(0)
+        return self._says()
+
+    def tell(self, verb: str, *args: Any, until: float | None = None) -> Any:
+        self.told.append((verb, args[2] if args else None))
+        return self._says()
+
+    def _says(self) -> Any:
+        answer = self.script.pop(0) if self.script else None
         if isinstance(answer, RpcError):
             raise answer
         return answer
-
-    def tell(self, verb: str, *args: Any) -> None:
-        self.told.append((verb, args[2]))
 
 
 def taker_of(owner: ScriptedOwner) -> Taker:
@@ -42,6 +52,7 @@ def taker_of(owner: ScriptedOwner) -> Taker:
     finder = SimpleNamespace(
         handle=1, queue="q", site=owner, failed=nothing, pause=nothing, detach=nothing, check_process=nothing
     )
+    finder.patience_s, finder.silent = PATIENCE_S, lambda holder, *_: QueueNotFoundError(f"{holder.worker} is silent")
     return Taker(cast(OwnerFinder, finder))
 
 
@@ -79,12 +90,45 @@ def test_a_take_that_failed_is_not_acknowledged_unseen() -> None:
     assert owner.asked == [(1, 0), (2, 1), (3, 1)]
 
 
-def test_patience_with_an_owner_begins_anew_with_each_time_that_it_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What takers see of time."""
+    now = [1000.0]
+    monkeypatch.setattr("unified.queue.taking.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_takes_with_little_time_from_an_owner_that_is_silent_do_not_go_on_for_ever(clock: list[float]) -> None:
+    silent = RpcTimeoutError("no answer")
+    owner = ScriptedOwner(silent, silent, Outcome.WAITING, silent, silent, silent)
+    taker = taker_of(owner)
+    for _ in range(5):
+        assert taker.take(1, 0.0) == []
+        clock[0] += PATIENCE_S / 2 + 1
+    with pytest.raises(QueueNotFoundError, match="a is silent"):
+        taker.take(1, 0.0)
+    assert [number for number, _ in owner.asked] == [1, 1, 1, 2, 2, 2]
+
+
+def test_an_owner_that_does_not_answer_is_asked_for_as_long_as_one_would_wait_for_an_owner(clock: list[float]) -> None:
+    silent = RpcTimeoutError("no answer")
+    owner = ScriptedOwner(silent, {"depth": 1}, silent, silent, silent)
+    taker = taker_of(owner)
+
+    def pause(*_: Any) -> None:
+        clock[0] += PATIENCE_S / 2
+
+    taker._finder.pause = pause  # type: ignore[assignment,method-assign]
+    assert taker.ask("stats") == {"depth": 1}
+    with pytest.raises(QueueNotFoundError, match="a is silent"):
+        taker.ask("stats")
+    assert not owner.script
+
+
+def test_patience_with_an_owner_begins_anew_with_each_time_that_it_is_missed(clock: list[float]) -> None:
     owner = ScriptedOwner([pack("a")], [pack("b")])
     taker = taker_of(owner)
     finder: Any = taker._finder
-    clock = [1000.0]
-    monkeypatch.setattr("unified.queue.taking.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def attach(until: float | None) -> object:
         if not finder.may_be_found:
@@ -93,7 +137,7 @@ def test_patience_with_an_owner_begins_anew_with_each_time_that_it_is_missed(mon
         finder.site = owner
         return owner
 
-    finder.attach, finder.patience_s = attach, 300.0
+    finder.attach = attach
     for item in ("a", "b"):
         finder.site, finder.may_be_found = None, False
         for _ in range(3):

@@ -14,12 +14,13 @@ import msgspec
 from unified.bus import calls
 from unified.bus.codec import decode
 from unified.bus.courier import Courier
+from unified.bus.errands import Errands
 from unified.bus.futures import Host, RpcFuture, call_in_words
 from unified.bus.inbound import CURRENT
+from unified.bus.line_watch import Asked
 from unified.bus.link import Link
 from unified.bus.parcel import Parcel
 from unified.bus.post import PostOffice
-from unified.bus.reaper import Reaper
 from unified.bus.receiver import TICK_S
 from unified.bus.remote import rebuild
 from unified.bus.stream_feed import StreamFeed
@@ -52,6 +53,8 @@ class _Outbound(msgspec.Struct, eq=False):
     parcel: Parcel | None
     """None once it was sent on a route that does not give calls back."""
     is_relayed: bool = False
+    place: int = 0
+    """Among all that were sent; 0 until it was."""
     inbox: Inbox | None = None
     """Of the life that it was sent to."""
     link: Link | None = None
@@ -109,7 +112,8 @@ class CallDesk:
         self._outbound: dict[int, _Outbound] = {}
         self._call_ids = itertools.count(1)
         self._window = Window(limit_bytes)
-        self._reaper = Reaper(self._cancel)
+        self._reaper = Errands(self._cancel, name="bus-reaper")
+        self._resumer = Errands(self._send_waiting, name="bus-resumer")
         self._wakes_at = 0.0
         """Until when the alarm thread sleeps."""
         self._wants_ticks = False
@@ -121,6 +125,7 @@ class CallDesk:
     def start(self) -> None:
         """Begin to watch deadlines."""
         self._reaper.start()
+        self._resumer.start()
         self._thread.start()
 
     def close(self, reason: str) -> None:
@@ -130,6 +135,7 @@ class CallDesk:
         self.step(calls.BusClosed(reason=reason))
         self._window.close()
         self._reaper.close()
+        self._resumer.close()
         with self._lock:
             self._alarm.notify()
         if self._thread is not threading.current_thread():
@@ -250,6 +256,14 @@ class CallDesk:
         if outbound is not None and outbound.inbox is not None:
             self._courier.tell(Kind.CANCEL, call_id, outbound.inbox)
 
+    def asked(self) -> list[Asked]:
+        """The open calls that handlers here made."""
+        return [
+            Asked(call_id, outbound.future or outbound.feed, outbound.chain[-1], _is_watched(outbound))
+            for call_id, outbound in list(self._outbound.items())
+            if outbound.chain
+        ]
+
     def relay_lost(self) -> None:
         """Calls that were with the relay may be lost, and it keeps nothing: end them rather than wait for ever."""
         for call_id, outbound in list(self._outbound.items()):
@@ -259,6 +273,12 @@ class CallDesk:
                     "handler ran is not known. Call again if it may run twice."
                 )
                 self.give_up(call_id, error)
+
+    def detoured(self, inbox_id: str) -> None:
+        """Calls that waited for a connection to this inbox are with the relay now."""
+        for outbound in list(self._outbound.values()):
+            if outbound.inbox is not None and outbound.inbox.inbox_id == inbox_id:
+                outbound.is_relayed = True
 
     def want_ticks(self) -> None:
         """Have `on_tick` called."""
@@ -284,10 +304,8 @@ class CallDesk:
 
     def _perform(self, action: calls.Action, later: list[RpcFuture[Any]]) -> None:
         match action:
-            case calls.SendCall(call_id=call_id, inbox=inbox, timeout_s=timeout_s):
-                outbound = self._outbound.get(call_id)
-                if outbound is not None:
-                    self._send_call(call_id, outbound, inbox, timeout_s, False)
+            case calls.SendWaiting(target=target):
+                self._resumer.put(target)
             case calls.FailCall(call_id=call_id, error=error):
                 outbound = self._ended(call_id)
                 if outbound is not None:
@@ -296,6 +314,17 @@ class CallDesk:
                 self._courier.tell(Kind.CANCEL, call_id, inbox)
             case calls.DropPeer(inbox_id=inbox_id):
                 self._on_gone(inbox_id)
+
+    def _send_waiting(self, target: str) -> None:
+        """On a thread of its own: news and deadlines cannot wait until all is connected, and large arguments copied."""
+        with self._lock:
+            released = self.table.release(time.monotonic(), target)
+        for each in released:
+            outbound = self._outbound.get(each.call_id)
+            if outbound is not None:
+                self._send_call(each.call_id, outbound, each.inbox, each.timeout_s, False)
+        if released:
+            self._resumer.put(target)  # behind those of other workers
 
     def _send_call(
         self, call_id: int, outbound: _Outbound, inbox: Inbox, timeout_s: float | None, may_wait: bool
@@ -312,15 +341,15 @@ class CallDesk:
             return
         parcel, future = outbound.parcel, outbound.future
         outbound.inbox = inbox
-        if way.is_relay:
+        if not way.may_give_back:
+            outbound.parcel = None
+        elif way.is_relay:
             outbound.is_relayed = True
-        else:
-            outbound.parcel = None  # nothing gives it back
         if isinstance(way, Link):
             outbound.link = way
             future.comes_on(way)
         try:
-            self._courier.call(
+            outbound.place = self._courier.call(
                 way,
                 call_id,
                 inbox.inbox_id,
@@ -331,6 +360,7 @@ class CallDesk:
                 parcel,
                 may_wait,
                 future.has_ended,
+                outbound.place,
             )
         except Exception as error:
             failure = RpcError(f"{outbound.words} could not be sent: {type(error).__name__}: {error}")
@@ -397,6 +427,10 @@ class CallDesk:
 def _call_back(futures: list[RpcFuture[Any]]) -> None:
     for future in futures:
         future.call_back()
+
+
+def _is_watched(outbound: _Outbound) -> bool:
+    return outbound.future is not None and outbound.future.is_watched
 
 
 def _is_from(envelope: Envelope, outbound: _Outbound) -> bool:

@@ -1,7 +1,8 @@
 """Pending calls: what is decided about them. No socket, no clock, no thread.
 
-Every call ends exactly once. While it is open it is in one of three states: it *waits* for a life of its target, it is
-*sent* to one life, or it is to be *sent again* because a relay said that it had not been delivered.
+Every call ends exactly once. While it is open it is *sent* to one life of its target, or it *waits*: for a life, for a
+relay to know that life, or for earlier calls that waited too and are being sent. So calls to one worker leave in the
+order in which they were made, and one that a relay gave back has its old place again.
 """
 
 from __future__ import annotations
@@ -83,6 +84,12 @@ class BusClosed(Value, frozen=True, kw_only=True):
 Event = NewsCame | DeliveryFailed | MailLost | SendFailed | LinkLost | CallCancelled | TimePassed | BusClosed
 
 
+class SendWaiting(Value, frozen=True, kw_only=True):
+    """Calls to `target` waited and may go: send what `CallTable.release` gives, again and again until it gives none."""
+
+    target: str
+
+
 class SendCall(Value, frozen=True, kw_only=True):
     """Put the call on its way; its target has `timeout_s` seconds left."""
 
@@ -111,8 +118,8 @@ class DropPeer(Value, frozen=True, kw_only=True):
     inbox_id: str
 
 
-Action = SendCall | FailCall | SendCancel | DropPeer
-TimerKey = tuple[Literal["deadline", "retry", "lost"], int]
+Action = SendWaiting | FailCall | SendCancel | DropPeer
+TimerKey = tuple[Literal["deadline", "lost"], int] | tuple[Literal["retry"], str]
 
 
 class _OpenCall(msgspec.Struct, gc=False):
@@ -124,6 +131,7 @@ class _OpenCall(msgspec.Struct, gc=False):
     inbox: Inbox | None = None
     """Of the life that it was sent to; None while it waits."""
     incarnation: int = -1
+    """Of that life, with which it ends, also if the relay gave it back; -1 until it was sent."""
     sent_at: float = 0.0
     num_refused: int = 0
     """How often a relay did not know its target."""
@@ -144,6 +152,12 @@ class CallTable:
         self.directory = Directory()
         self._open: dict[int, _OpenCall] = {}
         self._by_target: dict[str, dict[int, _OpenCall]] = {}
+        self._waiting: dict[str, dict[int, _OpenCall]] = {}
+        """By target, those of the open calls that are not sent."""
+        self._ready: dict[str, tuple[Inbox, int]] = {}
+        """Inbox and incarnation of each worker to which calls go at once: it lives, and no earlier ones have to go."""
+        self._sending: set[str] = set()
+        """Workers to which those that waited are being sent."""
         self._timers: TimerTable[TimerKey] = TimerTable()
         self._closed = ""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
@@ -178,15 +192,24 @@ class CallTable:
                 broken.append(f"call {call.call_id} has no timer for its deadline, or one for none")
             if call.inbox is not None and self.directory.inbox(call.inbox.inbox_id) is None:
                 broken.append(f"call {call.call_id} waits for an answer of a life that is over")
-            if call.inbox is None and self.directory.reachable(call.target) is not None:
-                broken.append(f"call {call.call_id} waits though {call.target} can be reached")
+            if (call.inbox is None) != (call.call_id in self._waiting.get(call.target, {})):
+                broken.append(f"call {call.call_id} waits and was sent, or neither")
+        if sum(map(len, self._waiting.values())) != sum(call.inbox is None for call in self._open.values()):
+            broken.append("a call waits that has ended")
+        for target in self._waiting:
+            is_coming = target in self._sending or ("retry", target) in self._timers
+            if self.directory.reachable(target) is not None and not is_coming:
+                broken.append(f"calls wait though {target} can be reached")
+        for target, (inbox, _) in self._ready.items():
+            if target in self._waiting or self.directory.reachable(target) != inbox:
+                broken.append(f"{target} is called at once though it cannot be, or earlier calls have to go")
         return broken
 
     def make(self, now: float, call_id: int, target: str, method: str, timeout_s: float | None) -> Inbox | None:
         """A caller wants `method` of `target` (a worker's full name).
 
         Returns:
-            where to send it, with all its time left; None: it waits for a life of its target.
+            where to send it, with all its time left; None: it waits.
 
         Raises:
             RpcError: it ends in this, and has not been opened.
@@ -194,9 +217,15 @@ class CallTable:
         if self._closed:
             raise RpcCancelledError(self._closed)
         call = _OpenCall(call_id, target, method, now, timeout_s)
-        entry = self.directory.get(target)
-        if entry is not None and entry.state is Reachability.ENDED:
-            raise _hopeless(call, entry)
+        life = self._ready.get(target)
+        if life is not None:
+            call.inbox, call.incarnation = life
+            call.sent_at = now
+        else:
+            entry = self.directory.get(target)
+            if entry is not None and entry.state is Reachability.ENDED:
+                raise _hopeless(call, entry)
+            self._wait(call)
         self._open[call_id] = call
         same = self._by_target.get(target)
         if same is None:
@@ -205,10 +234,7 @@ class CallTable:
             same[call_id] = call
         if timeout_s is not None:
             self._timers.arm(("deadline", call_id), now + timeout_s)
-        if entry is None or entry.state is not Reachability.ALIVE or entry.inbox is None:
-            return None
-        call.inbox, call.sent_at, call.incarnation = entry.inbox, now, entry.incarnation
-        return entry.inbox
+        return call.inbox
 
     def answer(self, call_id: int, sender: str, is_last: bool = True) -> bool:
         """A result or an error came from the inbox `sender`; whether it is what the call waits for.
@@ -223,14 +249,56 @@ class CallTable:
             self._close(call)
         return True
 
+    def release(self, now: float, target: str) -> list[SendCall]:
+        """Calls that waited and are sent now: to be put on their way in this order.
+
+        Ask again when that is done, for those that were made meanwhile. None: that is all, until another `SendWaiting`.
+        """
+        life = self._life_of(target)
+        waiting = None
+        if life is not None and ("retry", target) not in self._timers:
+            waiting = self._waiting.pop(target, None)
+            if waiting is None:
+                self._ready[target] = life
+        if life is None or waiting is None:
+            self._sending.discard(target)
+            return []
+        released = []
+        for call_id, call in sorted(waiting.items()):  # one that was given back has come after later ones
+            call.inbox, call.incarnation = life
+            call.sent_at = now
+            released.append(SendCall(call_id=call_id, inbox=call.inbox, timeout_s=call.left(now)))
+        return released
+
+    def _life_of(self, worker: str) -> tuple[Inbox, int] | None:
+        """What can be called."""
+        entry = self.directory.get(worker)
+        if entry is None or entry.state is not Reachability.ALIVE or entry.inbox is None:
+            return None
+        return entry.inbox, entry.incarnation
+
+    def _wait(self, call: _OpenCall) -> None:
+        call.inbox = None
+        self._waiting.setdefault(call.target, {})[call.call_id] = call
+
+    def _send_waiting(self, worker: str) -> list[Action]:
+        """It may be that it can be called now."""
+        if worker in self._sending:
+            return []
+        self._sending.add(worker)
+        return [SendWaiting(target=worker)]
+
     def _on_news(self, now: float, event: NewsCame) -> list[Action]:
         actions: list[Action] = []
         for change in self.directory.merge(event.entries):
             match change:
+                case LifeBegan(entry, inbox) if entry.worker in self._waiting:
+                    actions += self._send_waiting(entry.worker)
                 case LifeBegan(entry, inbox):
-                    waiting = [call for call in self._calls_to(entry.worker) if call.inbox is None]
-                    actions += [self._send(now, call, inbox) for call in waiting]
+                    self._ready[entry.worker] = inbox, entry.incarnation
                 case LifeEnded(old, reason):
+                    self._ready.pop(old.worker, None)
+                    self._timers.cancel(("retry", old.worker))
                     sent = [call for call in self._calls_to(old.worker) if call.incarnation == old.incarnation]
                     actions += [self._fail(call, _died(call, old, reason)) for call in sent]
                     if old.inbox is not None:
@@ -249,8 +317,11 @@ class CallTable:
                 "there for that worker. Call less at once, or send smaller arguments."
             )
             return [self._fail(call, error)]
-        # It lives, says the directory, but has not connected to the relay yet, or again.
-        self._timers.arm(("retry", call.call_id), now + min(FIRST_RETRY_S * 2**call.num_refused, LAST_RETRY_S))
+        # It lives, says the directory, but has not connected to the relay yet, or again: later calls wait behind this.
+        if ("retry", call.target) not in self._timers:
+            self._timers.arm(("retry", call.target), now + min(FIRST_RETRY_S * 2**call.num_refused, LAST_RETRY_S))
+        self._ready.pop(call.target, None)
+        self._wait(call)
         call.num_refused += 1
         return []
 
@@ -285,27 +356,19 @@ class CallTable:
 
     def _on_time(self, now: float, event: TimePassed) -> list[Action]:
         actions: list[Action] = []
-        for kind, call_id in self._timers.due(now):
-            call = self._open.get(call_id)
+        for key in self._timers.due(now):
+            if key[0] == "retry":
+                actions += self._send_waiting(key[1])
+                continue
+            call = self._open.get(key[1])
             if call is None:
                 continue
-            if kind == "deadline":
-                actions += self._give_up(call, self._late(now, call))
-            elif kind == "lost":
-                actions += self._give_up(call, _broken(call))
-            elif call.inbox is not None:
-                actions.append(SendCall(call_id=call_id, inbox=call.inbox, timeout_s=call.left(now)))
+            actions += self._give_up(call, self._late(now, call) if key[0] == "deadline" else _broken(call))
         return actions
 
     def _on_closed(self, now: float, event: BusClosed) -> list[Action]:
         self._closed = event.reason
         return [self._fail(call, RpcCancelledError(event.reason)) for call in list(self._open.values())]
-
-    def _send(self, now: float, call: _OpenCall, inbox: Inbox) -> Action:
-        entry = self.directory.get(call.target)
-        call.inbox, call.sent_at = inbox, now
-        call.incarnation = entry.incarnation if entry is not None else -1
-        return SendCall(call_id=call.call_id, inbox=inbox, timeout_s=call.left(now))
 
     def _give_up(self, call: _OpenCall, error: RpcError) -> list[Action]:
         actions: list[Action] = [self._fail(call, error)]
@@ -325,8 +388,11 @@ class CallTable:
             del self._by_target[call.target]
         if call.timeout_s is not None:
             self._timers.cancel(("deadline", call.call_id))
-        if call.num_refused:
-            self._timers.cancel(("retry", call.call_id))
+        if call.inbox is None:
+            waiting = self._waiting[call.target]
+            del waiting[call.call_id]
+            if not waiting:
+                del self._waiting[call.target]
         if call.lost:
             self._timers.cancel(("lost", call.call_id))
 
@@ -334,10 +400,12 @@ class CallTable:
         return list(self._by_target.get(worker, {}).values())
 
     def _late(self, now: float, call: _OpenCall) -> RpcTimeoutError:
-        if call.inbox is None:
+        if self._life_of(call.target) is None:
             state = self.directory.why_waiting(call.target)
         elif call.num_refused:
             state = f"the relay has not known it in {call.num_refused} attempts"
+        elif call.inbox is None:
+            state = "calls that were made before it are still to be sent"
         else:
             state = f"life {call.incarnation} has had the call for {now - call.sent_at:.3g} s"
         return RpcTimeoutError(

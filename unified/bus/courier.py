@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ class Courier:
         self._on_holding = on_holding
         self._on_sharing = on_sharing
         self._limit_bytes = limit_bytes
+        self._places = itertools.count(1)
         self._holding: set[Link] = set()
         """Links that keep small messages back, to send several at once."""
         self.is_closing = False
@@ -84,9 +86,19 @@ class Courier:
         parcel: Parcel,
         may_wait: bool,
         give_up: Callable[[], bool],
-    ) -> None:
-        """Send a CALL to the inbox `target`."""
+        place: int,
+    ) -> int:
+        """Send a CALL to the inbox `target`.
+
+        Args:
+            place: what came back when it was sent before; 0: it was not.
+
+        Returns:
+            Its place among the calls that were sent. It is taken as late as can be: a call that is far behind is not
+            believed (`unified.bus.intake`), and to copy a large argument takes as long as many small calls.
+        """
         shared, buffers = self._share(way, parcel)
+        place = place or next(self._places)
         envelope = Envelope(
             BUS_VERSION,
             Kind.CALL,
@@ -100,8 +112,10 @@ class Courier:
             chain,
             self._job_id,
             shared,
+            place,
         )
         self.send(way, envelope, parcel.content.body, buffers, may_wait, give_up)
+        return place
 
     def reply(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool:
         """Answer a call; False if that cannot be done, or not without waiting."""
@@ -113,7 +127,7 @@ class Courier:
             if inbox is None:
                 return False
             try:
-                way = self._post.way(inbox)
+                way = self._post.way(inbox, call.is_relayed)
             except (RpcError, OSError) as error:
                 logger.warning("worker=%s event=answer-lost method=%s reason=%r", self._worker, call.method, str(error))
                 return False
@@ -125,7 +139,7 @@ class Courier:
             self._inbox_id,
             self._worker,
             call.sender,
-            call.method if way.is_relay else "",  # for an UNDELIVERABLE
+            call.method if way.may_give_back else "",  # for an UNDELIVERABLE
             job=self._job_id,
             shared=shared,
             count=count,
@@ -218,7 +232,6 @@ class Courier:
         return kind is Kind.RESULT and self._receiver.has_mail and self._receiver.is_leader()
 
     def _inbox_of(self, inbox_id: str, is_relayed: bool) -> Inbox | None:
-        """Where an answer goes: the way the call came. None if its sender is known to be dead."""
-        if is_relayed:
-            return Inbox(inbox_id=inbox_id)
-        return self._post.greeted(inbox_id) or self._find_inbox(inbox_id)
+        """Where an answer goes. None if its sender is known to be dead; one that the relay knows need not be known."""
+        known = self._post.greeted(inbox_id) or self._find_inbox(inbox_id)
+        return Inbox(inbox_id=inbox_id) if known is None and is_relayed else known

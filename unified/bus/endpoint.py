@@ -1,7 +1,8 @@
 """One process on the bus: its inbox, its calls out, its handlers.
 
 Threads: any thread calls, and sends from there; whoever waits for an answer of this host receives it itself. For all
-else there are those of `unified.bus.receiver`, one that receives from other hosts, and one that watches deadlines.
+else there are those of `unified.bus.receiver`, one that receives from other hosts, one that watches deadlines, one that
+sends the calls that had to wait for their worker, and one that gives up streams that nobody holds any more.
 Handlers run as `unified.bus.service` says. What to do is decided by `unified.bus.calls`; this is the shell around it.
 """
 
@@ -25,6 +26,7 @@ from unified.bus.codec import encode_arguments
 from unified.bus.courier import Courier
 from unified.bus.cuda import visible_devices
 from unified.bus.curve import Gatekeeper
+from unified.bus.departed import Departed
 from unified.bus.futures import Awaited, RpcFuture
 from unified.bus.inbound import InboundCall
 from unified.bus.inbox import InboxSockets
@@ -131,7 +133,8 @@ class BusEndpoint:
             raise UsageError("the bus is to use the relay, and there is none: unset UNIFIED_BUS_ROUTE.")
         self._pid = os.getpid()
         self.inbox_id = secrets.token_hex(12)  # from the kernel: forked siblings share the state of `random`
-        self._intake = Intake(job_id=self.job_id, inbox_id=self.inbox_id, worker=self.worker)
+        departed = Departed()
+        self._intake = Intake(job_id=self.job_id, inbox_id=self.inbox_id, worker=self.worker, departed=departed)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         self._gatekeeper = Gatekeeper(self._context, self._key, name=f"worker {self.worker}")
@@ -164,12 +167,18 @@ class BusEndpoint:
         self._post = PostOffice(
             self._context,
             inbox=self._sockets.inbox,
+            departed=departed,
             worker=self.worker,
             job=self.job_id,
             policy=policy,
             relay=self._relay,
             limit_bytes=self._limit_bytes,
             make_link=self._make_link,
+            receiver=self._receiver,
+            on_seeking=lambda: self._desk.want_trims(),
+            on_detour=lambda inbox_id: self._desk.detoured(inbox_id),
+            on_broken=lambda inbox_id, why: self._desk.step(calls.LinkLost(inbox_id=inbox_id, reason=why)),
+            on_unsure=lambda inbox_id: self._service.peer_lost(inbox_id),
             secure=lambda socket: self._gatekeeper.secure(socket, False),
         )
         self._courier = Courier(
@@ -198,9 +207,12 @@ class BusEndpoint:
         )
         self._service = CallService(
             registry=self.registry,
+            inbox_id=self.inbox_id,
             worker=self.worker,
             node=self.node,
             reply=self._courier.reply,
+            asked=self._desk.asked,
+            give_up=self._desk.give_up,
             pool=self._pool,
             receiver=self._receiver,
         )
@@ -287,6 +299,23 @@ class BusEndpoint:
         may_wait = self._may_wait(block)
         return [self._desk.call(target, method, parcel, timeout, may_wait) for target in targets]
 
+    def call_each(
+        self,
+        targets: Sequence[str],
+        method: str,
+        arguments: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+        *,
+        timeout: float | None = None,
+    ) -> list[RpcFuture[Any]]:
+        """As `call`, to several workers, each with arguments of its own. If one cannot be sent, none is called."""
+        self._check_may_call(method)
+        parcels = [Parcel(encode_arguments(args, kwargs, devices=True)) for args, kwargs in arguments]
+        may_wait = self._may_wait(True)
+        return [
+            self._desk.call(target, method, parcel, timeout, may_wait)
+            for target, parcel in zip(targets, parcels, strict=True)
+        ]
+
     def allocate(self, nbytes: int) -> memoryview | None:
         """Memory to write to, of which workers of this host get views when it is sent; None: there is none to be had.
 
@@ -334,7 +363,7 @@ class BusEndpoint:
         for link in self._receiver.links:
             link.wait_for_room(1, lambda: time.monotonic() >= until)
 
-    def before_wait(self, awaited: Awaited) -> tuple[InboundCall | None, bool]:
+    def before_wait(self, awaited: Awaited) -> tuple[InboundCall | None, bool, Awaited]:
         """See `unified.bus.futures.Host`."""
         self._check_is_ours()
         if self._courier.is_holding:
@@ -342,13 +371,13 @@ class BusEndpoint:
         if awaited.link is None and threading.get_ident() == self._remote_thread:
             raise awaited.waited_in_vain()
         self._receiver.pass_on_now()
-        return self._service.begin_wait(), self._pool.waits()
+        return self._service.begin_wait(awaited), self._pool.waits(), awaited
 
     def after_wait(self, token: Any) -> None:
         """See `unified.bus.futures.Host`."""
-        call, is_pooled = token
+        call, is_pooled, awaited = token
         if call is not None:
-            self._service.end_wait(call)
+            self._service.end_wait(call, awaited)
         if is_pooled:
             self._pool.waited()
 
@@ -376,7 +405,8 @@ class BusEndpoint:
 
     def _on_trim(self, now: float) -> bool:
         is_owning, is_reading = self._memory.trim(now), self._reader.trim(now)
-        return is_owning or is_reading
+        is_seeking = self._post.look(now)
+        return is_owning or is_reading or is_seeking
 
     def _on_gone(self, inbox_id: str) -> None:
         self._memory.forget(inbox_id)

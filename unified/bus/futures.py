@@ -118,6 +118,11 @@ class RpcFuture(Future[T]):
         """As `done`, of whoever does not wait for it."""
         return self._state in _ENDED
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody waits for it as for any future: with `concurrent.futures.wait` or `as_completed`."""
+        return self._made_condition is not None and bool(self._waiters)
+
     def comes_on(self, link: Link) -> None:
         """Its answer will come on this link."""
         self.link = link

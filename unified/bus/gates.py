@@ -45,10 +45,15 @@ class Gate:
             admitted.append(call)
         return admitted
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether it is held by streams, which may wait for their readers."""
+        return any(call.stream is not None for call in self.running)
+
     def hopeless(self) -> list[InboundCall]:
         """Calls in line that wait, in a circle, for those that keep them there: each of these waits for a call that its
         handler made, and so for the one in line."""
-        if any(call.num_waits == 0 for call in self.running):
+        if any(not call.waits for call in self.running):
             return []
         holders = {call.token for call in self.running}
         return [call for call in self.waiting if holders.issubset(call.chain)]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from unified.bus.tensors import Buffer
+from unified.protocol.envelope import Kind
 
 if TYPE_CHECKING:
-    from unified.bus.futures import RpcFuture
+    from unified.bus.codec import Encoded
+    from unified.bus.futures import Awaited, RpcFuture
     from unified.bus.gates import Gate
     from unified.bus.link import Link
     from unified.bus.stream_source import StreamSource
@@ -48,8 +50,8 @@ class InboundCall(msgspec.Struct, eq=False):
     is_cancelled: bool = False
     has_ended: bool = False
     """Its handler has returned, or it never began."""
-    num_waits: int = 0
-    """Threads and tasks of its handler that wait for other calls now."""
+    waits: tuple[Awaited, ...] = ()
+    """What threads and tasks of its handler wait for now."""
     gate: Gate | None = None
     task: asyncio.Task[None] | None = None
     deferred: RpcFuture[Any] | None = None
@@ -65,6 +67,12 @@ class InboundCall(msgspec.Struct, eq=False):
     def token(self) -> int:
         """Names this call in the chains of those that its handler makes."""
         return hash((self.sender, self.call_id)) & 0xFFFFFFFF
+
+
+class Reply(Protocol):
+    """Sends an answer, or a part of one; False if it cannot be sent, or not without waiting."""
+
+    def __call__(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool: ...
 
 
 CURRENT: ContextVar[InboundCall | None] = ContextVar("unified_call", default=None)

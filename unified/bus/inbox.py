@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 _BELL = "inproc://bell"
+_BACKLOG = 4096
+"""Peers that may connect at one moment, as they do when a large job starts."""
 _BATCH = 100
 """Messages taken from one socket before the others are looked at."""
 
@@ -170,7 +172,7 @@ class InboxSockets:
             try:
                 make_private(Path(run_dir))
                 listener.bind(address.removeprefix(LOCAL))
-                listener.listen(4096)
+                listener.listen(_BACKLOG)
             except OSError as error:
                 listener.close()
                 why_not = str(error)
@@ -185,6 +187,7 @@ class InboxSockets:
         if not address:
             return []
         pull = self._context.socket(zmq.PULL)
+        pull.set(zmq.BACKLOG, _BACKLOG)
         pull.set(zmq.IPV6, ":" in address)  # with it, IPv4 addresses would be shown in a mapped form
         secure(pull, True)
         host = f"[{address}]" if ":" in address and not address.startswith("[") else address

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import logging
+from types import TracebackType
 
+from unified.bus.departed import Departed
 from unified.errors import ProtocolError
 from unified.protocol.envelope import Bytes, Envelope, decode_envelope
 
 logger = logging.getLogger(__name__)
 
 
+class TooOldError(ProtocolError):
+    """A call came so far behind others of its sender that it is not known any more whether it came before."""
+
+
 class SeenCalls:
-    """Which calls of one sender have come. Its ids rise, but not all of them are for this inbox, and calls of several
-    threads may overtake one another a little. Takes some 20 KiB at most."""
+    """Which calls of one sender have come, by their places among all that it sent. Not all of them are for this inbox,
+    and calls of several threads may overtake one another a little. Takes some 20 KiB at most."""
 
     KEPT = 65_536
-    """An id so far below the highest one is taken for a repetition."""
+    """So far behind the newest one a call is too old."""
     _BITS = 512
 
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}
-        """One bit for each id that came."""
+        """One bit for each call that came."""
         self._first_block = 0
 
-    def is_new(self, call_id: int) -> bool:
-        """Whether it has not come before; from now on it has."""
-        number, bit = call_id // self._BITS, 1 << (call_id % self._BITS)
+    def is_new(self, place: int) -> bool:
+        """Whether it has surely not come before; from now on it has."""
+        number, bit = place // self._BITS, 1 << (place % self._BITS)
         if number < self._first_block:
             return False
         block = self._blocks.get(number)
@@ -36,6 +42,10 @@ class SeenCalls:
             return False
         self._blocks[number] = block | bit
         return True
+
+    def is_too_old(self, place: int) -> bool:
+        """Whether nobody knows any more if it came."""
+        return place // self._BITS < self._first_block
 
     def _begin(self, number: int) -> None:
         first = number - self.KEPT // self._BITS
@@ -49,17 +59,19 @@ class Intake:
 
     Args:
         worker: whose inbox it is, for the log.
+        departed: whose calls are not taken in.
 
     Attributes:
         num_rejected: messages that were dropped.
     """
 
-    def __init__(self, *, job_id: str, inbox_id: str, worker: str) -> None:
+    def __init__(self, *, job_id: str, inbox_id: str, worker: str, departed: Departed) -> None:
         self._job_id = job_id
         self._inbox_id = inbox_id
         self._worker = worker
+        self._departed = departed
         self._seen: dict[str, SeenCalls] = {}
-        self._told: set[str] = set()
+        self._told: set[tuple[object, ...]] = set()
         self.num_rejected = 0
 
     def read(self, frame: Bytes) -> Envelope:
@@ -76,21 +88,32 @@ class Intake:
         return envelope
 
     def check_new(self, envelope: Envelope) -> None:
-        """ProtocolError if this call came before."""
+        """Whether it is to be run.
+
+        Raises:
+            TooOldError: that cannot be told.
+            ProtocolError: it came before, or its sender's life is over.
+        """
         seen = self._seen.get(envelope.sender)
         if seen is None:
+            if envelope.sender in self._departed:
+                raise ProtocolError(f"call {envelope.call_id} of a life of worker {envelope.worker} that is over")
             seen = self._seen[envelope.sender] = SeenCalls()
-        if not seen.is_new(envelope.call_id):
+        if not seen.is_new(envelope.count):
+            if seen.is_too_old(envelope.count):
+                raise TooOldError(
+                    f"call {envelope.call_id} of worker {envelope.worker} came behind {SeenCalls.KEPT} later ones"
+                )
             raise ProtocolError(f"call {envelope.call_id} of worker {envelope.worker} came a second time")
 
     def forget(self, inbox_id: str) -> None:
-        """That life is over."""
+        """That life is over; `departed` has it."""
         self._seen.pop(inbox_id, None)
 
     def reject(self, error: ProtocolError) -> None:
         """Count a message that was dropped; the first of each kind is logged."""
         self.num_rejected += 1
-        kind = f"{type(error).__name__} {str(error).partition(' ')[0]}"
+        kind = (type(error), *_raised_at(error.__traceback__))
         if kind not in self._told:
             self._told.add(kind)
             logger.warning(
@@ -98,3 +121,12 @@ class Intake:
                 self._worker,
                 str(error),
             )
+
+
+def _raised_at(trace: TracebackType | None) -> tuple[object, ...]:
+    """The line of code, which says what an error is about when its text differs each time."""
+    if trace is None:
+        return ()
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code, trace.tb_lineno

@@ -69,7 +69,7 @@ class Link:
         num_reads: counts up with each time that somebody finished reading.
     """
 
-    is_relay = False
+    is_relay = may_give_back = False
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ MAX_QUEUED_MESSAGES = 16_384
 TRACKED_BYTES = 64 * 1024
 """From this size on ZeroMQ sends from the caller's memory, and tells when it is done with it."""
 HEARTBEAT_MS = 5_000
+Socket = zmq.Socket[bytes]
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
 _FIRST_PAUSE_S = 0.0002
 _LAST_PAUSE_S = 0.005
@@ -24,49 +25,47 @@ class Outlet:
     """One socket behind one lock. Sending never waits inside ZeroMQ, so that closing never waits for a sender.
 
     Args:
-        kind: zmq.PUSH for a peer, zmq.DEALER for the relay.
+        kind: zmq.DEALER for the relay, zmq.PUSH for a peer (`unified.bus.direct`).
         limit_bytes: of large frames, what may be on its way at once.
-        greeting: a message to send before all others.
         secure: prepares the socket, before it connects.
+
+    Attributes:
+        is_relay: what is sent now goes through the relay.
+        may_give_back: it may be given back as undeliverable, to be sent again.
     """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: zmq.Context[Socket],
         kind: int,
         address: str,
         *,
         limit_bytes: int,
-        greeting: Sequence[Buffer] = (),
-        secure: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
+        secure: Callable[[Socket], None],
     ) -> None:
         self.address = address
-        self.is_relay = kind == zmq.DEALER
+        self.is_relay = self.may_give_back = kind == zmq.DEALER
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._on_way: deque[tuple[zmq.MessageTracker, int]] = deque()
-        self._socket: zmq.Socket[bytes] | None = context.socket(kind)
+        self._socket: Socket | None = context.socket(kind)
         self._socket.set(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         self._socket.set(zmq.IPV6, "[" in address)
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         secure(self._socket)
         self._socket.connect(address)
-        if greeting:
-            self.try_send(greeting)
 
     def try_send(self, frames: Sequence[Buffer]) -> bool:
         """Queue a message; False if the queue is full. To a closed outlet it goes nowhere: its peer is dead."""
         with self._lock:
             socket = self._socket
             if socket is None:
-                return True
+                return self._send_otherwise(frames)
             if self._on_way and not self._has_room():
                 return False
             try:
-                for frame in frames[:-1]:
-                    self._send_frame(socket, frame, _MORE)
-                self._send_frame(socket, frames[-1], _NOBLOCK)
+                self._put(socket, frames)
             except zmq.Again:  # only the first frame can meet a full queue
                 return False
             return True
@@ -89,7 +88,16 @@ class Outlet:
                 self._socket = None
                 self._on_way.clear()
 
-    def _send_frame(self, socket: zmq.Socket[bytes], frame: Buffer, flags: int) -> None:
+    def _send_otherwise(self, frames: Sequence[Buffer]) -> bool:
+        """Under the lock: `try_send` where no socket is to be used."""
+        return True
+
+    def _put(self, socket: Socket, frames: Sequence[Buffer]) -> None:
+        for frame in frames[:-1]:
+            self._send_frame(socket, frame, _MORE)
+        self._send_frame(socket, frames[-1], _NOBLOCK)
+
+    def _send_frame(self, socket: Socket, frame: Buffer, flags: int) -> None:
         nbytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
         if nbytes < TRACKED_BYTES:
             socket.send(frame, flags)

@@ -10,14 +10,20 @@ from queue import Empty, SimpleQueue
 
 logger = logging.getLogger(__name__)
 MOST_THREADS = 1024
-"""With those that wait for other calls."""
 
 
 class HandlerPool:
     """At most `max_threads` daemon threads that work, started as work comes; those that wait for other calls (`waits`)
-    do not count, so that handlers that call one another never use it up."""
+    do not count, so that handlers that call one another use it up only when `most_threads` of them wait.
 
-    def __init__(self, name: str, max_threads: int) -> None:
+    Attributes:
+        most_threads: with those that wait for other calls.
+        on_used_up: called, on any thread, when there is work and `most_threads` wait.
+    """
+
+    def __init__(self, name: str, max_threads: int, most_threads: int = MOST_THREADS) -> None:
+        self.most_threads = most_threads
+        self.on_used_up: Callable[[], object] = _nothing
         self._name = name
         self._max_threads = max_threads
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -35,10 +41,29 @@ class HandlerPool:
             if self._is_closed:
                 return
             self._num_busy += 1
-            self._grow()
+            is_used_up = self._grow()
             # Last: nothing that lets other threads run stands between this and what the submitting thread does next,
             # which may be to begin the call before this one.
             self._work.put(work)
+        if is_used_up:
+            self.on_used_up()
+
+    def withdraw(self, is_wanted: Callable[[Callable[[], object]], bool]) -> list[Callable[[], object]]:
+        """Take work that has not begun back: that for which `is_wanted` is True."""
+        withdrawn: list[Callable[[], object]] = []
+        with self._lock:
+            kept: list[Callable[[], object] | None] = []
+            with contextlib.suppress(Empty):
+                while True:
+                    work = self._work.get_nowait()
+                    if work is not None and is_wanted(work):
+                        withdrawn.append(work)
+                    else:
+                        kept.append(work)
+            for each in kept:
+                self._work.put(each)
+            self._num_busy -= len(withdrawn)
+        return withdrawn
 
     def waits(self) -> bool:
         """This thread is about to wait for another call; if True, call `waited` afterwards."""
@@ -46,7 +71,9 @@ class HandlerPool:
             if threading.get_ident() not in self._threads:
                 return False
             self._num_waiting += 1
-            self._grow()
+            is_used_up = self._grow()
+        if is_used_up:
+            self.on_used_up()
         return True
 
     def waited(self) -> None:
@@ -69,11 +96,13 @@ class HandlerPool:
                 thread.join(timeout_s)
                 timeout_s = 0.01 if thread.is_alive() else timeout_s
 
-    def _grow(self) -> None:
-        """Under the lock: one more thread, if there is work for it."""
+    def _grow(self) -> bool:
+        """Under the lock: one more thread, if there is work for it. Whether there is, and none may be had for it before
+        one of those that wait goes on."""
         num_threads = len(self._threads)
-        most = min(self._max_threads + self._num_waiting, MOST_THREADS)
-        if self._num_busy > num_threads and num_threads < most and not self._is_closed:
+        if self._num_busy <= num_threads or self._is_closed:
+            return False
+        if num_threads < min(self._max_threads + self._num_waiting, self.most_threads):
             name = f"{self._name}-{self._num_started + 1}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
             try:
@@ -82,9 +111,11 @@ class HandlerPool:
                 if num_threads == 0:
                     raise
                 logger.warning("event=no-further-thread num_threads=%d reason=%r", num_threads, str(error))
-                return
+                return False
             self._num_started += 1
             self._threads[thread.ident or 0] = thread
+            return False
+        return self._num_waiting >= self.most_threads
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -98,3 +129,7 @@ class HandlerPool:
                 if len(self._threads) > self._max_threads + self._num_waiting:  # it stood in for one that waited
                     self._threads.pop(threading.get_ident(), None)
                     return
+
+
+def _nothing() -> None:
+    pass

@@ -63,6 +63,8 @@ class Receiver:
         self._spin = Spin()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._links: dict[int, Link] = {}
+        self._watched: dict[int, Callable[[], None]] = {}
+        """What to do when another file can be read."""
         self._left: dict[Link, tuple[int, int]] = {}
         """Links that nobody reads since a waiting thread left them: how often they had been read when last seen, and
         for how many ticks it was as often."""
@@ -131,6 +133,18 @@ class Receiver:
         else:
             self._epoll.register(link.fd, events)
         link.watched = events
+
+    def watch_file(self, fd: int, on_ready: Callable[[], None]) -> None:
+        """Have the thread that leads call `on_ready()`, which must not wait, whenever this file can be read."""
+        self._watched[fd] = on_ready
+        with contextlib.suppress(ValueError):  # closed
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch_file(self, fd: int) -> None:
+        """No more; to be called before its number may become another file's."""
+        self._watched.pop(fd, None)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(fd)
 
     @property
     def links(self) -> list[Link]:
@@ -296,6 +310,8 @@ class Receiver:
             if link_or_none is None:
                 if self._listener is not None and fd == self._listener.fileno():
                     self._accept(self._listener)
+                elif fd in self._watched:
+                    self._watched[fd]()
                 continue
             if events & select.EPOLLOUT:
                 link_or_none.flush()

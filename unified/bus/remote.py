@@ -49,8 +49,19 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Raised)
 
 
-def describe(error: BaseException, *, worker: str, node: str) -> bytes:
-    """The body of an ERROR for what a handler raised. It never fails, whatever the exception's own methods do."""
+def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, Any]) -> bytes:
+    """The body of an ERROR for what a handler raised. It never fails, whatever the exception's own methods do.
+
+    Args:
+        ours: globals of the module that called the handler, whose frames say nothing to the caller.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals is ours:
+        trace = trace.tb_next
+    if trace is None:  # raised by the call itself, not within the handler
+        _point_out_option(error)
+    else:
+        error = error.with_traceback(trace)
     raised = Raised(
         from_bus=False,
         type_name=_type_name(error),
@@ -106,6 +117,16 @@ def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError
         setattr(both, name, value)
     error: RemoteError = both
     return error
+
+
+def _point_out_option(error: BaseException) -> None:
+    """Where the arguments did not fit, and an option of the call may have been meant by one, a note that says so."""
+    for option in ("timeout", "retries"):
+        if type(error) is TypeError and f"unexpected keyword argument '{option}'" in _text(error):
+            error.add_note(
+                f"Did you mean the option of the call? It is written `_{option}=`, or given by "
+                f"`with_options({option}=…)`; to a proxy, when it is made."
+            )
 
 
 def _both(cls: type[Exception]) -> Any:

@@ -11,54 +11,46 @@ import inspect
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any
 
+from unified.bus.answered import AnsweredCalls
 from unified.bus.codec import Encoded, decode, encode
-from unified.bus.futures import RpcFuture
-from unified.bus.gates import Gate, Pace, StartOrder
-from unified.bus.inbound import CURRENT, InboundCall
+from unified.bus.futures import Awaited, RpcFuture
+from unified.bus.gates import Gate, StartOrder
+from unified.bus.inbound import CURRENT, InboundCall, Reply
+from unified.bus.line_watch import Asked, LineWatch
 from unified.bus.link import Link
 from unified.bus.loop import LoopThread
+from unified.bus.method import Method, describe_method
 from unified.bus.pool import HandlerPool
 from unified.bus.receiver import Receiver
-from unified.bus.registry import MethodRegistry, RpcMark, is_async, mark_of
+from unified.bus.registry import MethodRegistry
 from unified.bus.remote import describe, describe_ours
 from unified.bus.stream_source import AnyGenerator, StreamSource, is_stream
-from unified.errors import ProtocolError, RouteLostError, RpcCancelledError, RpcError
+from unified.errors import ProtocolError, RpcCancelledError, RpcError
 from unified.protocol.envelope import Kind
 
 logger = logging.getLogger(__name__)
 MAX_HANDLER_THREADS = 32
 MAX_CHAIN = 64
-MAX_RELAYED = 10_000
-"""As many messages may wait in a ZeroMQ socket, and be lost with its connection."""
+_OWN_GATE = "those that run wait for this one. Do not call a serialised method from its own handler."
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, dict, tuple})
-
-
-class Reply(Protocol):
-    """Sends an answer, or a part of one; False if it cannot be sent, or not without waiting."""
-
-    def __call__(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool: ...
-
-
-class _Method(NamedTuple):
-    """What is known of a registered function."""
-
-    function: Callable[..., Any]
-    is_async: bool
-    is_inline: bool
-    gate: Gate | None
-    pace: Pace
 
 
 class CallService:
     """Runs handlers. Calls that come before `open` wait.
 
+    Attributes:
+        watch: over calls in line.
+
     Args:
+        inbox_id, worker, node: of this endpoint.
         reply: sends an answer home.
+        asked: the open calls that handlers made.
+        give_up: ends one of them, by its id.
         pool: for sync handlers; shared with whoever else must not block.
         receiver: whose leading thread may run short handlers.
     """
@@ -67,9 +59,12 @@ class CallService:
         self,
         *,
         registry: MethodRegistry,
+        inbox_id: str,
         worker: str,
         node: str,
         reply: Reply,
+        asked: Callable[[], Iterable[Asked]],
+        give_up: Callable[[int, RpcError], object],
         pool: HandlerPool,
         receiver: Receiver,
     ) -> None:
@@ -82,14 +77,26 @@ class CallService:
         self._loop = LoopThread()
         self._known: dict[tuple[str, int], InboundCall] = {}
         self._early: list[InboundCall] | None = []
-        self._methods: dict[str, _Method] = {}
+        self._methods: dict[str, Method] = {}
         self._gates: dict[str, Gate] = {}
         self._order = StartOrder()
         self._parked: dict[Link, list[Callable[[], object]]] = {}
         """What would begin calls whose link is full."""
-        self._relayed: deque[InboundCall] = deque(maxlen=MAX_RELAYED)
-        """Calls that were answered through the relay; the newest last."""
+        self._answered = AnsweredCalls(worker, lambda *answer: self._reply(*answer))
         self._lock = threading.Lock()
+        self.watch = LineWatch(
+            inbox_id=inbox_id,
+            worker=worker,
+            known=self._known,
+            gates=self._gates,
+            lock=self._lock,
+            reply=reply,
+            refuse=self._refuse,
+            asked=asked,
+            give_up=give_up,
+        )
+        self._refusing = threading.local()
+        pool.on_used_up = self._refuse_queued
 
     def accept(self, call: InboundCall) -> None:
         """Take a call in; never blocks for longer than an inline handler does."""
@@ -155,43 +162,41 @@ class CallService:
         for begin in parked:
             begin()
 
-    def relay_lost(self) -> None:
-        """Answers and items of streams may be lost that were with the relay, and their callers would wait for them.
-        Tell them all: whoever has had the answer is not told."""
-        streams = [call for call in list(self._known.values()) if call.is_relayed and call.stream is not None]
-        for stream in streams:
-            if stream.stream is not None:
-                stream.stream.close()
-        for call in [*streams, *self._relayed]:
-            error = RouteLostError(
-                f"the connection of worker {self._worker} to the bus relay broke, and the answer to {call.method!r} "
-                "may have been lost with it; its handler has run, or begun to. Call again if it may run twice."
-            )
-            self._reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
-        self._relayed.clear()
+    def relay_lost(self, is_relayed: Callable[[str], bool]) -> None:
+        """The connection to the relay broke; is mail to this inbox sent through it?"""
+        self._pool.submit(lambda: self._answered.lost(list(self._known.values()), is_relayed, "the bus relay"))
 
-    def begin_wait(self) -> InboundCall | None:
+    def peer_lost(self, inbox_id: str) -> None:
+        """The direct connection to this inbox broke."""
+        self._pool.submit(
+            lambda: self._answered.lost(list(self._known.values()), lambda each: each == inbox_id, "its caller")
+        )
+
+    def begin_wait(self, awaited: Awaited) -> InboundCall | None:
         """This thread's handler is about to wait for another call; give what comes back to `end_wait`."""
         call = CURRENT.get()
         if call is None:
             return None
         with self._lock:
-            call.num_waits += 1
+            call.waits = (*call.waits, awaited)
             hopeless = call.gate.hopeless() if call.gate is not None else []
         for each in hopeless:
-            self._refuse(each)
+            self._refuse(each, _OWN_GATE)
         method = self._methods.get(call.method)
         if method is not None:
             method.pace.forget()
         return call
 
-    def end_wait(self, call: InboundCall) -> None:
+    def end_wait(self, call: InboundCall, awaited: Awaited) -> None:
         """It waits no more."""
         with self._lock:
-            call.num_waits -= 1
+            waits = list(call.waits)
+            waits.remove(awaited)
+            call.waits = tuple(waits)
 
     def close(self) -> None:
         """Cancel async handlers and stop the loop. The pool is its owner's."""
+        self.watch.close()
         for call in list(self._known.values()):
             if call.stream is not None:
                 call.stream.close()
@@ -215,18 +220,20 @@ class CallService:
             return
         method = self._methods.get(call.method)
         if method is None or method.function is not function:
-            method = self._methods[call.method] = self._describe(call.method, function)
+            method = self._methods[call.method] = describe_method(call.method, function, self._gates)
         if method.gate is not None:
             with self._lock:
                 may_enter = method.gate.enter(call)
                 hopeless = [] if may_enter else method.gate.hopeless()
             for each in hopeless:
-                self._refuse(each)
+                self._refuse(each, _OWN_GATE)
             if not may_enter:
+                if call.chain or method.gate.has_streams:
+                    self.watch.begin()
                 return
         self._hand_on(call, method)
 
-    def _hand_on(self, call: InboundCall, method: _Method) -> None:
+    def _hand_on(self, call: InboundCall, method: Method) -> None:
         if method.is_inline:
             self._run_here(call, method)
         elif method.is_async:
@@ -244,9 +251,9 @@ class CallService:
             with self._lock:
                 may_start = self._order.line_up(call)
             if may_start:
-                self._pool.submit(lambda: self._run(call, method, True))
+                self._pool.submit(partial(self._run, call, method, True))
 
-    def _run_here(self, call: InboundCall, method: _Method) -> None:
+    def _run_here(self, call: InboundCall, method: Method) -> None:
         is_lent = self._receiver.lend()
         try:
             self._run(call, method, False)
@@ -254,19 +261,7 @@ class CallService:
             if is_lent:
                 self._receiver.take_back()
 
-    def _describe(self, name: str, function: Callable[..., Any]) -> _Method:
-        mark = mark_of(function) or RpcMark(name, False)
-        gate = None
-        if mark.group is not None or mark.concurrency is not None:
-            limit = mark.concurrency or 1
-            key = f"group {mark.group!r}" if mark.group is not None else f"method {name!r}"
-            gate = self._gates.get(key)
-            if gate is None:
-                gate = self._gates[key] = Gate(key, limit)
-            gate.limit = min(gate.limit, limit)  # of a group whose members say different numbers
-        return _Method(function, is_async(function), mark.inline, gate, Pace())
-
-    def _run(self, call: InboundCall, method: _Method, in_line: bool) -> None:
+    def _run(self, call: InboundCall, method: Method, in_line: bool) -> None:
         """Run a plain handler to its end, on this thread."""
         if call.is_stale:
             if in_line:
@@ -274,7 +269,7 @@ class CallService:
             self._forget(call)
             return
         if call.link is not None and call.link.is_full and not method.is_inline:
-            self._park(call.link, lambda: self._pool.submit(lambda: self._run(call, method, in_line)))
+            self._park(call.link, lambda: self._pool.submit(partial(self._run, call, method, in_line)))
             return
         token = CURRENT.set(call)
         began = 0.0
@@ -285,7 +280,7 @@ class CallService:
                 in_line = False
                 self._start_next(call)
             value = method.function(*args, **kwargs)
-            if call.num_waits == 0:
+            if not call.waits:
                 method.pace.took(time.perf_counter() - began)
             if type(value) not in _PLAIN and self._ends_later(call, value):
                 return
@@ -369,10 +364,9 @@ class CallService:
         with self._lock:
             following = self._order.started(call)
         if following is not None:
-            method = self._methods[following.method]
-            self._pool.submit(lambda: self._run(following, method, True))
+            self._pool.submit(partial(self._run, following, self._methods[following.method], True))
 
-    def _start_task(self, call: InboundCall, method: _Method) -> None:
+    def _start_task(self, call: InboundCall, method: Method) -> None:
         """On the loop."""
         if call.link is not None and call.link.is_full and not call.is_stale:
             self._park(call.link, lambda: self._loop.run(lambda: self._start_task(call, method)))
@@ -415,11 +409,7 @@ class CallService:
         raise ProtocolError(f"the body of the call of {call.method!r} does not hold arguments.")
 
     def _described(self, error: BaseException) -> Encoded:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_globals is globals():  # ours say nothing to the caller
-            trace = trace.tb_next
-        theirs = error.with_traceback(trace or error.__traceback__)
-        return Encoded(describe(theirs, worker=self._worker, node=self._node), [])
+        return Encoded(describe(error, worker=self._worker, node=self._node, ours=globals()), [])
 
     def _answer_unknown(self, call: InboundCall) -> None:
         try:
@@ -429,23 +419,15 @@ class CallService:
         else:
             self._begin(call)  # registered since
 
-    def _refuse(self, call: InboundCall) -> None:
-        """A call that would wait for ever in its gate."""
+    def _refuse(self, call: InboundCall, circle: str) -> None:
+        """End a call, if it is in line still."""
         gate = call.gate
-        name = gate.name if gate is not None else call.method
-        call.is_cancelled = True
         with self._lock:
-            admitted = gate.leave(call) if gate is not None else []
-        call.is_cancelled = False
-        self._fail(
-            call,
-            RpcError(
-                f"the call of {call.method!r} in worker {self._worker} was refused: calls of {name} wait for one "
-                "another there, and those that run now wait for this one. Do not call a serialised method from its "
-                "own handler."
-            ),
-        )
-        self._admit(admitted)
+            if gate is None or call not in gate.waiting:
+                return  # it was let in meanwhile, or given up
+            gate.waiting.remove(call)
+        what = f"the call of {call.method!r} in worker {self._worker} was refused"
+        self._fail(call, RpcError(f"{what}: calls of {gate.name} wait for one another there, and {circle}"))
 
     def _fail(self, call: InboundCall, error: RpcError) -> None:
         self._answer(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
@@ -454,9 +436,8 @@ class CallService:
         self._forget(call)
         if call.is_stale:
             return
-        if call.is_relayed:
-            spare = InboundCall(call.call_id, call.sender, call.worker, call.method, None, b"", [], is_relayed=True)
-            self._relayed.append(spare)  # without what its handler made
+        if call.link is None:
+            self._answered.add(call)
         try:
             self._reply(call, kind, answer, may_wait)
         except Exception as error:  # such as a body of more than 4 GiB; its caller is not to wait for ever
@@ -467,8 +448,15 @@ class CallService:
         call.has_ended = True
         if call.gate is not None:
             with self._lock:
-                admitted = call.gate.leave(call)
+                # They line up under the lock that they were let in under: of two threads, the one that let the later
+                # call in may be the first to get further.
+                admitted = [each for each in call.gate.leave(call) if self._is_next(each)]
             self._admit(admitted)
+
+    def _is_next(self, call: InboundCall) -> bool:
+        """Under the lock: whether a call that its gate has let in may be begun; else `_start_next` does it."""
+        method = self._methods[call.method]
+        return method.is_async or method.is_inline or self._order.line_up(call)
 
     def _admit(self, calls: list[InboundCall]) -> None:
         for call in calls:
@@ -476,4 +464,30 @@ class CallService:
             if method.is_async:
                 self._hand_on(call, method)
             else:
-                self._pool.submit(lambda call=call, method=method: self._run(call, method, False))  # type: ignore[misc]
+                self._pool.submit(partial(self._run, call, method, not method.is_inline))
+
+    def _refuse_queued(self) -> None:
+        """All threads there may be wait for other calls: what these have led to is among what is queued, and with no
+        thread for it they might wait for ever."""
+        if getattr(self._refusing, "is_here", False):
+            return
+        self._refusing.is_here = True
+        try:
+            while queued := self._pool.withdraw(self._was_led_to):
+                for work in queued:
+                    assert isinstance(work, partial)
+                    call, _, in_line = work.args
+                    if in_line:
+                        self._start_next(call)
+                    error = RpcError(
+                        f"the call of {call.method!r} in worker {self._worker} was refused: all "
+                        f"{self._pool.most_threads} threads for handlers there wait for other calls, perhaps for this "
+                        "one. Have fewer calls open at a time, or make handlers that wait `async def`."
+                    )
+                    self._fail(call, error)
+        finally:
+            self._refusing.is_here = False
+
+    def _was_led_to(self, work: Callable[[], object]) -> bool:
+        """Whether work of the pool is a call that some handler made."""
+        return isinstance(work, partial) and work.func == self._run and bool(work.args[0].chain)

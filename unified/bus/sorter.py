@@ -13,7 +13,7 @@ from unified.bus.courier import Courier
 from unified.bus.frames import Frames
 from unified.bus.inbound import InboundCall
 from unified.bus.inbox import Mail
-from unified.bus.intake import Intake
+from unified.bus.intake import Intake, TooOldError
 from unified.bus.link import Link
 from unified.bus.post import PostOffice
 from unified.bus.receiver import Receiver
@@ -21,7 +21,7 @@ from unified.bus.remote import describe_ours
 from unified.bus.service import CallService
 from unified.bus.shm_reader import PayloadGoneError, SharedReader
 from unified.bus.tensors import Buffer
-from unified.errors import BusOverloadedError, ProtocolError, RpcError
+from unified.errors import BusOverloadedError, ProtocolError, RouteLostError, RpcError
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, decode_hello, decode_undelivered
 from unified.protocol.records import Inbox
 
@@ -112,10 +112,31 @@ class MailSorter:
             self._desk.fail(envelope.call_id, reason)
         elif envelope.kind is Kind.CALL:
             error = RpcError(f"the arguments of {envelope.method!r} cannot be read in worker {self._worker}: {reason}")
-            call = InboundCall(
-                envelope.call_id, envelope.sender, envelope.worker, envelope.method, None, b"", [], link=link
-            )
-            self._courier.reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+            self._answer_with(error, envelope, link, False)
+
+    def _answer_too_old(self, envelope: Envelope, link: Link | None, is_relayed: bool) -> None:
+        """A repetition, most likely, whose caller has long had its answer. If not, it waits: for ever, without this."""
+        error = RouteLostError(
+            f"the call of {envelope.method!r} reached worker {self._worker} behind so many later ones that it cannot "
+            "be told from a repetition, and was not run; whether it had run before is not known. Call again if it may "
+            "run twice."
+        )
+        self._answer_with(error, envelope, link, is_relayed)
+
+    def _answer_with(self, error: RpcError, envelope: Envelope, link: Link | None, is_relayed: bool) -> None:
+        """Tell the caller of a call that is not taken in."""
+        call = InboundCall(
+            envelope.call_id,
+            envelope.sender,
+            envelope.worker,
+            envelope.method,
+            None,
+            b"",
+            [],
+            link=link,
+            is_relayed=is_relayed,
+        )
+        self._courier.reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
 
     def take_answer(self, link: Link, frames: Frames) -> None:
         """On whichever thread reads it: what came on a link of ours."""
@@ -123,6 +144,9 @@ class MailSorter:
         try:
             envelope = self._intake.read(frames.envelope)
             if envelope.sender != link.peer_id or envelope.kind not in _ANSWERS:
+                if envelope.kind is Kind.WAITS and envelope.sender == link.peer_id:
+                    self._service.watch.hear(envelope.call_id, frames.body)
+                    return
                 raise ProtocolError(f"{envelope.kind.name} from {envelope.sender!r} on a link to {link.peer_id!r}")
             buffers = self._buffers(envelope, frames, link)
             self._desk.take(envelope, frames.body, buffers)
@@ -156,7 +180,11 @@ class MailSorter:
     ) -> None:
         match envelope.kind:
             case Kind.CALL:
-                self._intake.check_new(envelope)
+                try:
+                    self._intake.check_new(envelope)
+                except TooOldError:
+                    self._answer_too_old(envelope, link, is_relayed)
+                    raise
                 expires = None if envelope.timeout_s is None else time.monotonic() + envelope.timeout_s
                 self._service.accept(
                     InboundCall(
@@ -177,13 +205,15 @@ class MailSorter:
                 self._service.cancel(envelope.sender, envelope.call_id)
             case Kind.MORE:
                 self._service.more(envelope.sender, envelope.call_id, envelope.count)
+            case Kind.WAITS:
+                self._service.watch.hear(envelope.call_id, body)
             case _:
                 raise ProtocolError(f"an unexpected {envelope.kind.name} from worker {envelope.worker}")
 
     def relay_lost(self) -> None:
         """The connection to the relay broke: what was on its way may be lost."""
         self._desk.relay_lost()
-        self._service.relay_lost()
+        self._service.relay_lost(self._post.is_relayed)
 
     def _on_undeliverable(self, envelope: Envelope, mail: Mail) -> None:
         lost = decode_undelivered(mail.body)

@@ -108,6 +108,11 @@ class StreamSource:
         return inspect.isasyncgen(self._generator)
 
     @property
+    def is_parked(self) -> bool:
+        """Its caller is so far behind that it does not go on."""
+        return not self._is_over and not self._has_room()
+
+    @property
     def num_ahead(self) -> int:
         """Items on their way, or waiting at the caller."""
         return len(self._sizes)

@@ -115,11 +115,7 @@ class StreamHost:
             StreamHost._on_stage = None
 
     def _failure(self, error: Exception, what: str) -> Failure:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_globals is globals():  # our own frames say nothing to the user
-            trace = trace.tb_next
-        theirs = error.with_traceback(trace or error.__traceback__)
-        return Failure(what, remote.describe(theirs, worker=self._where, node=self._node))
+        return Failure(what, remote.describe(error, worker=self._where, node=self._node, ours=globals()))
 
 
 class _EndOfStream(Exception):

@@ -1,7 +1,7 @@
 """The outside of a bus message: all that a relay reads, and the first frame of every message.
 
-A message is ``[envelope][body][buffer…]``. What body and buffers hold is `unified.bus.codec`'s business, except for the
-two kinds whose body is a record of this file: HELLO (an `Inbox`) and UNDELIVERABLE (an `Undelivered`).
+A message is ``[envelope][body][buffer…]``. What body and buffers hold is `unified.bus.codec`'s business, except for
+HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`), which are of this file, and WAITS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unified.protocol.framing import UNREADABLE
 from unified.protocol.records import Inbox
 
 Bytes = bytes | bytearray | memoryview
-BUS_VERSION = 2
+BUS_VERSION = 3
 MAX_ENVELOPE_BYTES = 8192
 """Names are short; a first frame longer than this is no envelope and is not looked at."""
 
@@ -44,6 +44,8 @@ class Kind(IntEnum):
     """Body: one value of a stream."""
     MORE = 9
     """From the caller: it can take `count` more ITEMs."""
+    WAITS = 10
+    """From the callee: the call does not go on, and what it waits for (`unified.bus.circles`). It goes on waiting."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -69,7 +71,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     shared: list[Any] | None = None
     """Which buffers lie in shared memory, and where (see `unified.bus.shm_reader`); None: all follow as frames."""
     count: int = 0
-    """Of a MORE: how many more items may come. Of an ITEM: its place. Of a stream's RESULT: how many items came."""
+    """Of a CALL: its place among those that its sender has sent, to whomever; the same when it is sent again. Of a
+    MORE: how many more items may come. Of an ITEM: its place. Of a stream's RESULT: how many items came."""
 
 
 class Undelivered(Value, frozen=True, kw_only=True):

@@ -50,7 +50,8 @@ class DataQueue(Generic[T]):
             again on another node, a place that both see.
         fsync: a durable queue acknowledges nothing before it is on disk, and so outlives a power failure, too.
         max_bytes: of items that may wait in it, encoded; None: no limit. One item always fits.
-        owner_timeout: seconds to wait for an owner when there is none.
+        owner_timeout: seconds to wait for an owner when there is none; and for the answer of one that is there, where
+            no other time is given.
 
     Of these only `name`, `is_master` and `owner_timeout` are for those that do not own it.
 
@@ -91,13 +92,13 @@ class DataQueue(Generic[T]):
         can be taken before the last one is in. Afterwards they may be changed: the queue has its own copies.
 
         Args:
-            timeout: seconds to wait for room; None: for ever.
+            timeout: seconds to wait for room; None: for ever. An owner that says nothing has 5 s more.
 
         Raises:
             QueueFullError: no room in time; its `num_put` says how many are in.
             QueueClosedError: the queue was closed; `num_put` again.
             QueueLostError: the owner's life ended.
-            QueueNotFoundError: there is no owner.
+            QueueNotFoundError: there is no owner; or it did not answer in time, and the items may be in.
             UsageError: an item cannot be sent; none of them is in.
         """
         if objs:
@@ -123,12 +124,13 @@ class DataQueue(Generic[T]):
 
         Args:
             batch_size: 1 or more.
-            timeout: seconds; None: for ever. When it is over, the list is empty.
+            timeout: seconds; None: for ever. When it is over, the list is empty; an owner that says nothing has 5 s
+                more, and what it may have handed out comes with the next `get` of this thread.
 
         Raises:
             QueueClosedError: the queue is closed, empty, and nothing can come back: nobody has anything on lease.
             QueueLostError: the owner's life ended.
-            QueueNotFoundError: there is no owner.
+            QueueNotFoundError: there is no owner; or for `owner_timeout` it has not answered any get.
             ProtocolError: an item cannot be read here, as its class cannot be imported. The next `get` brings the same,
                 unless `task_done` is called first.
         """
@@ -145,6 +147,10 @@ class DataQueue(Generic[T]):
 
         Args:
             count: so many items more, in the order in which they came; None: all.
+
+        Raises:
+            QueueNotFoundError: the owner has not answered for `owner_timeout`. So do `give_back`, `qsize`, `stats` and
+                `close`.
         """
         self._taker.done(count)
 

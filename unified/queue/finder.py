@@ -32,7 +32,7 @@ from unified.protocol.records import Reachability
 from unified.queue.farewells import FAREWELLS
 from unified.queue.hosting import claimed_name, host_of
 from unified.queue.owner import method
-from unified.queue.sites import LocalSite, RemoteSite, Site
+from unified.queue.sites import LocalSite, RemoteSite, Site, listens_s
 from unified.worker.context import Worker
 from unified.worker.name_table import Holder
 
@@ -85,13 +85,13 @@ class OwnerFinder:
         """The site; waits until there is one, to the time `until` or as long as its patience goes.
 
         Raises:
-            QueueNotFoundError: there is none in time.
+            QueueNotFoundError: there is none in time, or it did not answer.
             QueueLostError: the queue that this object used is gone.
             QueueClosedError: it was closed, drained and replaced.
         """
         begun = time.monotonic()
         if not self._attaching.acquire(timeout=self._left_s(begun, until)):
-            raise self._not_found(begun)
+            raise self.not_found(begun)
         try:
             return self._attach(begun, until)
         finally:
@@ -102,12 +102,12 @@ class OwnerFinder:
         if self.site is site:
             self.site = None
 
-    def result_of(self, site: Site, answer: Future[Any]) -> Any:
-        """What a question to `site` is answered with; waits for it."""
+    def result_of(self, site: Site, answer: Future[Any], until: float | None = None, nbytes: int = 0) -> Any:
+        """What a question to `site` is answered with; waits for it, as whoever has until then `listens_s`."""
         if self.site is not site:  # it ended just now, and the call would wait for the next life
             answer.cancel()
         try:
-            return answer.result()
+            return answer.result(None if until is None else listens_s(until, nbytes))
         finally:
             del answer  # an error's traceback has this frame: the future that has the error is not to be in it
 
@@ -129,6 +129,15 @@ class OwnerFinder:
             raise error
         if isinstance(error, RpcTimeoutError):
             logger.warning("event=queue-owner-silent queue=%s reason=%r: asked again", self.queue, str(error))
+
+    def silent(self, holder: Holder, consequence: str = "") -> QueueNotFoundError:
+        """The owner lives and did not answer in all the time that its asker had."""
+        owner, we = holder.worker, self.worker.bus.worker
+        return QueueNotFoundError(
+            f"worker {owner}, which owns queue {self.queue!r}, lives and does not answer worker {we} in time: it is "
+            "stopped, something in it holds the interpreter (the GIL), its journal's disk hangs, or the "
+            f"network drops its messages. {consequence}`unified explain {owner}` says more."
+        )
 
     def pause(self, num_failed: int, until: float | None = None) -> None:
         """Before asking again after so many failures."""
@@ -152,7 +161,7 @@ class OwnerFinder:
                     raise
                 num_failed += 1
                 if self._left_s(begun, until) <= 0:
-                    raise self._not_found(begun) from error
+                    raise self.not_found(begun) from error
                 self.pause(num_failed, until)
         return site
 
@@ -161,7 +170,7 @@ class OwnerFinder:
         while (holder := self.worker.names.holder(self._name)) is None:
             left_s = self._left_s(begun, until)
             if left_s <= 0:
-                raise self._not_found(begun)
+                raise self.not_found(begun)
             with suppress(RpcTimeoutError):
                 self.worker.names.find(self._name, left_s)
         return holder
@@ -170,15 +179,15 @@ class OwnerFinder:
         worker = self.worker
         name, incarnation = worker.bus.worker, worker.bus.incarnation
         site: Site
+        timeout = max(min(left_s, ATTACH_WITHIN_S), 1.0)
         if holder == (name, incarnation):
             service = host_of(worker.bus).find(self.queue)
             if service is None:
                 raise RpcNotFoundError(f"queue {self.queue!r} is about to be made.")
             answer = service.attach(self.handle, name, incarnation)
-            identity, is_durable, is_known = answer.result() if service.is_durable else answer
+            identity, is_durable, is_known = answer.result(timeout) if service.is_durable else answer
             site = LocalSite(service, holder)
         else:
-            timeout = max(min(left_s, ATTACH_WITHIN_S), 1.0)
             question = (self.handle, name, incarnation)
             # Not kept in a variable: see `result_of`.
             identity, is_durable, is_known = worker.bus.call(
@@ -268,7 +277,11 @@ class OwnerFinder:
                 left_s = self.patience_s
         return max(left_s if until is None else min(left_s, until - now), 0.0)
 
-    def _not_found(self, begun: float) -> QueueNotFoundError:
+    def not_found(self, begun: float) -> QueueNotFoundError:
+        """There is no owner that answers, and somebody has waited for one since then."""
+        holder = self.worker.names.holder(self._name)
+        if holder is not None:
+            return self.silent(holder)
         waited = f"worker {self.worker.bus.worker} waited {time.monotonic() - begun:.3g} s for queue {self.queue!r}"
         last = self._last
         if last is None:

@@ -23,12 +23,13 @@ from unified.errors import (
     QueueFullError,
     QueueNotFoundError,
     RpcError,
+    RpcTimeoutError,
     UnifiedError,
 )
 from unified.queue.core.outcomes import Outcome
 from unified.queue.finder import OwnerFinder
 from unified.queue.items import Packed, nbytes
-from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, Site
+from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, Site, listens_s
 
 _WAITING = int(Outcome.WAITING)
 
@@ -63,12 +64,13 @@ class Putter:
 
         Raises:
             QueueFullError: there was no room for all in time.
-            QueueClosedError, QueueLostError, QueueNotFoundError: as their names say.
+            QueueNotFoundError: there is no owner, or it did not answer in time: then they may be in or go in yet.
+            QueueClosedError, QueueLostError: as their names say.
         """
         put = self._begin(items, timeout_s)
         try:
             if not self._put_straight(put):
-                self._parked_now(put).result()
+                self._await_parked(put, time.monotonic())
         except BaseException:
             self._forget(put)
             raise
@@ -120,7 +122,7 @@ class Putter:
             while True:
                 answer = self._ask(put, site)
                 if isinstance(answer, Future):
-                    answer = self._finder.result_of(site, answer)
+                    answer = self._finder.result_of(site, answer, put.until, put.nbytes)
                 if answer is None:
                     self._forget(put)
                     return True
@@ -129,9 +131,7 @@ class Putter:
                 put.is_there = True
         except RpcError as error:
             answer = None  # not the future, which has the error, whose traceback has this frame
-            self._finder.failed(site, error)
-            put.is_there = False
-            put.num_failed += 1
+            self._not_heard(put, site, error)
             return False
         if (refusal := self._refusal(put, answer)) is not None:
             raise refusal
@@ -150,7 +150,19 @@ class Putter:
             left_s = max(put.until - time.monotonic(), 0.0)
             is_last = left_s <= wait_s
             wait_s = min(wait_s, left_s)
-        return site.put((self._finder.handle, put.number, below, items, wait_s, is_last), size)
+        return site.put((self._finder.handle, put.number, below, items, wait_s, is_last), size, put.until)
+
+    def _not_heard(self, put: _Put, site: Site, error: RpcError) -> None:
+        """A question had no answer: return if it is to be asked again, or raise what the put ends in."""
+        finder = self._finder
+        finder.failed(site, error)
+        if finder.site is site and put.until is not None and time.monotonic() >= put.until:
+            raise self._silent(site) from error
+        put.is_there = False
+        put.num_failed += 1
+
+    def _silent(self, site: Site) -> QueueNotFoundError:
+        return self._finder.silent(site.holder, "What was put may be in the queue, or go in yet. ")
 
     def _refusal(self, put: _Put, answer: list[int]) -> QueueError | None:
         """What an answer that is not DONE means to whoever put; None: it has to be asked for again."""
@@ -177,10 +189,15 @@ class Putter:
         )
         return put.future
 
-    def _parked_now(self, put: _Put) -> RpcFuture[None]:
+    def _await_parked(self, put: _Put, begun: float) -> None:
+        """Park it, and wait until it has ended: no longer than it has time, even behind others that have more."""
         future = self._promised(put)
         self._park(put)
-        return future
+        try:
+            future.result(None if put.until is None else listens_s(put.until, put.nbytes))
+        except RpcTimeoutError as error:  # no call's: after these a put is asked for again
+            site = self._finder.site
+            raise self._finder.not_found(begun) if site is None else self._silent(site) from error
 
     def _expect(self, put: _Put, site: Site, answer: Any) -> None:
         if isinstance(answer, Future):
@@ -222,11 +239,10 @@ class Putter:
 
     def _failed(self, put: _Put, site: Site, error: RpcError) -> None:
         try:
-            self._finder.failed(site, error)
+            self._not_heard(put, site, error)
         except (RpcError, QueueError) as final:
             self._end(put, final)
         else:
-            put.num_failed += 1
             self._park(put)
 
     def _end(self, put: _Put, error: BaseException | None) -> None:
@@ -274,6 +290,8 @@ class Putter:
             return
         except UnifiedError as error:
             self._end(put, error)
+            return
+        if put.number not in self._parked:  # given up meanwhile by whoever put it
             return
         try:
             answer = self._ask(put, site)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ SLICE_S = 20.0
 is asked for again, and nobody waits on a call that the owner has forgotten."""
 MARGIN_S = 40.0
 """Beyond the slice, until the call is given up and made again."""
+GRACE_S = 5.0
+"""Beyond the time that the asker has, for the answer to come: at its very end the owner says that there was nothing."""
 SLOWEST_BYTES_PER_S = 5_000_000
 LARGE_BYTES = 64 * 1024
 LARGE_SLICE_S = 0.2
@@ -25,8 +28,20 @@ PutQuestion = tuple[int, int, int, list[packed.Packed] | None, float, bool]
 _NO_KWARGS: dict[str, Any] = {}
 
 
+def listens_s(until: float, nbytes: int = 0) -> float:
+    """How long somebody who has until then, and sends so much, still listens for an answer."""
+    return max(until - time.monotonic(), 0.0) + GRACE_S + nbytes / SLOWEST_BYTES_PER_S
+
+
+def _open_s(wait_s: float, until: float | None, nbytes: int = 0) -> float:
+    """When a question that the owner may keep for `wait_s` is given up, perhaps to be asked again."""
+    longest_s = wait_s + MARGIN_S + nbytes / SLOWEST_BYTES_PER_S
+    return longest_s if until is None else min(longest_s, listens_s(until, nbytes))
+
+
 class Site(Protocol):
-    """One life of the owner, in which a handle is known."""
+    """One life of the owner, in which a handle is known. `until` is when the asker's own time is over: soon after that
+    the owner is not heard any more, and the question ends in RpcTimeoutError; None: it has time for ever."""
 
     holder: Holder
     identity: str
@@ -35,11 +50,20 @@ class Site(Protocol):
     is_here: bool
     """In this very process."""
 
-    def put(self, question: PutQuestion, nbytes: int) -> Any: ...
+    def put(self, question: PutQuestion, nbytes: int, until: float | None) -> Any: ...
 
-    def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Any: ...
+    def get(
+        self,
+        handle: int,
+        consumer: int,
+        number: int,
+        received: int,
+        max_items: int,
+        wait_s: float,
+        until: float | None,
+    ) -> Any: ...
 
-    def tell(self, verb: str, *args: Any) -> Any: ...
+    def tell(self, verb: str, *args: Any, until: float | None = None) -> Any: ...
 
 
 class RemoteSite:
@@ -57,16 +81,26 @@ class RemoteSite:
         self._put = method(queue, "put")
         self._get = method(queue, "get")
 
-    def put(self, question: PutQuestion, nbytes: int) -> Future[Any]:
-        timeout = question[4] + MARGIN_S + nbytes / SLOWEST_BYTES_PER_S
+    def put(self, question: PutQuestion, nbytes: int, until: float | None) -> Future[Any]:
+        timeout = _open_s(question[4], until, nbytes)
         return self._bus.call(self._worker, self._put, question, _NO_KWARGS, timeout=timeout)
 
-    def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Future[Any]:
+    def get(
+        self,
+        handle: int,
+        consumer: int,
+        number: int,
+        received: int,
+        max_items: int,
+        wait_s: float,
+        until: float | None,
+    ) -> Future[Any]:
         question = (handle, consumer, number, received, max_items, wait_s)
-        return self._bus.call(self._worker, self._get, question, _NO_KWARGS, timeout=wait_s + MARGIN_S)
+        return self._bus.call(self._worker, self._get, question, _NO_KWARGS, timeout=_open_s(wait_s, until))
 
-    def tell(self, verb: str, *args: Any) -> Future[Any]:
-        return self._bus.call(self._worker, method(self._queue, verb), args, _NO_KWARGS, timeout=MARGIN_S)
+    def tell(self, verb: str, *args: Any, until: float | None = None) -> Future[Any]:
+        timeout = _open_s(0.0, until)
+        return self._bus.call(self._worker, method(self._queue, verb), args, _NO_KWARGS, timeout=timeout)
 
 
 class LocalSite:
@@ -79,12 +113,23 @@ class LocalSite:
         self.identity = service.identity
         self.is_durable = service.is_durable
         self._service = service
-        self.get = service.get
 
-    def put(self, question: PutQuestion, nbytes: int) -> Any:
+    def put(self, question: PutQuestion, nbytes: int, until: float | None) -> Any:
         handle, number, below, items, wait_s, is_last = question
         kept = None if items is None else list(map(packed.kept, items))
         return self._service.put(handle, number, below, kept, wait_s, is_last)
 
-    def tell(self, verb: str, *args: Any) -> Any:
+    def get(
+        self,
+        handle: int,
+        consumer: int,
+        number: int,
+        received: int,
+        max_items: int,
+        wait_s: float,
+        until: float | None,
+    ) -> Any:
+        return self._service.get(handle, consumer, number, received, max_items, wait_s)
+
+    def tell(self, verb: str, *args: Any, until: float | None = None) -> Any:
         return getattr(self._service, verb)(*args)

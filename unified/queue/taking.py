@@ -91,7 +91,7 @@ class Taker:
         self._finder = finder
         self._local = threading.local()
         self._missed_since = 0.0
-        """When an owner was first looked for in vain; 0 while there is one."""
+        """When an owner was first looked for, or asked, in vain; 0 once one answers."""
 
     def take(self, max_items: int, timeout_s: float | None) -> list[Any]:
         """Up to `max_items`, as soon as there is one; none if there is none in time. What this thread took before is
@@ -100,7 +100,9 @@ class Taker:
         Raises:
             ProtocolError: one of them cannot be read here. The next take brings them again, unless `done` comes first.
             QueueClosedError: the queue is closed, and there is and will be nothing more in it.
-            QueueLostError, QueueNotFoundError: as their names say.
+            QueueLostError: as its name says.
+            QueueNotFoundError: as its name says; or in one take after the other, for as long as one waits for an owner,
+                there was one that did not answer.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         consumer = self._consumer()
@@ -147,19 +149,29 @@ class Taker:
             consumer.has(0)
 
     def ask(self, verb: str, *args: Any) -> Any:
-        """Ask the owner, again until it answers."""
-        self._finder.check_process()
+        """Ask the owner, again until it answers.
+
+        Raises:
+            QueueNotFoundError: there is none, or one did not answer, for as long as one waits for an owner.
+        """
+        finder = self._finder
+        finder.check_process()
         num_failed = 0
+        asked, until = None, 0.0
         while True:
-            site = self._finder.site or self._finder.attach()
+            site = finder.site or finder.attach()
+            if site is not asked:  # each life has the whole time
+                asked, until = site, time.monotonic() + finder.patience_s
             try:
-                answer = site.tell(verb, *args)
-                return self._finder.result_of(site, answer) if isinstance(answer, Future) else answer
+                answer = site.tell(verb, *args, until=until)
+                return finder.result_of(site, answer, until) if isinstance(answer, Future) else answer
             except RpcError as error:
                 answer = None
-                self._finder.failed(site, error)
+                finder.failed(site, error)
+                if finder.site is site and time.monotonic() >= until:
+                    raise finder.silent(site.holder, f"It may have heard {verb!r} all the same. ") from error
             num_failed += 1
-            self._finder.pause(num_failed)
+            finder.pause(num_failed, until)
 
     def _tell(self, verb: str, *args: Any) -> None:
         self.ask(verb, self._finder.handle, *args)
@@ -174,21 +186,23 @@ class Taker:
                 site = self._found(until)
                 if site is None:
                     return None, True
-            self._missed_since = 0.0
             is_heard = True
-            wait_s = SLICE_S if until is None else max(min(until - time.monotonic(), SLICE_S), 0.0)
+            asked_at = time.monotonic()
+            wait_s = SLICE_S if until is None else max(min(until - asked_at, SLICE_S), 0.0)
             try:
                 answer = site.get(
-                    finder.handle, consumer.consumer, consumer.number, consumer.received, max_items, wait_s
+                    finder.handle, consumer.consumer, consumer.number, consumer.received, max_items, wait_s, until
                 )
                 if isinstance(answer, Future):
-                    answer = finder.result_of(site, answer)
+                    answer = finder.result_of(site, answer, until)
             except RpcError as error:
                 answer = Outcome.WAITING  # not the future, which has the error, whose traceback has this frame
                 is_heard = False
                 finder.failed(site, error)
                 num_failed += 1
                 finder.pause(num_failed, until)
+            if is_heard:
+                self._missed_since = 0.0
             if type(answer) is list:
                 return answer, not site.is_here
             if answer == Outcome.CLOSED:
@@ -198,19 +212,28 @@ class Taker:
             if answer == Outcome.UNKNOWN:
                 finder.detach(site)
             elif until is not None and time.monotonic() >= until:
-                return [] if is_heard else None, True
+                if is_heard:
+                    return [], True
+                if self._is_missed(asked_at) and finder.site is site:
+                    raise finder.silent(site.holder)
+                return None, True
 
     def _found(self, until: float | None) -> Site | None:
         """The owner; None if this take's own time is over, and there may yet be one."""
         begun = time.monotonic()
-        self._missed_since = self._missed_since or begun
+        is_missed = self._is_missed(begun)
         try:
             return self._finder.attach(until)
         except QueueNotFoundError:
             is_own_time_over = until is not None and time.monotonic() >= until
-            if not is_own_time_over or begun - self._missed_since >= self._finder.patience_s:
+            if not is_own_time_over or is_missed:
                 raise
             return None
+
+    def _is_missed(self, since: float) -> bool:
+        """Whether the owner, looked for or asked in vain from `since` on, had been missed for as long as one waits."""
+        self._missed_since = self._missed_since or since
+        return since - self._missed_since >= self._finder.patience_s
 
     def _give_up(self, consumer: _Consumer) -> None:
         site = self._finder.site

@@ -50,7 +50,7 @@ def fork() -> int:
 
 
 def main() -> None:
-    worker, incarnation, run_dir, route, relay, host_id = sys.argv[1:]
+    worker, incarnation, run_dir, route, relay, host_id, *rest = sys.argv[1:]
     endpoint = BusEndpoint(
         job_id="job-1",
         worker=worker,
@@ -58,7 +58,7 @@ def main() -> None:
         node="n1",
         host_id=host_id,
         run_dir=run_dir,
-        address="127.0.0.1",
+        address=rest[0] if rest else "127.0.0.1",
         relay=relay,
         route=route,
         registry=MethodRegistry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
 from unified.bus.endpoint import BusEndpoint
-from unified.errors import RemoteError, RpcNotFoundError, UsageError
+from unified.errors import ProtocolError, RemoteError, RpcError, RpcNotFoundError, UsageError
 
 
 def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs: Any) -> Any:
@@ -82,6 +83,56 @@ def test_errors_of_every_shape(world: World) -> None:
         call(a, "unicode")
 
 
+def echo(value: Any = None) -> Any:
+    return value
+
+
+async def echo_async(value: Any = None) -> Any:
+    return value
+
+
+def count(value: Any = None) -> Any:
+    yield value
+
+
+def misuse(timeout: float = 0) -> Any:
+    return echo(timeout=timeout)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("option", ["timeout", "retries"])
+@pytest.mark.parametrize("handler", [echo, echo_async, count])
+def test_option_that_went_to_the_handler_is_pointed_out(world: World, option: str, handler: Any) -> None:
+    a, _ = world.pair({"method": handler})
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'") as caught:
+        a.call("b", "method", (1,), {option: 2}).result(PATIENCE_S)
+    assert any(f"It is written `_{option}=`" in note for note in getattr(caught.value, "__notes__", []))
+
+
+def test_other_arguments_that_do_not_fit_are_no_options(world: World) -> None:
+    a, _ = world.pair({"echo": echo, "misuse": misuse})
+    for method, kwargs in (("echo", {"time": 2}), ("misuse", {"timeout": 2})):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'time") as caught:
+            a.call("b", method, (), kwargs).result(PATIENCE_S)
+        assert "Did you mean the option" not in "".join(caught.value.__notes__)
+
+
+class Cut:
+    """Arrives as a pickle that ends in the middle."""
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (pickle.dumps("whole")[:-2],)
+
+
+def test_pickle_that_is_cut_ends_its_own_call_and_no_other(world: World) -> None:
+    a, _ = world.pair({"echo": echo, "cut": Cut, "echo_async": echo_async})
+    for method in ("echo", "echo_async"):
+        with pytest.raises(ProtocolError, match="cannot be decoded"):
+            call(a, method, Cut())
+    with pytest.raises(RpcError, match="cannot be decoded"):
+        call(a, "cut")
+    assert call(a, "echo", 5) == 5
+
+
 def test_error_through_two_workers_keeps_its_class(world: World) -> None:
     a, b = world.pair({"relayed": lambda: call(b, "missing", target="c")})
     _, inbox = world.endpoint("c", {"missing": fail(KeyError("key"))})
@@ -104,3 +155,13 @@ def test_result_that_cannot_be_sent_is_an_error_of_the_call(world: World) -> Non
         call(a, "lock")
     with pytest.raises(UsageError, match="cannot be sent"):
         a.call("b", "lock", (threading.Lock(),), {})
+
+
+def test_argument_that_cannot_be_sent_keeps_the_whole_group_from_being_called(world: World) -> None:
+    ran: list[int] = []
+    a, _ = world.pair({"note": ran.append})
+    with pytest.raises(UsageError, match="cannot be sent"):
+        a.call_each(["b", "b"], "note", [((1,), {}), ((threading.Lock(),), {})])
+    each = a.call_each(["b", "b"], "note", [((2,), {}), ((3,), {})])
+    assert [future.result(PATIENCE_S) for future in each] == [None, None]
+    assert sorted(ran) == [2, 3]

@@ -118,6 +118,22 @@ def test_concurrency_and_group(world: World) -> None:
     assert most == {"alone": 2, "group": 1}
 
 
+def test_calls_let_in_two_at_a_time_start_in_order(world: World) -> None:
+    started: list[int] = []
+
+    @rpc(concurrency=2)
+    def note(i: int, ballast: list[Any]) -> None:
+        started.append(i)
+        if i % 7 == 0:
+            time.sleep(0.002)
+
+    a, _ = world.pair({"note": note})
+    ballast = [[(i,)] * 20_000 if i % 3 == 0 else [] for i in range(300)]  # takes a millisecond to be read, or none
+    concurrent.futures.wait([a.call("b", "note", (i, ballast[i]), {}) for i in range(300)], PATIENCE_S)
+    assert sorted(started) == list(range(300))
+    assert sum(place != i for place, i in enumerate(started)) <= 6  # see above
+
+
 def test_cancelled_call_in_line_lets_the_next_through(world: World) -> None:
     release, ran = threading.Event(), []
 
@@ -207,6 +223,33 @@ def test_serialised_method_that_calls_itself_is_told_so(world: World) -> None:
     assert call(a, "alone", 0) == 0
 
 
+def test_calls_that_no_thread_is_left_for_are_refused(world: World) -> None:
+    def ask(me: str, other: str, method: str) -> Any:
+        def handler() -> Any:
+            assert me == "a" or are_all_waiting.wait(PATIENCE_S)
+            return ends[me].call(other, method, (), {}, timeout=PATIENCE_S).result()
+
+        return handler
+
+    are_all_waiting = threading.Event()
+    ends: dict[str, BusEndpoint] = {}
+    inboxes = {}
+    methods = {"a": {"f": ask("a", "b", "g"), "h": lambda: 1}, "b": {"g": ask("b", "a", "h")}}
+    for me in methods:
+        ends[me], inboxes[me] = world.endpoint(me, methods[me])
+        ends[me]._pool.most_threads = 40
+    for endpoint in ends.values():
+        endpoint.update_directory([entry(name, inbox) for name, inbox in inboxes.items()])
+    calls = [ends["b"].call("a", "f", (), {}) for _ in range(60)]
+    assert eventually(lambda: ends["a"]._pool._num_waiting == 40)
+    are_all_waiting.set()
+    assert not concurrent.futures.wait(calls, PATIENCE_S / 2).not_done  # before the deadlines of the inner calls
+    errors = [error for error in (each.exception() for each in calls) if error is not None]
+    assert all("all 40 threads for handlers there wait" in str(error) for error in errors), errors
+    assert errors
+    assert ends["b"].call("a", "f", (), {}, timeout=PATIENCE_S).result() == 1
+
+
 def test_many_threads_call_at_once(world: World) -> None:
     a, _ = world.pair({"double": lambda x: 2 * x})
 
@@ -253,7 +296,7 @@ def test_cancelling_from_another_thread_wakes_whoever_receives(world: World) -> 
 
 def test_link_that_breaks_without_a_death_ends_the_call(world: World) -> None:
     if world.route != "auto":
-        pytest.skip("ZeroMQ connects again by itself")
+        pytest.skip("what goes through ZeroMQ has tests of its own: test_bus_direct, test_bus_relay")
     release = threading.Event()
     a, b = world.pair({"wait": lambda: release.wait(PATIENCE_S), "ping": lambda: 1})
     assert call(a, "ping") == 1

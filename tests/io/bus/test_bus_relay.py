@@ -160,6 +160,25 @@ def test_call_waits_for_a_callee_that_has_not_reached_the_relay_yet(tmp_path: Pa
         world.close()
 
 
+def test_calls_that_the_relay_gave_back_keep_their_order(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unified.bus.calls.FIRST_RETRY_S", 0.5)  # until when the inbox is there
+    world = World(tmp_path, "relay", hub.address)
+    try:
+        a, _ = world.endpoint("a")
+        a.update_directory([entry("b", Inbox(inbox_id="late-inbox"))])
+        futures = [a.call("b", "ping", (), {}) for _ in range(20)]
+        eventually(lambda: hub.relay.num_undeliverable >= 20)
+        late = hub.socket("late-inbox")
+        known(hub, late, "late-inbox")
+        futures.append(a.call("b", "ping", (), {}))
+        came = [decode_envelope(late.recv_multipart()[0]).call_id for _ in futures]
+        assert came == sorted(came)
+    finally:
+        world.close()
+
+
 def test_lost_relay_ends_the_calls_that_were_with_it(tmp_path: Path) -> None:
     hub = Hub()
     world = World(tmp_path, "relay", hub.address)

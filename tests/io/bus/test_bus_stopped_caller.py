@@ -67,7 +67,9 @@ class Stopped:
         self._socket.close()
 
     def _write(self, kind: Kind, call_id: int, method: str, body: bytes) -> None:
-        envelope = Envelope(BUS_VERSION, kind, call_id, "stopped", "s", self._target, method, job="job-1")
+        envelope = Envelope(
+            BUS_VERSION, kind, call_id, "stopped", "s", self._target, method, job="job-1", count=call_id
+        )
         for piece in pack(encode_envelope(envelope), body, ()):
             self._socket.sendall(piece)
 

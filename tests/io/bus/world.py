@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ def entry(
 
 
 class Process:
-    """A worker in a process of its own, running `tests/io/bus/peer.py`."""
+    """A worker in a process of its own, running `tests/io/bus/peer.py`; `prefix` is a command that runs others."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, prefix: Sequence[str] = ()) -> None:
         script = str(Path(__file__).with_name("peer.py"))
         self.popen = subprocess.Popen(
-            [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*prefix, sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.popen.stdout is not None
         self.inbox = msgspec.json.decode(self.popen.stdout.readline(), type=Inbox)
@@ -63,7 +63,12 @@ class World:
         self.processes: list[Process] = []
 
     def endpoint(
-        self, worker: str, methods: dict[str, Callable[..., Any]] | None = None, incarnation: int = 0, **options: Any
+        self,
+        worker: str,
+        methods: dict[str, Callable[..., Any]] | None = None,
+        incarnation: int = 0,
+        address: str = "127.0.0.1",
+        **options: Any,
     ) -> tuple[BusEndpoint, Inbox]:
         """Started, and open if it was given methods."""
         endpoint = BusEndpoint(
@@ -73,7 +78,7 @@ class World:
             node="n1",
             host_id=HOST_ID,
             run_dir=str(self.run_dir),
-            address="127.0.0.1",
+            address=address,
             relay=self.relay,
             route=self.route,
             registry=MethodRegistry(methods or {}),

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.io.bus.world import HOST_ID
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.registry import MethodRegistry
-from unified.protocol.records import DirectoryEntry, NameClaims, NameRefusal, Reachability
+from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
 from unified.queue.client import DataQueue
 from unified.queue.hosting import host_of
 from unified.worker.context import Worker, set_current_worker
@@ -88,6 +88,14 @@ class QueueWorld:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._decide, name="fake-master")
         self._thread.start()
+
+    def add(self, name: str, inbox: Inbox, names: dict[str, int]) -> None:
+        """A worker in another process, which holds these names."""
+        with self._lock:
+            self.entries[name] = DirectoryEntry(
+                worker=name, incarnation=0, state=Reachability.ALIVE, inbox=inbox, node="n1", names=names
+            )
+            self._tell(self.entries[name])
 
     def worker(self, name: str, incarnation: int = 0) -> Member:
         member = Member(self, name, incarnation)

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -417,23 +416,6 @@ def test_options_that_cannot_be(trio: tuple[Member, Member, Member], options: di
 def test_a_get_of_no_items(trio: tuple[Member, Member, Member]) -> None:
     with pytest.raises(UsageError, match="from 1 up"):
         trio[0].queue().get(0)
-
-
-def test_a_blocked_put_wakes_at_once(trio: tuple[Member, Member, Member]) -> None:
-    """Not at the end of some interval: a hundred times in a row take less than a second's patience."""
-    owner, producer, consumer = trio
-    owner.queue(is_master=True, size=1)
-    theirs, ours = producer.queue(), consumer.queue()
-    begun = time.monotonic()
-
-    def put_all() -> None:
-        for number in range(100):
-            theirs.put(number)
-
-    putting = in_thread(put_all)
-    assert [ours.get(1)[0] for _ in range(100)] == list(range(100))
-    putting()
-    assert time.monotonic() - begun < PATIENCE_S / 2
 
 
 def test_the_object_stays_in_its_process(trio: tuple[Member, Member, Member]) -> None:

@@ -22,15 +22,16 @@ from unified.errors import (
     WorkerDiedError,
 )
 from unified.protocol.records import Reachability
+from unified.queue import sites
 from unified.queue.hosting import host_of
 from unified.testing import eventually
 
 PATIENCE_S = 20.0
 
 
-def begun(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+def begun(work: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
     pool = ThreadPoolExecutor(1)
-    future = pool.submit(work, *arguments)
+    future = pool.submit(work, *arguments, **options)
     pool.shutdown(wait=False)
     return future
 
@@ -252,6 +253,39 @@ def test_a_disk_that_fails_ends_the_queue_with_an_error(
     assert any(isinstance(each, QueueJournalError) for each in ended)
     with pytest.raises(QueueJournalError):
         mine.get_nowait()
+
+
+def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
+    trio: tuple[Member, Member, Member], durable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sites, "GRACE_S", 0.2)
+    owner, producer, _ = trio
+    mine, also_mine = owner.queue(owner_timeout=0.1, **durable), owner.queue()
+    theirs = producer.queue()
+    theirs.put("a")
+    assert also_mine.qsize() == 1
+    service = host_of(owner.bus).find("q")
+    assert service is not None
+    assert service._journal is not None
+    file, hangs, goes_on = service._journal._file, threading.Event(), threading.Event()
+    commit = file.commit
+
+    def hang(records: Any) -> None:
+        hangs.set()
+        goes_on.wait(PATIENCE_S)
+        commit(records)
+
+    file.commit = hang  # type: ignore[method-assign]
+    for queue in (also_mine, mine, theirs):
+        with pytest.raises(QueueNotFoundError, match=r"worker a, .* its journal's disk hangs"):
+            begun(queue.put, "b", timeout=0.1).result(PATIENCE_S / 2)
+    assert hangs.is_set()
+    assert begun(mine.get, 1, 0.1).result(PATIENCE_S / 2) == []
+    with pytest.raises(QueueNotFoundError):
+        begun(mine.close).result(PATIENCE_S / 2)
+    goes_on.set()
+    mine.put("c")
+    assert theirs.get(9, PATIENCE_S) == ["a", "b", "b", "c"], "the owner never heard of one"
 
 
 def test_many_deaths_of_a_durable_owner_lose_and_double_nothing(

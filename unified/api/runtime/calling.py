@@ -86,6 +86,24 @@ def begin_all(
     ]
 
 
+def begin_each(
+    targets: Sequence[str],
+    method: Method,
+    arguments: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+    options: CallOptions,
+) -> list[RpcFuture[Any]]:
+    """Call the same method of several workers with arguments of their own; if one cannot be sent, none is called."""
+    check_retries(method, options.retries)
+    name = method_name(method)
+    futures = current_worker().bus.call_each(targets, name, arguments, timeout=options.timeout)
+    if not options.retries:
+        return futures
+    return [
+        _retried(future, target, name, args, kwargs, options)
+        for future, target, (args, kwargs) in zip(futures, targets, arguments, strict=True)
+    ]
+
+
 def check_stream(options: CallOptions) -> None:
     """UsageError if a stream is to be retried: what was consumed of it cannot be taken back."""
     if options.retries:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 from unified.api.runtime.actors import actors_of
 from unified.api.runtime.batch import check_lengths, share
-from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, begin, begin_all, check_stream
+from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, begin_all, begin_each, check_stream
 from unified.api.runtime.future_sequence import FutureSequence
 from unified.api.runtime.promised_stream import PromisedStream
 from unified.api.runtime.role_actor import RoleActor
@@ -114,7 +114,8 @@ class RoleGroup(Sequence[RoleActor]):
     def call(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcFuture[list[Any]]:
         """Call a method of every actor; the results come in the group's order, or the first error at once.
 
-        The arguments are encoded once for all, and are once in the shared memory of each host.
+        The arguments are encoded once for all, and are once in the shared memory of each host. If one of them cannot be
+        sent, no actor is called.
 
         Args:
             method: its name, or a function whose `@rpc` name, or own name, is meant.
@@ -196,14 +197,13 @@ class RoleGroup(Sequence[RoleActor]):
         options = self.options.taken_from(kwargs)
         check_lengths(size, args, kwargs)
         run = math.ceil(size / len(self.actors))
-        futures, lens = [], []
-        for actor, start in zip(self.actors, range(0, size, run or 1), strict=False):
-            end = min(start + run, size)
-            own_kwargs = {key: share(value, start, end) for key, value in kwargs.items()}
-            own_args = [share(value, start, end) for value in args]
-            futures.append(begin(actor.name, method, own_args, own_kwargs, options))
-            lens.append(end - start)
-        return FutureSequence(futures, lens)
+        runs = [(start, min(start + run, size)) for start in range(0, size, run or 1)]
+        arguments = [
+            ([share(value, *ends) for value in args], {key: share(value, *ends) for key, value in kwargs.items()})
+            for ends in runs
+        ]
+        targets = [actor.name for actor in self.actors[: len(runs)]]
+        return FutureSequence(begin_each(targets, method, arguments, options), [end - start for start, end in runs])
 
     @overload
     def stream(
@@ -274,16 +274,10 @@ class RoleGroup(Sequence[RoleActor]):
         if not scatter:
             return begin_all([actor.name for actor in self.actors], method, args, kwargs, options)
         self._check_scatter(args, kwargs)
-        return [
-            begin(
-                actor.name,
-                method,
-                tuple(arg[i] for arg in args),
-                {key: arg[i] for key, arg in kwargs.items()},
-                options,
-            )
-            for i, actor in enumerate(self.actors)
+        arguments = [
+            (tuple(arg[i] for arg in args), {key: arg[i] for key, arg in kwargs.items()}) for i in range(len(self))
         ]
+        return begin_each([actor.name for actor in self.actors], method, arguments, options)
 
     def _check_not_empty(self) -> None:
         if not self.actors:

@@ -40,6 +40,9 @@ class Consumers:
             return None
         lease = consumer.lease
         if lease is not None and lease.number == event.number:  # its first answer was lost
+            rest = lease.items[event.max_items :]  # whoever gave up hearing it may take fewer now
+            lease.items = lease.items[: event.max_items]
+            self._return(rest)
             self._answer(event.ticket, Outcome.DONE, lease.items)
             return None
         self.stop_waiting(consumer, Outcome.WAITING)
@@ -132,12 +135,15 @@ class Consumers:
 
     def _give_back(self, consumer: Consumer) -> None:
         lease, consumer.lease = consumer.lease, None
-        if lease is None:
-            return
-        self.num_leased -= len(lease.items)
-        self._turn.stock.give_back(lease.items)
-        if self._turn.is_durable:
-            self._turn.actions.append(DropLease(item_ids=[item.item_id for item in lease.items]))
+        if lease is not None:
+            self._return(lease.items)
+
+    def _return(self, items: list[Item]) -> None:
+        """To their places in the queue."""
+        self.num_leased -= len(items)
+        self._turn.stock.give_back(items)
+        if self._turn.is_durable and items:
+            self._turn.actions.append(DropLease(item_ids=[item.item_id for item in items]))
 
     def _save_lease(self, get: WaitingGet, items: list[Item]) -> None:
         consumer = get.consumer

@@ -33,7 +33,8 @@ class PutAsked(Value, frozen=True, kw_only=True):
     number: int
     """Of this put, counted by the handle."""
     below: int
-    """The handle has the answers of all its puts with lower numbers than this: they need not be remembered."""
+    """The handle has the answers of all its puts with lower numbers than this, or wants none any more: they need not be
+    remembered, and what has not gone in of them is dropped."""
     items: list[tuple[Any, int]] | None
     """What is put, each with its size in bytes. None: the owner has them from an earlier ask."""
     wait_s: float | None = None

@@ -118,6 +118,9 @@ class Producers:
 
     def _forget(self, handle: Handle, below: int) -> None:
         handle.below = max(handle.below, below)
+        waiting = handle.waiting_puts
+        while waiting and next(iter(waiting)) < below:  # given up without an answer: the owner was not heard in time
+            self.end(next(iter(waiting.values())), Outcome.FULL)
         ended = handle.ended_puts
         has_known = False
         while ended and next(iter(ended)) < below:

@@ -130,18 +130,16 @@ class QueueCore:
 
     def _on_put(self, now: float, event: PutAsked) -> None:
         put = self.producers.ask(now, event)
-        if put is None:
-            return
         self._settle(now)
-        if event.wait_s is not None and event.wait_s <= 0 and put.ticket is not None:
+        may_wait = event.wait_s is None or event.wait_s > 0
+        if not may_wait and put is not None and put.ticket is not None:
             self.producers.expire(put)
 
     def _on_get(self, now: float, event: GetAsked) -> None:
         get = self.consumers.ask(now, event)
-        if get is None:
-            return
         self._settle(now)
-        if event.wait_s is not None and event.wait_s <= 0 and self.consumers.line.get(event.consumer) is get:
+        may_wait = event.wait_s is None or event.wait_s > 0
+        if not may_wait and get is not None and self.consumers.line.get(event.consumer) is get:
             self.consumers.stop_waiting(get.consumer, Outcome.WAITING)
 
     def _on_done(self, now: float, event: TakeDone) -> None:

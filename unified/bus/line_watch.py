@@ -1,0 +1,223 @@
+"""Looks at the calls in line at gates, as long as there are any that handlers made, and has those refused that would
+wait for ever (`unified.bus.circles`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from unified.bus.circles import Circles, Findings, Halted, decode_halted, encode_halted, name_of, reader_of
+from unified.bus.codec import Encoded
+from unified.bus.gates import Gate
+from unified.bus.inbound import InboundCall, Reply
+from unified.bus.retry import LATER
+from unified.bus.stream_feed import StreamFeed
+from unified.bus.tensors import Buffer
+from unified.errors import RpcError
+from unified.protocol.envelope import Kind
+
+logger = logging.getLogger(__name__)
+LOOK_S = 0.25
+_TOLD = float("inf")
+WARN_S = 10.0
+"""A call in line behind a stream that its own caller does not read may wait for ever; after so long the log says so."""
+
+
+class Asked(NamedTuple):
+    """An open call that a handler here made."""
+
+    call_id: int
+    awaited: object
+    """Its future, or its feed."""
+    handler: int
+    """Token of the call whose handler made it."""
+    is_watched: bool
+    """By `concurrent.futures.wait`, say, which does not tell the bus that it waits."""
+
+
+class LineWatch:
+    """Looks every `LOOK_S` as long as there is something to see.
+
+    Args:
+        inbox_id, worker: of this endpoint.
+        known: its calls that have not ended, those in line too.
+        gates: what they are in line at.
+        lock: of the gates.
+        reply: tells a caller.
+        refuse: ends a call, if it is in line still, and says why.
+        asked: the open calls that handlers here made.
+        give_up: ends one of these, by its id.
+    """
+
+    def __init__(
+        self,
+        *,
+        inbox_id: str,
+        worker: str,
+        known: Mapping[tuple[str, int], InboundCall],
+        gates: Mapping[str, Gate],
+        lock: threading.Lock,
+        reply: Reply,
+        refuse: Callable[[InboundCall, str], object],
+        asked: Callable[[], Iterable[Asked]],
+        give_up: Callable[[int, RpcError], object],
+    ) -> None:
+        self._inbox_id = inbox_id
+        self._worker = worker
+        self._known = known
+        self._gates = gates
+        self._lock_of_gates = lock
+        self._reply = reply
+        self._refuse = refuse
+        self._asked = asked
+        self._give_up = give_up
+        self._circles = Circles(inbox_id)
+        self._behind: dict[str, float] = {}
+        """Calls in line behind streams that their own callers do not read, since when; `_TOLD`: the log says so."""
+        self._lock = threading.Lock()
+        self._is_looking = False
+        self._is_closed = False
+
+    def begin(self) -> None:
+        """There is something to see."""
+        if not self._is_looking:
+            with self._lock:
+                if self._is_looking or self._is_closed:
+                    return
+                self._is_looking = True
+            LATER.run(LOOK_S, self._look)
+
+    def hear(self, call_id: int, body: Buffer) -> None:
+        """The callee of a call made here says what it waits for.
+
+        Raises:
+            ProtocolError: it says nothing that can be read.
+        """
+        halted = decode_halted(body)
+        with self._lock:
+            self._circles.hear(time.monotonic(), name_of(self._inbox_id, call_id), halted)
+        self.begin()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_closed = True
+
+    def _look(self) -> None:
+        self._is_looking = False  # first: what gets in line from here on asks again
+        if self._is_closed:
+            return
+        waiting = self._in_line()
+        calls = {_name(call): call for call, _ in waiting}
+        here = [self._halted(call, True, [_name(other) for other in let_in]) for call, let_in in waiting]
+        asked = _Asked(self._inbox_id, self._asked())
+        for call in list(self._known.values()):
+            name = _name(call)
+            if call.gate is not None and _is_parked(call):
+                calls[name] = call
+                here.append(self._halted(call, False, [reader_of(name)]))
+            elif names := asked.names(call):
+                calls[name] = call
+                here.append(self._halted(call, False, names))
+                readers = [reader_of(stream) for stream in asked.streams_read_by(call)]
+                here += [Halted(reader, self._inbox_id, "the reader of that", False, [name]) for reader in readers]
+        findings = self._decide(here, {name for name, call in calls.items() if call.chain}, asked.ids)
+        for name, halted in findings.tell.items():
+            self._reply(calls[name], Kind.WAITS, Encoded(encode_halted(halted), []), False)
+        for name, circle in findings.refuse.items():
+            words = f"none goes on: {circle} -> the first of these. Have one of them call where it is in no such group."
+            if name in calls:
+                self._refuse(calls[name], words)
+            else:
+                why = f"a call from worker {self._worker} was given up: it is in line, and {words}"
+                self._give_up(asked.ids[name], RpcError(why))
+        self._warn(time.monotonic(), waiting)
+        if waiting or self._circles.has_heard:
+            self.begin()
+
+    def _in_line(self) -> list[tuple[InboundCall, list[InboundCall]]]:
+        """Calls in line that handlers made or that are behind streams, and for each those that its gate has let in."""
+        found: list[tuple[InboundCall, list[InboundCall]]] = []
+        with self._lock_of_gates:
+            for gate in list(self._gates.values()):
+                let_in, has_streams = gate.running[:], gate.has_streams
+                found += [(call, let_in) for call in gate.waiting if has_streams or call.chain]
+        return found
+
+    def _warn(self, now: float, waiting: list[tuple[InboundCall, list[InboundCall]]]) -> None:
+        was_behind, self._behind = self._behind, {}
+        for call, let_in in waiting:
+            if not all(_is_parked(each) and each.sender == call.sender for each in let_in):
+                continue
+            since = was_behind.get(_name(call), now)
+            if now - since >= WARN_S:
+                since = _TOLD
+                logger.warning(
+                    "worker=%s event=in-line-behind-stream method=%r caller=%s stream=%r seconds=%.0f: the stream "
+                    "waits to be read by the same caller. Whoever reads it must not wait for the call: read it to its "
+                    "end or close it",
+                    self._worker,
+                    call.method,
+                    call.worker,
+                    let_in[0].method,
+                    WARN_S,
+                )
+            self._behind[_name(call)] = since
+
+    def _decide(self, here: list[Halted], led_to: Collection[str], made_here: Collection[str]) -> Findings:
+        with self._lock:
+            return self._circles.look(time.monotonic(), here, led_to, made_here)
+
+    def _halted(self, call: InboundCall, is_in_line: bool, waits_for: list[str]) -> Halted:
+        return Halted(_name(call), self._inbox_id, f"{call.method!r} in worker {self._worker}", is_in_line, waits_for)
+
+
+class _Asked:
+    """Which calls a handler waits for."""
+
+    def __init__(self, inbox_id: str, asked: Iterable[Asked]) -> None:
+        self.ids: dict[str, int] = {}
+        """Of all, by name."""
+        self._names: dict[int, str] = {}
+        self._streams: dict[int, list[Asked]] = {}
+        self._watched: dict[int, list[str]] = {}
+        self._kept = list(asked)  # so that what `id` names is there
+        for each in self._kept:
+            name = self._names[id(each.awaited)] = name_of(inbox_id, each.call_id)
+            self.ids[name] = each.call_id
+            if isinstance(each.awaited, StreamFeed):
+                self._streams.setdefault(each.handler, []).append(each)
+            if each.is_watched:
+                self._watched.setdefault(each.handler, []).append(name)
+
+    def names(self, call: InboundCall) -> list[str]:
+        """Of the calls that its handler waits for."""
+        if not call.waits and call.deferred is None and not self._watched:
+            return []
+        awaited = [*call.waits] if call.deferred is None else [*call.waits, call.deferred]
+        known = [self._names[id(each)] for each in _parts(awaited) if id(each) in self._names]
+        return sorted({*known, *self._watched.get(call.token, ())})
+
+    def streams_read_by(self, call: InboundCall) -> list[str]:
+        """Those that its handler does not read now, since all of it waits for something else."""
+        if len(call.waits) != 1:
+            return []
+        streams = self._streams.get(call.token, ())
+        return [self._names[id(each.awaited)] for each in streams if each.awaited is not call.waits[0]]
+
+
+def _is_parked(call: InboundCall) -> bool:
+    return call.stream is not None and call.stream.is_parked
+
+
+def _parts(awaited: Iterable[object]) -> Iterator[object]:
+    """What is waited for, and what that is made of."""
+    for each in awaited:
+        yield each
+        yield from _parts(getattr(each, "parts", ()))
+
+
+def _name(call: InboundCall) -> str:
+    return name_of(call.sender, call.call_id)

@@ -1,0 +1,64 @@
+"""Whether one peer on another host is reached directly, or through the relay. Pure: events and the time in."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+State = Literal["connecting", "up", "relayed", "broken"]
+CONNECT_WITHIN_S = 3.0
+"""A peer that has not let us connect for so long is written to through the relay. Of a peer that can be reached, the
+first packet is lost at most once, and sent again after one second."""
+GIVE_UP_AFTER_S = 15.0
+"""The same where there is no relay: what waits for it is lost then."""
+QUIET_S = 2.0
+"""So long nothing must have gone through the relay before direct messages may follow: none overtakes another."""
+
+
+class Passage:
+    """The way to one inbox, as long as it lasts.
+
+    ====================  ==========================================================================================
+    `connecting`          what is sent is kept, and surely not delivered
+    `up`                  what is sent goes out, and may be lost with the connection
+    `relayed`             what was kept and is sent goes through the relay, while the direct way is still tried
+    `broken`              the end: what was sent may be lost. For what follows, a new passage begins
+    ====================  ==========================================================================================
+
+    Args:
+        has_relay: there is one.
+        is_relayed: begin there: the peer itself came through the relay, so a direct way is not to be waited for.
+    """
+
+    def __init__(self, now: float, *, has_relay: bool, is_relayed: bool = False) -> None:
+        self.state: State = "relayed" if is_relayed else "connecting"
+        self._has_relay = has_relay
+        self._began_at = now
+        self._is_connected = False
+        self._relayed_at = now
+
+    def connected(self) -> None:
+        """Both ends have agreed on how to speak."""
+        self._is_connected = True
+        if self.state == "connecting":
+            self.state = "up"
+
+    def disconnected(self) -> None:
+        """The connection, or an attempt at one, has ended."""
+        self._is_connected = False
+        if self.state == "up":
+            self.state = "broken"
+
+    def used_relay(self, now: float) -> None:
+        """A message went through the relay, or waits to."""
+        self._relayed_at = now
+
+    def passed(self, now: float) -> None:
+        """Time has passed."""
+        if self.state == "connecting":
+            if self._has_relay and now - self._began_at >= CONNECT_WITHIN_S:
+                self.state = "relayed"
+                self._relayed_at = now
+            elif not self._has_relay and now - self._began_at >= GIVE_UP_AFTER_S:
+                self.state = "broken"
+        elif self.state == "relayed" and self._is_connected and now - self._relayed_at >= QUIET_S:
+            self.state = "up"
