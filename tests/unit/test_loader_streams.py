@@ -19,6 +19,14 @@ from unified.loader.streams import StreamHost
 Numbers = tuple[int, float, float, float]
 
 
+@pytest.fixture(autouse=True)
+def leave_the_stage() -> Iterator[None]:
+    """What torch takes this process for is seen by every later test of it."""
+    yield
+    StreamHost._leave_stage()
+    assert get_worker_info() is None
+
+
 class Draws:
     """Samples are random numbers of every kind, and the stream that drew them."""
 
@@ -90,6 +98,17 @@ def test_a_stream_that_is_opened_again_goes_on_where_it_was() -> None:
     assert whole[4] == NoMore()
     where.open(opened(0, skip=2))
     assert [fetch(where, 0) for _ in range(3)] == whole[2:]
+
+
+def test_a_stream_that_does_not_even_begin_leaves_no_worker_info() -> None:
+    class Bad(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise KeyError("no such file")
+
+    where = host(Bad(), is_iterable=True, batch_size=1)
+    where.open(opened(0))
+    assert get_worker_info() is None
+    assert isinstance(fetch(where, 0), Failure)
 
 
 def test_drop_last_of_an_iterable_dataset() -> None:

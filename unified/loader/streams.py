@@ -78,7 +78,7 @@ class StreamHost:
         except Exception as error:
             broken = self._streams[order.stream] = _Stream(None)
             broken.failure = self._failure(error, f"the start of stream {order.stream} of a data loader")
-            StreamHost._on_stage = None
+            StreamHost._leave_stage()
 
     def fetch(self, order: FetchBatch) -> Reply:
         """Make a batch.
