@@ -284,16 +284,24 @@ def _shared_memory() -> set[str]:
 
 
 def _is_in_use(path: str) -> bool:
-    """Whether a living process has it mapped or open: then it is of another program that runs beside this test."""
+    """Whether a living process has it mapped or open: then it is of another program that runs beside this test.
+
+    By its number, for it may have got its name later: glibc makes a semaphore under another one.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:  # gone already
+        return True
+    file = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError):
-            if path in Path(f"/proc/{entry}/maps").read_text():
+            if file in Path(f"/proc/{entry}/maps").read_text():
                 return True
             for number in os.listdir(f"/proc/{entry}/fd"):
                 with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{entry}/fd/{number}") == path:
+                    if os.path.samestat(os.stat(f"/proc/{entry}/fd/{number}"), found):
                         return True
     return False
 

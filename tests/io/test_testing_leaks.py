@@ -64,6 +64,20 @@ def test_shared_memory_of_a_program_that_runs_beside_is_not_ours() -> None:
         shared.unlink()
 
 
+def test_a_semaphore_of_a_program_that_runs_beside_is_not_ours() -> None:
+    """It is mapped under the name that glibc made it with, and not the one it has."""
+    before = Belongings()
+    script = (
+        "import multiprocessing as mp, sys; lock = mp.get_context('spawn').Lock(); "
+        "print(lock._semlock.name, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        name = f"sem.{other.stdout.readline().decode().strip().removeprefix('/')}"
+        assert (SHARED_MEMORY / name).exists()
+        assert not [thing for thing in left_behind(before, settle_s=0.0) if name in thing]
+
+
 def test_eventually_returns_what_came_true_and_says_what_did_not() -> None:
     values = iter([0, None, 7])
     assert eventually(lambda: next(values)) == 7
