@@ -11,6 +11,7 @@ from unified.errors import QueueNotFoundError, RouteLostError, RpcError, RpcTime
 from unified.queue.core.outcomes import Outcome
 from unified.queue.finder import OwnerFinder
 from unified.queue.items import pack
+from unified.queue.sites import GetQuestion
 from unified.queue.taking import Taker
 from unified.worker.name_table import Holder
 
@@ -29,9 +30,8 @@ class ScriptedOwner:
         """Number and received of each take."""
         self.told: list[tuple[str, Any]] = []
 
-    def get(
-        self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float, until: float | None
-    ) -> Any:
+    def get(self, question: GetQuestion, until: float | None) -> Any:
+        _, _, number, received, _, _ = question
         self.asked.append((number, received))
         return self._says()
 

@@ -25,6 +25,8 @@ LARGE_SLICE_S = 0.2
 their way they count against what may be in flight to the owner."""
 PutQuestion = tuple[int, int, int, list[packed.Packed] | None, float, bool]
 """Handle, number, below, items, wait_s, is_last: see `PutAsked`."""
+GetQuestion = tuple[int, int, int, int, int, float]
+"""Handle, consumer, number, received, max_items, wait_s: see `GetAsked`."""
 _NO_KWARGS: dict[str, Any] = {}
 
 
@@ -52,16 +54,7 @@ class Site(Protocol):
 
     def put(self, question: PutQuestion, nbytes: int, until: float | None) -> Any: ...
 
-    def get(
-        self,
-        handle: int,
-        consumer: int,
-        number: int,
-        received: int,
-        max_items: int,
-        wait_s: float,
-        until: float | None,
-    ) -> Any: ...
+    def get(self, question: GetQuestion, until: float | None) -> Any: ...
 
     def tell(self, verb: str, *args: Any, until: float | None = None) -> Any: ...
 
@@ -85,18 +78,9 @@ class RemoteSite:
         timeout = _open_s(question[4], until, nbytes)
         return self._bus.call(self._worker, self._put, question, _NO_KWARGS, timeout=timeout)
 
-    def get(
-        self,
-        handle: int,
-        consumer: int,
-        number: int,
-        received: int,
-        max_items: int,
-        wait_s: float,
-        until: float | None,
-    ) -> Future[Any]:
-        question = (handle, consumer, number, received, max_items, wait_s)
-        return self._bus.call(self._worker, self._get, question, _NO_KWARGS, timeout=_open_s(wait_s, until))
+    def get(self, question: GetQuestion, until: float | None) -> Future[Any]:
+        timeout = _open_s(question[5], until)
+        return self._bus.call(self._worker, self._get, question, _NO_KWARGS, timeout=timeout)
 
     def tell(self, verb: str, *args: Any, until: float | None = None) -> Future[Any]:
         timeout = _open_s(0.0, until)
@@ -119,17 +103,8 @@ class LocalSite:
         kept = None if items is None else list(map(packed.kept, items))
         return self._service.put(handle, number, below, kept, wait_s, is_last)
 
-    def get(
-        self,
-        handle: int,
-        consumer: int,
-        number: int,
-        received: int,
-        max_items: int,
-        wait_s: float,
-        until: float | None,
-    ) -> Any:
-        return self._service.get(handle, consumer, number, received, max_items, wait_s)
+    def get(self, question: GetQuestion, until: float | None) -> Any:
+        return self._service.get(*question)
 
     def tell(self, verb: str, *args: Any, until: float | None = None) -> Any:
         return getattr(self._service, verb)(*args)

@@ -190,9 +190,8 @@ class Taker:
             asked_at = time.monotonic()
             wait_s = SLICE_S if until is None else max(min(until - asked_at, SLICE_S), 0.0)
             try:
-                answer = site.get(
-                    finder.handle, consumer.consumer, consumer.number, consumer.received, max_items, wait_s, until
-                )
+                question = finder.handle, consumer.consumer, consumer.number, consumer.received, max_items, wait_s
+                answer = site.get(question, until)
                 if isinstance(answer, Future):
                     answer = finder.result_of(site, answer, until)
             except RpcError as error:
