@@ -305,6 +305,35 @@ def test_an_import_that_nobody_waits_for_does_not_hold_up_the_end(tmp_path: Path
         zygote.close()
 
 
+def test_an_import_that_nobody_waits_for_does_not_hold_up_the_news_of_a_death(tmp_path: Path) -> None:
+    """Where many processes share a core an import took five seconds, and callers of the dead knew of nothing."""
+    begun, may_end = tmp_path / "late", tmp_path / "may end"
+    late = (
+        f"import os, time\nopen({str(begun)!r}, 'w').close()\n"
+        f"while not os.path.exists({str(may_end)!r}): time.sleep(0.01)\n"
+    )
+    zygote = ZygoteProcess(tmp_path, late=late)
+    try:
+        assert isinstance(zygote.next(), ZygoteUp)
+        children = [zygote.fork("wait") for _ in range(5)]
+        pids = [zygote.forked(child) for child in children]
+        assert eventually(begun.exists)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        ended = [zygote.next() for _ in children]
+        assert {word.child: word.code for word in ended if isinstance(word, ChildExited)} == {
+            child.number: -signal.SIGKILL for child in children
+        }
+        may_end.touch()
+        after = zygote.fork("modules")
+        zygote.forked(after)
+        assert after.read(after.out).split() == ["True", "True"], "the import went on, and ended"
+        assert zygote.exited(after) == 0
+    finally:
+        may_end.touch()
+        zygote.close()
+
+
 def test_many_forks_leave_neither_children_nor_descriptors(zygote: ZygoteProcess) -> None:
     before = os.listdir(f"/proc/{zygote.process.pid}/fd")
     for fresh in [False] * 30 + [True]:

@@ -85,13 +85,13 @@ def test_a_get_that_gave_nothing_acknowledges_if_the_owner_was_there() -> None:
 
 
 def test_a_death_that_nobody_caused() -> None:
-    facts = [Fact(A, 20.0, "died", ["peer_8-1_1-0", 19.0, "E: why"])]
-    assert close(facts, [Kill(19.5, B)]).wrong == []
+    facts = [Fact(A, 10.0, "died", ["peer_8-1_1-0", 9.0, "E: why"])]
+    assert close(facts, [Kill(9.5, B)]).wrong == []
     (found,) = close(facts, [Kill(3.0, B)]).wrong
-    assert found.startswith("20.0 s, peer-0#0: a call to peer_8-1_1-0 ended in its death, but it was killed 17.0 s ago")
+    assert found.startswith("10.0 s, peer-0#0: a call to peer_8-1_1-0 ended in its death, but it was killed 7.0 s ago")
     assert found.endswith("E: why")
-    assert len(close(facts, [Kill(19.5, C)]).wrong) == 1
-    assert close([Fact(A, 20.0, "died", ["*", 19.0, "E: why"])], [Kill(19.5, C)]).wrong == []
+    assert len(close(facts, [Kill(9.5, C)]).wrong) == 1
+    assert close([Fact(A, 10.0, "died", ["*", 9.0, "E: why"])], [Kill(9.5, C)]).wrong == []
 
 
 def test_journals_are_read_as_they_grow_and_without_a_line_that_was_cut(tmp_path: Path) -> None:

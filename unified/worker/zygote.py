@@ -42,7 +42,7 @@ _OWN_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
 class _AskedToEnd(BaseException):
-    """SIGTERM came in the middle of an import."""
+    """SIGTERM came in the middle of an import, or the agent went away."""
 
 
 class Zygote:
@@ -117,11 +117,28 @@ class Zygote:
         give_back_idle()
 
     def _note_signal(self, number: int, _frame: object) -> None:
-        """The byte in the wake-up socket does the waking; a signal without a handler would not make one."""
+        """The byte in the wake-up socket does the waking; a signal without a handler would not make one.
+
+        In the middle of an import, which may take seconds where many processes share a core, nobody looks there; but
+        neither may workers outlive their agent so long, nor may the news of their death wait.
+        """
         if number == signal.SIGTERM:
             self._is_asked_to_end = True
-            if self._is_importing:  # which may take seconds, and workers shall not outlive their agent so long
+            if self._is_importing:
                 raise _AskedToEnd
+        elif self._is_importing:
+            self._reap_amid_import()
+
+    def _reap_amid_import(self) -> None:
+        # A second signal would send its words into the middle of those of the first.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
+        try:
+            self._reap()
+        except OSError as error:  # an import that hears of it may take it for its own
+            self._is_asked_to_end = True
+            raise _AskedToEnd from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _say(self, word: ZygoteWord) -> None:
         self._control.sendall(encode_stream(word))
