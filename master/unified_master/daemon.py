@@ -24,7 +24,7 @@ from unified.keys import ClusterKey
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.client_master import ClientToMaster, Refused
 from unified.protocol.coordinator import CoordinatorRequest, WorkerToCoordinator
-from unified.protocol.framing import UNREADABLE, Codec
+from unified.protocol.framing import MAX_MESSAGE, UNREADABLE, Codec
 from unified.protocol.records import EventRecord
 from unified.settings import Intervals
 from unified_master.control_frames import receive, send
@@ -37,7 +37,6 @@ from unified_master.store import Store
 
 MAX_BATCH = 512
 """Messages taken in before their consequences are committed and sent."""
-MAX_MESSAGE = 64 * 1024 * 1024
 MAX_DEFECTS = 5
 DEFECT_WINDOW_S = 60.0
 _log = logging.getLogger("unified.master")

@@ -1,7 +1,8 @@
 """Whole programs that import upstream's names alone, run by ``python -m unified.compat``: script, job and workers.
 
-The code of documents 1 and 3 is that of `test_spec_documents`, with the documents' own import prefix put back. The
-cluster's daemons know nothing of the aliases: its workers have them because the job says so.
+The code of documents 1 and 3 about life inside a worker is that of `test_spec_documents`, with the documents' own
+import prefix put back; the jobs of documents 1 and 2 are the blocks of `test_compat_blocks`. The cluster's daemons know
+nothing of the aliases: its workers have them because the job says so.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import test_spec_documents as documents
+from tests.unit import test_compat_blocks as blocks
 from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -39,15 +42,6 @@ if dl_job.submit() != 0:
     raise SystemExit("the job failed")
 """
 
-# Document 2, "Single role(via CLI command)".
-COMMAND = """
-from dlrover.python.unified.api.builder import DLJobBuilder
-# Conveniently convert a CLI command into a Ray job
-cmd = f"dlrover-run --nnodes=1 --nproc_per_node=1 {Your_dlrover_root_dir}/dlrover/python/unified/tests/integration_test/dummy_run.py --test 0"
-job = DLJobBuilder().by_dlrover_run_cmd(cmd).build()
-job.submit("test_cmd_api", master_cpu=1, master_memory=128)
-"""  # noqa: E501  # the document's line
-
 SCRIPT_OF_A_WORKER = """
 import sys
 from dlrover.python.unified.api.runtime.worker import current_worker
@@ -57,17 +51,52 @@ print("worker of", current_worker().job_info.name, "with", sys.argv[1:], JobConf
 """
 
 
+TRAINER_OF_THE_GUIDE = """
+from dlrover.python.unified.api.runtime.worker import current_worker
+
+class xxx:
+    def run(self):
+        print("trainer with", current_worker().job_info.user_config.k1, "on", current_worker().actor_info.node)
+"""
+
+TRAIN_OF_FOUR_RANKS = """
+import torch
+import torch.distributed as dist
+from dlrover.python.unified.api.runtime.worker import current_worker
+
+def run():
+    args = current_worker().job_info.user_config
+    assert dict(args) == {"data_dir": "data/nanogpt/", "batch_size": 16}, args
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size() == 4
+    print("trained by", current_worker().actor_info.rank, "of", args.data_dir)
+"""
+
+SAYS_ITS_ROLE = """
+import os
+from dlrover.python.unified.api.runtime.worker import current_worker
+
+def run():
+    worker = current_worker()
+    print(worker.actor_info.role, worker.actor_info.rank, dict(worker.job_info.user_config or {}), end=" ")
+    print(os.environ.get("DLROVER_LOG_LEVEL", "-"))
+"""
+
+
 def upstream(text: str) -> str:
     """The text as it stands in its document."""
     return text.replace("from unified.api", "from dlrover.python.unified.api")
 
 
 def run(folder: Path, script: str, *, env: dict[str, str], **modules: str) -> subprocess.CompletedProcess[str]:
-    """Run a program by ``python -m unified.compat``, modules beside it."""
-    folder.mkdir(exist_ok=True)
+    """Run a program by ``python -m unified.compat``, modules beside it (dots in a name: folders)."""
     for name, text in {"program": script, **modules}.items():
-        assert "unified" not in text.replace("dlrover.python.unified", "").replace("dlrover/python/unified", "")
-        (folder / f"{name}.py").write_text(text)
+        own = text.replace("dlrover.python.unified", "").replace("dlrover/python/unified", "")
+        assert "unified" not in own.replace("examples.unified", "")
+        path = folder / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
     inherited = {name: value for name, value in os.environ.items() if name != "UNIFIED_COMPAT"}
     return subprocess.run(
         [sys.executable, "-m", "unified.compat", "program.py"],
@@ -81,6 +110,73 @@ def run(folder: Path, script: str, *, env: dict[str, str], **modules: str) -> su
 
 def job(nodes: int, devices: int, *workloads: str) -> str:
     return SUBMIT.format(nodes=nodes, devices=devices, workloads="\n".join(f"    {line}" for line in workloads))
+
+
+def succeeded(done: subprocess.CompletedProcess[str], job_name: str = "") -> str:
+    """What the workers printed. The job must have succeeded too: a document's script ignores its exit code."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"job {job_name}" in done.stderr.splitlines()[-1], done.stdout + done.stderr
+    assert " finished after " in done.stderr.splitlines()[-1], done.stdout + done.stderr
+    return done.stdout
+
+
+def test_first_example_of_the_guide(local_cluster: Cluster, tmp_path: Path) -> None:
+    """Its `xxx` is a name like any other; its gap `...` is left out."""
+    cluster = local_cluster(nodes=1, devices=4)
+    done = run(
+        tmp_path / "project", blocks.FIRST_EXAMPLE, env={"UNIFIED_MASTER": cluster.address}, xxx=TRAINER_OF_THE_GUIDE
+    )
+    assert succeeded(done) == "[TRAINER-0] trainer with v1 on node-1\n"
+
+
+def test_single_role(local_cluster: Cluster, tmp_path: Path) -> None:
+    """`torch` and `args` are given; the document's own `args` is a dict, which has no `__dict__`."""
+    cluster = local_cluster(nodes=2, devices=2)
+    given = "import torch\nfrom argparse import Namespace\nargs = Namespace(data_dir='data/nanogpt/', batch_size=16)\n"
+    done = run(
+        tmp_path / "project",
+        given + textwrap.dedent(blocks.SINGLE_ROLE),
+        env={"UNIFIED_MASTER": cluster.address},
+        **{"examples.unified.elastic.nanogpt.train": TRAIN_OF_FOUR_RANKS},
+    )
+    assert sorted(succeeded(done, "nanogpt").splitlines()) == [
+        f"[ELASTIC-{rank}] trained by {rank} of data/nanogpt/" for rank in range(4)
+    ]
+
+
+def test_several_roles(local_cluster: Cluster, tmp_path: Path) -> None:
+    """The outline's names are given, and it ends before a submit."""
+    cluster = local_cluster(nodes=2, devices=4)
+    given = "from dlrover.python.unified.api.builder import DLJobBuilder\n"
+    given += "worker_node_num, device_per_worker_node, log_level = 2, 4, 'INFO'\n"
+    done = run(
+        tmp_path / "project",
+        given + textwrap.dedent(blocks.OUTLINE) + "job.submit()\n",
+        env={"UNIFIED_MASTER": cluster.address},
+        **{"module.a": SAYS_ITS_ROLE, "module.b": SAYS_ITS_ROLE, "entrypoint": SAYS_ITS_ROLE},
+    )
+    assert sorted(succeeded(done).splitlines()) == [
+        "[a-0] a 0 {} INFO",
+        "[a-1] a 1 {} INFO",
+        "[b-0] b 0 {} INFO",
+        "[role-0] role 0 {} INFO",
+    ]
+
+
+def test_reinforcement_learning_on_a_laptop(tmp_path: Path) -> None:
+    """It asks for 18 CPUs: a cluster of its own shares out those that there are."""
+    given = "from omegaconf import DictConfig\nfrom dlrover.python.unified.api.builder import DLJobBuilder\n"
+    done = run(
+        tmp_path / "project",
+        given + "args = {'lr': 0.5}\n" + textwrap.dedent(blocks.RL),
+        env={"UNIFIED_HOME": str(tmp_path / "home"), "UNIFIED_MASTER": ""},
+        **{f"module.{role}": SAYS_ITS_ROLE for role in ("trainer", "rollout", "reward")},
+    )
+    assert sorted(succeeded(done, "rl_job").splitlines()) == sorted(
+        f"[{role}-{rank}] {role} {rank} {{'lr': 0.5}} -"
+        for role, total in {"trainer": 2, "rollout": 4, "reward": 1}.items()
+        for rank in range(total)
+    )
 
 
 def test_entry_points(local_cluster: Cluster, tmp_path: Path) -> None:
@@ -142,7 +238,6 @@ def test_command_line_of_another_launcher_on_a_cluster_of_its_own(tmp_path: Path
     script.write_text(SCRIPT_OF_A_WORKER)
     given = f"Your_dlrover_root_dir = {str(tmp_path / 'root')!r}\n"
     env = {"UNIFIED_HOME": str(tmp_path / "home"), "UNIFIED_MASTER": ""}
-    done = run(tmp_path / "project", given + COMMAND, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(tmp_path / "project", given + textwrap.dedent(blocks.COMMAND), env=env)
     said = "worker of test_cmd_api with ['--test', '0'] unified.job.config unified.compat.dtruntime"
-    assert said in done.stdout, done.stdout + done.stderr
+    assert said in succeeded(done, "test_cmd_api")

@@ -37,6 +37,7 @@ def job_of(function):
     return DLJobBuilder().device_type("CPU").device_per_node(2).workload("worker", f"jobs_of_test.{function}").total(2)
 
 good, bad, endless = job_of("hello"), job_of("fail"), job_of("pause")
+busy, huge = job_of("hello").resource(cpu=5000), job_of("hello").resource(memory=10**9)
 """
 
 
@@ -86,6 +87,24 @@ def test_a_job_file_runs_to_its_end_and_nothing_is_left(
     assert cluster_processes(tmp_path) == []
     assert list(run_dir.iterdir()) == []
     assert left_behind(before) == []
+
+
+def test_workers_share_the_cpus_of_the_host_however_many_they_ask_for(
+    tmp_path: Path, driver_env: dict[str, str]
+) -> None:
+    with submit(tmp_path, driver_env, "busy") as driver:
+        out, err = driver.communicate(timeout=50)
+    assert driver.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[worker-0] hello", "[worker-1] hello"]
+
+
+def test_a_job_that_can_never_fit_is_refused_at_once(tmp_path: Path, driver_env: dict[str, str]) -> None:
+    """Nobody will bring more memory into a cluster that is there for this job alone."""
+    with submit(tmp_path, driver_env, "huge") as driver:
+        _, err = driver.communicate(timeout=50)
+    assert driver.returncode not in (0, None)
+    assert "no node of this cluster has 1e+09 MB of memory" in err, err
+    assert cluster_processes(tmp_path) == []
 
 
 def test_a_failed_job_says_why_on_one_screen_and_keeps_its_story(tmp_path: Path, driver_env: dict[str, str]) -> None:

@@ -28,6 +28,7 @@ from unified.protocol.client_master import (
     StopJob,
     SubmitJob,
 )
+from unified.protocol.framing import MAX_MESSAGE
 from unified.protocol.records import Stage
 from unified.testing import eventually
 
@@ -178,6 +179,17 @@ def test_an_answer_of_the_wrong_kind_is_named(fake_master: FakeMaster) -> None:
     wrong = pytest.raises(ProtocolError, match="answered ListJobs with Accepted, not with JobList")
     with MasterConnection(fake_master.address) as connection, wrong:
         connection.ask(ListJobs(), JobList)
+
+
+def test_a_request_larger_than_the_master_takes_is_refused_here_and_the_others_go_on(fake_master: FakeMaster) -> None:
+    """ZeroMQ would end the connection, and the request would be sent again and again until its time is up."""
+    fake_master.respond = lambda message: Done(note=str(len(message.job))) if isinstance(message, StopJob) else None
+    largest = MAX_MESSAGE - 1000
+    with MasterConnection(fake_master.address) as connection:
+        with pytest.raises(UsageError, match=r"^StopJob has 64\.0 MiB, and the master takes 64 at most: put what is"):
+            connection.request(StopJob(job="x" * MAX_MESSAGE))
+        assert connection.request(StopJob(job="x" * largest)) == Done(note=str(largest))
+    assert [len(request.job) for request in fake_master.requests_of(StopJob)] == [largest]
 
 
 def test_closing_fails_who_waits_and_leaves_nothing(fake_master: FakeMaster) -> None:

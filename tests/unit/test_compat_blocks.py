@@ -36,7 +36,7 @@ def execute(block: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-# Document 1, "Instruction", step 2, less its gap `...`; `submit` is stopped at the door of the cluster.
+# Document 1, "Instruction", step 2, less its gap `...`.
 FIRST_EXAMPLE = """
     from dlrover.python.unified.api.builder import DLJobBuilder
 

@@ -22,7 +22,14 @@ import zmq
 
 from unified.client.address import parse_address
 from unified.client.dealer import Dealer
-from unified.errors import MasterUnreachableError, ProtocolError, RefusedError, UnifiedError, VersionMismatchError
+from unified.errors import (
+    MasterUnreachableError,
+    ProtocolError,
+    RefusedError,
+    UnifiedError,
+    UsageError,
+    VersionMismatchError,
+)
 from unified.keys import KEY_VARIABLE, ClusterKey
 from unified.protocol.client_master import (
     ClientRequest,
@@ -34,7 +41,7 @@ from unified.protocol.client_master import (
     client_to_master,
     master_to_client,
 )
-from unified.protocol.framing import Codec
+from unified.protocol.framing import MAX_MESSAGE, Codec
 
 RESEND_S = 2.0
 _NOT_TWICE = (SubmitJob, RestartWorkers)
@@ -158,6 +165,7 @@ class MasterConnection:
 
         Raises:
             RefusedError: the master said no; the error carries its code and reason.
+            UsageError: the request is larger than the master takes (64 MiB).
             KeyRefusedError: this side and the master have not the same cluster key.
             MasterUnreachableError: nobody answered in time.
             VersionMismatchError: the master is of another release.
@@ -308,13 +316,18 @@ class MasterConnection:
         while self._outbox:
             reply = self._outbox[0]
             if reply.request_id in self._waiting:
-                try:
-                    socket.send_multipart(client_to_master.encode(reply.message_now(), reply.request_id), zmq.DONTWAIT)
-                except zmq.Again:
-                    return
-                reply.is_sent = True
-                if not isinstance(reply.message, _NOT_TWICE):
-                    reply.resend_at = time.monotonic() + reply.patience_s
+                header, body = client_to_master.encode(reply.message_now(), reply.request_id)
+                if len(body) > MAX_MESSAGE:
+                    self.abandon(reply)
+                    reply.resolve(None, _too_large(reply.message, len(body)))
+                else:
+                    try:
+                        socket.send_multipart((header, body), zmq.DONTWAIT)
+                    except zmq.Again:
+                        return
+                    reply.is_sent = True
+                    if not isinstance(reply.message, _NOT_TWICE):
+                        reply.resend_at = time.monotonic() + reply.patience_s
             self._outbox.popleft()
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
@@ -387,3 +400,10 @@ class MasterConnection:
             f"what answers at {self.address} is not a master of this release ({error}): check the address, "
             "and that unified-runtime is the same release on both sides."
         )
+
+
+def _too_large(message: ClientRequest, nbytes: int) -> UsageError:
+    return UsageError(
+        f"{type(message).__name__} has {nbytes / 2**20:.1f} MiB, and the master takes {MAX_MESSAGE >> 20} at most: put "
+        "what is large into a file and hand on its path; of a dataset, register parts, or fewer and larger files."
+    )

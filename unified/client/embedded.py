@@ -45,6 +45,7 @@ class EmbeddedCluster:
     Args:
         nodes: how many agents; they are called node-1, node-2, …
         devices_per_node: virtual devices of each; None means the accelerators that the host really has.
+        cpus_per_node: CPUs that each offers; None means those that this process may use.
         home: where logs and state go; None means a new folder below ``<unified home>/embedded``, of which the newest
             ten are kept.
         env: more environment for the daemons, and so for the workers.
@@ -61,6 +62,7 @@ class EmbeddedCluster:
         nodes: int = 1,
         devices_per_node: int | None = 1,
         *,
+        cpus_per_node: float | None = None,
         home: Path | None = None,
         env: Mapping[str, str] | None = None,
         max_agent_restarts: int = 5,
@@ -69,6 +71,7 @@ class EmbeddedCluster:
         self.home = settings.home() / "embedded" / self.cluster_id if home is None else home
         self.node_names = [f"node-{index + 1}" for index in range(nodes)]
         self.devices_per_node = devices_per_node
+        self.cpus_per_node = cpus_per_node
         self.problem: str | None = None
         self.leftovers: list[str] = []
         self._is_own_home = home is None
@@ -230,6 +233,8 @@ class EmbeddedCluster:
         arguments += ["--state-dir", str(self.home / name), "--die-with-parent", str(self._owner)]
         if self.devices_per_node is not None:
             arguments += ["--devices", str(self.devices_per_node)]
+        if self.cpus_per_node is not None:
+            arguments += ["--cpus", str(self.cpus_per_node)]
         return Daemon("unified_agent", arguments, self.home / f"{name}.log", self._environment())
 
     def _environment(self) -> dict[str, str]:

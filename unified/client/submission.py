@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -42,10 +43,12 @@ def submit_job(
     Args:
         master: ``tcp://HOST:PORT``; None means ``UNIFIED_MASTER``, and without that an embedded cluster of
             `spec.node_num` agents with `spec.device_per_node` virtual devices each, which ends with the job. (A GPU
-            job for one node, on a host that has accelerators, gets the real ones.)
+            job for one node, on a host that has accelerators, gets the real ones.) Its workers share the host's CPUs,
+            however many they ask for.
         blocking: show progress and output until the job has ended. Ctrl-C or SIGTERM stops it in order, a second one
             ends it, and this process, at once (`SystemExit`).
-        wait: let a job that does not fit now wait for its place; False has it refused.
+        wait: let a job that does not fit now wait for its place; False has it refused, and so has an embedded cluster,
+            where no place can come free.
 
     Returns:
         The exit code (0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM) if `blocking`, else a
@@ -68,7 +71,7 @@ def submit_job(
 
 def _hand_over(spec: JobSpec, master: str | None, wait: bool) -> JobHandle:
     address = find_master(master)
-    return _send(spec, address, wait) if address is not None else _send_embedded(spec, wait)
+    return _send(spec, address, wait) if address is not None else _send_embedded(spec)
 
 
 def _send(spec: JobSpec, address: str, wait: bool, cluster: EmbeddedCluster | None = None) -> JobHandle:
@@ -81,17 +84,22 @@ def _send(spec: JobSpec, address: str, wait: bool, cluster: EmbeddedCluster | No
     return JobHandle(connection, accepted.job_id, cluster=cluster)
 
 
-def _send_embedded(spec: JobSpec, wait: bool) -> JobHandle:
+def _send_embedded(spec: JobSpec) -> JobHandle:
     from unified.client.embedded import EmbeddedCluster
 
     # One agent may have the host's real devices; several would each take all of them.
     is_real = spec.accelerator_type == "GPU" and spec.node_num == 1 and settings.has_accelerator()
-    cluster = EmbeddedCluster(spec.node_num, None if is_real else spec.device_per_node)
+    cpus = sum(role.total * role.resources.cpu for role in spec.roles)
+    cluster = EmbeddedCluster(
+        spec.node_num,
+        None if is_real else spec.device_per_node,
+        cpus_per_node=cpus if cpus > len(os.sched_getaffinity(0)) else None,
+    )
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"starting an embedded cluster; its logs: {cluster.home}", file=sys.stderr)
     cluster.start()
     try:
-        return _send(spec, cluster.address, wait, cluster)
+        return _send(spec, cluster.address, wait=False, cluster=cluster)
     except BaseException:
         cluster.stop(timeout_s=1.0)
         raise

@@ -21,6 +21,8 @@ PROTOCOL_VERSION = 1
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """All that msgspec raises for bytes that are not what they should be: text that is not UTF-8, and nesting without end,
 have errors of their own."""
+MAX_MESSAGE = 64 * 1024 * 1024
+"""Bytes of a message to the master; ZeroMQ ends the connection of who sends more, without a word to either side."""
 MAX_STREAM_MESSAGE = 256 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
