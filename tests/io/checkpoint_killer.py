@@ -33,6 +33,9 @@ NUM_UNHURT = 8
 """Saves of the first life, which tells how long one takes here."""
 LONGEST_LIFE = 1.25
 """In times of the slowest save: else a large one would never come to an end."""
+AIM_S = 0.005
+"""How long after it has begun at most: 20 MB take some 15 ms."""
+PATIENCE_S = 20.0
 ADAPT = 1.03
 """A life that saved nothing makes the next ones longer by this, one that did shorter again: so enough of them save,
 however busy the machine becomes."""
@@ -139,6 +142,18 @@ def after(delay_s: float) -> Callable[[TextIO], object]:
     return lambda _: time.sleep(delay_s)
 
 
+def amid_a_part(place: Place, unfinished: set[str], delay_s: float) -> Callable[[TextIO], object]:
+    """So long after something new is being written: how often a random moment is such a one depends on the machine."""
+
+    def wait(_: TextIO) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not place.unfinished() - unfinished and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        time.sleep(delay_s)
+
+    return wait
+
+
 def seconds_of_the_slowest(place: Place) -> float:
     times: list[float] = []
 
@@ -159,8 +174,10 @@ def main(text: str, num_points: int, seed: int, *, has_states: bool) -> dict[str
     place.open().steps()  # imports what the forked ones need
     shortest_s = longest_s = LONGEST_LIFE * seconds_of_the_slowest(place)
     latest, unfinished, stored = NUM_UNHURT - 1, set[str](), set[str]()
-    for _ in range(num_points):
-        said = one_point(place, latest + 1, after(rng.uniform(0, longest_s)))
+    for number in range(num_points):
+        is_aimed = has_states and number % 2
+        moment = amid_a_part(place, unfinished, rng.uniform(0, AIM_S)) if is_aimed else after(rng.uniform(0, longest_s))
+        said = one_point(place, latest + 1, moment)
         with place.open() as manager:
             began, was = unfinished, stored
             unfinished, stored = place.unfinished(), {each.key for each in manager.store.stored()}

@@ -127,4 +127,4 @@ def test_kill_9_while_tensors_go_to_the_disk_in_blocks_leaves_the_latest_loadabl
     pytest.importorskip("torch")
     found = kill_at_random(str(tmp_path / "checkpoints"), NUM_STATE_POINTS, "states")
     assert found["latest"] > NUM_STATE_POINTS // 4, "the processes were killed before they saved anything"
-    assert found["stages"].get("while a part is written", 0) >= NUM_STATE_POINTS // 10, found["stages"]
+    assert found["stages"].get("while a part is written", 0) > NUM_STATE_POINTS // 4, found["stages"]
