@@ -54,7 +54,7 @@ def _floor(
     return Floor(contender, row, peer, peer_row or row, at_least, note)
 
 
-LARGE = {"fanout", *(f"{way}_{mib}MiB" for mib in work.ARRAYS if mib > 1 for way in ("arg", "ret"))}
+LARGE = {"fanout", *(name for mib in work.LARGE for name in work.array_rows(mib))}
 NO_MEASURE = {"rss_children", *work.BUSY, *(row.name for row in work.ROWS if row.plain)}
 """Each of our workers shares the pages of the process it was forked from, and resident sizes count them for each.
 What only ours has is no floor."""

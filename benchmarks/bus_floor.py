@@ -58,7 +58,7 @@ def zmq_floor() -> dict[str, float]:
                 outgoing.send(array, copy=False)
                 incoming.recv()
 
-            values[f"arg_{mib}MiB"] = _rate(send, mib, times)
+            values |= _array(f"arg_{mib}MiB", send, mib, times)
     return values
 
 
@@ -84,7 +84,7 @@ def environment() -> dict[str, str]:
 
 def memory_floor() -> dict[str, float]:
     """An argument costs one copy into memory that is there already; a result has to be made first."""
-    values = {}
+    values: dict[str, float] = {}
     keep_freed(os.environ)
     for mib, times in work.ARRAYS.items():
         source, target = np.ones(mib * work.MIB, np.uint8), np.zeros(mib * work.MIB, np.uint8)
@@ -95,10 +95,10 @@ def memory_floor() -> dict[str, float]:
         def make_and_copy(target: Array = target, copy: Callable[[Array, Array], None] = copy) -> None:
             copy(np.ones(len(target), np.uint8), target)
 
-        values[f"arg_{mib}MiB"] = _rate(copy, mib, times)
-        values[f"ret_{mib}MiB"] = _rate(make_and_copy, mib, times)
+        values |= _array(f"arg_{mib}MiB", copy, mib, times)
+        values |= _array(f"ret_{mib}MiB", make_and_copy, mib, times)
         if mib == work.FANOUT_MIB:
-            values["fanout"] = work.WORKERS * values[f"arg_{mib}MiB"]
+            values["fanout"] = work.WORKERS * values[f"arg_{mib}MiB_warm"]
     return values
 
 
@@ -114,7 +114,7 @@ def _latency(call: Callable[[], None]) -> dict[str, float]:
     return {"sync_p50": p50, "sync_p99": p99}
 
 
-def _rate(act: Callable[[], None], mib: int, times: int) -> float:
+def _array(name: str, act: Callable[[], None], mib: int, times: int) -> dict[str, float]:
     def take() -> float:
         began = time.perf_counter()
         for _ in range(times):
@@ -122,7 +122,7 @@ def _rate(act: Callable[[], None], mib: int, times: int) -> float:
         return work.gib_per_s(mib, times, time.perf_counter() - began)
 
     act()
-    return work.read(take)
+    return work.read_array(name, mib, take)
 
 
 Sockets = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]

@@ -146,15 +146,21 @@ class Bench:
     def arrays(self) -> None:
         echo = self.echo[0]
         for mib, times in work.ARRAYS.items():
-            if not wanted(f"arg_{mib}MiB", f"ret_{mib}MiB"):
+            if not wanted(*work.array_rows(mib)):
                 continue
             array = np.ones(mib * work.MIB, np.uint8)
-            self.rate(f"arg_{mib}MiB", mib, times, partial(ask, echo, "nbytes_of", array))
-            self.rate(f"ret_{mib}MiB", mib, times, partial(ask, echo, "make", mib * work.MIB))
+            for way, act in (
+                ("arg", partial(ask, echo, "nbytes_of", array)),
+                ("ret", partial(ask, echo, "make", mib * work.MIB)),
+            ):
+                act()
+                found = work.read_array(f"{way}_{mib}MiB", mib, partial(rate_of, act, mib, times))
+                for name, value in found.items():
+                    self.say(name, value)
 
     def shared_arrays(self) -> None:
         echo = self.echo[0]
-        for mib in work.IN_PLACE:
+        for mib in work.LARGE:
             if not wanted(f"arg_{mib}MiB_shared", f"ret_{mib}MiB_shared"):
                 continue
             nbytes, times = mib * work.MIB, work.ARRAYS[mib]
@@ -172,14 +178,8 @@ class Bench:
             self.rate("fanout", mib, work.FANOUT_TIMES, partial(ask, self.echo, "nbytes_of", array))
 
     def rate(self, name: str, mib: int, times: int, call: Callable[[], Any]) -> None:
-        def take() -> float:
-            began = time.perf_counter()
-            for _ in range(times):
-                call()
-            return work.gib_per_s(mib, times, time.perf_counter() - began)
-
         call()
-        self.say(name, work.read(take))
+        self.say(name, work.read(partial(rate_of, call, mib, times)))
 
     def queue(self) -> None:
         if not wanted("queue_single", "queue_batch100"):
@@ -241,6 +241,14 @@ def sync(actor: RoleActor, method: str) -> list[float]:
         actor.call(method).result()
         taken.append(time.perf_counter() - began)
     return taken
+
+
+def rate_of(call: Callable[[], Any], mib: int, times: int) -> float:
+    """GiB/s of so many calls, one after the other."""
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    return work.gib_per_s(mib, times, time.perf_counter() - began)
 
 
 def ask(whom: RoleActor | RoleGroup, method: str, argument: Any) -> Any:

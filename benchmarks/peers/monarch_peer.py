@@ -101,7 +101,7 @@ def calls(processes: Any, workers: list[Any]) -> None:
 
 def arrays(mesh: Any, echo: Any) -> None:
     for mib, times in work.ARRAYS.items():
-        if not work.wanted(f"arg_{mib}MiB", f"ret_{mib}MiB"):
+        if not work.wanted(*work.array_rows(mib)):
             continue
         array = np.ones(mib * work.MIB, np.uint8)
 
@@ -118,9 +118,9 @@ def arrays(mesh: Any, echo: Any) -> None:
             return work.gib_per_s(mib, times, time.perf_counter() - began)
 
         echo.nbytes_of.call_one(array).get()
-        work.say(f"arg_{mib}MiB", work.read(argument))
+        work.say_array(f"arg_{mib}MiB", mib, argument)
         echo.make.call_one(mib * work.MIB).get()
-        work.say(f"ret_{mib}MiB", work.read(result))
+        work.say_array(f"ret_{mib}MiB", mib, result)
     array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
 
     def fan_out() -> float:

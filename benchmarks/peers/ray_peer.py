@@ -109,7 +109,7 @@ def calls(workers: list[Any]) -> None:
 def arrays(workers: list[Any]) -> None:
     echo = workers[0]
     for mib, times in work.ARRAYS.items():
-        if not work.wanted(f"arg_{mib}MiB", f"ret_{mib}MiB"):
+        if not work.wanted(*work.array_rows(mib)):
             continue
         array = np.ones(mib * work.MIB, np.uint8)
 
@@ -126,9 +126,9 @@ def arrays(workers: list[Any]) -> None:
             return work.gib_per_s(mib, times, time.perf_counter() - began)
 
         ray.get(echo.nbytes_of.remote(array))
-        work.say(f"arg_{mib}MiB", work.read(argument))
+        work.say_array(f"arg_{mib}MiB", mib, argument)
         ray.get(echo.make.remote(mib * work.MIB))
-        work.say(f"ret_{mib}MiB", work.read(result))
+        work.say_array(f"ret_{mib}MiB", mib, result)
     array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
 
     def fan_out() -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import bus_work as work
@@ -100,25 +102,13 @@ async def calls(pool: Any, workers: list[Any]) -> None:
 async def arrays(workers: list[Any]) -> None:
     echo = workers[0]
     for mib, times in work.ARRAYS.items():
-        if not work.wanted(f"arg_{mib}MiB", f"ret_{mib}MiB"):
+        if not work.wanted(*work.array_rows(mib)):
             continue
         array = np.ones(mib * work.MIB, np.uint8)
         await echo.nbytes_of(array)
-        readings = work.Readings()
-        for _ in readings:
-            began = time.perf_counter()
-            for _ in range(times):
-                await echo.nbytes_of(array)
-            readings.add(work.gib_per_s(mib, times, time.perf_counter() - began))
-        work.say(f"arg_{mib}MiB", readings.median)
+        await say_array(f"arg_{mib}MiB", mib, times, partial(echo.nbytes_of, array))
         await echo.make(mib * work.MIB)
-        readings = work.Readings()
-        for _ in readings:
-            began = time.perf_counter()
-            for _ in range(times):
-                await echo.make(mib * work.MIB)
-            readings.add(work.gib_per_s(mib, times, time.perf_counter() - began))
-        work.say(f"ret_{mib}MiB", readings.median)
+        await say_array(f"ret_{mib}MiB", mib, times, partial(echo.make, mib * work.MIB))
     if work.wanted("fanout"):
         array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
         await asyncio.gather(*[worker.nbytes_of(array) for worker in workers])
@@ -130,6 +120,24 @@ async def arrays(workers: list[Any]) -> None:
             times = work.FANOUT_TIMES * len(workers)
             readings.add(work.gib_per_s(work.FANOUT_MIB, times, time.perf_counter() - began))
         work.say("fanout", readings.median)
+
+
+async def say_array(name: str, mib: int, times: int, call: Callable[[], Any]) -> None:
+    """As `work.say_array`."""
+
+    async def take() -> float:
+        began = time.perf_counter()
+        for _ in range(times):
+            await call()
+        return work.gib_per_s(mib, times, time.perf_counter() - began)
+
+    if mib in work.LARGE:
+        work.say(name, await take())
+        name = f"{name}_warm"
+    readings = work.Readings()
+    for _ in readings:
+        readings.add(await take())
+    work.say(name, readings.median)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from unified.bus.codec import Encoded
 from unified.bus.frames import JOINED_BYTES, pack
 from unified.bus.inbound import InboundCall
 from unified.bus.link import Link
-from unified.bus.parcel import Parcel
+from unified.bus.parcel import Parcel, has_device_tensors
 from unified.bus.pool import HandlerPool
 from unified.bus.post import PostOffice, Way
 from unified.bus.receiver import Receiver
@@ -132,6 +132,8 @@ class Courier:
                 logger.warning("worker=%s event=answer-lost method=%s reason=%r", self._worker, call.method, str(error))
                 return False
         shared, buffers = self._share(way, Parcel(answer)) if answer.buffers else (None, answer.buffers)
+        if shared is not None and not has_device_tensors(answer.buffers):
+            answer.buffers.clear()  # copied: what it was made in shall be free for the answer to the next call
         envelope = Envelope(
             BUS_VERSION,
             kind,

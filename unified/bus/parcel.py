@@ -31,8 +31,7 @@ class Parcel:
 
     def settled(self, devices: Sequence[str], is_same_process: bool) -> Parcel:
         """With its CUDA tensors made into frames for one reader, which sees these devices; itself if it has none."""
-        buffers: Sequence[object] = self.content.buffers
-        if not any(isinstance(buffer, DeviceTensor) for buffer in buffers):
+        if not has_device_tensors(self.content.buffers):
             return self
         frames = settle(self.content.buffers, devices, is_same_process=is_same_process)
         return Parcel(self.content._replace(buffers=frames))
@@ -50,3 +49,8 @@ class Parcel:
                 self._staged = pool.stage(self.content.buffers, self._num_readers)
                 self._is_staged = True
         return None if self._staged is None else self._staged.grant(reader)  # let go of when this parcel is
+
+
+def has_device_tensors(buffers: Sequence[object]) -> bool:
+    """Whether some of what is to be sent lies on a device."""
+    return any(isinstance(buffer, DeviceTensor) for buffer in buffers)

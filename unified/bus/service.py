@@ -282,9 +282,12 @@ class CallService:
             value = method.function(*args, **kwargs)
             if not call.waits:
                 method.pace.took(time.perf_counter() - began)
+            # Who has the answer calls again at once: the memory of this call's arguments shall be free by then.
+            del args, kwargs
             if type(value) not in _PLAIN and self._ends_later(call, value):
                 return
             kind, answer = Kind.RESULT, encode(value, devices=True)
+            del value
         except BaseException as error:
             kind, answer = Kind.ERROR, self._described(error)
         finally:
@@ -402,7 +405,8 @@ class CallService:
 
     def _arguments(self, call: InboundCall) -> tuple[list[Any], dict[str, Any]]:
         arguments = decode(call.body, call.buffers)
-        call.body, call.buffers = b"", []
+        call.body = b""
+        call.buffers.clear()  # and not a new list: this one is known to those who brought the call
         match arguments:
             case [list() as args, dict() as kwargs]:
                 return args, kwargs

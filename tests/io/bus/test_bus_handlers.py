@@ -6,16 +6,20 @@ import asyncio
 import concurrent.futures
 import threading
 import time
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
+from unified.bus.courier import Courier
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.inbound import current_call
 from unified.bus.link import Link
 from unified.bus.registry import rpc
 from unified.errors import RpcCancelledError, RpcError
+from unified.protocol.envelope import Envelope, Kind
 from unified.testing import eventually
 
 
@@ -309,3 +313,36 @@ def test_link_that_breaks_without_a_death_ends_the_call(world: World) -> None:
         future.result(PATIENCE_S)
     release.set()
     assert call(a, "ping") == 1  # over a new one
+
+
+def test_the_memory_of_arguments_and_results_is_free_before_the_answer_goes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who calls again at once would else get new memory from the system, which can take longer than the call itself."""
+    seen: list[weakref.ref[np.ndarray]] = []
+    left: list[bool] = []
+    send = Courier.send
+
+    def look(courier: Courier, way: Any, envelope: Envelope, *more: Any) -> bool:
+        if envelope.kind is Kind.RESULT:
+            left.append(seen[-1]() is not None)
+        return send(courier, way, envelope, *more)
+
+    def take(array: np.ndarray) -> int:
+        seen.append(weakref.ref(array))
+        return int(array[0])
+
+    def make(array: np.ndarray) -> np.ndarray:
+        made = np.ones(len(array), "u1")
+        seen.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(Courier, "send", look)
+    a, _ = world.pair({"take": take, "make": make})
+    for _ in range(10):  # on a thread of the pool, and where it is received
+        call(a, "take", np.ones(1_000_000, "u1"))
+    assert left == [False] * 10
+    if world.route == "auto":  # else it is sent from where it was made
+        for _ in range(10):
+            call(a, "make", np.ones(1_000_000, "u1"))
+        assert left == [False] * 20
