@@ -19,7 +19,7 @@ from typing import NamedTuple
 from soak_journal import Fact, Life
 
 NEWS_S = 5.0
-"""How long after a death a call may still end in it: the news has to travel."""
+"""How long after a death a call may still be made that ends in it: the news has to travel."""
 CLOCK_S = 0.05
 AWAY_S = 10.0
 """How long after the death of a queue's owner a get may yet end without having reached the next."""

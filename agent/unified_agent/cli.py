@@ -124,6 +124,7 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
             devices=devices,
             user_defined=_resources(arguments.resources),
         ),
+        host_cpus=inventory.cpus(),
         labels=_labels(arguments.labels),
         interface=inventory.interface_of(address),
         device_ids=device_ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from unified.job.spec import JobSpec, RoleSpec, Value
@@ -35,6 +36,9 @@ class NodeFacts(Value, frozen=True):
     run_dir: str
     log_dir: str
     resources: NodeResources
+    """What it offers, which an operator or an embedded cluster may put higher than what is there."""
+    host_cpus: float = math.inf
+    """CPUs that the agent's processes may really use."""
     labels: dict[str, str] = {}
     interface: str = ""
     """Network interface that has `address`; empty if none has."""
@@ -95,7 +99,8 @@ def worker_environment(
     own = devices_of(spec, worker, node)
     env |= _device_environment(own, seen_devices(role, own, group, node), node)
     if "OMP_NUM_THREADS" not in node.inherited:  # as torchrun does, but with a share of the node instead of 1
-        env["OMP_NUM_THREADS"] = str(max(1, int(node.resources.cpu) // max(1, num_local_workers)))
+        cpus = int(min(node.resources.cpu, node.host_cpus))
+        env["OMP_NUM_THREADS"] = str(max(1, cpus // max(1, num_local_workers)))
     return env
 
 

@@ -37,6 +37,8 @@ from unified_master.store import Store
 
 MAX_BATCH = 512
 """Messages taken in before their consequences are committed and sent."""
+CURVE_BYTES = 1024
+"""More than encryption adds to a frame."""
 MAX_DEFECTS = 5
 DEFECT_WINDOW_S = 60.0
 _log = logging.getLogger("unified.master")
@@ -109,7 +111,7 @@ class MasterDaemon:
 
     def _bind(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
-        router.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        router.set(zmq.MAXMSGSIZE, MAX_MESSAGE + CURVE_BYTES)
         router.set(zmq.SNDHWM, 10_000)
         router.set(zmq.RCVHWM, 10_000)
         router.set(zmq.TCP_KEEPALIVE, 1)

@@ -33,8 +33,8 @@ NUM_UNHURT = 8
 """Saves of the first life, which tells how long one takes here."""
 LONGEST_LIFE = 1.25
 """In times of the slowest save: else a large one would never come to an end."""
-AIM_S = 0.005
-"""How long after it has begun at most: 20 MB take some 15 ms."""
+AIM = 0.1
+"""How long after it has begun at most, in times of the slowest save."""
 PATIENCE_S = 20.0
 ADAPT = 1.03
 """A life that saved nothing makes the next ones longer by this, one that did shorter again: so enough of them save,
@@ -149,6 +149,8 @@ def amid_a_part(place: Place, unfinished: set[str], delay_s: float) -> Callable[
         deadline = time.monotonic() + PATIENCE_S
         while not place.unfinished() - unfinished and time.monotonic() < deadline:
             time.sleep(0.0005)
+        if time.monotonic() >= deadline:
+            raise SystemExit(f"nothing was written within {PATIENCE_S:g} s")
         time.sleep(delay_s)
 
     return wait
@@ -176,7 +178,9 @@ def main(text: str, num_points: int, seed: int, *, has_states: bool) -> dict[str
     latest, unfinished, stored = NUM_UNHURT - 1, set[str](), set[str]()
     for number in range(num_points):
         is_aimed = has_states and number % 2
-        moment = amid_a_part(place, unfinished, rng.uniform(0, AIM_S)) if is_aimed else after(rng.uniform(0, longest_s))
+        latest_s = AIM * shortest_s if is_aimed else longest_s
+        delay_s = rng.uniform(0, latest_s)
+        moment = amid_a_part(place, unfinished, delay_s) if is_aimed else after(delay_s)
         said = one_point(place, latest + 1, moment)
         with place.open() as manager:
             began, was = unfinished, stored

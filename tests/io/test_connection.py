@@ -181,8 +181,11 @@ def test_an_answer_of_the_wrong_kind_is_named(fake_master: FakeMaster) -> None:
         connection.ask(ListJobs(), JobList)
 
 
-def test_a_request_larger_than_the_master_takes_is_refused_here_and_the_others_go_on(fake_master: FakeMaster) -> None:
+def test_a_request_larger_than_the_master_takes_is_refused_here_and_the_others_go_on(
+    fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ZeroMQ would end the connection, and the request would be sent again and again until its time is up."""
+    monkeypatch.setattr(connection_module, "RESEND_S", 60.0)
     fake_master.respond = lambda message: Done(note=str(len(message.job))) if isinstance(message, StopJob) else None
     largest = MAX_MESSAGE - 1000
     with MasterConnection(fake_master.address) as connection:

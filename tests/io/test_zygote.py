@@ -334,6 +334,25 @@ def test_an_import_that_nobody_waits_for_does_not_hold_up_the_news_of_a_death(tm
         zygote.close()
 
 
+def test_an_import_hears_how_the_programs_ended_that_it_started(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    late = (
+        "import subprocess\n"
+        "codes = [subprocess.run(['sh', '-c', f'sleep 0.05; exit {n}']).returncode for n in (3, 0, 7)]\n"
+        f"open({str(said)!r}, 'w').write(str(codes))\n"
+    )
+    zygote = ZygoteProcess(tmp_path, late=late)
+    try:
+        assert isinstance(zygote.next(), ZygoteUp)
+        child = zygote.fork("exit 0")
+        zygote.forked(child)
+        assert zygote.exited(child) == 0
+        assert eventually(lambda: said.exists() and said.read_text() != "")
+        assert said.read_text() == "[3, 0, 7]"
+    finally:
+        zygote.close()
+
+
 def test_many_forks_leave_neither_children_nor_descriptors(zygote: ZygoteProcess) -> None:
     before = os.listdir(f"/proc/{zygote.process.pid}/fd")
     for fresh in [False] * 30 + [True]:

@@ -148,6 +148,11 @@ def test_the_cpus_are_shared_among_the_workers_of_the_node(num_local_workers: in
     assert env["OMP_NUM_THREADS"] == threads
 
 
+def test_threads_are_for_the_cpus_that_are_there_however_many_are_offered() -> None:
+    offering = msgspec.structs.replace(node(), host_cpus=4)
+    assert worker_environment(job(), WORKER, offering, num_local_workers=2)["OMP_NUM_THREADS"] == "2"
+
+
 def test_a_launch_says_where_things_are() -> None:
     launch = launch_of(WORKER, job(), node(), neighbours=[WORKER], relay="tcp://r:1", directory=[])
     assert launch.log_file == "/logs/job-1/trainer_4-3_2-1/2.err"

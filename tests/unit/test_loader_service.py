@@ -16,11 +16,18 @@ from unified.loader.orders import Batch, BringParts, ByValue, DropLoader, FetchB
 from unified.loader.parts import LoaderParts
 from unified.loader.role_places import METHOD, RolePlaces, role_that_loads
 from unified.loader.service import Loaders
+from unified.loader.streams import StreamHost
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.worker.context import Worker, set_current_worker
 
 ALICE = Caller("trainer_1-0_1-0", "a" * 24)
 PARTS = LoaderParts(dataset=[10, 11, 12], collate_fn=list, has_batches=True)
+
+
+@pytest.fixture(autouse=True)
+def leave_the_stage() -> Iterator[None]:
+    yield
+    StreamHost._leave_stage()
 
 
 @pytest.fixture

@@ -21,10 +21,8 @@ Numbers = tuple[int, float, float, float]
 
 @pytest.fixture(autouse=True)
 def leave_the_stage() -> Iterator[None]:
-    """What torch takes this process for is seen by every later test of it."""
     yield
     StreamHost._leave_stage()
-    assert get_worker_info() is None
 
 
 class Draws:

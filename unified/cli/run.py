@@ -57,7 +57,11 @@ def run_parser(env: Mapping[str, str]) -> ArgumentParser:
     own.add_argument("--master", metavar="tcp://HOST:PORT", help=_MASTER_HELP)
     own.add_argument("--name", help=NAME_HELP)
     own.add_argument("--detach", action="store_true", help="Return when the job was accepted, and print its id.")
-    own.add_argument("--no-wait", action="store_true", help="An error at once if the job does not fit now.")
+    own.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="An error at once if the job does not fit now, as always without a master.",
+    )
     return parser
 
 

@@ -33,7 +33,9 @@ def submit(
     ],
     master: Master = None,
     name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="An error at once if it does not fit now.")] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="An error at once if it does not fit now, as always without a master.")
+    ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it was accepted, and print its id.")] = False,
 ) -> None:
     """Submit the job of a file, and show it until it has ended. The exit code is the job's."""

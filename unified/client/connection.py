@@ -94,7 +94,8 @@ class Reply:
         """Wait for the answer.
 
         Raises:
-            RefusedError, MasterUnreachableError, VersionMismatchError, ProtocolError: as `MasterConnection.request`.
+            RefusedError, MasterUnreachableError, UsageError, VersionMismatchError, ProtocolError: as
+                `MasterConnection.request`.
         """
         self._done.wait()
         if self._error is not None:

@@ -93,7 +93,7 @@ def _send_embedded(spec: JobSpec) -> JobHandle:
     cluster = EmbeddedCluster(
         spec.node_num,
         None if is_real else spec.device_per_node,
-        cpus_per_node=cpus if cpus > len(os.sched_getaffinity(0)) else None,
+        cpus_per_node=max(cpus, len(os.sched_getaffinity(0))) if cpus else None,
     )
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"starting an embedded cluster; its logs: {cluster.home}", file=sys.stderr)

@@ -21,7 +21,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NoReturn
 
@@ -39,6 +39,7 @@ DEFAULT_ENTRY = "unified.worker.start:main"
 FDS_PER_FORK = 3
 _PASSED_BYTES = socket.CMSG_SPACE(FDS_PER_FORK * array.array("i").itemsize)
 _OWN_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+_SOCKET_FAILED = "zygote: the agent's socket failed: {}"
 
 
 class _AskedToEnd(BaseException):
@@ -59,6 +60,9 @@ class Zygote:
         self._idle_work: deque[Callable[[], object]] = deque([give_back_idle])
         self._is_quiet = False
         self._is_importing = False
+        self._is_reaping = False
+        self._must_look = False
+        """A signal came, perhaps while what came before was reaped."""
         self._is_asked_to_end = False
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -80,11 +84,12 @@ class Zygote:
                 if self._is_quiet:
                     self._do_idle_work()
                     continue
-                self._reap()
+                self._empty_wake_up()
+                self._reap([-1])
                 if not self._take_orders():
                     break
         except (OSError, ProtocolError) as error:
-            print(f"zygote: the agent's socket failed: {error}", file=sys.stderr)
+            print(_SOCKET_FAILED.format(error), file=sys.stderr)
         finally:
             self._kill_all()
 
@@ -96,8 +101,8 @@ class Zygote:
     def _do_idle_work(self) -> None:
         self._is_importing = True
         try:
-            if not self._is_asked_to_end:
-                self._idle_work.popleft()()
+            self._look_amid_import()  # for a signal that came before there was an import to break into
+            self._idle_work.popleft()()
         except _AskedToEnd:
             return
         finally:
@@ -124,21 +129,24 @@ class Zygote:
         """
         if number == signal.SIGTERM:
             self._is_asked_to_end = True
-            if self._is_importing:
-                raise _AskedToEnd
-        elif self._is_importing:
-            self._reap_amid_import()
+        self._must_look = True
+        if self._is_importing and not self._is_reaping:
+            self._look_amid_import()
 
-    def _reap_amid_import(self) -> None:
-        # A second signal would send its words into the middle of those of the first.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
-        try:
-            self._reap()
-        except OSError as error:  # an import that hears of it may take it for its own
-            self._is_asked_to_end = True
-            raise _AskedToEnd from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    def _look_amid_import(self) -> None:
+        """Reap workers alone: an import may wait for a program that it has started."""
+        self._must_look = True
+        while self._must_look and not self._is_asked_to_end:
+            self._must_look, self._is_reaping = False, True
+            try:
+                self._reap(self._children)
+            except OSError as error:  # an import that heard of it might take it for its own
+                print(_SOCKET_FAILED.format(error), file=sys.stderr)
+                self._is_asked_to_end = True
+            finally:
+                self._is_reaping = False
+        if self._is_asked_to_end:
+            raise _AskedToEnd
 
     def _say(self, word: ZygoteWord) -> None:
         self._control.sendall(encode_stream(word))
@@ -240,20 +248,24 @@ class Zygote:
             return 1
         return 0
 
-    def _reap(self) -> None:
+    def _empty_wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._wake_read.recv(4096):
                 pass
+
+    def _reap(self, pids: Iterable[int]) -> None:
+        """Tell of workers that ended, of these children (-1: any)."""
         ended: dict[int, Fork] = {}
-        with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = found
-                order = self._children.pop(pid, None)
-                if order is None:
-                    continue  # an orphan that we had adopted
-                process.signal_group(pid, signal.SIGKILL)
-                self._say(ChildExited(child=order.child, pid=pid, code=os.waitstatus_to_exitcode(status)))
-                ended[pid] = order
+        for wanted in list(pids):
+            with contextlib.suppress(ChildProcessError):
+                while (found := os.waitpid(wanted, os.WNOHANG))[0]:
+                    pid, status = found
+                    order = self._children.pop(pid, None)
+                    if order is None:
+                        continue  # an orphan that we had adopted
+                    process.signal_group(pid, signal.SIGKILL)
+                    self._say(ChildExited(child=order.child, pid=pid, code=os.waitstatus_to_exitcode(status)))
+                    ended[pid] = order
         if ended:
             kill_remains(ended)  # looks at every process of the host, so that the word is said before
 
