@@ -33,6 +33,7 @@ def start(example: str, cwd: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_actors_find_the_line(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=1)
     process = start("actors", tmp_path, "--master", cluster.address, "--goal", "Hello")

@@ -36,7 +36,7 @@ def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize("route", ["tcp", "relay"])
+@pytest.mark.parametrize("route", ["tcp", pytest.param("relay", marks=pytest.mark.slow)])
 def test_a_job_runs_with_a_key_and_leaves_no_trace_of_it(
     local_cluster: Callable[..., LocalCluster], key_file: Path, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:

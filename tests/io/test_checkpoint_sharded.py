@@ -55,6 +55,7 @@ def test_what_four_ranks_saved_two_load_and_one_and_all_fall_back_from_what_one_
     assert sorted(left) == sorted([part.name for part in manifest.parts] * 2), "more is there than two checkpoints"
 
 
+@pytest.mark.slow
 def test_ranks_save_to_a_bucket_and_go_back(s3_environment: S3Server) -> None:
     place = f"s3://{s3_environment.make_bucket()}/run"
     found_by = run(place, "bucket")
