@@ -9,13 +9,15 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_KILL_ROUNDS = 5
+_KILL_WITHIN_S = 2.0
+_KILL_PAUSE_S = 0.002
 _COMM_BYTES = 15
 
 
@@ -147,14 +149,19 @@ def signal_group(leader: int, sig: int) -> bool:
 
 
 def kill_until_none(find: Callable[[], Iterable[int]]) -> None:
-    """SIGKILL every process that `find` names, again while there is more: a dead parent's children come to light."""
-    for _ in range(_KILL_ROUNDS):
-        alive = [pid for pid in find() if is_alive(pid)]
-        if not alive:
+    """SIGKILL every process that `find` names, until it names none: a dead parent's children come to light.
+
+    That takes as long as the parent takes to die, which it does after all its threads and with all its memory. What
+    cannot be killed, such as a process that waits for a disk, is given up after 2 s.
+    """
+    deadline = time.monotonic() + _KILL_WITHIN_S
+    while alive := [pid for pid in find() if is_alive(pid)]:
+        if time.monotonic() > deadline:
             return
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: it became another user
                 os.kill(pid, signal.SIGKILL)
+        time.sleep(_KILL_PAUSE_S)
 
 
 def describe_end(code: int) -> str:

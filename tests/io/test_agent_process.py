@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,5 +60,19 @@ def test_a_process_that_became_another_user_stops_nobody(monkeypatch: pytest.Mon
         raise PermissionError
 
     monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(process, "_KILL_WITHIN_S", 0.05)
     process.kill_until_none(lambda: [os.getpid()])
     assert set(tries) == {os.getpid()}
+
+
+def test_kills_until_no_more_come_to_light() -> None:
+    """What a process has started is only found when that one has died, which takes its time."""
+    started = [subprocess.Popen(["sleep", "60"])]
+
+    def find() -> list[int]:
+        if started[-1].poll() is not None and len(started) < 12:
+            started.append(subprocess.Popen(["sleep", "60"]))
+        return [one.pid for one in started if one.poll() is None]
+
+    process.kill_until_none(find)
+    assert [one.wait(0) for one in started] == [-signal.SIGKILL] * 12
