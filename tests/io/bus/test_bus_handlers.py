@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import threading
 import time
 import weakref
@@ -80,9 +81,13 @@ def test_calls_of_one_caller_start_in_order(world: World) -> None:
         concurrent.futures.wait([a.call("b", method, (i, ballast[i]), {}) for i in range(300)], PATIENCE_S)
         assert sorted(started) == list(range(300))
         # Two threads may be switched after one has let the other start, and before its own first line has run. That is
-        # rare; without any order some fifty of these calls are out of place.
-        num_displaced = sum(place != i for place, i in enumerate(started))
-        assert num_displaced <= (6 if method == "note" else 0)
+        # rare, and one call that others pass, however many do while its thread has no core.
+        assert num_overtaken(started) <= (6 if method == "note" else 0)
+
+
+def num_overtaken(started: list[int]) -> int:
+    """How many started after a later one."""
+    return sum(i < latest for i, latest in zip(started, itertools.accumulate(started, max), strict=True))
 
 
 def test_concurrency_and_group(world: World) -> None:
@@ -135,7 +140,7 @@ def test_calls_let_in_two_at_a_time_start_in_order(world: World) -> None:
     ballast = [[(i,)] * 20_000 if i % 3 == 0 else [] for i in range(300)]  # takes a millisecond to be read, or none
     concurrent.futures.wait([a.call("b", "note", (i, ballast[i]), {}) for i in range(300)], PATIENCE_S)
     assert sorted(started) == list(range(300))
-    assert sum(place != i for place, i in enumerate(started)) <= 6  # see above
+    assert num_overtaken(started) <= 6  # see above
 
 
 def test_cancelled_call_in_line_lets_the_next_through(world: World) -> None:
