@@ -9,6 +9,7 @@ import gc
 import logging
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future
@@ -121,6 +122,28 @@ def test_wait_for_all_for_the_first_and_for_the_first_error() -> None:
     assert (done, left) == ({third}, {first})
     soon(lambda: first.succeed(1))
     assert concurrent.futures.wait([first, second, third], PATIENCE_S).not_done == set()
+
+
+def test_wait_counts_a_future_once_that_ends_as_it_begins() -> None:
+    first, slow, last = sorted(pending(3), key=id)  # as `wait` goes about them
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with last._condition:  # holds `wait` up when it has all but this
+            waiting = pool.submit(concurrent.futures.wait, [first, slow, last], PATIENCE_S)
+            assert eventually(lambda: not is_free(first))
+            pool.submit(first.succeed, 1)
+            time.sleep(0.05)  # it ends now, or when it was counted
+        last.succeed(3)
+        assert not concurrent.futures.wait([waiting], 0.05).done
+        slow.succeed(2)
+        assert waiting.result(PATIENCE_S).not_done == set()
+
+
+def is_free(future: RpcFuture[int]) -> bool:
+    """Whether no other thread holds its condition."""
+    if not future._condition.acquire(blocking=False):
+        return False
+    future._condition.release()
+    return True
 
 
 def test_wait_together_with_futures_of_another_kind() -> None:

@@ -88,8 +88,6 @@ class RpcFuture(Future[T]):
         self.deadline = deadline
         self._host = host
         self._on_cancel = on_cancel
-        self._open = [True]
-        """Emptied by whoever ends it: of two that try, one succeeds."""
 
     @property
     def what(self) -> str:
@@ -159,11 +157,14 @@ class RpcFuture(Future[T]):
     def _make_condition(self) -> threading.Condition:
         condition = self._made_condition
         if condition is None:
+            made = threading.Condition()
+            waiters: list[Any] = []
+            callbacks: list[Callable[[Any], object]] = []
             with _making:
                 condition = self._made_condition
                 if condition is None:
-                    self._waiters, self._done_callbacks = [], []
-                    condition = self._made_condition = threading.Condition()
+                    self._waiters, self._done_callbacks = waiters, callbacks
+                    condition = self._made_condition = made
         return condition
 
     def _unwant_link(self) -> None:
@@ -225,21 +226,22 @@ class RpcFuture(Future[T]):
         self._end(value, None)
 
     def _end(self, value: Any, error: BaseException | None, later: list[RpcFuture[Any]] | None = None) -> None:
-        try:
-            self._open.pop()
-        except IndexError:
-            return
-        self._result, self._exception = value, error
-        self._state = FINISHED
-        if self._wants:
-            self._unwant_link()
-        # From here on a thread that makes the condition finds the state; one that made it before is told.
-        condition = self._made_condition
+        """Of two threads that end it, one does."""
+        with _making:
+            condition = self._made_condition
+            if condition is None and not self._set(value, error):
+                return
         if condition is not None:
+            # Who holds it counts what has ended, and is told of the rest: `concurrent.futures.wait` holds those of all
+            # its futures meanwhile, and one that ended between would be counted twice.
             with condition:
+                if not self._set(value, error):
+                    return
                 for waiter in self._waiters:
                     (waiter.add_result if error is None else waiter.add_exception)(self)
                 condition.notify_all()
+        if self._wants:
+            self._unwant_link()
         if self.link is not None:
             self.link.wake()
         for part in self.parts:
@@ -251,6 +253,14 @@ class RpcFuture(Future[T]):
             self.call_back()
         else:
             later.append(self)
+
+    def _set(self, value: Any, error: BaseException | None) -> bool:
+        """Under the lock that keeps others from doing so; False if it has ended already."""
+        if self._state in _ENDED:
+            return False
+        self._result, self._exception = value, error
+        self._state = FINISHED
+        return True
 
     def _wait(self, timeout: float | None) -> None:
         until = None if timeout is None else time.monotonic() + timeout
@@ -324,7 +334,9 @@ class RpcFuture(Future[T]):
         return self.result()
 
 
-_making = threading.Lock()
+_making = threading.RLock()
+"""Guards that no condition is made while a future ends without one. Held for so few instructions that one serves all;
+a finalizer that runs amid them may end another future."""
 
 
 def call_in_words(method: str, target: str) -> str:
