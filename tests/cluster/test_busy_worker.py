@@ -48,6 +48,7 @@ def run():
 """
 
 
+@pytest.mark.slow
 def test_calls_are_answered_while_the_main_thread_computes(
     local_cluster: Callable[..., LocalCluster], project: Project
 ) -> None:

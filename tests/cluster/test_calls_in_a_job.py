@@ -189,7 +189,10 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DLJo
     return make
 
 
-@pytest.mark.parametrize("function", ["streams", "retries", "retries_at_once", "results"])
+@pytest.mark.parametrize(
+    "function",
+    ["streams", "retries", *(pytest.param(name, marks=pytest.mark.slow) for name in ("retries_at_once", "results"))],
+)
 def test_calls_of_every_kind(local_cluster: Cluster, job: Callable[[str], DLJob], function: str) -> None:
     handle = local_cluster(nodes=2, devices=2).submit(
         job(function), function.replace("_", "-"), failover_exec_strategy=2, stop_grace_s=1
@@ -197,6 +200,7 @@ def test_calls_of_every_kind(local_cluster: Cluster, job: Callable[[str], DLJob]
     assert handle.wait(timeout=50) == 0, handle.status().end
 
 
+@pytest.mark.slow
 def test_deadline_of_the_job_is_that_of_calls_that_name_none(
     local_cluster: Cluster, job: Callable[[str], DLJob]
 ) -> None:

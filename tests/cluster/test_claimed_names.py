@@ -95,6 +95,7 @@ def said(handle: JobHandle, text: str) -> float:
     return eventually(find, timeout=30, message=f"nobody said {text!r}")
 
 
+@pytest.mark.slow
 def test_a_name_has_one_holder_and_its_next_life_holds_it_again(local_cluster: Start, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=2)
     handle = cluster.submit(job(tmp_path))

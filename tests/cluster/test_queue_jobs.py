@@ -139,6 +139,7 @@ def test_items_of_a_killed_consumer_are_done_by_another(
     assert done == [*range(5, 20), sum(range(100_000))]
 
 
+@pytest.mark.slow
 def test_a_producer_is_killed_in_the_middle_of_a_put(
     local_cluster: Cluster, write: Callable[[str], None], tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def dependencies() -> Path:
     return Path(sysconfig.get_paths()["purelib"])
 
 
+@pytest.mark.slow
 def test_every_module_of_the_wheel_can_be_imported(installed: Path, tmp_path: Path) -> None:
     modules = sorted(
         ".".join(file.relative_to(installed).with_suffix("").parts).removesuffix(".__init__")

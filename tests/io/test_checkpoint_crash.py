@@ -108,6 +108,7 @@ def kill_at_random(place: str, num_points: int, *what: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_points_leaves_the_latest_loadable(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     found = kill_at_random(str(place), NUM_POINTS)

@@ -35,6 +35,7 @@ def run(place: object, scenario: str) -> Found:
     return found
 
 
+@pytest.mark.slow
 def test_what_four_ranks_saved_two_load_and_one_and_all_fall_back_from_what_one_sees_damaged(tmp_path: Path) -> None:
     found = run(tmp_path / "place", "reshard")
     saved = found["save"][0]["state"]
