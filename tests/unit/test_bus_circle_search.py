@@ -100,8 +100,8 @@ class Job:
 
     def look(self, worker: str) -> None:
         by_name = {call.name: call for call in [*self.running, *itertools.chain(*self.lines.values())]}
-        led_to = {name for name, call in by_name.items() if call.parent is not None}
-        findings = self.circles[worker].look(self.now, self.halted(worker), led_to)
+        came = {name: call.parent is not None for name, call in by_name.items()}
+        findings = self.circles[worker].look(self.now, self.halted(worker), came)
         for name, halted in findings.tell.items():
             caller = by_name[name].parent
             assert caller is not None
@@ -157,15 +157,13 @@ def test_what_was_heard_long_ago_does_not_count() -> None:
     here = [Halted("x.1", "w0", "f", True, ["x.2"]), Halted("x.2", "w0", "g", False, ["w0.3"])]
     heard = [Halted("w0.3", "w1", "h", True, ["x.4"]), Halted("x.4", "w1", "i", False, ["x.1"])]
     circles.hear(0.0, "w0.3", heard)
-    assert not circles.look(KEEP_S, here, {"x.1"}).refuse
+    assert not circles.look(KEEP_S, here, {"x.1": True}).refuse
     circles.hear(KEEP_S, "w0.3", heard)
-    (circle,) = circles.look(KEEP_S, here, {"x.1"}).refuse.values() or [""]
+    (circle,) = circles.look(KEEP_S, here, {"x.1": True}).refuse.values() or [""]
     assert circle == ""  # w0.3 is to be refused: its name comes first
     circles.hear(KEEP_S, "w0.3", [Halted("y.3", "w1", "h", False, ["x.1"])])
     later = [here[0], Halted("x.2", "w0", "g", False, ["y.3"])]
-    assert circles.look(KEEP_S, later, {"x.1"}).refuse == {
-        "x.1": "f (in line) -> g (its handler waits) -> h (its handler waits)"
-    }
+    assert circles.look(KEEP_S, later, {"x.1": True}).refuse == {"x.1": "f (in line) -> g (waits) -> h (waits)"}
 
 
 def test_call_behind_a_stream_is_ended_by_its_caller_when_that_reads_the_stream() -> None:
@@ -173,19 +171,19 @@ def test_call_behind_a_stream_is_ended_by_its_caller_when_that_reads_the_stream(
     reading = Halted("x.9", "w0", "k", False, ["w0.2"])
     circles.hear(0.0, "w0.2", [Halted("w0.2", "w1", "c", True, ["w0.1"]), Halted("w0.1", "w1", "g", False, ["w0.1>"])])
     reader = Halted(reader_of("w0.1"), "w0", "the reader", False, ["x.9"])
-    assert not circles.look(0.0, [reading], set(), {"w0.1", "w0.2"}).refuse  # others may read it
-    assert set(circles.look(0.0, [reading, reader], set(), {"w0.1", "w0.2"}).refuse) == {"w0.2"}
-    assert not circles.look(0.0, [reading, reader], set(), set()).refuse  # it has ended meanwhile
+    assert not circles.look(0.0, [reading], {}, {"w0.1", "w0.2"}).refuse  # others may read it
+    assert set(circles.look(0.0, [reading, reader], {}, {"w0.1", "w0.2"}).refuse) == {"w0.2"}
+    assert not circles.look(0.0, [reading, reader], {}, set()).refuse  # it has ended meanwhile
 
 
 def test_caller_is_told_again_only_when_there_is_news_or_time_has_passed() -> None:
     circles = Circles("w0")
     here = [Halted("x.1", "w0", "f", True, ["x.2"])]
-    told = [bool(circles.look(i * LOOK_S, here, {"x.1"}).tell) for i in range(20)]
+    told = [bool(circles.look(i * LOOK_S, here, {"x.1": True}).tell) for i in range(20)]
     assert told.index(True) == 1  # not at first sight
     assert [i for i, is_told in enumerate(told) if is_told] == [1, 9, 17]
-    circles.look(5.0, [Halted("x.1", "w0", "f", True, ["x.5"])], {"x.1"})
-    assert circles.look(5.25, here, {"x.1"}).tell
+    circles.look(5.0, [Halted("x.1", "w0", "f", True, ["x.5"])], {"x.1": True})
+    assert circles.look(5.25, here, {"x.1": True}).tell
 
 
 def test_rubbish_is_no_message() -> None:

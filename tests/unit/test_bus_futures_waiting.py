@@ -160,6 +160,17 @@ def test_wait_counts_a_cancelled_call_as_done() -> None:
     assert concurrent.futures.wait([future, other], PATIENCE_S, FIRST_COMPLETED).done == {future}
 
 
+def test_a_cancelled_call_is_not_the_first_error_that_is_waited_for() -> None:
+    cancelled, failed = pending(2)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(concurrent.futures.wait, [cancelled, failed], PATIENCE_S, FIRST_EXCEPTION)
+        assert eventually(lambda: cancelled.is_watched and failed.is_watched)
+        cancelled.cancel()
+        assert not concurrent.futures.wait([waiting], 0.05).done
+        failed.fail(WorkerDiedError("died"))
+        assert waiting.result(PATIENCE_S).done == {cancelled, failed}
+
+
 def test_as_completed_gives_them_as_they_end() -> None:
     futures = pending(3)
     futures[1].succeed(1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from unified.errors import ProtocolError, RouteLostError, RpcError
 from unified.protocol.envelope import Envelope, Kind
 from unified.protocol.records import Inbox
 
+logger = logging.getLogger(__name__)
 LONGEST_SLEEP_S = 1.0
 TRIM_S = 2.0
 _CLOSE_WITHIN_S = 2.0
@@ -52,6 +55,8 @@ class _Outbound(msgspec.Struct, eq=False):
     nbytes: int
     parcel: Parcel | None
     """None once it was sent on a route that does not give calls back."""
+    made_on: int
+    """Ident of a thread."""
     is_relayed: bool = False
     place: int = 0
     """Among all that were sent; 0 until it was."""
@@ -159,7 +164,7 @@ class CallDesk:
             trace_id, chain = f"{self._trace}{call_id}", _NO_CHAIN
         else:
             trace_id, chain = handled.trace_id, [*handled.chain, handled.token]
-        outbound = _Outbound(future, target, method, trace_id, chain, nbytes, parcel)
+        outbound = _Outbound(future, target, method, trace_id, chain, nbytes, parcel, threading.get_ident())
         self._outbound[call_id] = outbound
         try:
             with self._lock:
@@ -186,9 +191,10 @@ class CallDesk:
         if not later:
             return
         if type(event) in _ON_PRECIOUS_THREADS:
-            threading.Thread(target=_call_back, args=(later,), name="bus-callbacks", daemon=True).start()
-        else:
-            _call_back(later)
+            with contextlib.suppress(RuntimeError):  # the system has no thread to give
+                threading.Thread(target=_call_back, args=(later,), name="bus-callbacks", daemon=True).start()
+                return
+        _call_back(later)
 
     def _mind_deadlines(self) -> None:
         """Under the lock: the alarm thread is not to sleep longer than until the next."""
@@ -257,11 +263,15 @@ class CallDesk:
             self._courier.tell(Kind.CANCEL, call_id, outbound.inbox)
 
     def asked(self) -> list[Asked]:
-        """The open calls that handlers here made."""
+        """The open calls."""
         return [
-            Asked(call_id, outbound.future or outbound.feed, outbound.chain[-1], _is_watched(outbound))
+            Asked(
+                call_id,
+                outbound.future or outbound.feed,
+                outbound.chain[-1] if outbound.chain else None,
+                _watcher(outbound.future),
+            )
             for call_id, outbound in list(self._outbound.items())
-            if outbound.chain
         ]
 
     def relay_lost(self) -> None:
@@ -371,8 +381,7 @@ class CallDesk:
         if outbound is None or outbound.future is None or outbound.inbox is None:
             return
         inbox, link, future = outbound.inbox, outbound.link, outbound.future
-        outbound.future = None  # that its user drops the stream is noticed by its being collected
-        outbound.feed = StreamFeed(
+        feed = StreamFeed(
             outbound.words,
             send_more=lambda count: self._courier.tell(Kind.MORE, call_id, inbox, count),
             cancel=partial(self._cancel, call_id),
@@ -380,12 +389,20 @@ class CallDesk:
             link=link,
             host=self._host,
         )
-        if link is not None:
-            link.want()
-        future.succeed(RpcStream(outbound.feed))
+        feed.reader_thread = outbound.made_on
+        stream: RpcStream[Any] = RpcStream(feed)
+        with self._lock:
+            if call_id not in self._outbound:  # it was ended meanwhile, with its future
+                return
+            outbound.feed = feed
+            outbound.future = None  # that its user drops the stream is noticed by its being collected
+            if link is not None:
+                link.want()
+        future.succeed(stream)
 
     def _ended(self, call_id: int) -> _Outbound | None:
-        outbound = self._outbound.pop(call_id, None)
+        with self._lock:  # it is a future or a stream from here on
+            outbound = self._outbound.pop(call_id, None)
         if outbound is not None:
             self._window.give_back(outbound.target, outbound.nbytes)
             if outbound.feed is not None and outbound.link is not None:
@@ -395,27 +412,33 @@ class CallDesk:
     def _watch(self) -> None:
         """The alarm thread: tells the table when time has passed, and the receiver while it wants to know."""
         while not self._is_closing:
-            if self._wants_ticks:
-                self._wants_ticks = False  # first: what begins from here on asks again
-                if self._on_tick():
-                    self._wants_ticks = True
-            if self._trims_at <= time.monotonic():
-                self._trims_at = _NEVER  # first: what is used from here on asks again
-                if self._on_trim(time.monotonic()):
-                    self._trims_at = time.monotonic() + TRIM_S
-            with self._lock:
-                now = time.monotonic()
-                due = self.table.next_deadline
-                if self._is_closing:  # asked again under the lock: `close` rings only once
-                    return
-                if due is None or due > now:
-                    wakes_at = min(self._next_look(now, due), self._trims_at)
-                    if self._wants_ticks:
-                        wakes_at = min(wakes_at, now + TICK_S)
-                    self._wakes_at = wakes_at
-                    self._alarm.wait(None if wakes_at == _NEVER else wakes_at - now)
-                    continue
-            self.step(calls.TimePassed())
+            try:
+                self._pass_time()
+            except BaseException:  # SystemExit too: a done callback may raise it, and all deadlines depend on this
+                logger.exception("event=alarm-failed: it goes on")
+
+    def _pass_time(self) -> None:
+        if self._wants_ticks:
+            self._wants_ticks = False  # first: what begins from here on asks again
+            if self._on_tick():
+                self._wants_ticks = True
+        if self._trims_at <= time.monotonic():
+            self._trims_at = _NEVER  # first: what is used from here on asks again
+            if self._on_trim(time.monotonic()):
+                self._trims_at = time.monotonic() + TRIM_S
+        with self._lock:
+            now = time.monotonic()
+            due = self.table.next_deadline
+            if self._is_closing:  # asked again under the lock: `close` rings only once
+                return
+            if due is None or due > now:
+                wakes_at = min(self._next_look(now, due), self._trims_at)
+                if self._wants_ticks:
+                    wakes_at = min(wakes_at, now + TICK_S)
+                self._wakes_at = wakes_at
+                self._alarm.wait(None if wakes_at == _NEVER else wakes_at - now)
+                return
+        self.step(calls.TimePassed())
 
     def _next_look(self, now: float, due: float | None) -> float:
         """While there are deadlines the thread looks up every second: a call with a later one need not wake it."""
@@ -429,8 +452,8 @@ def _call_back(futures: list[RpcFuture[Any]]) -> None:
         future.call_back()
 
 
-def _is_watched(outbound: _Outbound) -> bool:
-    return outbound.future is not None and outbound.future.is_watched
+def _watcher(future: RpcFuture[Any] | None) -> int:
+    return future.watcher if future is not None and future.is_watched else 0
 
 
 def _is_from(envelope: Envelope, outbound: _Outbound) -> bool:

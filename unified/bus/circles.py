@@ -6,7 +6,8 @@ would go on with the first of several is taken to need them all). A worker tells
 these wait for, and all that it has heard of those; so what is known goes back along open calls until it comes round.
 
 A generator that is as far ahead of its reader as it may be waits for that reader, and holds its gate meanwhile. Of its
-reader only the caller knows; so where the way leads through one it is the caller that ends a call in line.
+reader only the caller knows; so where the way leads through one it is the caller that ends a call: one of its own that
+is in line or, if none is, one of its own that leads there.
 
 What was true once is true still, whenever it was heard: none of the calls in a circle has ended, for each needs another
 of them to end first. Only a wait that was given up can make it untrue; so what was heard is soon forgotten.
@@ -14,7 +15,7 @@ of them to end first. Only a wait that was given up can make it untrue; so what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -104,13 +105,14 @@ class Circles:
         self._heard[call] = (now, halted)
 
     def look(
-        self, now: float, here: list[Halted], led_to: Collection[str], made_here: Collection[str] = ()
+        self, now: float, here: list[Halted], came: Mapping[str, bool], made_here: Collection[str] = ()
     ) -> Findings:
         """What is to be done about the calls halted here now.
 
         Args:
             here: all of them.
-            led_to: those of them that were made by handlers; the others are in nobody's way.
+            came: those of them that are calls from elsewhere, and whether a handler made them. The others are in
+                nobody's way, but for those whose caller holds a stream.
             made_here: calls to others.
         """
         self._heard = {call: heard for call, heard in self._heard.items() if heard[0] + KEEP_S > now}
@@ -124,10 +126,16 @@ class Circles:
             is_ours = each.inbox == self._inbox_id or (each.call in made_here and _is_through_reader(each.call, dead))
             if each.is_in_line and is_ours and is_to_be_refused(each.call, dead):
                 refuse[each.call] = in_words(each.call, dead)
+        if not refuse:
+            ours = [call for call in dead if call in made_here and _is_through_reader(call, dead)]
+            ours = [call for call in ours if reader_of(call) not in dead[call].waits_for]  # a stream is to be read on
+            refuse |= {call: in_words(call, dead) for call in ours if call == _first_of(ours, call, dead)}
         told, self._told = self._told, {}
         tell: dict[str, list[Halted]] = {}
         for each in here:
-            if each.call not in led_to or each.call in refuse or each.call not in self._seen:
+            if each.call not in came or each.call in refuse or each.call not in self._seen:
+                continue
+            if not came[each.call] and not _is_through_reader(each.call, graph):
                 continue
             if not each.is_in_line and not any(call in graph for call in each.waits_for):
                 continue
@@ -164,8 +172,14 @@ def is_to_be_refused(call: str, dead: dict[str, Halted]) -> bool:
     return call == min(in_line) and all(call in reach(other, dead, beyond=True) for other in in_line)
 
 
-def _is_through_reader(call: str, dead: dict[str, Halted]) -> bool:
-    return any(other == reader_of(stream) for stream in reach(call, dead) for other in dead[stream].waits_for)
+def _is_through_reader(call: str, graph: dict[str, Halted]) -> bool:
+    return any(other == reader_of(stream) for stream in reach(call, graph) for other in graph[stream].waits_for)
+
+
+def _first_of(made_here: Collection[str], call: str, dead: dict[str, Halted]) -> str:
+    """Of the calls made here that are in one circle with this one; empty if it is in none."""
+    others = reach(call, dead, beyond=True)
+    return min(other for other in others if other in made_here) if call in others else ""
 
 
 def in_words(call: str, dead: dict[str, Halted]) -> str:
@@ -199,4 +213,4 @@ def _next(call: str, graph: dict[str, Halted]) -> Iterable[str]:
     return [other for other in graph[call].waits_for if other in graph]
 
 
-_STATES = {True: "(in line)", False: "(its handler waits)"}
+_STATES = {True: "(in line)", False: "(waits)"}

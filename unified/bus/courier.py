@@ -210,6 +210,8 @@ class Courier:
         granted = parcel.grant(self._memory, way.peer_id)
         if granted is None:
             return None, buffers
+        if way.is_lost:  # and what was on its way there forgotten, perhaps before this was
+            self._memory.forget(way.peer_id)
         self._on_sharing()
         return granted.shared, granted.frames
 

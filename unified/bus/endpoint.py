@@ -363,7 +363,7 @@ class BusEndpoint:
         for link in self._receiver.links:
             link.wait_for_room(1, lambda: time.monotonic() >= until)
 
-    def before_wait(self, awaited: Awaited) -> tuple[InboundCall | None, bool, Awaited]:
+    def before_wait(self, awaited: Awaited, task: int = 0) -> tuple[InboundCall | int, bool, Awaited]:
         """See `unified.bus.futures.Host`."""
         self._check_is_ours()
         if self._courier.is_holding:
@@ -371,13 +371,12 @@ class BusEndpoint:
         if awaited.link is None and threading.get_ident() == self._remote_thread:
             raise awaited.waited_in_vain()
         self._receiver.pass_on_now()
-        return self._service.begin_wait(awaited), self._pool.waits(), awaited
+        return self._service.begin_wait(awaited, task), self._pool.waits(), awaited
 
     def after_wait(self, token: Any) -> None:
         """See `unified.bus.futures.Host`."""
-        call, is_pooled, awaited = token
-        if call is not None:
-            self._service.end_wait(call, awaited)
+        who, is_pooled, awaited = token
+        self._service.end_wait(who, awaited)
         if is_pooled:
             self._pool.waited()
 
@@ -409,9 +408,9 @@ class BusEndpoint:
         return is_owning or is_reading or is_seeking
 
     def _on_gone(self, inbox_id: str) -> None:
+        self._post.drop(inbox_id)  # first: what is granted later finds that its way is lost
         self._memory.forget(inbox_id)
         self._reader.forget(inbox_id)
-        self._post.drop(inbox_id)
         self._service.caller_died(inbox_id)
         self._intake.forget(inbox_id)
 

@@ -33,8 +33,8 @@ class Awaited(Protocol):
 class Host(Protocol):
     """The endpoint that a future or a stream belongs to, as far as waiting concerns it."""
 
-    def before_wait(self, awaited: Awaited) -> object:
-        """This thread is about to wait; what comes back is given to `after_wait`.
+    def before_wait(self, awaited: Awaited, task: int = 0) -> object:
+        """This thread is about to wait, or of its tasks the one with this id; give what comes back to `after_wait`.
 
         Raises:
             RpcError: it would wait for ever.
@@ -75,6 +75,8 @@ class RpcFuture(Future[T]):
     """On which its answer will come, where a waiting thread can receive it itself."""
     parts: Sequence[Future[Any]] = ()
     """Futures that this one waits for."""
+    watcher = 0
+    """Ident of the thread that waits for it as for any future, where `is_watched`."""
 
     def __init__(
         self,
@@ -101,6 +103,7 @@ class RpcFuture(Future[T]):
 
         @property
         def _condition(self) -> threading.Condition:
+            self.watcher = threading.get_ident()
             self.be_received()
             return self._make_condition()
 
@@ -238,7 +241,12 @@ class RpcFuture(Future[T]):
                 if not self._set(value, error):
                     return
                 for waiter in self._waiters:
-                    (waiter.add_result if error is None else waiter.add_exception)(self)
+                    if error is None:
+                        waiter.add_result(self)
+                    elif self.cancelled():  # which is no exception to those that wait for the first
+                        waiter.add_cancelled(self)
+                    else:
+                        waiter.add_exception(self)
                 condition.notify_all()
         if self._wants:
             self._unwant_link()
@@ -297,6 +305,8 @@ class RpcFuture(Future[T]):
     def _sleep(self, until: float | None) -> None:
         if self.has_ended():
             return
+        if self.parts:  # which other threads receive now, and need not go on to
+            self.be_received()
         link = self.link
         if link is not None:
             link.want()
@@ -320,7 +330,7 @@ class RpcFuture(Future[T]):
 
     async def _awaited(self) -> T:
         if not self.has_ended():
-            token = None if self._host is None else self._host.before_wait(self)
+            token = None if self._host is None else self._host.before_wait(self, id(asyncio.current_task()))
             try:
                 return await asyncio.wrap_future(self)
             except asyncio.CancelledError:

@@ -27,15 +27,15 @@ WARN_S = 10.0
 
 
 class Asked(NamedTuple):
-    """An open call that a handler here made."""
+    """An open call that was made here."""
 
     call_id: int
     awaited: object
     """Its future, or its feed."""
-    handler: int
-    """Token of the call whose handler made it."""
-    is_watched: bool
-    """By `concurrent.futures.wait`, say, which does not tell the bus that it waits."""
+    handler: int | None
+    """Token of the call whose handler made it; None: it was made outside of handlers."""
+    watcher: int
+    """Ident of the thread that waits for it with `concurrent.futures.wait`, say, which does not tell the bus; or 0."""
 
 
 class LineWatch:
@@ -44,11 +44,12 @@ class LineWatch:
     Args:
         inbox_id, worker: of this endpoint.
         known: its calls that have not ended, those in line too.
+        outside: what is waited for outside of handlers, by the idents of threads and minus the ids of tasks.
         gates: what they are in line at.
         lock: of the gates.
         reply: tells a caller.
         refuse: ends a call, if it is in line still, and says why.
-        asked: the open calls that handlers here made.
+        asked: the open calls that were made here.
         give_up: ends one of these, by its id.
     """
 
@@ -58,6 +59,7 @@ class LineWatch:
         inbox_id: str,
         worker: str,
         known: Mapping[tuple[str, int], InboundCall],
+        outside: Mapping[int, object],
         gates: Mapping[str, Gate],
         lock: threading.Lock,
         reply: Reply,
@@ -68,6 +70,7 @@ class LineWatch:
         self._inbox_id = inbox_id
         self._worker = worker
         self._known = known
+        self._outside = outside
         self._gates = gates
         self._lock_of_gates = lock
         self._reply = reply
@@ -122,17 +125,19 @@ class LineWatch:
                 calls[name] = call
                 here.append(self._halted(call, False, names))
                 readers = [reader_of(stream) for stream in asked.streams_read_by(call)]
-                here += [Halted(reader, self._inbox_id, "the reader of that", False, [name]) for reader in readers]
-        findings = self._decide(here, {name for name, call in calls.items() if call.chain}, asked.ids)
+                here += [Halted(reader, self._inbox_id, "its reader", False, [name]) for reader in readers]
+        here += asked.outside(self._outside, self._worker)
+        findings = self._decide(here, {name: bool(call.chain) for name, call in calls.items()}, asked.ids)
         for name, halted in findings.tell.items():
             self._reply(calls[name], Kind.WAITS, Encoded(encode_halted(halted), []), False)
         for name, circle in findings.refuse.items():
-            words = f"none goes on: {circle} -> the first of these. Have one of them call where it is in no such group."
+            words = f"none goes on: {circle} -> the first of these."
             if name in calls:
-                self._refuse(calls[name], words)
+                self._refuse(calls[name], f"{words} Have one of them call where it is in no such group.")
             else:
-                why = f"a call from worker {self._worker} was given up: it is in line, and {words}"
-                self._give_up(asked.ids[name], RpcError(why))
+                advice = "Read the stream to its end before you wait for the call, or close it."
+                what = f"a call from worker {self._worker} was given up: calls wait for one another"
+                self._give_up(asked.ids[name], RpcError(f"{what}, and {words} {advice}"))
         self._warn(time.monotonic(), waiting)
         if waiting or self._circles.has_heard:
             self.begin()
@@ -166,9 +171,9 @@ class LineWatch:
                 )
             self._behind[_name(call)] = since
 
-    def _decide(self, here: list[Halted], led_to: Collection[str], made_here: Collection[str]) -> Findings:
+    def _decide(self, here: list[Halted], came: Mapping[str, bool], made_here: Collection[str]) -> Findings:
         with self._lock:
-            return self._circles.look(time.monotonic(), here, led_to, made_here)
+            return self._circles.look(time.monotonic(), here, came, made_here)
 
     def _halted(self, call: InboundCall, is_in_line: bool, waits_for: list[str]) -> Halted:
         return Halted(_name(call), self._inbox_id, f"{call.method!r} in worker {self._worker}", is_in_line, waits_for)
@@ -180,32 +185,64 @@ class _Asked:
     def __init__(self, inbox_id: str, asked: Iterable[Asked]) -> None:
         self.ids: dict[str, int] = {}
         """Of all, by name."""
+        self._inbox_id = inbox_id
         self._names: dict[int, str] = {}
-        self._streams: dict[int, list[Asked]] = {}
-        self._watched: dict[int, list[str]] = {}
+        self._streams: dict[int | None, list[StreamFeed]] = {}
+        self._watched: dict[int | None, list[tuple[int, str]]] = {}
+        """Calls by who made them, and the threads that watch them."""
         self._kept = list(asked)  # so that what `id` names is there
         for each in self._kept:
             name = self._names[id(each.awaited)] = name_of(inbox_id, each.call_id)
             self.ids[name] = each.call_id
             if isinstance(each.awaited, StreamFeed):
-                self._streams.setdefault(each.handler, []).append(each)
-            if each.is_watched:
-                self._watched.setdefault(each.handler, []).append(name)
+                self._streams.setdefault(each.handler, []).append(each.awaited)
+            if each.watcher:
+                self._watched.setdefault(each.handler, []).append((each.watcher, name))
 
     def names(self, call: InboundCall) -> list[str]:
         """Of the calls that its handler waits for."""
         if not call.waits and call.deferred is None and not self._watched:
             return []
         awaited = [*call.waits] if call.deferred is None else [*call.waits, call.deferred]
-        known = [self._names[id(each)] for each in _parts(awaited) if id(each) in self._names]
-        return sorted({*known, *self._watched.get(call.token, ())})
+        return sorted({*self._known(awaited), *(name for _, name in self._watched.get(call.token, ()))})
 
     def streams_read_by(self, call: InboundCall) -> list[str]:
         """Those that its handler does not read now, since all of it waits for something else."""
         if len(call.waits) != 1:
             return []
         streams = self._streams.get(call.token, ())
-        return [self._names[id(each.awaited)] for each in streams if each.awaited is not call.waits[0]]
+        return [self._names[id(each)] for each in streams if each is not call.waits[0]]
+
+    def outside(self, waits: Mapping[int, object], worker: str) -> list[Halted]:
+        """Threads and tasks that wait outside of handlers, and with them the streams that they were the last to read.
+
+        Args:
+            waits: for what, by ident of a thread, or minus the id of a task.
+        """
+        streams = self._streams.get(None, ())
+        if not streams:  # nothing else can be waiting for them
+            return []
+        names = {strand: {*self._known([awaited])} for strand, awaited in list(waits.items())}
+        for thread, name in self._watched.get(None, ()):
+            names.setdefault(thread, set()).add(name)
+        halted = []
+        for strand, awaited in names.items():
+            # While a thread waits, so do all of its tasks.
+            unread = [
+                self._names[id(each)]
+                for each in streams
+                if strand in (-each.reader_task or each.reader_thread, each.reader_thread)
+                and self._names[id(each)] not in awaited
+            ]
+            if awaited and unread:
+                name = f"{self._inbox_id}:{strand}"
+                what = f"{'a thread' if strand > 0 else 'a task'} of worker {worker}"
+                halted.append(Halted(name, self._inbox_id, what, False, sorted(awaited)))
+                halted += [Halted(reader_of(each), self._inbox_id, "its reader", False, [name]) for each in unread]
+        return halted
+
+    def _known(self, awaited: Iterable[object]) -> list[str]:
+        return [self._names[id(each)] for each in _parts(awaited) if id(each) in self._names]
 
 
 def _is_parked(call: InboundCall) -> bool:

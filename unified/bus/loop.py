@@ -22,9 +22,10 @@ class LoopThread:
             if self.is_closing:
                 return
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._main, args=(self._loop,), name="bus-loop", daemon=True)
-                self._thread.start()
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=self._main, args=(loop,), name="bus-loop", daemon=True)
+                thread.start()
+                self._loop, self._thread = loop, thread
             self._loop.call_soon_threadsafe(work)
 
     def close(self, timeout_s: float = 1.0) -> None:

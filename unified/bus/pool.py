@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import Empty, SimpleQueue
 
 logger = logging.getLogger(__name__)
@@ -19,11 +19,13 @@ class HandlerPool:
     Attributes:
         most_threads: with those that wait for other calls.
         on_used_up: called, on any thread, when there is work and `most_threads` wait.
+        on_full: the same when there is work that no thread is free for.
     """
 
     def __init__(self, name: str, max_threads: int, most_threads: int = MOST_THREADS) -> None:
         self.most_threads = most_threads
         self.on_used_up: Callable[[], object] = _nothing
+        self.on_full: Callable[[], object] = _nothing
         self._name = name
         self._max_threads = max_threads
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -32,6 +34,8 @@ class HandlerPool:
         self._num_busy = 0
         """Pieces of work that are queued or running."""
         self._num_waiting = 0
+        self._num_presumed = 0
+        """Threads that wait and have not said so."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -47,6 +51,8 @@ class HandlerPool:
             self._work.put(work)
         if is_used_up:
             self.on_used_up()
+        if self.is_full:
+            self.on_full()
 
     def withdraw(self, is_wanted: Callable[[Callable[[], object]], bool]) -> list[Callable[[], object]]:
         """Take work that has not begun back: that for which `is_wanted` is True."""
@@ -81,6 +87,23 @@ class HandlerPool:
         with self._lock:
             self._num_waiting -= 1
 
+    @property
+    def is_full(self) -> bool:
+        """There is work that no thread is free for."""
+        return self._num_busy > len(self._threads) and not self._is_closed
+
+    def presume(self, waiting: Collection[int]) -> None:
+        """Threads with these idents seem to wait for other calls, though they have not said so; as far as they are of
+        this pool, others stand in for them until this is called again."""
+        with self._lock:
+            self._num_presumed = len(self._threads.keys() & waiting)
+            num_threads = -1
+            while num_threads < len(self._threads):
+                num_threads = len(self._threads)
+                is_used_up = self._grow()
+        if is_used_up:
+            self.on_used_up()
+
     def close(self, timeout_s: float = 0.2) -> None:
         """Drop what has not begun, and wait `timeout_s` at most; a thread inside a handler ends with the process."""
         with self._lock:
@@ -102,7 +125,7 @@ class HandlerPool:
         num_threads = len(self._threads)
         if self._num_busy <= num_threads or self._is_closed:
             return False
-        if num_threads < min(self._max_threads + self._num_waiting, self.most_threads):
+        if num_threads < min(self._limit, self.most_threads):
             name = f"{self._name}-{self._num_started + 1}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
             try:
@@ -115,7 +138,11 @@ class HandlerPool:
             self._num_started += 1
             self._threads[thread.ident or 0] = thread
             return False
-        return self._num_waiting >= self.most_threads
+        return self._num_waiting + self._num_presumed >= self.most_threads
+
+    @property
+    def _limit(self) -> int:
+        return self._max_threads + self._num_waiting + self._num_presumed
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -126,7 +153,7 @@ class HandlerPool:
             del work  # it holds arguments, and the next may be long in coming
             with self._lock:
                 self._num_busy -= 1
-                if len(self._threads) > self._max_threads + self._num_waiting:  # it stood in for one that waited
+                if len(self._threads) > self._limit:  # it stood in for one that waited
                     self._threads.pop(threading.get_ident(), None)
                     return
 

@@ -91,9 +91,8 @@ class _Retried:
         self._policy = policy
         self._num_failed = 0
         self._attempt = first
-        self.outer: RpcFuture[Any] = RpcFuture(
-            first.what, deadline=first.deadline, host=first._host, on_cancel=self._cancel
-        )
+        self.outer: RpcFuture[Any] = RpcFuture(first.what, deadline=first.deadline, host=first._host)
+        self.outer.on_end(lambda _: self._attempt.cancel())  # however it ended: this one is of no use any more
         self.outer.parts = [first]
         Future.add_done_callback(first, self._on_ended)  # whoever waits for the outer one receives its answer
 
@@ -136,9 +135,6 @@ class _Retried:
         deadline = self.outer.deadline
         return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
-    def _cancel(self) -> None:
-        self._attempt.cancel()
-
 
 class Later:
     """Does things after a delay, on a thread that is there only while something waits."""
@@ -156,14 +152,14 @@ class Later:
             if self._is_running:
                 self._changed.notify()
                 return
+            threading.Thread(target=self._run, name="bus-retry", daemon=True).start()
             self._is_running = True
-        threading.Thread(target=self._run, name="bus-retry", daemon=True).start()
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
             try:
                 work()
-            except Exception:
+            except BaseException:  # SystemExit too: a done callback may raise it
                 logger.exception("event=retry-failed: the others go on")
             del work
 

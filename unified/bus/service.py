@@ -26,6 +26,7 @@ from unified.bus.link import Link
 from unified.bus.loop import LoopThread
 from unified.bus.method import Method, describe_method
 from unified.bus.pool import HandlerPool
+from unified.bus.pool_watch import PoolWatch
 from unified.bus.receiver import Receiver
 from unified.bus.registry import MethodRegistry
 from unified.bus.remote import describe, describe_ours
@@ -49,7 +50,7 @@ class CallService:
     Args:
         inbox_id, worker, node: of this endpoint.
         reply: sends an answer home.
-        asked: the open calls that handlers made.
+        asked: the open calls that were made here.
         give_up: ends one of them, by its id.
         pool: for sync handlers; shared with whoever else must not block.
         receiver: whose leading thread may run short handlers.
@@ -76,6 +77,8 @@ class CallService:
         self._receiver = receiver
         self._loop = LoopThread()
         self._known: dict[tuple[str, int], InboundCall] = {}
+        self._outside: dict[int, Awaited] = {}
+        """What is waited for outside of handlers, by the idents of threads and minus the ids of tasks."""
         self._early: list[InboundCall] | None = []
         self._methods: dict[str, Method] = {}
         self._gates: dict[str, Gate] = {}
@@ -88,6 +91,7 @@ class CallService:
             inbox_id=inbox_id,
             worker=worker,
             known=self._known,
+            outside=self._outside,
             gates=self._gates,
             lock=self._lock,
             reply=reply,
@@ -97,6 +101,7 @@ class CallService:
         )
         self._refusing = threading.local()
         pool.on_used_up = self._refuse_queued
+        pool.on_full = PoolWatch(pool, asked).begin
 
     def accept(self, call: InboundCall) -> None:
         """Take a call in; never blocks for longer than an inline handler does."""
@@ -172,11 +177,13 @@ class CallService:
             lambda: self._answered.lost(list(self._known.values()), lambda each: each == inbox_id, "its caller")
         )
 
-    def begin_wait(self, awaited: Awaited) -> InboundCall | None:
-        """This thread's handler is about to wait for another call; give what comes back to `end_wait`."""
+    def begin_wait(self, awaited: Awaited, task: int) -> InboundCall | int:
+        """This thread, or the task of this id, is about to wait; give what comes back to `end_wait`."""
         call = CURRENT.get()
         if call is None:
-            return None
+            strand = -task or threading.get_ident()
+            self._outside[strand] = awaited
+            return strand
         with self._lock:
             call.waits = (*call.waits, awaited)
             hopeless = call.gate.hopeless() if call.gate is not None else []
@@ -187,12 +194,15 @@ class CallService:
             method.pace.forget()
         return call
 
-    def end_wait(self, call: InboundCall, awaited: Awaited) -> None:
+    def end_wait(self, who: InboundCall | int, awaited: Awaited) -> None:
         """It waits no more."""
+        if isinstance(who, int):
+            self._outside.pop(who, None)
+            return
         with self._lock:
-            waits = list(call.waits)
+            waits = list(who.waits)
             waits.remove(awaited)
-            call.waits = tuple(waits)
+            who.waits = tuple(waits)
 
     def close(self) -> None:
         """Cancel async handlers and stop the loop. The pool is its owner's."""

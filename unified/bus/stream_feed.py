@@ -50,6 +50,8 @@ class StreamFeed:
         host: Host | None = None,
     ) -> None:
         self.what = what
+        self.reader_thread = self.reader_task = 0
+        """Ident of the thread that read last, or opened it, and id of the task in which it did."""
         self.is_over = False
         """Nothing more will come: it ended, failed or was closed. What came before may still lie here."""
         self._send_more = send_more
@@ -168,7 +170,7 @@ class StreamFeed:
         """As `wait`, in a task."""
         if self._has_news():
             return not self.is_drained
-        token = None if self._host is None else self._host.before_wait(self)
+        token = None if self._host is None else self._host.before_wait(self, id(asyncio.current_task()))
         if self.link is not None:
             self.link.attach()  # no thread is going to wait for it
         loop = asyncio.get_running_loop()

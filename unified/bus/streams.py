@@ -31,6 +31,8 @@ What the endpoint of the **caller** does, with no lock of its own held:
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -64,6 +66,7 @@ class RpcStream(Generic[T], Iterator[T], AsyncIterator[T]):
 
     def __next__(self) -> T:
         feed = self._feed
+        feed.reader_thread, feed.reader_task = threading.get_ident(), 0
         while (item := feed.take()) is None:
             if not feed.wait():
                 raise StopIteration
@@ -75,6 +78,7 @@ class RpcStream(Generic[T], Iterator[T], AsyncIterator[T]):
 
     async def __anext__(self) -> T:
         feed = self._feed
+        feed.reader_thread, feed.reader_task = threading.get_ident(), id(asyncio.current_task())
         while (item := feed.take()) is None:
             if not await feed.wait_async():
                 raise StopAsyncIteration

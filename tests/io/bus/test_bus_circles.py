@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from tests.io.bus.world import PATIENCE_S, World, entry
 from unified.bus import line_watch
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.futures import RpcFuture
 from unified.bus.registry import rpc
 from unified.errors import RpcError
 from unified.testing import eventually
@@ -28,7 +31,7 @@ class Cast:
         for end in self.ends.values():
             end.update_directory([entry(name, inbox) for name, inbox in inboxes.items()])
 
-    def call(self, caller: str, target: str, method: str, *args: Any) -> concurrent.futures.Future[Any]:
+    def call(self, caller: str, target: str, method: str, *args: Any) -> RpcFuture[Any]:
         return self.ends[caller].call(target, method, args, {})
 
 
@@ -45,6 +48,20 @@ def ends_of(calls: list[concurrent.futures.Future[Any]]) -> list[BaseException |
     """What each ended in, long before any of `PATIENCE_S` is over."""
     assert not concurrent.futures.wait(calls, PATIENCE_S / 2).not_done
     return [each.exception() for each in calls]
+
+
+def counting(cast: Cast) -> dict[str, Callable[..., Any]]:
+    """A stream that holds its group as long as it is read, and another method of that group."""
+
+    @rpc(group="g")
+    def count() -> Iterator[int]:
+        yield from range(1000)
+
+    @rpc(group="g")
+    def double(i: int) -> int:
+        return 2 * i
+
+    return {"count": count, "double": double}
 
 
 @pytest.mark.parametrize("wait", [ask, look_on])
@@ -129,18 +146,7 @@ def test_log_says_who_is_in_line_behind_a_stream_that_its_caller_does_not_read(
 ) -> None:
     monkeypatch.setattr(line_watch, "WARN_S", 0.1)
 
-    def serving(cast: Cast) -> dict[str, Callable[..., Any]]:
-        @rpc(group="g")
-        def count() -> Iterator[int]:
-            yield from range(1000)
-
-        @rpc(group="g")
-        def double(i: int) -> int:
-            return 2 * i
-
-        return {"count": count, "double": double}
-
-    cast = Cast(world, a=serving, b=lambda cast: {})
+    cast = Cast(world, a=counting, b=lambda cast: {})
     with ask(cast.call("b", "a", "count")) as numbers:
         assert next(numbers) == 0
         doubled = cast.call("b", "a", "double", 1)
@@ -178,5 +184,74 @@ def test_stream_that_waits_for_whoever_is_in_line_behind_it(world: World, is_asy
     cast = Cast(world, a=serving, b=asking)
     (error,) = ends_of([cast.call("a", "b", "ask_for_each")])
     assert isinstance(error, RpcError)
-    assert "'double' in worker a (in line) -> 'count' in worker a (its handler waits) -> " in str(error)
+    assert "'double' in worker a (in line) -> 'count' in worker a (waits) -> " in str(error)
     assert ask(cast.call("b", "a", "double", 1)) == 2  # the stream was closed by its reader
+
+
+@pytest.mark.parametrize("wait", [ask, look_on])
+@pytest.mark.parametrize("is_read", [True, False])
+def test_script_that_waits_for_whoever_is_in_line_behind_its_stream(
+    world: World, wait: Callable[[concurrent.futures.Future[Any]], Any], is_read: bool
+) -> None:
+    cast = Cast(world, a=counting, b=lambda cast: {})
+    with ask(cast.call("b", "a", "count")) as numbers:
+        if is_read:
+            assert next(numbers) == 0
+        with pytest.raises(RpcError) as caught:
+            wait(cast.call("b", "a", "double", 1))
+        assert "a call from worker b was given up: calls wait for one another" in str(caught.value)
+        assert "'double' in worker a (in line) -> 'count' in worker a (waits) -> its reader (waits)" in str(
+            caught.value
+        )
+        assert list(numbers) == list(range(int(is_read), 1000))
+    assert wait(cast.call("b", "a", "double", 1)) == 2
+
+
+def test_task_that_waits_for_whoever_is_in_line_behind_its_stream(world: World) -> None:
+    cast = Cast(world, a=counting, b=lambda cast: {})
+
+    async def both() -> None:
+        numbers = await cast.call("b", "a", "count")
+        assert await anext(numbers) == 0
+        read = asyncio.create_task(read_on(numbers))
+        assert await cast.call("b", "a", "double", 1) == 2, "another task reads it"
+        assert await read == list(range(1, 1000))
+
+    async def alone() -> None:
+        async with contextlib.aclosing(await cast.call("b", "a", "count")) as numbers:
+            assert await anext(numbers) == 0
+            with pytest.raises(RpcError, match="'count' in worker a \\(waits\\) -> its reader"):
+                await cast.call("b", "a", "double", 1)
+            with pytest.raises(RpcError, match="'count' in worker a \\(waits\\) -> its reader"):
+                cast.call("b", "a", "double", 1).result(PATIENCE_S)  # as does its whole thread
+
+    async def read_on(numbers: Any) -> list[int]:
+        await asyncio.sleep(0.6)  # more than two looks
+        return [number async for number in numbers]
+
+    asyncio.run(asyncio.wait_for(both(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(alone(), PATIENCE_S))
+
+
+@pytest.mark.parametrize("is_handler", [True, False])
+def test_stream_whose_reader_waits_for_a_worker_that_is_in_line_behind_it(world: World, is_handler: bool) -> None:
+    def reading(cast: Cast) -> dict[str, Callable[..., Any]]:
+        def read() -> int:
+            with ask(cast.call("b", "a", "count")) as numbers:
+                next(numbers)
+                return int(ask(cast.call("b", "c", "hand_on", 1)))
+
+        return {"read": read}
+
+    def middle(cast: Cast) -> dict[str, Callable[..., Any]]:
+        return {"hand_on": lambda i: ask(cast.call("c", "a", "double", i))}
+
+    cast = Cast(world, a=counting, b=reading, c=middle, x=lambda cast: {})
+    here = concurrent.futures.ThreadPoolExecutor(1)
+    call = cast.call("x", "b", "read") if is_handler else here.submit(reading(cast)["read"])
+    with pytest.raises(RpcError, match="a call from worker b was given up: calls wait for one another") as caught:
+        call.result(PATIENCE_S / 2)
+    here.shutdown(wait=False)
+    for words in ("'hand_on' in worker c (waits)", "'double' in worker a (in line)", "'count' in worker a (waits)"):
+        assert words in str(caught.value)
+    assert ask(cast.call("b", "a", "double", 1)) == 2

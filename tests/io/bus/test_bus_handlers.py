@@ -18,6 +18,7 @@ from unified.bus.endpoint import BusEndpoint
 from unified.bus.inbound import current_call
 from unified.bus.link import Link
 from unified.bus.registry import rpc
+from unified.bus.service import MAX_HANDLER_THREADS
 from unified.errors import RpcCancelledError, RpcError
 from unified.protocol.envelope import Envelope, Kind
 from unified.testing import eventually
@@ -276,6 +277,27 @@ def test_calls_that_no_thread_is_left_for_are_refused(world: World) -> None:
     assert all("all 40 threads for handlers there wait" in str(error) for error in errors), errors
     assert errors
     assert ends["b"].call("a", "f", (), {}, timeout=PATIENCE_S).result() == 1
+
+
+def test_threads_that_wait_as_for_any_future_keep_no_others_from_theirs(world: World) -> None:
+    all_in = threading.Barrier(MAX_HANDLER_THREADS)
+
+    def f() -> int:
+        all_in.wait(PATIENCE_S)
+        future = ends["a"].call("b", "g", (), {})
+        assert not concurrent.futures.wait([future], PATIENCE_S).not_done
+        return int(future.result(0))
+
+    ends: dict[str, BusEndpoint] = {}
+    inboxes = {}
+    methods = {"a": {"f": f, "h": lambda: 1}, "b": {"g": lambda: call(ends["b"], "h", target="a")}}
+    for me, named in methods.items():
+        ends[me], inboxes[me] = world.endpoint(me, named)
+    for endpoint in ends.values():
+        endpoint.update_directory([entry(name, inbox) for name, inbox in inboxes.items()])
+    calls = [ends["b"].call("a", "f", (), {}) for _ in range(MAX_HANDLER_THREADS)]
+    assert [each.result(PATIENCE_S / 2) for each in calls] == [1] * MAX_HANDLER_THREADS
+    assert eventually(lambda: ends["a"]._pool._num_presumed == 0)
 
 
 def test_many_threads_call_at_once(world: World) -> None:

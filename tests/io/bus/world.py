@@ -15,6 +15,7 @@ import msgspec
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.registry import MethodRegistry
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+from unified.testing import eventually
 
 PATIENCE_S = 20.0
 HOST_ID = "host"
@@ -42,6 +43,8 @@ class Process:
         os.kill(self.popen.pid, number)
         if number == signal.SIGKILL:
             self.popen.wait()
+        elif number == signal.SIGSTOP:
+            eventually(lambda: states(self.popen.pid) == {"T"}, PATIENCE_S)  # a thread on another core runs on a little
 
     def close(self) -> None:
         for stream in (self.popen.stdin, self.popen.stdout):
@@ -50,6 +53,12 @@ class Process:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGCONT)
             self.popen.wait(PATIENCE_S)
+
+
+def states(pid: int) -> set[str]:
+    """Of the threads of a process, as `ps` names them."""
+    found = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {file.read_text().rpartition(")")[2].split()[0] for file in found}
 
 
 class World:
