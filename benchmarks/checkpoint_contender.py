@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bus_work import MIB, rss_mib, say
-from checkpoint_work import LOCAL, PEAK, READINGS, STALL, STORE, STORE_MIB, STORE_PEAK, nbytes_of, state
+from checkpoint_work import LOCAL, PEAK, READINGS, STALL, STORE, STORE_PEAK, nbytes_of, state
 
 SMALL_MIB = 1
 """Saved first of all, so that what is imported then is in no figure."""
@@ -189,8 +189,8 @@ def main() -> None:
     parser.add_argument("--bucket", default="", help="save to S3, where AWS_ENDPOINT_URL_S3 says, instead")
     args = parser.parse_args()
     contender = CONTENDERS[args.name](args.place, args.bucket)
-    found = to_store(contender, min(args.mib, STORE_MIB)) if args.bucket else to_disk(contender, args.mib)
-    for name, value in found:
+    measure = to_store if args.bucket else to_disk
+    for name, value in measure(contender, args.mib):
         say(name, value)
     contender.close()
 
@@ -203,7 +203,7 @@ def to_disk(contender: Contender, mib: int) -> Iterator[tuple[str, float]]:
     yield PEAK.name, peak_nbytes(lambda: contender.save(tensors)) / nbytes
     contender.clear()
     readings = []
-    for _ in range(READINGS):
+    for _ in range(READINGS["disk"]):
         readings.append(contender.save(tensors))
         contender.clear()
     yield STALL.name, statistics.median(each.stall for each in readings) * 1e3
@@ -221,7 +221,7 @@ def to_store(contender: Contender, mib: int) -> Iterator[tuple[str, float]]:
     yield STORE_PEAK.name, peak_nbytes(lambda: contender.send(tensors)) / nbytes
     contender.clear_store()
     readings = []
-    for _ in range(READINGS):
+    for _ in range(READINGS["store"]):
         readings.append(contender.send(tensors))
         contender.clear_store()
     yield STORE.name, nbytes / statistics.median(readings) / 1e6

@@ -44,8 +44,8 @@ def markdown(result: dict[str, Any]) -> str:
 def footnote(result: dict[str, Any]) -> str:
     machine, mib = result["machine"], result["mib"]
     return (
-        f"A state of {mib} MiB, to S3 {min(mib, work.STORE_MIB)} MiB; medians of {result['rounds']} rounds, contenders "
-        f"in turn, on {machine['cores']} cores, Python {machine['python']}, torch {machine['torch']}, "
+        f"A state of {mib} MiB; medians of {result['rounds']} rounds, contenders in turn, on {machine['cores']} cores, "
+        f"Python {machine['python']}, torch {machine['torch']}, "
         f"{machine['date']}, load {machine['load_1min']} at the start. “×” is how many times better ours is."
     )
 

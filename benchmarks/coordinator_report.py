@@ -42,7 +42,7 @@ TARGETS = [
     Target(Row("look_up_p99", "one look-up at a time, p99", "µs", False)),
     Target(Row("client_p50", "one heartbeat at a time through `RemoteCoordinator`, median", "µs", False)),
     Target(Row("assign", "100 000 shards to 1 000 workers", "ms", False), None, 50),
-    Target(Row("assign_shuffled", "100 000 shards to 1 000 workers, shuffled", "ms", False)),
+    Target(Row("assign_shuffled", "100 000 shards to 1 000 workers, shuffled", "ms", False), None, 50),
     Target(Row("assign_memory", "memory for that, peak", "MB", False), None, 100),
     Target(Row("unevenness", "100 000 shards on 100 workers: furthest from the mean", "%", False), 4, 0.1),
     Target(Row("moved", "shards moved when one worker joins 100", "%", False), 1, 1.1),
