@@ -34,6 +34,7 @@ from unified.bus.intake import Intake
 from unified.bus.link import Link
 from unified.bus.parcel import Parcel
 from unified.bus.pool import HandlerPool
+from unified.bus.pool_watch import PoolWatch
 from unified.bus.post import PostOffice
 from unified.bus.receiver import Receiver
 from unified.bus.registry import RPC_REGISTRY, MethodRegistry
@@ -205,6 +206,7 @@ class BusEndpoint:
             default_timeout_s=self._default_timeout_s,
             limit_bytes=self._limit_bytes,
         )
+        self._pool.on_full = PoolWatch(self._pool, self._desk.asked).begin
         self._service = CallService(
             registry=self.registry,
             inbox_id=self.inbox_id,

@@ -44,7 +44,6 @@ class LineWatch:
     Args:
         inbox_id, worker: of this endpoint.
         known: its calls that have not ended, those in line too.
-        outside: what is waited for outside of handlers, by the idents of threads and minus the ids of tasks.
         gates: what they are in line at.
         lock: of the gates.
         reply: tells a caller.
@@ -59,7 +58,6 @@ class LineWatch:
         inbox_id: str,
         worker: str,
         known: Mapping[tuple[str, int], InboundCall],
-        outside: Mapping[int, object],
         gates: Mapping[str, Gate],
         lock: threading.Lock,
         reply: Reply,
@@ -70,7 +68,8 @@ class LineWatch:
         self._inbox_id = inbox_id
         self._worker = worker
         self._known = known
-        self._outside = outside
+        self._outside: dict[int, object] = {}
+        """What is waited for outside of handlers, by the idents of threads and minus the ids of tasks."""
         self._gates = gates
         self._lock_of_gates = lock
         self._reply = reply
@@ -103,6 +102,17 @@ class LineWatch:
         with self._lock:
             self._circles.hear(time.monotonic(), name_of(self._inbox_id, call_id), halted)
         self.begin()
+
+    def begin_outside(self, awaited: object, task: int) -> int:
+        """Outside of handlers this thread is about to wait, or the task of this id; give what comes back to
+        `end_outside`."""
+        strand = -task or threading.get_ident()
+        self._outside[strand] = awaited
+        return strand
+
+    def end_outside(self, strand: int) -> None:
+        """It waits no more."""
+        self._outside.pop(strand, None)
 
     def close(self) -> None:
         """Look no more."""

@@ -26,7 +26,6 @@ from unified.bus.link import Link
 from unified.bus.loop import LoopThread
 from unified.bus.method import Method, describe_method
 from unified.bus.pool import HandlerPool
-from unified.bus.pool_watch import PoolWatch
 from unified.bus.receiver import Receiver
 from unified.bus.registry import MethodRegistry
 from unified.bus.remote import describe, describe_ours
@@ -77,8 +76,6 @@ class CallService:
         self._receiver = receiver
         self._loop = LoopThread()
         self._known: dict[tuple[str, int], InboundCall] = {}
-        self._outside: dict[int, Awaited] = {}
-        """What is waited for outside of handlers, by the idents of threads and minus the ids of tasks."""
         self._early: list[InboundCall] | None = []
         self._methods: dict[str, Method] = {}
         self._gates: dict[str, Gate] = {}
@@ -91,7 +88,6 @@ class CallService:
             inbox_id=inbox_id,
             worker=worker,
             known=self._known,
-            outside=self._outside,
             gates=self._gates,
             lock=self._lock,
             reply=reply,
@@ -101,7 +97,6 @@ class CallService:
         )
         self._refusing = threading.local()
         pool.on_used_up = self._refuse_queued
-        pool.on_full = PoolWatch(pool, asked).begin
 
     def accept(self, call: InboundCall) -> None:
         """Take a call in; never blocks for longer than an inline handler does."""
@@ -181,9 +176,7 @@ class CallService:
         """This thread, or the task of this id, is about to wait; give what comes back to `end_wait`."""
         call = CURRENT.get()
         if call is None:
-            strand = -task or threading.get_ident()
-            self._outside[strand] = awaited
-            return strand
+            return self.watch.begin_outside(awaited, task)
         with self._lock:
             call.waits = (*call.waits, awaited)
             hopeless = call.gate.hopeless() if call.gate is not None else []
@@ -197,12 +190,12 @@ class CallService:
     def end_wait(self, who: InboundCall | int, awaited: Awaited) -> None:
         """It waits no more."""
         if isinstance(who, int):
-            self._outside.pop(who, None)
-            return
-        with self._lock:
-            waits = list(who.waits)
-            waits.remove(awaited)
-            who.waits = tuple(waits)
+            self.watch.end_outside(who)
+        else:
+            with self._lock:
+                waits = list(who.waits)
+                waits.remove(awaited)
+                who.waits = tuple(waits)
 
     def close(self) -> None:
         """Cancel async handlers and stop the loop. The pool is its owner's."""

@@ -8,8 +8,14 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.io.bus.weights_world import one_route
+from tests.io.bus.world import PATIENCE_S, World, entry
+from unified.bus.link import Link
+from unified.bus.shm_files import DIRECTORY, inbox_of
+from unified.bus.shm_loan import loan_behind
 from unified.bus.shm_pool import SharedPool
 from unified.bus.shm_reader import SharedReader
 from unified.bus.shm_room import LIMIT_VARIABLE, default_limit
@@ -28,11 +34,15 @@ def tiny(tmp_path: Path) -> Iterator[str]:
     if mounted.returncode != 0:
         pytest.skip(f"mounting needs root: {mounted.stderr.strip()}")
     yield str(tmp_path)
-    subprocess.run(["umount", str(tmp_path)], check=True)
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)  # the traceback of a failed test may hold a mapping
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def segments_of(*inbox_ids: str) -> list[str]:
+    return [name for name in os.listdir(DIRECTORY) if inbox_of(name) in inbox_ids]
 
 
 def test_the_quota_leaves_the_rest_to_the_wire_and_says_so_once(
@@ -118,3 +128,40 @@ def test_the_limit_is_a_share_of_the_mount_or_what_the_user_says(tiny: str) -> N
     assert default_limit(tiny, {LIMIT_VARIABLE: "123"}) == 123
     with pytest.raises(UsageError, match=r"UNIFIED_SHM_LIMIT='1GB' is not a number of bytes"):
         default_limit(tiny, {LIMIT_VARIABLE: "1GB"})
+
+
+@one_route
+def test_calls_of_this_host_do_without_shared_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, "0")
+    held: list[np.ndarray] = []
+
+    def keep_and_make(array: np.ndarray) -> np.ndarray:
+        held.append(array)
+        return array[::-1] + 1
+
+    a, b = world.pair({"keep_and_make": keep_and_make})
+    assert isinstance(a._post.way(b._sockets.inbox), Link)
+    array = np.arange(4 * MIB // 8)
+    result = a.call("b", "keep_and_make", (array,), {}).result(PATIENCE_S)
+    assert segments_of(a.inbox_id, b.inbox_id) == []
+    assert np.array_equal(held[0], array)
+    assert np.array_equal(result, array[::-1] + 1)
+    process = world.process("c")
+    a.update_directory([entry("c", process.inbox)])
+    echo = a.call("c", "echo", (array,), {}).result(PATIENCE_S)
+    assert segments_of(a.inbox_id, process.inbox.inbox_id) == []
+    assert np.array_equal(echo, array)
+
+
+@one_route
+def test_a_call_that_finds_the_limit_in_use_goes_by_the_wire(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, str(6 * MIB))
+    held: list[np.ndarray] = []
+    a, b = world.pair({"keep": held.append, "make": lambda number: np.full(4 * MIB, number, "u1")})
+    for number in (1, 2):
+        a.call("b", "keep", (np.full(4 * MIB, number, "u1"),), {}).result(PATIENCE_S)
+    made = [a.call("b", "make", (number,), {}).result(PATIENCE_S) for number in (3, 4)]
+    arrays = [*held, *made]
+    assert [loan_behind(memoryview(array)) is not None for array in arrays] == [True, False] * 2
+    assert sorted(segments_of(a.inbox_id, b.inbox_id)) == sorted(f"unified-{each.inbox_id}-0" for each in (a, b))
+    assert [(array.min(), array.max(), array.nbytes) for array in arrays] == [(n, n, 4 * MIB) for n in (1, 2, 3, 4)]
