@@ -13,7 +13,7 @@ PYTEST ?= $(BIN)/python -m pytest --quiet
 # Most tests wait for other processes, so two a core; each takes some 400 MiB.
 PARALLEL ?= --numprocesses=$(shell echo $$(($$(nproc) * 2))) --maxprocesses=8 --dist=$(DIST)
 DIST ?= loadfile
-NOT_HERE := not gpu and not netns and not slurm and not browser
+NOT_HERE := not gpu and not slurm and not browser
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo example test test-slow check lint types layers unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale peers soak docs clean
@@ -30,11 +30,11 @@ example: $(VENV)/.installed-examples ## run another example: make example N=acto
 	@$(BIN)/python examples/$(N)/submit.py
 
 test: setup lint types layers ## linters, types, layers, and all tests that need no special machine but the slow ones
-	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and not slow" $(if $(REPORT),--junit-xml=$(REPORT))
+	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and not slow and not netns" $(if $(REPORT),--junit-xml=$(REPORT))
 
 test-slow: DIST := load
 test-slow: setup ## the tests that `make test` leaves out: whole examples, and kills by the hundred
-	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and slow" $(if $(REPORT),--junit-xml=$(REPORT))
+	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and (slow or netns)" $(if $(REPORT),--junit-xml=$(REPORT))
 
 check: setup lint types layers unit ## what to run before a commit: everything but the slow tests
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +22,21 @@ os.environ["UNIFIED_KEY_FILE"] = ""
 
 # A shell that starts this in the background has it ignore interrupts, which some tests send to themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("netns") and (why := why_no_namespaces()):
+        pytest.skip(why)
+
+
+@functools.cache
+def why_no_namespaces() -> str:
+    """Why no network namespace can be made here; empty if one can."""
+    missing = [program for program in ("ip", "nsenter", "unshare") if shutil.which(program) is None]
+    if missing:
+        return f"network namespaces need {', '.join(missing)}"
+    done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    return f"no network namespace can be made: {done.stderr.strip()}" if done.returncode else ""
 
 
 @pytest.fixture(autouse=True)

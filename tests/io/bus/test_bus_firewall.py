@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from unified.errors import RouteLostError
 from unified_master.relay import BusRelay
 
 pytestmark = pytest.mark.netns
-NEAR, FAR = "10.78.213.1", "10.78.213.2"
 
 
 class TwoHosts:
@@ -26,18 +24,20 @@ class TwoHosts:
 
     def __init__(self, run_dir: Path) -> None:
         self.name = f"ut{os.getpid()}"
+        first = 4 * (os.getpid() >> 8 & 63)  # each process that tests has addresses of its own
+        self.near, self.far = (f"10.78.{os.getpid() & 255}.{first + host}" for host in (1, 2))
         self._run_dir = run_dir
         self._link = f"v{self.name}"
         self._ip("netns", "add", self.name)
         self._ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        self._ip("address", "add", f"{NEAR}/30", "dev", self._link)
+        self._ip("address", "add", f"{self.near}/30", "dev", self._link)
         self._ip("link", "set", self._link, "up")
-        self._far("address", "add", f"{FAR}/30", "dev", "eth0")
+        self._far("address", "add", f"{self.far}/30", "dev", "eth0")
         for each in ("eth0", "lo"):
             self._far("link", "set", each, "up")
         self._far("rule", "add", "pref", "100", "lookup", "local")  # what is local is asked for last
         self._far("rule", "delete", "pref", "0")
-        self.relay = BusRelay(f"tcp://{NEAR}:0")
+        self.relay = BusRelay(f"tcp://{self.near}:0")
         self.address = self.relay.start()
         self.world = World(run_dir, "tcp", self.address)
 
@@ -45,11 +45,11 @@ class TwoHosts:
         """Start both workers; `a` knows `b`."""
         self.world.processes.append(
             process := Process(
-                *("b", "0", str(self._run_dir), "tcp", self.address, HOST_ID, FAR),
+                *("b", "0", str(self._run_dir), "tcp", self.address, HOST_ID, self.far),
                 prefix=["nsenter", f"--net=/run/netns/{self.name}"],
             )
         )
-        a, _ = self.world.endpoint("a", {}, address=NEAR)
+        a, _ = self.world.endpoint("a", {}, address=self.near)
         a.update_directory([entry("b", process.inbox)])
         self.port_of_b = process.inbox.routes[0].rpartition(":")[2]
         return a
@@ -81,8 +81,6 @@ def _tcp(end: str, port: str) -> list[str]:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("nsenter") is None:
-        pytest.skip("network namespaces need root, iproute2 and nsenter")
     hosts = TwoHosts(tmp_path)
     yield hosts
     hosts.close()
@@ -113,7 +111,7 @@ def test_a_call_ends_when_the_wall_goes_up_while_it_is_open(hosts: TwoHosts) -> 
     assert a.call("b", "echo", (1,), {}).result(PATIENCE_S) == 1
     future = a.call("b", "forever", (), {})
     hosts.wall()
-    with pytest.raises(RouteLostError, match=f"the connection to tcp://{FAR}:.* broke"):
+    with pytest.raises(RouteLostError, match=f"the connection to tcp://{hosts.far}:.* broke"):
         future.result(2 * PATIENCE_S)
     assert a.call("b", "echo", (2,), {}).result(PATIENCE_S) == 2
     assert hosts.relay.num_forwarded > 0
