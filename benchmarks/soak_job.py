@@ -21,6 +21,8 @@ from unified.errors import RouteLostError, WorkerDiedError
 QUEUES = {"plain": "keeper", "durable": "vault"}
 """Name to the role that owns it."""
 QUEUE_SIZE = 100
+KEPT_MIB = 500
+"""Just below the default of UNIFIED_KEEP_FREED_MB."""
 CALLERS = 1
 ASYNC_CALLERS = 3
 LOOK_S = 0.5
@@ -157,7 +159,16 @@ class Peer:
 
 
 class Elder(Peer):
-    """A peer that nobody kills, so that its memory can be watched."""
+    """A peer that nobody kills, so that its memory can be watched.
+
+    What a worker keeps of freed memory for its next arrays is filled first: else each time that more payloads than ever
+    happened to be there at once it would keep more, and that would look like a leak.
+    """
+
+    def __init__(self) -> None:
+        filler = bytearray(b"\xff") * (KEPT_MIB << 20)
+        del filler
+        super().__init__()
 
 
 class Vault:

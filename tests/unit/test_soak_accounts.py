@@ -148,3 +148,12 @@ def test_only_what_lived_all_the_time_is_judged_and_each_by_its_name() -> None:
     assert set(growths) == {"memory of elder", "memory of agent", "descriptors of agent"}
     assert [line.partition(" grows")[0] for line in wrong] == ["memory of elder", "descriptors of agent"]
     assert growth(TIMES[:8], flat[:8]) is None, "too few to judge"
+
+
+def test_memory_that_grows_in_steps_is_no_noise_in_a_long_run() -> None:
+    """As that of a cache does, which may be more than is sure: but flat it is not."""
+    times = [120 + 2.0 * place for place in range(240)]
+    steps = [405.0 if at < 160 else 474.0 if at < 330 else 510.0 for at in times]
+    samples = [Sample(at, {"elder": mib}, {}, 0, 0, 9) for at, mib in zip(times, steps, strict=True)]
+    assert judge(samples, 120)[1] == ["memory of elder grows: by 57.4 mib, by 0.0 at the least"]
+    assert judge([sample._replace(anonymous_mib={"elder": 405.0}) for sample in samples], 120)[1] == []
