@@ -1,7 +1,7 @@
 """The code of the reference documents about life inside a worker, on a real cluster, import prefix changed.
 
 Blocks are kept as text. Names that a document leaves to its reader (`train`, `done`, `step`, `actor_forward`, …) are
-defined around them, and nothing in them is changed.
+defined around them, bodies that are `...` there are filled, and nothing else in them is changed.
 """
 
 from __future__ import annotations

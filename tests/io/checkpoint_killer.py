@@ -1,7 +1,8 @@
 """Kills processes that save checkpoints, at random moments, and looks at what each leaves. Run by a test.
 
 Usage: python checkpoint_killer.py PLACE POINTS SEED [states]. It forks, so it has a process of its own, with one
-thread. It prints the latest step, and how many lives ended at which stage of a save.
+thread. It prints the latest step, and how many lives ended at which stage of a save. POINTS of them end inside one: a
+life that ends between two saves is not counted among the stages, and another one is taken.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from unified.checkpoint import CheckpointManager
 from unified.checkpoint.manifest import step_of
 from unified.storage import LocalBackend, S3Backend, StorageBackend
 
+IN_A_PART = "while a part is written"
+BEFORE_THE_MANIFEST = "before the manifest"
+BEFORE_IT_SAYS_SO = "before it says so"
+STAGES = {IN_A_PART, BEFORE_THE_MANIFEST, BEFORE_IT_SAYS_SO}
+"""Of a save."""
 KEEP = 2
+MANY_STEPS = 4
+"""Lives that all end before their sweep leave more and more to look at: beyond this, the killer sweeps."""
+MOST_KILLS = 20
+"""For each point inside a save."""
 PART_NBYTES = 5 << 20
 """The smallest that S3 knows."""
 LARGE_NBYTES = PART_NBYTES + 500_000
@@ -39,13 +49,17 @@ PATIENCE_S = 20.0
 ADAPT = 1.03
 """A life that saved nothing makes the next ones longer by this, one that did shorter again: so enough of them save,
 however busy the machine becomes."""
+SEVERAL = 4
+"""A life that saved more than so many was too long: what made the slowest save slow is over."""
+SHRINK = 1.2
+"""By this the next ones are shorter then."""
 
 
 class Place:
     """Where they save: a directory, or ``s3://bucket``.
 
     In a directory without fsync, which protects from the end of the machine alone: so more saves die in the same time.
-    In a bucket every sixteenth is sent in parts.
+    In a bucket every eighth is sent in parts.
 
     Args:
         has_states: they save large tensors, to a directory with fsync; else bytes.
@@ -94,7 +108,7 @@ class Place:
 
     def _payload(self, step: int) -> bytes:
         """What is saved as a step: of many sizes, and known by its own content."""
-        size = LARGE_NBYTES if self.bucket and step % 16 == 2 else (step * 7919) % 300_000 + 1
+        size = LARGE_NBYTES if self.bucket and step % 8 == 2 else (step * 7919) % 300_000 + 1
         return hashlib.sha256(b"%d" % step).digest() + bytes([step % 256]) * size
 
     def unfinished(self) -> set[str]:
@@ -176,7 +190,10 @@ def main(text: str, num_points: int, seed: int, *, has_states: bool) -> dict[str
     place.open().steps()  # imports what the forked ones need
     shortest_s = longest_s = LONGEST_LIFE * seconds_of_the_slowest(place)
     latest, unfinished, stored = NUM_UNHURT - 1, set[str](), set[str]()
-    for number in range(num_points):
+    num_between = 0
+    for number in range(MOST_KILLS * num_points):
+        if stages.total() == num_points:
+            return {"latest": latest, "stages": stages, "between": num_between}
         is_aimed = has_states and number % 2
         latest_s = AIM * shortest_s if is_aimed else longest_s
         delay_s = rng.uniform(0, latest_s)
@@ -192,15 +209,24 @@ def main(text: str, num_points: int, seed: int, *, has_states: bool) -> dict[str
             for step in steps:
                 if not place.is_right(manager, step):
                     raise SystemExit(f"step {step} is not what was saved")
+            if len(steps) > MANY_STEPS:
+                manager.store.sweep(KEEP, ())
         if unfinished - began:
-            stages["while a part is written"] += 1
+            stages[IN_A_PART] += 1
         elif any(int(key[5:11]) > found for key in stored - was):
-            stages["before the manifest"] += 1
+            stages[BEFORE_THE_MANIFEST] += 1
+        elif found > max(said, latest):
+            stages[BEFORE_IT_SAYS_SO] += 1
         else:
-            stages["before it says so" if found > max(said, latest) else "between two"] += 1
-        longest_s = max(longest_s / ADAPT, shortest_s) if found > latest else min(longest_s * ADAPT, 4 * shortest_s)
+            num_between += 1
+        if found > latest + SEVERAL:
+            shortest_s, longest_s = shortest_s / SHRINK, longest_s / SHRINK
+        elif found > latest:
+            longest_s = max(longest_s / ADAPT, shortest_s)
+        else:
+            longest_s = min(longest_s * ADAPT, 4 * shortest_s)
         latest = found
-    return {"latest": latest, "stages": stages}
+    raise SystemExit(f"of {MOST_KILLS * num_points} kills only {stages.total()} were inside a save")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.io.checkpoint_killer import IN_A_PART, STAGES
 from unified.checkpoint import CheckpointManager
 from unified.storage import LocalBackend
 from unified.storage.backend import Buffer, Source, Stat
@@ -97,11 +98,10 @@ def test_a_crash_at_every_action_leaves_the_latest_loadable(tmp_path: Path) -> N
     assert num_loaded > 20
 
 
-def kill_at_random(place: str, num_points: int, *what: str) -> dict[str, Any]:
-    """Kill so many processes that save there; the latest step then, and at which stages they were."""
-    done = subprocess.run(
-        [sys.executable, str(KILLER), place, str(num_points), "7", *what], capture_output=True, text=True, timeout=280
-    )
+def kill_at_random(place: str, num_points: int, *what: str, timeout_s: float = 280.0) -> dict[str, Any]:
+    """Kill so many processes inside a save; the latest step then, and at which stages they were."""
+    command = [sys.executable, str(KILLER), place, str(num_points), "7", *what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert sum(found["stages"].values()) == num_points
@@ -109,11 +109,12 @@ def kill_at_random(place: str, num_points: int, *what: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_kill_9_at_random_points_leaves_the_latest_loadable(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     found = kill_at_random(str(place), NUM_POINTS)
     assert found["latest"] > NUM_POINTS // 4, "the processes were killed before they saved anything"
-    assert len(found["stages"]) >= 3, "the processes were all killed at one stage"
+    assert set(found["stages"]) == STAGES, found
 
     for path in place.iterdir():  # what the killed ones left is old now
         os.utime(path, (path.stat().st_mtime - 10_000,) * 2)
@@ -128,4 +129,4 @@ def test_kill_9_while_tensors_go_to_the_disk_in_blocks_leaves_the_latest_loadabl
     pytest.importorskip("torch")
     found = kill_at_random(str(tmp_path / "checkpoints"), NUM_STATE_POINTS, "states")
     assert found["latest"] > NUM_STATE_POINTS // 4, "the processes were killed before they saved anything"
-    assert found["stages"].get("while a part is written", 0) > NUM_STATE_POINTS // 4, found["stages"]
+    assert found["stages"].get(IN_A_PART, 0) > NUM_STATE_POINTS // 4, found["stages"]

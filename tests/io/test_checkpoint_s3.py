@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.io.checkpoint_killer import STAGES
 from tests.io.s3_fixture import SECRET_KEY, Asked, S3Server, faulty
 from tests.io.test_checkpoint_crash import kill_at_random
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
@@ -145,9 +146,9 @@ def test_whatever_request_is_the_last_the_latest_loads(
 
 
 @pytest.mark.parametrize(
-    "num_points", [NUM_POINTS, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+    "num_points", [NUM_POINTS, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_kill_9_at_random_points_leaves_the_latest_loadable(s3_environment: S3Server, num_points: int) -> None:
-    found = kill_at_random(f"s3://{s3_environment.make_bucket()}", num_points)
+    found = kill_at_random(f"s3://{s3_environment.make_bucket()}", num_points, timeout_s=580.0)
     assert found["latest"] > num_points // 4, "the processes were killed before they saved anything"
-    assert len(found["stages"]) >= (4 if num_points > 100 else 2), found["stages"]
+    assert num_points < 100 or set(found["stages"]) == STAGES, found

@@ -1,6 +1,7 @@
 """Document 5's short Python examples, under the aliases.
 
-Each is as it stands, but for the places that it names. What comes before and after an example is the test's.
+Each is as it stands, but for the places that it names. What comes before and after an example is the test's; so is the
+`torch.save` of the one that saves, as torch's cannot be called as it stands there.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -235,6 +236,43 @@ def test_no_credentials_are_said(s3_environment: S3Server, monkeypatch: pytest.M
         monkeypatch.delenv(name)
     with S3Backend("bucket") as store, pytest.raises(StorageDeniedError, match="no usable credentials"):
         store.list()
+
+
+@pytest.mark.parametrize(
+    ("profile", "key_id", "token"), [(None, "AKIADEFAULTDEFAULT00", None), ("training", "AKIATRAININGTRAINING", "t0k")]
+)
+def test_credentials_of_a_file_are_those_of_its_profile(
+    s3_environment: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    profile: str | None,
+    key_id: str,
+    token: str | None,
+) -> None:
+    """The next links of the standard chain, after the variables that hold the keys themselves."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    file.write_text(
+        f"[default]\naws_access_key_id = AKIADEFAULTDEFAULT00\naws_secret_access_key = {SECRET_KEY}\n\n"
+        f"[training]\naws_access_key_id = AKIATRAININGTRAINING\naws_secret_access_key = {SECRET_KEY}\n"
+        "aws_session_token = t0k\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    if profile is not None:
+        monkeypatch.setenv("AWS_PROFILE", profile)
+    signed: set[tuple[str, str | None]] = set()
+
+    def note(asked: Asked) -> Fault:
+        (found,) = re.findall(r"Credential=(\w+)/", asked.headers["authorization"])
+        signed.add((found, asked.headers.get("x-amz-security-token")))
+        return None
+
+    with faulty(s3_environment, note) as url, S3Backend(s3_environment.make_bucket(), endpoint_url=url) as store:
+        store.write("a", b"x")
+        assert store.read("a") == b"x"
+        assert [each.key for each in store.list()] == ["a"]
+    assert signed == {(key_id, token)}
 
 
 def test_credentials_are_neither_logged_nor_shown(

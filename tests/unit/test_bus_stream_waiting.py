@@ -100,7 +100,7 @@ def test_before_and_after_a_wait_and_a_wait_that_is_refused() -> None:
     calls: list[object] = []
 
     class Watching:
-        def before_wait(self, awaited: Awaited) -> str:
+        def before_wait(self, awaited: Awaited, task: int = 0) -> str:
             if awaited is refused:
                 raise awaited.waited_in_vain()
             calls.append("before")

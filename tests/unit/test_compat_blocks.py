@@ -1,7 +1,7 @@
 """Documents 1 and 2, and what document 3 lists, under `unified.compat`: upstream's import paths and all.
 
-Blocks are kept as text and executed. Only a gap that a document leaves to its reader (`...`, `xxx`) is filled or left
-out, and a comment says so.
+Blocks are kept as text and executed. A gap that a document leaves to its reader (`...`, `xxx`) is filled or left out;
+two lines that cannot run are replaced, and fail in tests of their own. Comments say which; docs/compat.md has the list.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import pytest
+from pydantic import ValidationError
 
 from unified import compat
 from unified.api.builder import DLJob
@@ -52,7 +53,8 @@ FIRST_EXAMPLE = """
     dl_job.submit()
 """
 
-# Document 2, "Single role". `args` is given: the document's own is a dict, which has no `__dict__`.
+# Document 2, "Single role", less its line for `args`: that is a dict, which has no `__dict__`. One is given.
+ARGS = 'args = {"data_dir": "data/nanogpt/", "batch_size": 16}\n'
 SINGLE_ROLE = """
     from omegaconf import DictConfig
     from dlrover.python.unified.api.builder import DLJobBuilder
@@ -80,7 +82,8 @@ COMMAND = """
     job.submit("test_cmd_api", master_cpu=1, master_memory=128)
 """  # noqa: E501  # the document's line
 
-# Document 2, "Multiple roles(outline)". Each gap `xxx` is filled, each `...` left out.
+# Document 2, "Multiple roles(outline)". Each gap `xxx` is filled, each `...` left out; its "entrypoint" is no entry
+# point, and has a function here.
 OUTLINE = """
     job = (
     DLJobBuilder()
@@ -171,6 +174,11 @@ def test_single_role(submitted: list[tuple[DLJob, str]]) -> None:
     assert dict(job.config) == {"data_dir": "data/nanogpt/", "batch_size": 16}
 
 
+def test_single_role_with_the_documents_own_arguments_fails_before_the_builder_has_them() -> None:
+    with pytest.raises(AttributeError, match="'dict' object has no attribute '__dict__'"):
+        execute(ARGS + textwrap.dedent(SINGLE_ROLE), torch=Torch())
+
+
 def test_single_role_by_a_command_line(submitted: list[tuple[DLJob, str]]) -> None:
     execute(COMMAND, Your_dlrover_root_dir="/srv")
     job, name = submitted[0]
@@ -185,6 +193,12 @@ def test_outline_of_several_roles() -> None:
     names = execute(IMPORT + textwrap.dedent(OUTLINE), worker_node_num=2, device_per_worker_node=4, log_level="INFO")
     job: DLJob = names["job"]
     assert {role: workload.total for role, workload in job.workloads.items()} == {"a": 2, "b": 1, "role": 1}
+
+
+def test_outline_with_the_documents_own_entry_point_is_refused_by_name() -> None:
+    block = IMPORT + textwrap.dedent(OUTLINE).replace("entrypoint.run", "entrypoint")
+    with pytest.raises(ValidationError, match="entry point 'entrypoint' is not valid"):
+        execute(block, worker_node_num=2, device_per_worker_node=4, log_level="INFO")
 
 
 def test_reinforcement_learning(submitted: list[tuple[DLJob, str]]) -> None:

@@ -5,119 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.unit.queue_sites import DIED, LOST, PATIENCE_S, UNKNOWN, WAITING, Finder, Site, puts, putter
 from unified.errors import (
     QueueClosedError,
     QueueFullError,
     QueueLostError,
     QueueNotFoundError,
-    RouteLostError,
     RpcError,
     RpcTimeoutError,
-    WorkerDiedError,
 )
 from unified.queue import sites
 from unified.queue.core.outcomes import Outcome
 from unified.queue.finder import OwnerFinder
 from unified.queue.putting import Putter
-from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, PutQuestion
+from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S
 from unified.testing import eventually
-from unified.worker.name_table import Holder
-
-PATIENCE_S = 10.0
-
-
-class Site:
-    """Notes the questions. To one after the other it says what its script says, an answer, an error, or "later", and in
-    the end always DONE."""
-
-    is_here = False
-    holder = Holder("a", 0)
-
-    def __init__(self, *script: Any, is_durable: bool = False) -> None:
-        self.script = list(script)
-        self.is_durable = is_durable
-        self.asked: list[PutQuestion] = []
-        self.later: list[Future[Any]] = []
-
-    def put(self, question: PutQuestion, nbytes: int, until: float | None) -> Future[Any]:
-        self.asked.append(question)
-        says = self.script.pop(0) if self.script else None
-        future: Future[Any] = Future()
-        if says == "later":
-            self.later.append(future)
-        elif isinstance(says, Exception):
-            future.set_exception(says)
-        else:
-            future.set_result(says)
-        return future
-
-    @property
-    def numbers(self) -> list[int]:
-        return [question[1] for question in self.asked]
-
-
-class Finder:
-    """Has the sites one after the other; None in between means that `attach` finds no owner."""
-
-    handle = 7
-    queue = "q"
-    worker = SimpleNamespace(bus=None)
-
-    def __init__(self, *sites: Site | None) -> None:
-        self.sites = list(sites)
-        self.site = self.sites.pop(0)
-        self.num_pauses = 0
-
-    def check_process(self) -> None:
-        pass
-
-    def attach(self, until: float | None = None) -> Any:
-        self.site = self.sites.pop(0) if self.sites else None
-        if self.site is None:
-            raise QueueNotFoundError("nobody has made it")
-        return self.site
-
-    def detach(self, site: Site) -> None:
-        if self.site is site:
-            self.site = None
-
-    def failed(self, site: Site, error: RpcError) -> None:
-        if isinstance(error, RouteLostError | RpcTimeoutError):
-            return
-        if not isinstance(error, WorkerDiedError):
-            raise error
-        self.detach(site)
-        if not site.is_durable:
-            raise QueueLostError("gone")
-
-    def silent(self, holder: Holder, consequence: str = "") -> QueueNotFoundError:
-        return QueueNotFoundError(f"{holder.worker} is silent. {consequence}")
-
-    def pause(self, num_failed: int, until: float | None = None) -> None:
-        self.num_pauses += 1
-
-    def result_of(self, site: Site, answer: Future[Any], until: float | None, nbytes: int) -> Any:
-        return answer.result(PATIENCE_S)
-
-
-def putter(*sites: Site | None) -> Putter:
-    return Putter(cast(OwnerFinder, Finder(*sites)))
-
-
-WAITING = [int(Outcome.WAITING), 0]
-UNKNOWN = [int(Outcome.UNKNOWN), 0]
-LOST = RouteLostError("the connection broke")
-DIED = WorkerDiedError("killed")
-
-
-def puts(which: Putter, count: int) -> list[Future[None]]:
-    return [which.put_async([b"%d" % number]) for number in range(count)]
 
 
 def test_all_is_well() -> None:
@@ -134,10 +40,10 @@ def test_what_is_open_is_what_the_owner_has_to_remember() -> None:
     ours = putter(site)
     first, second, third = puts(ours, 3)
     third.result(PATIENCE_S)
-    site.later[1].set_result(None)
+    site.later[1].succeed(None)
     second.result(PATIENCE_S)
     ours.put([b"x"], None)
-    site.later[0].set_result(None)
+    site.later[0].succeed(None)
     first.result(PATIENCE_S)
     ours.put([b"y"], None)
     assert [(number, below) for _, number, below, *_ in site.asked] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 4)]
@@ -211,8 +117,8 @@ def test_puts_keep_their_order_over_the_owners_death() -> None:
     old, new = Site(*["later"] * 4, is_durable=True), Site(is_durable=True)
     ours = putter(old, new)
     futures = puts(ours, 4)
-    for future in old.later:  # a death ends calls in the order in which they were made
-        future.set_exception(DIED)
+    for call in old.later:  # a death ends calls in the order in which they were made
+        call.fail(DIED)
     for future in futures:
         future.result(PATIENCE_S)
     ours.put([b"next"], None)
@@ -232,10 +138,10 @@ def test_what_is_put_meanwhile_stays_behind_what_waits() -> None:
         return attach(until)
 
     finder.attach = slow_attach  # type: ignore[method-assign]
-    old.later[0].set_exception(DIED)
+    old.later[0].fail(DIED)
     eventually(lambda: new.numbers == [0, 1])
     assert not first.done()
-    new.later[0].set_result(None)
+    new.later[0].succeed(None)
     first.result(PATIENCE_S)
     arrived[0].result(PATIENCE_S)
 
@@ -244,8 +150,8 @@ def test_a_queue_that_is_lost_ends_all_of_its_puts() -> None:
     site = Site("later", "later", "later")
     ours = putter(site)
     futures = puts(ours, 3)
-    for future in site.later:
-        future.set_exception(DIED)
+    for call in site.later:
+        call.fail(DIED)
     for future in futures:
         with pytest.raises(QueueLostError):
             future.result(PATIENCE_S)
@@ -318,7 +224,7 @@ def test_a_put_that_is_cancelled_while_it_waits_for_an_owner_is_not_made() -> No
         return attach(until)
 
     finder.attach = slow_attach  # type: ignore[method-assign]
-    old.later[0].set_exception(DIED)
+    old.later[0].fail(DIED)
     kept.result(PATIENCE_S)
     assert cancelled[0].cancelled()
     assert eventually(lambda: ours._helper is None)

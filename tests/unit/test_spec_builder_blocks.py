@@ -1,7 +1,7 @@
 """The code of the reference documents about describing a job, as it stands there but for the import prefix.
 
 A block is kept as text and executed. Where a document leaves a gap (`xxx`, `…`, a name of the reader's own), the gap
-is filled and nothing else is changed; a comment says so.
+is filled; what cannot run is replaced. A comment says so, docs/compat.md has the list, and nothing else is changed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FIRST_EXAMPLE = """
         .build())
 """
 
-# Document 2, "Single role". `args` is a Namespace there (`args.__dict__`), so it is made one here; torch is not at hand
-# on every machine that describes a job, so the device type it asks for is given.
+# Document 2, "Single role", less its line for `args`: that is a dict, and `args.__dict__` wants a Namespace, so it is
+# made one here; torch is not at hand on every machine that describes a job, so the device type it asks for is given.
 SINGLE_ROLE = """
     from omegaconf import DictConfig
     from unified.api.builder import DLJobBuilder
@@ -63,7 +63,8 @@ COMMAND = """
     job = DLJobBuilder().by_dlrover_run_cmd(cmd).build()
 """
 
-# Document 2, "Multiple roles(outline)". Each gap `xxx` is filled.
+# Document 2, "Multiple roles(outline)". Each gap `xxx` is filled, each `...` left out; its "entrypoint" is no entry
+# point, and is a dotted name here.
 OUTLINE = """
     job = (
         DLJobBuilder()

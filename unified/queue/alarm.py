@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 
 class Alarm:
@@ -23,14 +26,11 @@ class Alarm:
         if earliest is not None and earliest <= at:
             return
         with self._changed:
-            if self._is_closed:
+            if self._is_closed or not self._has_thread():
                 return
             if self._at is None or at < self._at:
                 self._at = at
                 self._changed.notify()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="queue-alarm", daemon=True)
-                self._thread.start()
 
     def close(self) -> None:
         with self._changed:
@@ -39,9 +39,24 @@ class Alarm:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def _has_thread(self) -> bool:
+        """Under the lock; starts it, if the system has one to give."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="queue-alarm", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # whoever sets it is owed an answer, and it is set with each question
+                logger.warning("event=queue-alarm-not-set reason=%r: tried again with the next question", str(error))
+                return False
+            self._thread = thread
+        return True
+
     def _run(self) -> None:
         while self._await():
-            self._ring()
+            try:
+                self._ring()
+            except BaseException:  # of a callback of somebody who was told, say
+                logger.exception("event=queue-alarm-failed: it goes on")
 
     def _await(self) -> bool:
         with self._changed:

@@ -99,14 +99,15 @@ class DataQueue(Generic[T]):
             QueueClosedError: the queue was closed; `num_put` again.
             QueueLostError: the owner's life ended.
             QueueNotFoundError: there is no owner; or it did not answer in time, and the items may be in.
-            UsageError: an item cannot be sent; none of them is in.
+            UsageError: an item cannot be sent, or is too large for a durable queue's journal; none of them is in.
         """
         if objs:
             self._putter.put([pack(obj) for obj in objs], timeout)
 
     def put_async(self, *objs: T) -> RpcFuture[None]:
         """As `put`, and return at once: the future ends when the last item is in. Large items must not be changed
-        before. Puts of one thread go in in the order in which they were made.
+        before. Puts of one thread go in in the order in which they were made; only one that has to be asked for again
+        after a broken connection, though its owner lives, may come after some that followed it.
 
         The future can be waited for, awaited, and given callbacks. Cancelled, a put that is not on its way to the owner
         is not made; one that is may go in all the same.

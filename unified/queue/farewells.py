@@ -55,8 +55,9 @@ class Farewells:
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="queue-farewells", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name="queue-farewells", daemon=True)
+                    thread.start()
+                    self._thread = thread
 
     def consumer_gone(self, finder: OwnerFinder, consumer: int, received: int) -> None:
         """Its thread has ended. Safe wherever a collection may run, as is `handle_gone`."""
@@ -85,7 +86,7 @@ class Farewells:
                     self._tell(each)
                 except UnifiedError as error:
                     logger.debug("event=queue-farewell-lost reason=%r", str(error))
-                except Exception:
+                except BaseException:  # SystemExit too: of a callback of somebody whom the owner here told of it
                     logger.exception("event=queue-farewell-failed: the others go on")
             for each in news:
                 if isinstance(each, threading.Event):

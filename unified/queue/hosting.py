@@ -88,7 +88,13 @@ class QueueHost:
                 self._end(old)
             try:
                 service = QueueService(
-                    queue, size=size, max_bytes=max_bytes, journal=journal, fsync=fsync, identity=secrets.token_hex(8)
+                    queue,
+                    size=size,
+                    max_bytes=max_bytes,
+                    journal=journal,
+                    fsync=fsync,
+                    identity=secrets.token_hex(8),
+                    host=self._bus,
                 )
             except BaseException:
                 worker.names.release(claimed_name(queue))

@@ -48,6 +48,13 @@ def nbytes(packed: Packed) -> int:
     return len(packed) if isinstance(packed, bytes) else packed.nbytes
 
 
+def nbytes_of_largest(packed: Packed) -> int:
+    """Of the pieces that it consists of."""
+    if isinstance(packed, bytes):
+        return len(packed)
+    return max([len(packed.body), *(memoryview(buffer).nbytes for buffer in packed.buffers)])
+
+
 def weighed(items: Iterable[Packed]) -> list[tuple[Packed, int]]:
     """Each with its size, as a queue's core wants them."""
     return [(item, len(item) if type(item) is bytes else nbytes(item)) for item in items]

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from unified.errors import QueueJournalError
+from unified.errors import QueueJournalError, UsageError
+from unified.queue import items as packed
 from unified.queue.core.actions import Record
 from unified.queue.journal_file import JournalFile
 
@@ -49,6 +51,21 @@ class Journal:
     def is_idle(self) -> bool:
         """Everything that was given to `write` is committed."""
         return not (self._told or self._is_writing)
+
+    def check(self, items: Iterable[tuple[packed.Packed, int]]) -> None:
+        """See that the file can hold them, before they are in the queue: a commit that fails is the end of that.
+
+        Raises:
+            UsageError: it cannot hold one of them.
+        """
+        most = self._file.most_bytes
+        for item, nbytes in items:
+            if nbytes > most and (found := packed.nbytes_of_largest(item)) > most:
+                raise UsageError(
+                    f"an item with {found} bytes in one piece cannot be put into queue {self._queue!r}, which is "
+                    f"durable: its journal holds {most} at most. Put it in several pieces, or into a file and put "
+                    "the file's name."
+                )
 
     def write(self, records: Sequence[Record], then: Callable[[], None]) -> None:
         """Commit these after all that came before, and call `then` afterwards, in the journal's thread. Never blocks.
@@ -86,13 +103,24 @@ class Journal:
         if records and not self._is_broken:
             try:
                 self._file.commit(records)
-            except QueueJournalError as error:
+            except BaseException as error:
                 self._is_broken = True
-                self._on_failure(error)
+                self._tell(partial(self._on_failure, self._as_failure(error)))
         self._is_writing = False
         for then in told:
-            try:
-                then()
-            except Exception:
-                logger.exception("event=journal-answer-failed queue=%s: the others go on", self._queue)
+            self._tell(then)
         return bool(told)
+
+    def _as_failure(self, error: BaseException) -> QueueJournalError:
+        if isinstance(error, QueueJournalError):
+            return error
+        return QueueJournalError(
+            f"the journal of queue {self._queue!r} cannot be written: {error!r}. What was acknowledged is in the file; "
+            "what was put since then cannot be kept in it."
+        )
+
+    def _tell(self, then: Callable[[], None]) -> None:
+        try:
+            then()
+        except BaseException:  # SystemExit too: of a callback of somebody who was told
+            logger.exception("event=journal-answer-failed queue=%s: the others go on", self._queue)

@@ -32,6 +32,8 @@ from unified.queue.items import Packed
 SCHEMA_VERSION = 1
 BUSY_S = 5.0
 """How long to wait for a dying process to let go of the file."""
+ROW_BYTES = 100
+"""Of a row beside the piece of an item that is in it, at most."""
 _SCHEMA = """
 create table facts (name text primary key, value text not null) without rowid;
 create table handles (handle integer primary key, worker text not null, incarnation integer not null);
@@ -62,6 +64,7 @@ class JournalFile:
 
     Attributes:
         journal_id: made with the file, so that a queue that begins anew is known from one that goes on.
+        most_bytes: that a piece of an item may have.
 
     Raises:
         QueueJournalError: it cannot be opened, is in use, or is no journal of this queue.
@@ -76,6 +79,7 @@ class JournalFile:
             self._database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             try:
                 self.journal_id = self._open(fsync)
+                self.most_bytes = self._database.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) - ROW_BYTES
             except BaseException:
                 self._database.close()
                 raise

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from unified.bus.futures import RpcFuture
+from unified.bus.futures import Host, RpcFuture
 from unified.bus.registry import rpc
 from unified.errors import QueueJournalError
 from unified.queue import items as packed
@@ -64,6 +64,7 @@ class QueueService:
         size, max_bytes: see `QueueCore`.
         journal: of a durable queue; opened here.
         fsync: see `unified.queue.journal`.
+        host: told of threads of this process that wait for an answer.
 
     Attributes:
         identity: the same as long as the items in the queue are the same: of a durable queue, over its owner's lives.
@@ -81,6 +82,7 @@ class QueueService:
         journal: Path | None = None,
         fsync: bool = False,
         identity: str = "",
+        host: Host | None = None,
     ) -> None:
         self.name = name
         file = None if journal is None else JournalFile(journal, name, fsync=fsync)
@@ -99,6 +101,7 @@ class QueueService:
         self._lock = threading.Lock()
         self._tickets = itertools.count()
         self._waiting: dict[int, RpcFuture[Any]] = {}
+        self._host = host
         self._what = f"an answer of queue {name!r}"
 
     @property
@@ -130,13 +133,16 @@ class QueueService:
     def put(
         self, handle: int, number: int, below: int, items: list[packed.Packed] | None, wait_s: float, is_last: bool
     ) -> Any:
+        weighed = None if items is None else packed.weighed(items)
+        if self._journal is not None and weighed is not None:
+            self._journal.check(weighed)
         ticket = next(self._tickets)
         event = PutAsked(
             ticket=ticket,
             handle=handle,
             number=number,
             below=below,
-            items=None if items is None else packed.weighed(items),
+            items=weighed,
             wait_s=wait_s,
             is_last=is_last,
         )
@@ -235,14 +241,14 @@ class QueueService:
             else:
                 answers.append(self._addressed(action))
         if answer is _NO_ANSWER:
-            answer = self._waiting[ticket] = RpcFuture(self._what)
+            answer = self._waiting[ticket] = RpcFuture(self._what, host=self._host)
         return answer, answers
 
     def _hold_back(
         self, journal: Journal, actions: list[Action], ticket: int | None, answer: Callable[[], Any] = lambda: None
     ) -> tuple[RpcFuture[Any], list[_Answer]]:
         """A future of the answer, and what can be told at once: nothing that was not committed, or follows from it."""
-        future: RpcFuture[Any] = RpcFuture(self._what)
+        future: RpcFuture[Any] = RpcFuture(self._what, host=self._host)
         if ticket is not None:
             self._waiting[ticket] = future
         records: list[Record] = []
@@ -264,11 +270,15 @@ class QueueService:
         return self._waiting.pop(action.ticket), _content(action)
 
     def _answer(self, answers: list[_Answer]) -> None:
-        for future, content in answers:
-            if self._failure is None:
-                future.succeed(content)
-            else:
-                future.fail(self._failure)
+        for place, (future, content) in enumerate(answers):
+            try:
+                if self._failure is None:
+                    future.succeed(content)
+                else:
+                    future.fail(self._failure)
+            except BaseException:  # SystemExit, say, of a callback: the others are owed their answers
+                self._answer(answers[place + 1 :])
+                raise
 
     def _fail(self, error: QueueJournalError) -> None:
         """What the core holds is no longer what the next life would know: from now on there is nothing but this."""
@@ -276,8 +286,7 @@ class QueueService:
             self._failure = error
             waiting, self._waiting = list(self._waiting.values()), {}
         logger.error("event=queue-failed queue=%s reason=%r", self.name, str(error))
-        for future in waiting:
-            future.fail(error)
+        self._answer([(future, None) for future in waiting])
 
     def _set_alarm(self) -> None:
         deadline = self._core.next_deadline

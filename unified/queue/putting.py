@@ -3,10 +3,12 @@ durable queue's owner has to be waited for.
 
 A put goes straight to the owner while all is well. One that fails on the way is *parked*, and a helper thread, which is
 there only while something is parked, sends these again in their order; what is put meanwhile is parked behind them.
+When the owner's life ends, all that was on its way there comes back to be parked before anything goes to the next one.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -24,7 +26,6 @@ from unified.errors import (
     QueueNotFoundError,
     RpcError,
     RpcTimeoutError,
-    UnifiedError,
 )
 from unified.queue.core.outcomes import Outcome
 from unified.queue.finder import OwnerFinder
@@ -32,6 +33,7 @@ from unified.queue.items import Packed, nbytes
 from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, Site, listens_s
 
 _WAITING = int(Outcome.WAITING)
+logger = logging.getLogger(__name__)
 
 
 class _Put(msgspec.Struct, eq=False):
@@ -44,6 +46,10 @@ class _Put(msgspec.Struct, eq=False):
     is_there: bool = False
     """The owner has the items: it need only be asked."""
     num_failed: int = 0
+    site: Site | None = None
+    """At which it was asked for last; None: at none yet, or the question has come back, and it is parked."""
+    answer: Future[Any] | None = None
+    """To that question."""
     future: RpcFuture[None] | None = None
     """Of one that is not waited for where it is made, or no longer."""
 
@@ -57,7 +63,10 @@ class Putter:
         self._open: OrderedDict[int, _Put] = OrderedDict()
         self._parked: dict[int, _Put] = {}
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._helper: threading.Thread | None = None
+        self._settled: Site | None = None
+        """No question to any other site is open."""
 
     def put(self, items: list[Packed], timeout_s: float | None) -> None:
         """Put all of them in; returns when the last one is.
@@ -79,8 +88,8 @@ class Putter:
         """As `put`, without waiting for it. The items must not be changed before it has ended."""
         put = self._begin(items, None)
         future = self._promised(put)
-        site = self._finder.site
-        if site is None or self._parked:
+        site = self._straight_to(put)
+        if site is None:
             self._park(put)
             return future
         try:
@@ -110,13 +119,46 @@ class Putter:
     def _forget(self, put: _Put) -> None:
         """It has ended."""
         with self._lock:
+            put.answer = None
             self._open.pop(put.number, None)
             self._parked.pop(put.number, None)
+            if self._helper is not None:
+                self._changed.notify()
+
+    def _straight_to(self, put: _Put) -> Site | None:
+        """Where it may be asked for at once; None: there is no owner, or it has to stay behind others."""
+        site = self._finder.site
+        if site is None or self._parked:
+            return None
+        if site is not self._settled:
+            with self._lock:
+                if not self._is_first(put, site):
+                    return None
+        return site
+
+    def _is_first(self, put: _Put, site: Site) -> bool:
+        """Under the lock: no put before it is open at another site, from where it may yet come back to be parked."""
+        if site is self._settled:
+            return True
+        elsewhere = (each.number for each in self._open.values() if each.site not in (None, site))
+        first = next(elsewhere, None)
+        if first is None:
+            self._settled = site
+        return first is None or first > put.number
+
+    def _recall(self) -> None:
+        """Have the questions to lives that are over come back now: what has not left would go to the next life, and
+        overtake what is parked."""
+        with self._lock:
+            asked = [(each.site, each.answer) for each in self._open.values() if each.site is not self._finder.site]
+        for site, answer in reversed(asked):  # the newest are those that may not have left
+            if answer is not None and site is not self._finder.site:
+                answer.cancel()
 
     def _put_straight(self, put: _Put) -> bool:
         """Put it in, waiting for the answers here; False if that does not go straight."""
-        site = self._finder.site
-        if site is None or self._parked:
+        site = self._straight_to(put)
+        if site is None:
             return False
         try:
             while True:
@@ -140,9 +182,12 @@ class Putter:
         return False
 
     def _ask(self, put: _Put, site: Site) -> Any:
-        """The answer of the owner, or a future of it."""
+        """The answer of the owner, or a future of it. A put that was given up is not asked for."""
         with self._lock:
-            below = next(iter(self._open), put.number)
+            if put.number not in self._open:
+                return [_WAITING, 0]
+            below = next(iter(self._open))
+            put.site = site
         items, size = (None, 0) if put.is_there else (put.items, put.nbytes)
         wait_s = LARGE_SLICE_S if size > LARGE_BYTES else SLICE_S
         is_last = False
@@ -150,7 +195,10 @@ class Putter:
             left_s = max(put.until - time.monotonic(), 0.0)
             is_last = left_s <= wait_s
             wait_s = min(wait_s, left_s)
-        return site.put((self._finder.handle, put.number, below, items, wait_s, is_last), size, put.until)
+        answer = site.put((self._finder.handle, put.number, below, items, wait_s, is_last), size, put.until)
+        if isinstance(answer, Future):
+            put.answer = answer
+        return answer
 
     def _not_heard(self, put: _Put, site: Site, error: RpcError) -> None:
         """A question had no answer: return if it is to be asked again, or raise what the put ends in."""
@@ -215,10 +263,8 @@ class Putter:
     def _on_answer(self, put: _Put, site: Site, answer: Future[Any]) -> None:
         """On whichever thread ended it: nothing here waits."""
         error = answer.exception()
-        if isinstance(error, RpcError):
+        if error is not None:
             self._failed(put, site, error)
-        elif error is not None:
-            self._end(put, error)
         else:
             self._on_content(put, site, answer.result())
 
@@ -226,10 +272,12 @@ class Putter:
         if answer is None:
             self._end(put, None)
         elif answer[0] == _WAITING:
+            if put.number not in self._open:  # given up: the owner would say so again and again, and at once
+                return
             put.is_there = True
             try:
                 self._expect(put, site, self._ask(put, site))
-            except RpcError as error:
+            except Exception as error:
                 self._failed(put, site, error)
         elif (refusal := self._refusal(put, answer)) is not None:
             self._end(put, refusal)
@@ -237,7 +285,10 @@ class Putter:
             self._finder.detach(site)
             self._park(put)
 
-    def _failed(self, put: _Put, site: Site, error: RpcError) -> None:
+    def _failed(self, put: _Put, site: Site, error: BaseException) -> None:
+        if not isinstance(error, RpcError):  # of an owner in this process
+            self._end(put, error)
+            return
         try:
             self._not_heard(put, site, error)
         except (RpcError, QueueError) as final:
@@ -256,13 +307,19 @@ class Putter:
 
     def _park(self, put: _Put) -> None:
         put.is_there = False
-        with self._lock:
-            if put.number not in self._open:  # given up by whoever put it
-                return
-            self._parked[put.number] = put
-            if self._helper is None:
-                self._helper = threading.Thread(target=self._help, name="queue-puts", daemon=True)
-                self._helper.start()
+        try:
+            with self._lock:
+                if put.number not in self._open:  # given up by whoever put it
+                    return
+                put.site = put.answer = None
+                self._parked[put.number] = put
+                if self._helper is None:
+                    helper = threading.Thread(target=self._help, name="queue-puts", daemon=True)
+                    helper.start()
+                    self._helper = helper
+                self._changed.notify()
+        except RuntimeError as error:  # the system has no thread to give
+            self._end(put, error)
 
     def _help(self) -> None:
         while True:
@@ -271,10 +328,15 @@ class Putter:
                     self._helper = None
                     return
                 put = self._parked[min(self._parked)]
-            self._send_again(put)
+            try:
+                self._send_again(put)
+            except BaseException:  # of a callback of its future, say, which has ended before that
+                logger.exception("event=queue-put-failed queue=%s: the others go on", self._finder.queue)
 
     def _send_again(self, put: _Put) -> None:
         finder = self._finder
+        if finder.site is None or finder.site is not self._settled:
+            self._recall()
         if put.num_failed:
             finder.pause(put.num_failed, put.until)
         try:
@@ -288,14 +350,21 @@ class Putter:
                     self._end(each, error)
             self._end(put, error)
             return
-        except UnifiedError as error:
+        except Exception as error:
             self._end(put, error)
             return
-        if put.number not in self._parked:  # given up meanwhile by whoever put it
-            return
+        with self._lock:
+            if put.number not in self._parked:  # given up meanwhile by whoever put it
+                return
+            if site is not self._settled:
+                if not self._is_first(put, site):
+                    self._changed.wait(LARGE_SLICE_S)
+                    return
+                if put.number != min(self._parked):  # one before it has come back meanwhile
+                    return
         try:
             answer = self._ask(put, site)
-        except RpcError as error:
+        except Exception as error:
             self._failed(put, site, error)
             return
         with self._lock:

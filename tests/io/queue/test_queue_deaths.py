@@ -255,6 +255,23 @@ def test_a_disk_that_fails_ends_the_queue_with_an_error(
         mine.get_nowait()
 
 
+def test_an_item_that_is_too_large_for_a_journal_is_refused_and_the_queue_goes_on(
+    trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    owner, producer, _ = trio
+    mine, theirs = owner.queue(**durable), producer.queue()
+    service = host_of(owner.bus).find("q")
+    assert service is not None
+    assert service._journal is not None
+    service._journal._file.most_bytes = 1000
+    for queue in (mine, theirs):
+        for put in (queue.put, lambda item, queue=queue: queue.put_async(item).result(PATIENCE_S)):
+            with pytest.raises(UsageError, match="bytes in one piece cannot be put into queue 'q'"):
+                put(bytes(2000))
+        queue.put(b"small")
+    assert mine.get(9, PATIENCE_S) == [b"small", b"small"]
+
+
 def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
     trio: tuple[Member, Member, Member], durable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +303,31 @@ def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
     goes_on.set()
     mine.put("c")
     assert theirs.get(9, PATIENCE_S) == ["a", "b", "b", "c"], "the owner never heard of one"
+
+
+def test_what_is_put_while_the_death_gets_about_stays_behind_what_was_on_its_way(
+    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+) -> None:
+    """The bus, which hears of it first, keeps what it is given from there on for the next life."""
+    owner, producer, _ = trio
+    is_about = threading.Event()
+    owner.bus.registry["wait"] = lambda: is_about.wait(PATIENCE_S)
+    first = producer.bus.call("a", "wait", (), {})
+    first.add_done_callback(lambda _: is_about.wait(PATIENCE_S))  # holds up what all others are told
+    mine = owner.queue(size=1, **durable)
+    mine.put("full")
+    theirs = producer.queue()
+    futures = [theirs.put_async(number) for number in range(5)]
+    eventually(lambda: mine.stats().waiting_producers == 5)
+    producer.bus.update_directory([replace(owner.entry, state=Reachability.DEAD, reason="killed", inbox=None)])
+    futures += [theirs.put_async(number) for number in range(5, 10)]
+    owner.die()
+    is_about.set()
+    eventually(lambda: len(theirs._putter._parked) == 10)
+    again = world.worker("a", 1).queue(size=99, **durable)
+    for future in futures:
+        future.result(PATIENCE_S)
+    assert again.get(99) == ["full", *range(10)]
 
 
 def test_many_deaths_of_a_durable_owner_lose_and_double_nothing(

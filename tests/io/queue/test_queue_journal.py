@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import sys
 import threading
 from pathlib import Path
 
@@ -12,13 +13,16 @@ import pytest
 
 from tests.unit.queue_world import JournalModel, Story
 from unified.bus.sealed import Sealed
-from unified.errors import QueueJournalError
-from unified.queue.core.actions import Action, AnswerGet, AnswerPut, Memory, Record, SaveItems
+from unified.errors import QueueJournalError, UsageError
+from unified.queue.core.actions import Action, AnswerGet, AnswerPut, Memory, Record, SaveHandle, SaveItems
 from unified.queue.core.events import CloseAsked, ConsumerEnded, Event, HandleClosed, LifeEnded, TakeReturned
 from unified.queue.core.items import Item
+from unified.queue.core.outcomes import Outcome
 from unified.queue.items import pack, unpack
 from unified.queue.journal import Journal
-from unified.queue.journal_file import Clocks, JournalFile
+from unified.queue.journal_file import ROW_BYTES, Clocks, JournalFile
+from unified.queue.owner import QueueService
+from unified.testing import eventually
 
 PATIENCE_S = 10.0
 
@@ -197,6 +201,67 @@ def test_a_failure_is_told_once_and_nobody_waits_for_ever(tmp_path: Path) -> Non
     journal.close()
     assert len(failures) == 1
     assert "cannot be written" in str(failures[0])
+
+
+def test_what_the_file_cannot_hold_fails_the_queue_and_not_the_thread(tmp_path: Path) -> None:
+    failures: list[QueueJournalError] = []
+    journal = Journal(JournalFile(tmp_path / "q.sqlite", "q"), "q", on_failure=failures.append)
+    told = [threading.Event() for _ in range(2)]
+    journal.write([SaveHandle(handle=2**63, worker="w", incarnation=0)], told[0].set)  # no sqlite3.Error
+    journal.write([SaveItems(items=[Item(1, b"x", 1, 0.0)])], told[1].set)
+    assert all(each.wait(PATIENCE_S) for each in told)
+    assert eventually(lambda: journal.is_idle)
+    journal.close()
+    [failure] = failures
+    assert "queue 'q' cannot be written: OverflowError" in str(failure)
+
+
+def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_journal(tmp_path: Path) -> None:
+    def end_thread(_: object = None) -> None:
+        raise SystemExit
+
+    told = threading.Event()
+    journal = Journal(JournalFile(tmp_path / "q.sqlite", "q"), "q", on_failure=end_thread)
+    journal.write([SaveItems(items=[Item(1, b"x", 1, 0.0)])], end_thread)
+    journal.write([SaveItems(items=[Item(2, b"x", 1, 0.0)])], told.set)
+    assert told.wait(PATIENCE_S)
+    told.clear()
+    journal.write([SaveItems(items=[Item(2, b"x", 1, 0.0)])], told.set)  # there is one with this id
+    assert told.wait(PATIENCE_S)
+    journal.close()
+    again = JournalFile(tmp_path / "q.sqlite", "q")
+    assert [item.item_id for item in again.memory().items] == [1, 2]
+    again.close()
+
+
+def test_whoever_is_told_first_keeps_nobody_from_being_told(tmp_path: Path) -> None:
+    service = QueueService("q", size=1, journal=tmp_path / "q.sqlite")
+    service.attach(1, "w", 0).result(PATIENCE_S)
+    service.put(1, 0, 0, [b"0"], 0.0, False).result(PATIENCE_S)
+    waiting = [service.put(1, number, 0, [b"x"], PATIENCE_S, False) for number in (1, 2)]
+    waiting[0].add_done_callback(lambda _: sys.exit("of a user's"))
+    service.close()  # answers both at once
+    for each in waiting:
+        assert each.result(PATIENCE_S) == [int(Outcome.CLOSED), 0]
+    assert service.stats()["is_closed"]
+    service.get(1, 11, 1, 0, 1, 0.0).result(PATIENCE_S)
+    service.shut_down()
+
+
+def test_an_item_that_is_too_large_for_a_row_does_not_come_into_the_queue(tmp_path: Path) -> None:
+    service = QueueService("q", size=9, journal=tmp_path / "q.sqlite")
+    assert service._journal is not None
+    file = service._journal._file
+    file._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)  # it takes 1 GB otherwise
+    file.most_bytes = 100_000 - ROW_BYTES
+    service.attach(1, "w", 0).result(PATIENCE_S)
+    fits, does_not = ([np.zeros(size, "u1"), np.zeros(70_000, "u1")] for size in (file.most_bytes, file.most_bytes + 1))
+    for too_large in (pack(does_not), bytes(100_000)):
+        with pytest.raises(UsageError, match=r"cannot be put into queue 'q', .* its journal holds 99900"):
+            service.put(1, 0, 0, [b"small", too_large], 0.0, False)
+    service.put(1, 1, 0, [pack(fits)], 0.0, False).result(PATIENCE_S)
+    assert service.stats()["depth"] == 1
+    service.shut_down()
 
 
 def test_model_and_file_agree_on_nothing(tmp_path: Path) -> None:
