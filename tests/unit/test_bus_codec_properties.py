@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -27,9 +28,18 @@ from unified.errors import ProtocolError
 Ext = msgspec.msgpack.Ext
 pack = msgspec.msgpack.encode
 FIXED_COST = 256 * 1024
-"""Error messages, decoders, whatever is imported on the way."""
+"""Error messages and decoders."""
 COST_OF_A_BYTE = 200
-"""A byte of MessagePack can be an empty dict."""
+"""Of the body: a byte of MessagePack can be an empty dict. Of a buffer: 1, for a copy."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def whatever_decoding_imports() -> None:
+    """It is no frame's cost, and takes longer than one example may."""
+    import unified.bus.cuda  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401
 
 
 @dataclasses.dataclass
