@@ -133,6 +133,7 @@ def test_a_killed_helper_is_replaced_and_no_batch_lost_or_doubled(dataset: Datas
 class Poison(Pids):
     def __getitem__(self, key: int) -> tuple[int, int]:
         if key == 5:
+            time.sleep(1)  # tensors are sent as descriptors, which the parent fetches from a living process
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(key)
 

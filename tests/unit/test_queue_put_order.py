@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.unit.queue_sites import DIED, PATIENCE_S, WAITING, Finder, Site, puts, putter
+from tests.unit.queue_sites import DIED, LOST, PATIENCE_S, WAITING, Finder, Site, puts, putter
 from unified.errors import QueueClosedError, QueueJournalError
 from unified.queue.core.outcomes import Outcome
 from unified.queue.finder import OwnerFinder
@@ -92,6 +92,26 @@ def test_those_on_their_way_are_called_back_before_they_can_go_to_the_next_life(
         each.result(PATIENCE_S)
     assert new.numbers == [0, 1, 2]
     assert not ours._open
+
+
+def test_they_are_called_back_when_the_owner_dies_while_one_of_them_pauses() -> None:
+    old, new = Site("later", "later", is_durable=True), Site(is_durable=True)
+    finder: Any = Finder(old, new)
+    attach, seen = finder.attach, []
+
+    def see_and_attach(until: float | None = None) -> Any:
+        seen.append(old.later[1].cancelled())
+        return attach(until)
+
+    finder.attach = see_and_attach
+    finder.pause = lambda num_failed, until: finder.detach(old)
+    ours = Putter(cast(OwnerFinder, finder))
+    futures = puts(ours, 2)
+    old.later[0].fail(LOST)
+    for each in futures:
+        each.result(PATIENCE_S)
+    assert seen == [True]
+    assert new.numbers == [0, 1]
 
 
 def test_those_on_their_way_come_back_one_by_one() -> None:

@@ -242,6 +242,7 @@ def test_a_disk_that_fails_ends_the_queue_with_an_error(
     theirs.put(1)
     waiting = [begun(ours.get, 1), begun(consumer.queue().get, 1)]
     eventually(lambda: mine.stats().waiting_consumers == 1)
+    eventually(lambda: any(each.done() for each in waiting))  # what is committed by then is answered
     service = host_of(owner.bus).find("q")
     assert service is not None
     assert service._journal is not None
