@@ -149,6 +149,8 @@ class Putter:
     def _recall(self) -> None:
         """Have the questions to lives that are over come back now: what has not left would go to the next life, and
         overtake what is parked."""
+        if self._settled is not None and self._settled is self._finder.site:
+            return
         with self._lock:
             asked = [(each.site, each.answer) for each in self._open.values() if each.site is not self._finder.site]
         for site, answer in reversed(asked):  # the newest are those that may not have left
@@ -335,10 +337,10 @@ class Putter:
 
     def _send_again(self, put: _Put) -> None:
         finder = self._finder
-        if finder.site is None or finder.site is not self._settled:
-            self._recall()
+        self._recall()
         if put.num_failed:
             finder.pause(put.num_failed, put.until)
+            self._recall()  # that life may have ended meanwhile
         try:
             site = finder.site or finder.attach(put.until)
         except QueueNotFoundError as error:
