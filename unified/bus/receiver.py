@@ -30,6 +30,9 @@ LEFT_TICKS = 8
 receives their answers meanwhile."""
 SENDING_TICKS = 50
 """The same while that thread goes on sending on the link."""
+INLINE_TICKS = 25
+"""How long an inline handler keeps the lead: its callers count on one running after the other, also where the system
+takes its core away for some milliseconds in the midst of one."""
 MAX_THREADS = 64
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -77,6 +80,8 @@ class Receiver:
         """Counts up with each piece of somebody's code."""
         self._lent = False
         self._seen_loan = 0
+        self._ticks_left = 0
+        """Until the lead is taken from the code that runs."""
         self._wanted = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self._num_spare = 0
@@ -157,14 +162,16 @@ class Receiver:
             self._left[link] = (link.num_reads, 0)
             self._keep_ticking()
 
-    def lend(self) -> bool:
-        """Somebody's code begins on this thread: if it leads, it may lose the lead until `take_back`.
+    def lend(self, num_ticks: int = 1) -> bool:
+        """Somebody's code begins on this thread: if it leads, it may lose the lead until `take_back`, once so many
+        ticks have found it still there.
 
         False, and no `take_back` is due, where this thread does not lead.
         """
         if self._leader != threading.get_ident() or self._lent:
             return False
         self._loan += 1
+        self._ticks_left = num_ticks
         self._lent = True
         if not self._is_ticking:
             self._keep_ticking()
@@ -215,7 +222,9 @@ class Receiver:
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         with self._turn:
             if self._lent and self._loan == self._seen_loan:
-                self._pass_on()
+                self._ticks_left -= 1
+                if self._ticks_left <= 0:
+                    self._pass_on()
             self._seen_loan = self._loan
         if self._left or self._lent or self._is_deaf:
             self._is_ticking = True

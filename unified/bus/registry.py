@@ -119,8 +119,9 @@ def rpc(
     Args:
         name: under which others call it; default: the function's own name.
         export: register it now.
-        inline: run it on the thread that receives, for a handler of microseconds that never waits. It may return a
-            `concurrent.futures.Future` to answer later.
+        inline: run it on the thread that receives, one call after the other, for a handler of microseconds that never
+            waits. It may return a `concurrent.futures.Future` to answer later. Beside one that takes longer than some
+            50 ms others run.
         concurrency: how many calls of it may run at once in one worker; default: as many as there are threads.
         group: functions of one group run one at a time, all together; with `concurrency`, that many.
         idempotent: running it twice does no harm, so that a caller may ask for retries.

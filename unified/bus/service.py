@@ -26,7 +26,7 @@ from unified.bus.link import Link
 from unified.bus.loop import LoopThread
 from unified.bus.method import Method, describe_method
 from unified.bus.pool import HandlerPool
-from unified.bus.receiver import Receiver
+from unified.bus.receiver import INLINE_TICKS, Receiver
 from unified.bus.registry import MethodRegistry
 from unified.bus.remote import describe, describe_ours
 from unified.bus.stream_source import AnyGenerator, StreamSource, is_stream
@@ -257,7 +257,7 @@ class CallService:
                 self._pool.submit(partial(self._run, call, method, True))
 
     def _run_here(self, call: InboundCall, method: Method) -> None:
-        is_lent = self._receiver.lend()
+        is_lent = self._receiver.lend(INLINE_TICKS if method.is_inline else 1)
         try:
             self._run(call, method, False)
         finally:

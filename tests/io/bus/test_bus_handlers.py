@@ -17,6 +17,7 @@ from unified.bus.courier import Courier
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.inbound import current_call
 from unified.bus.link import Link
+from unified.bus.receiver import INLINE_TICKS
 from unified.bus.registry import rpc
 from unified.bus.service import MAX_HANDLER_THREADS
 from unified.errors import RpcCancelledError, RpcError
@@ -32,6 +33,33 @@ def test_inline_runs_where_the_call_is_received(world: World) -> None:
     name = rpc(inline=True)(lambda: threading.current_thread().name)
     a, _ = world.pair({"name": name})
     assert call(a, "name").startswith("bus-remote" if world.route != "auto" else "bus-io")
+
+
+def test_inline_handler_keeps_the_others_waiting_for_a_moment_and_not_for_ever(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if world.route != "auto":
+        pytest.skip("only the threads that receive from Unix sockets take turns")
+    began, release = threading.Event(), threading.Event()
+
+    @rpc(inline=True)
+    def hold() -> bool:
+        began.set()
+        return release.wait(PATIENCE_S)
+
+    a, b = world.pair({"hold": hold, "ping": rpc(inline=True)(lambda: 1)})
+    monkeypatch.setattr(b._desk, "_on_tick", lambda: False)  # the test ticks
+    held = a.call("b", "hold", (), {})
+    assert began.wait(PATIENCE_S)
+    ping = a.call("b", "ping", (), {})
+    for _ in range(10):
+        b._receiver.tick()
+    assert not concurrent.futures.wait([ping], 0.05).done
+    for _ in range(INLINE_TICKS):
+        b._receiver.tick()
+    assert ping.result(PATIENCE_S) == 1
+    release.set()
+    assert held.result(PATIENCE_S)
 
 
 def test_short_handler_comes_to_run_where_it_is_received_and_a_long_one_leaves_again(world: World) -> None:
