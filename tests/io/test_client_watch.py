@@ -359,7 +359,7 @@ def test_ctrl_c_is_heard_by_a_master_that_was_away(
         watch = Watch(connection, "gpt-1", Impatient(io.StringIO(), io.StringIO()), with_logs=False)
         assert watch.run().exit_code == 130
     watch.join()
-    assert len(asked) == 10
+    assert len(asked) >= 10  # another may be on its way when the answer comes
 
 
 def test_a_wait_on_a_handle_that_is_closed_ends(job: Job, fake_master: FakeMaster) -> None:
