@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from unified.bus.codec import LARGE_BODY_BYTES, OUT_OF_BAND_BYTES, Sealed, decode, encode, seal
-from unified.bus.encoding import INT, OBJECT, TEXT, Writer
+from unified.bus import cuda
+from unified.bus.codec import LARGE_BODY_BYTES, OUT_OF_BAND_BYTES, Sealed, decode, decode_again, encode, seal
+from unified.bus.encoding import ARRAY, BODY, BYTEARRAY, BYTES, DEVICE, INT, OBJECT, SEALED, TENSOR, TEXT, Writer
 from unified.errors import ProtocolError
 
 Ext = msgspec.msgpack.Ext
@@ -31,13 +32,13 @@ FIXED_COST = 256 * 1024
 """Error messages and decoders."""
 COST_OF_A_BYTE = 200
 """Of the body: a byte of MessagePack can be an empty dict. Of a buffer: 1, for a copy."""
+SIZE = 100_000
+"""Of a buffer, where it must show."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def whatever_decoding_imports() -> None:
     """It is no frame's cost, and takes longer than one example may."""
-    import unified.bus.cuda  # noqa: F401
-
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401
 
@@ -311,6 +312,37 @@ def test_extensions_within_extensions_end(code: int) -> None:
 def test_a_body_that_contains_itself_is_refused() -> None:
     itself = pack(Ext(14, pack(0)))
     assert isinstance(refusal_of(lambda: decode(itself, [itself])), ProtocolError)
+
+
+@pytest.mark.parametrize(
+    ("code", "content"),
+    [
+        (BYTES, [1, SIZE]),
+        (BYTEARRAY, [1, SIZE]),
+        (ARRAY, ["|u1", [SIZE], False, 1]),
+        (SEALED, [1, 0, 0]),
+        (SEALED, [b"", 0, 2]),
+        (BODY, 1),
+        (DEVICE, [0, False]),
+    ],
+)
+def test_a_buffer_that_is_named_many_times_is_not_copied_as_often(code: int, content: Any) -> None:
+    """Or a few hundred bytes of body would cost a hundred times the frame."""
+    buffers = [pack([cuda.BYTES, "uint8", [SIZE]]), pack(bytes(SIZE - 5))]
+    one = pack([Ext(code, pack(content))])
+    assert refusal_of(lambda: decode(one, buffers)) is None
+    body = pack([Ext(code, pack(content))] * 100)
+    assert isinstance(refusal_of(lambda: decode(body, buffers)), ProtocolError)
+    check_cost(body, buffers)
+
+
+@pytest.mark.parametrize("decode_it", [decode, decode_again])
+def test_a_buffer_that_many_tensors_name_is_one_memory(decode_it: Callable[..., Any]) -> None:
+    """As tied weights do."""
+    ties = decode_it(pack([Ext(TENSOR, pack(["uint8", [SIZE], False, 0]))] * 100), [bytes(SIZE)])
+    ties[0][5] = 7
+    assert len(ties) == 100
+    assert {int(tie[5]) for tie in ties} == {7}
 
 
 def test_a_shape_of_very_many_sizes_is_not_multiplied_out() -> None:

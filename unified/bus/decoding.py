@@ -48,6 +48,9 @@ class Reader:
     def __init__(self, buffers: Sequence[Buffer], *, is_only: bool = True) -> None:
         self._buffers = buffers
         self._windows = Windows(is_only=is_only)
+        self._taken: set[int] = set()
+        self._memories: dict[int, Buffer] = {}
+        """Of tensors, by the number of their buffer: those that were tied stay so."""
         self._decoders: dict[int, Callable[[Any], Any]] = {}
 
     def unpack(self, body: Any, depth: int = 0) -> Any:
@@ -69,7 +72,7 @@ class Reader:
             return tuple(self.unpack(data, depth + 1))
         if code == OBJECT:
             where, numbers, kinds = _unpack(data)
-            return load_object(self._found(where), numbers, kinds, self._buffer, self._windows, self._device)
+            return load_object(self._found(where), numbers, kinds, self._taking, self._memory, self._device)
         if code == ARRAY:
             return self._array(*_unpack(data))
         if code == TENSOR:
@@ -97,14 +100,14 @@ class Reader:
         if code == SEALED:
             return self._sealed(*content)
         if code == BODY:
-            return self.unpack(self._buffer(content), depth + 1)
+            return self.unpack(self._taking(content), depth + 1)
         if code == DEVICE:
             number, requires_grad = content
             return self._device(number).requires_grad_(requires_grad)
         raise ProtocolError(f"extension type {code} is not known here.")
 
     def _found(self, where: Any) -> Buffer:
-        return where if isinstance(where, bytes) else self._buffer(where)
+        return where if isinstance(where, bytes) else self._taking(where)
 
     def _whole(self, where: Any, nbytes: int) -> Buffer:
         data = self._found(where)
@@ -116,20 +119,35 @@ class Reader:
             raise ProtocolError(f"the body wants buffer {number} of {len(self._buffers)}.")
         return self._buffers[number]
 
+    def _taking(self, number: int) -> Buffer:
+        """A buffer that is here for one thing: a body that named it a million times would be copied as often."""
+        buffer = self._buffer(number)
+        if number in self._taken:
+            raise ProtocolError(f"the body wants buffer {number} twice.")
+        self._taken.add(number)
+        return buffer
+
+    def _memory(self, number: int) -> Buffer:
+        """A buffer for any number of tensors to write to."""
+        memory = self._memories.get(number)
+        if memory is None:
+            memory = self._memories[number] = self._windows.writable(self._buffer(number))
+        return memory
+
     def _array(self, dtype: str, shape: list[int], fortran: bool, where: int | bytes) -> Any:
         return build_array(self._found(where), dtype, shape, fortran)
 
     def _tensor(self, dtype: str, shape: list[int], requires_grad: bool, where: int | bytes) -> Any:
-        data = where if isinstance(where, bytes) else self._windows.writable(self._buffer(where))
+        data = where if isinstance(where, bytes) else self._memory(where)
         return build_tensor(data, shape, dtype, requires_grad)
 
     def _device(self, number: int) -> Any:
         """A CUDA tensor, or its copy on the CPU: of its two frames one is empty."""
         from unified.bus.cuda import rebuild
 
-        return rebuild(self._buffer(number), self._buffer(number + 1), self._windows)
+        return rebuild(self._taking(number), self._taking(number + 1), self._windows)
 
     def _sealed(self, where: int | bytes, first: int, count: int) -> Sealed:
         if not 0 <= first <= first + count <= len(self._buffers):
             raise ProtocolError(f"a sealed value wants buffers {first} to {first + count} of {len(self._buffers)}.")
-        return Sealed(bytes(self._found(where)), list(self._buffers[first : first + count]))
+        return Sealed(bytes(self._found(where)), [self._taking(number) for number in range(first, first + count)])

@@ -13,7 +13,7 @@ from typing import Any
 
 from unified.bus.arrays import array_bytes, build_array, give_away, is_raw
 from unified.bus.outgoing import OUT_OF_BAND_BYTES, Outgoing
-from unified.bus.tensors import Buffer, Windows, build_tensor, is_dense
+from unified.bus.tensors import Buffer, build_tensor, is_dense
 from unified.errors import ProtocolError, UsageError
 
 BUFFER, TENSOR_MEMORY, DEVICE_TENSOR = range(3)
@@ -63,7 +63,7 @@ def load_object(
     numbers: Sequence[int],
     kinds: bytes,
     find: Callable[[int], Buffer],
-    windows: Windows,
+    memory: Callable[[int], Buffer],
     device_tensor: Callable[[int], Any],
 ) -> Any:
     """The object. Arrays over its buffers are read-only.
@@ -72,7 +72,7 @@ def load_object(
         data: the pickle.
         numbers, kinds: as `dump_object` gave them.
         find: a buffer by its number.
-        windows: where tensors get their memory.
+        memory: the same for a tensor to write to.
         device_tensor: a tensor that has two buffers, by the number of the first.
     """
     if len(numbers) != len(kinds):
@@ -82,7 +82,7 @@ def load_object(
         if kind == DEVICE_TENSOR:
             wanted.append(device_tensor(number))
         elif kind == TENSOR_MEMORY:
-            wanted.append(windows.writable(find(number)))
+            wanted.append(memory(number))
         else:
             wanted.append(memoryview(find(number)).toreadonly())
     return pickle.loads(data, buffers=wanted)
