@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified.core.shards.levels import drained, filled
-from unified.core.shards.ring import BLOCK, TABLE_PAYS, places, spread
+from unified.core.shards.ring import along_the_ring, spread
 from unified.data.hashing import ConsistentHash
 from unified.errors import DatasetError
 
@@ -49,32 +49,44 @@ def test_draining_is_taking_one_by_one_from_who_has_most(loads: list[int], share
     assert {name: load - less.get(name, 0) for name, load in holders.items()} == one_by_one
 
 
-def test_a_table_of_places_says_what_a_search_says() -> None:
-    """With room for all where they belong, only the look-up decides; and that of few shards is another one."""
-    few, many = range(TABLE_PAYS - 1), range(TABLE_PAYS)
-    by_table = spread("s", many, dict.fromkeys(names(50), 1000))
-    by_search = spread("s", few, dict.fromkeys(names(50), 1000))
-    assert {name: [shard for shard in shards if shard != few.stop] for name, shards in by_table.items()} == by_search
+@settings(max_examples=100, deadline=None)
+@given(num_shards=st.integers(1, 9000), salt=st.text(max_size=5), data=st.data())
+def test_a_shard_has_the_same_place_whoever_else_is_on_the_ring(
+    num_shards: int, salt: str, data: st.DataObject
+) -> None:
+    everything, _ = along_the_ring(salt, range(num_shards), num_shards)
+    assert sorted(everything) == [*range(num_shards)]
+    some = data.draw(st.lists(st.integers(0, num_shards - 1), unique=True, max_size=min(num_shards - 1, 200)))
+    in_order, places = along_the_ring(salt, some, num_shards)
+    assert places is not None
+    assert sorted(in_order) == sorted(some)
+    assert in_order == [everything[place] for place in places]
+    assert places == sorted(places)
 
 
-def test_the_place_of_a_shard_does_not_depend_on_the_others() -> None:
-    together = list(places("s", range(3 * BLOCK)))
-    assert list(places("s", [5, 2 * BLOCK + 1])) == [together[5], together[2 * BLOCK + 1]]
-    assert list(places("s", [10**9, 5])) == [*places("s", [10**9]), together[5]]
+def test_with_room_enough_a_worker_keeps_its_shards_when_others_join() -> None:
+    few, more = (spread("s", range(5000), 5000, dict.fromkeys(names(count), 5000)) for count in (20, 21))
+    for name, shards in few.items():
+        assert set(more[name]) <= set(shards)
+    assert 0 < len(more["worker-20"]) < 1000
 
 
-def test_a_spread_depends_on_its_salt_and_the_order_of_workers_does_not_matter() -> None:
+def test_a_spread_depends_on_its_salt_and_no_order_matters() -> None:
     rooms = dict.fromkeys(names(4), 25)
-    spreads = [spread(salt, range(100), rooms) for salt in "abc"]
+    spreads = [spread(salt, range(100), 100, rooms) for salt in "abc"]
     assert all(spreads.count(each) == 1 for each in spreads)
-    assert spread("a", range(100), dict(reversed(rooms.items()))) == spreads[0]
+    assert spread("a", range(100), 100, dict(reversed(rooms.items()))) == spreads[0]
+    assert spread("a", range(9, 90), 100, rooms) == spread("a", range(89, 8, -1), 100, rooms)
 
 
 @settings(max_examples=50, deadline=None)
-@given(rooms=st.lists(st.integers(0, 12), min_size=1, max_size=8), data=st.data())
-def test_a_spread_gives_everything_and_nobody_more_than_has_room(rooms: list[int], data: st.DataObject) -> None:
-    shards = data.draw(st.lists(st.integers(0, 10**6), unique=True, max_size=sum(rooms)))
-    given_out = spread("s", shards, dict(zip(names(len(rooms)), rooms, strict=True)))
+@given(rooms=st.lists(st.integers(0, 12), min_size=1, max_size=8), others=st.integers(0, 50), data=st.data())
+def test_a_spread_gives_everything_and_nobody_more_than_has_room(
+    rooms: list[int], others: int, data: st.DataObject
+) -> None:
+    most = sum(rooms) + others
+    shards = data.draw(st.lists(st.integers(0, max(most - 1, 0)), unique=True, max_size=sum(rooms)))
+    given_out = spread("s", shards, most, dict(zip(names(len(rooms)), rooms, strict=True)))
     assert sorted(shard for some in given_out.values() for shard in some) == sorted(shards)
     assert all(len(some) <= rooms[int(name.removeprefix("worker-"))] for name, some in given_out.items())
 

@@ -55,18 +55,18 @@ class Ledger:
         self.epoch = 0
         self.revision = 0
         self._tickets: dict[str, bytes] = {}
+        self._tickets = self._ticketed(workers)
         self._epochs: dict[int, _Epoch] = {}
         self._complete: set[int] = set()
         """Open epochs of which everything is done; nothing else is kept of them."""
         self._homes: Owners | None = None
         """Without `shuffle`: what an epoch begins with."""
         if not plan.shuffle:
-            self._homes = Owners(f"0/{plan.dataset_id}", None, is_read=False)
-            self._homes.begin(plan.num_shards, {})
+            self._homes = Owners(f"0/{plan.dataset_id}", plan.num_shards, None, is_read=False)
+            self._homes.begin(self._tickets)
         if epoch:
             self.advance(epoch)
-        self.set_workers(workers)
-        self.revision = 0
+            self.revision = 0
 
     @property
     def workers(self) -> Sequence[str]:
@@ -89,11 +89,10 @@ class Ledger:
         mean by those that have the most, of theirs what they would read last. Nothing else moves. The order of the
         workers does not matter.
         """
-        names = sorted(set(workers))
-        if names == list(self._tickets):
+        tickets = self._ticketed(workers)
+        if tickets == self._tickets:
             return False
-        known = self._tickets
-        self._tickets = {name: known.get(name) or ticket(self.plan.dataset_id, name) for name in names}
+        self._tickets = tickets
         for each in self._epochs.values():
             each.owners.change(self._tickets)
         if self._homes is not None:
@@ -232,10 +231,10 @@ class Ledger:
         ledger._complete = set(snapshot.complete)
         num_shards = snapshot.plan.num_shards
         if snapshot.homes is not None and ledger._homes is not None:
-            restore(ledger._homes, snapshot.homes, snapshot.workers, num_shards)
+            restore(ledger._homes, snapshot.homes, snapshot.workers)
         for each in snapshot.epochs:
             state = _Epoch(ledger._new_owners(each.epoch), num_shards)
-            restore(state.owners, each, snapshot.workers, num_shards)
+            restore(state.owners, each, snapshot.workers)
             unfinished = set(state.owners.all_shards())
             state.finish(shard_id for shard_id in range(num_shards) if shard_id not in unfinished)
             ledger._epochs[each.epoch] = state
@@ -252,7 +251,7 @@ class Ledger:
         if self._homes is not None:
             every.append(("every epoch", self._homes, bytearray(self.plan.num_shards)))
         for what, owners, is_done in every:
-            broken += [f"{what}: {rule}" for rule in owners.broken_rules(self.plan.num_shards)]
+            broken += [f"{what}: {rule}" for rule in owners.broken_rules()]
             if owners.lists.keys() != self._tickets.keys():
                 broken.append(f"{what}: lists are not of the workers")
             if sorted(owners.all_shards()) != [shard_id for shard_id, done in enumerate(is_done) if not done]:
@@ -270,14 +269,18 @@ class Ledger:
             if self._homes is not None:
                 state.owners.copy_from(self._homes)
             else:
-                state.owners.begin(self.plan.num_shards, self._tickets)
+                state.owners.begin(self._tickets)
             self._epochs[epoch] = state
             self._forget_idle(epoch)
         return state
 
+    def _ticketed(self, workers: Iterable[str]) -> dict[str, bytes]:
+        known = self._tickets
+        return {name: known.get(name) or ticket(self.plan.dataset_id, name) for name in sorted(set(workers))}
+
     def _new_owners(self, epoch: int) -> Owners:
         salt = f"{epoch if self.plan.shuffle else 0}/{self.plan.dataset_id}"
-        return Owners(salt, self.plan.sort_keys(epoch), is_read=True)
+        return Owners(salt, self.plan.num_shards, self.plan.sort_keys(epoch), is_read=True)
 
     def _forget_idle(self, asked_for: int) -> None:
         """Epochs that are only asked for, one after the other, are not to fill the memory."""

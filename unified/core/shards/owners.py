@@ -14,6 +14,7 @@ class Owners:
 
     Args:
         salt: which spreading over the ring this is.
+        num_shards: of the whole dataset.
         sort_keys: of each shard, by which it is read before others (of equal ones, by its number); None: by its number.
         is_read: somebody may be reading the first shard of each list, so that it is to stay there.
 
@@ -21,8 +22,9 @@ class Owners:
         is_moved: workers came or went since this was new.
     """
 
-    def __init__(self, salt: str, sort_keys: Sequence[int] | None, *, is_read: bool) -> None:
+    def __init__(self, salt: str, num_shards: int, sort_keys: Sequence[int] | None, *, is_read: bool) -> None:
         self._salt = salt
+        self._num_shards = num_shards
         self._key = None if sort_keys is None else sort_keys.__getitem__
         self._is_read = is_read
         self.is_moved = False
@@ -31,13 +33,13 @@ class Owners:
         self.orphans: array[int] = array("I")
         """Not empty only without workers."""
 
-    def begin(self, num_shards: int, tickets: Mapping[str, bytes]) -> None:
+    def begin(self, tickets: Mapping[str, bytes]) -> None:
         """Spread all shards of an epoch over these workers."""
         self.lists = {name: array("I") for name in tickets}
         if tickets:
-            self._hand_out(range(num_shards), filled(self._loads(), num_shards, tickets))
+            self._hand_out(range(self._num_shards), filled(self._loads(), self._num_shards, tickets))
         else:
-            self.orphans = array("I", range(num_shards))
+            self.orphans = array("I", range(self._num_shards))
 
     def shards_of(self, worker: str, limit: int = 0) -> list[int]:
         """As they are to be read; the first so many, or with 0 all."""
@@ -83,10 +85,7 @@ class Owners:
         if not self.lists:
             self.orphans = freed
             return
-        # In order: how they were freed must not decide where they go.
-        is_whole = len(freed) > 0 and max(freed) == len(freed) - 1  # as when an epoch begins; quicker to spread
-        shard_ids = range(len(freed)) if is_whole else sorted(freed)
-        self._hand_out(shard_ids, filled(self._loads(), len(freed), tickets))
+        self._hand_out(freed, filled(self._loads(), len(freed), tickets))
 
         mean = sum(map(len, self.lists.values())) // len(self.lists)
         lacking = {name: mean - len(self.lists[name]) for name in new if len(self.lists[name]) < mean}
@@ -95,16 +94,16 @@ class Owners:
             for name, count in drained(self._loads(), sum(lacking.values()), tickets).items():
                 given += self.lists[name][:count]
                 del self.lists[name][:count]
-        self._hand_out(sorted(given), lacking)
+        self._hand_out(given, lacking)
 
-    def broken_rules(self, num_shards: int) -> list[str]:
+    def broken_rules(self) -> list[str]:
         """What is wrong with these lists; nothing, unless there is a defect."""
         held = self.all_shards()
         broken = []
         if len(set(held)) < len(held):
             broken.append("a shard has two owners")
-        if held and max(held) >= num_shards:
-            broken.append(f"shard {max(held)} is none of {num_shards}")
+        if held and max(held) >= self._num_shards:
+            broken.append(f"shard {max(held)} is none of {self._num_shards}")
         if self.lists and self.orphans:
             broken.append(f"{len(self.orphans)} shards have no owner, although there are workers")
         return broken
@@ -113,7 +112,7 @@ class Owners:
         return {name: len(shards) for name, shards in self.lists.items()}
 
     def _hand_out(self, shard_ids: Sequence[int], rooms: Mapping[str, int]) -> None:
-        for name, more in spread(self._salt, shard_ids, rooms).items():
+        for name, more in spread(self._salt, shard_ids, self._num_shards, rooms).items():
             shards = self.lists[name]
             first = array("I", [shards.pop()]) if self._is_read and shards else array("I")
             self.lists[name] = self._ordered([*more, *shards] if shards else more) + first

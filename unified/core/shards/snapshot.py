@@ -48,7 +48,7 @@ def taken(owners: Owners, workers: Iterable[str], epoch: int = -1) -> OwnersSnap
     )
 
 
-def restore(owners: Owners, snapshot: OwnersSnapshot, workers: Sequence[str], num_shards: int) -> None:
+def restore(owners: Owners, snapshot: OwnersSnapshot, workers: Sequence[str]) -> None:
     """Fill empty `owners` with what they had.
 
     Raises:
@@ -61,8 +61,8 @@ def restore(owners: Owners, snapshot: OwnersSnapshot, workers: Sequence[str], nu
     }
     owners.orphans = little_endian("I", snapshot.orphans)
     owners.is_moved = snapshot.is_moved
-    if owners.broken_rules(num_shards):
-        raise InvariantError(f"A snapshot of a dataset's shards is none: {'; '.join(owners.broken_rules(num_shards))}.")
+    if broken := owners.broken_rules():
+        raise InvariantError(f"A snapshot of a dataset's shards is none: {'; '.join(broken)}.")
 
 
 def _packed(shard_ids: array[int]) -> bytes:
