@@ -175,6 +175,21 @@ def test_a_batch_that_kills_whoever_makes_it_is_given_up() -> None:
     assert schedule.is_done
 
 
+def test_the_batch_before_the_one_that_kills_is_not_blamed() -> None:
+    """An answer can be lost with the process that gave it: torch's tensors are fetched from where they were made."""
+    schedule = Schedule(iter(["fine", "poison", "after"]), homes=[0], num_places=2, depth=3, max_retries=2)
+    queue = deque(action for action in schedule.start() if isinstance(action, Fetch))
+    while queue:
+        fetch = queue.popleft()
+        is_poisoned = fetch.task == "poison" or any(other.task == "poison" for other in queue)
+        event = Lost(fetch.batch, fetch.attempt, "signal 9") if is_poisoned else Fetched(fetch.batch, fetch.attempt)
+        actions = schedule.step(event)
+        if is_poisoned:
+            queue.clear()
+        queue.extend(action for action in actions if isinstance(action, Fetch))
+    assert actions == [GiveUp(1, 3, "signal 9")]
+
+
 def test_streams_of_a_lost_place_spread_over_those_that_were_lost_least() -> None:
     schedule = Schedule(itertools.repeat(None), homes=[0, 1, 0, 2], num_places=3, depth=1)
     first = next(action for action in schedule.start() if isinstance(action, Fetch))

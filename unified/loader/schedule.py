@@ -80,6 +80,8 @@ class _Stream:
     place: int
     is_open: bool = False
     is_over: bool = False
+    is_tested: bool = False
+    """Asked for one batch alone, since its place was lost: of two lost together it would not show which is to blame."""
     num_answered: int = 0
     asked: deque[int] = field(default_factory=deque)
     """Batches that it has not answered yet."""
@@ -168,7 +170,7 @@ class Schedule:
                 return self._on_taken(number)
             case Fetched(batch=number, attempt=attempt):
                 if (batch := self._current(number, attempt)) is not None:
-                    self._on_fetched(number, batch)
+                    return self._on_fetched(number, batch)
                 return []
             case Ended(batch=number, attempt=attempt):
                 if (batch := self._current(number, attempt)) is not None:
@@ -183,12 +185,16 @@ class Schedule:
         batch = self._batches.get(number)
         return batch if batch is not None and batch.attempt == attempt and not batch.is_here else None
 
-    def _on_fetched(self, number: int, batch: _Batch) -> None:
+    def _on_fetched(self, number: int, batch: _Batch) -> list[Action]:
         stream = self._streams[batch.stream]
         stream.asked.remove(number)
         stream.num_answered += 1
         batch.is_here = True
         self._arrived.append(number)
+        if not stream.is_tested:
+            return []
+        stream.is_tested = False
+        return [action for waiting in stream.asked for action in self._ask(waiting)]
 
     def _on_ended(self, number: int, batch: _Batch) -> list[Action]:
         batch.is_end = True
@@ -210,19 +216,21 @@ class Schedule:
             if stream.place != place:
                 continue
             stream.is_open = False
-            if stream.asked:  # the others of this stream had not been begun
+            if stream.asked:
                 first = self._batches[stream.asked[0]]
                 first.losses += 1
                 if first.losses > self._max_retries:
                     self._has_given_up = True
                     return [GiveUp(stream.asked[0], first.losses, reason)]
-            again += stream.asked
+                stream.is_tested = True
+                again.append(stream.asked[0])
+            for number in stream.asked:
+                self._batches[number].attempt += 1
         for stream in self._streams:
             if stream.place == place:
                 stream.place = self._other_place(place)
         actions: list[Action] = []
         for number in sorted(again):
-            self._batches[number].attempt += 1
             actions += self._ask(number)
         return actions
 
@@ -250,7 +258,8 @@ class Schedule:
             self._batches[number] = _Batch(turn, task)
             self._streams[turn].asked.append(number)
             self._streams[turn].num_untaken += 1
-            actions += self._ask(number)
+            if not self._streams[turn].is_tested:
+                actions += self._ask(number)
         return actions
 
     def _find_turn(self) -> int | None:
