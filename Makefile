@@ -13,6 +13,7 @@ PYTEST ?= $(BIN)/python -m pytest --quiet
 # Most tests wait for other processes, so two a core; each takes some 400 MiB.
 PARALLEL ?= --numprocesses=$(shell echo $$(($$(nproc) * 2))) --maxprocesses=8 --dist=$(DIST)
 DIST ?= loadfile
+TABLES := $(if $(README),--readme)
 NOT_HERE := not gpu and not slurm and not browser
 
 .DEFAULT_GOAL := help
@@ -60,22 +61,22 @@ fix: setup ## format, and mend what the linter can mend
 sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts anew
 	REWRITE=$(REWRITE) $(PYTEST) tests/sim
 
-bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale ## all of them, with tables, JSON and pictures in out/bench
+bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
 
 bench-launch: setup ## start-up and recovery against torchrun (about ten minutes)
-	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/launch.py $(TABLES)
 
 bench-bus: setup peers ## calls, arrays and queues against Ray, Monarch and xoscar, held against our floors (about twenty minutes)
-	$(BIN)/python benchmarks/bus.py --check
+	$(BIN)/python benchmarks/bus.py --check $(TABLES)
 
 bench-coordinator: setup ## heartbeats, look-ups, barriers and assignment, held against our floors (about two minutes)
-	$(BIN)/python benchmarks/coordinator.py --check
+	$(BIN)/python benchmarks/coordinator.py --check $(TABLES)
 
 bench-checkpoint: setup ## stall, throughput and memory of saves, held against our floors (about five minutes)
-	$(BIN)/python benchmarks/checkpoint.py --check
+	$(BIN)/python benchmarks/checkpoint.py --check $(TABLES)
 
 bench-scale: setup ## what 1 000 and 5 000 inboxes cost the master, and a call beside them (about two minutes)
-	$(BIN)/python benchmarks/bus_scale.py
+	$(BIN)/python benchmarks/bus_scale.py $(TABLES)
 
 peers: $(PEERS)/ray/.installed $(PEERS)/xoscar/.installed $(PEERS)/monarch/.installed ## what bench-bus compares with
 

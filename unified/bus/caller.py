@@ -86,7 +86,7 @@ class CallDesk:
         inbox_id: of this endpoint.
         on_gone: the process behind an inbox is gone.
         on_tick: called every `TICK_S` while it returns True, once `want_ticks` was called.
-        on_trim: called with the time every `TRIM_S` while it returns True, once `want_trims` was called.
+        on_trim: called `TRIM_S` after `want_trims` was.
         default_timeout_s, limit_bytes: see `BusEndpoint`.
     """
 
@@ -99,7 +99,7 @@ class CallDesk:
         post: PostOffice,
         on_gone: Callable[[str], None],
         on_tick: Callable[[], bool],
-        on_trim: Callable[[float], bool],
+        on_trim: Callable[[], object],
         default_timeout_s: float | None,
         limit_bytes: int,
     ) -> None:
@@ -424,8 +424,7 @@ class CallDesk:
                 self._wants_ticks = True
         if self._trims_at <= time.monotonic():
             self._trims_at = _NEVER  # first: what is used from here on asks again
-            if self._on_trim(time.monotonic()):
-                self._trims_at = time.monotonic() + TRIM_S
+            self._on_trim()
         with self._lock:
             now = time.monotonic()
             due = self.table.next_deadline

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
@@ -27,6 +28,7 @@ from unified.bus.courier import Courier
 from unified.bus.cuda import visible_devices
 from unified.bus.curve import Gatekeeper
 from unified.bus.departed import Departed
+from unified.bus.errands import Errands
 from unified.bus.futures import Awaited, RpcFuture
 from unified.bus.inbound import InboundCall
 from unified.bus.inbox import InboxSockets
@@ -107,6 +109,8 @@ class BusEndpoint:
         self._key = key
         self._lock = threading.Lock()
         self._pool = HandlerPool("bus-handler", MAX_HANDLER_THREADS)
+        self._sweeper: Errands[Callable[[], object]] = Errands(lambda work: work(), name="bus-sweeper")
+        """Gives memory back, which can take a second, while news and deadlines go on."""
         self._listeners: list[Callable[[Sequence[DirectoryEntry]], object]] = []
         self._is_started = False
         self._is_closing = False
@@ -202,7 +206,7 @@ class BusEndpoint:
             post=self._post,
             on_gone=self._on_gone,
             on_tick=self._on_tick,
-            on_trim=self._on_trim,
+            on_trim=lambda: self._sweeper.put(self._trim),
             default_timeout_s=self._default_timeout_s,
             limit_bytes=self._limit_bytes,
         )
@@ -231,6 +235,7 @@ class BusEndpoint:
             reader=self._reader,
             on_link_lost=self._on_link_lost,
         )
+        self._sweeper.start()
         self._desk.start()
         self._receiver.start()
         self._remote_thread = self._sockets.start(self._sorter.take_remote, self._sorter.relay_lost)
@@ -350,6 +355,7 @@ class BusEndpoint:
         self._post.close(LINGER_MS)
         self._receiver.close()
         has_ended = self._sockets.close()
+        self._sweeper.close()
         self._reader.close()
         self._memory.close()
         self._gatekeeper.close()
@@ -404,17 +410,19 @@ class BusEndpoint:
         self._courier.release()
         return self._receiver.tick()
 
-    def _on_trim(self, now: float) -> bool:
+    def _trim(self) -> None:
+        now = time.monotonic()
         is_owning, is_reading = self._memory.trim(now), self._reader.trim(now)
         is_seeking = self._post.look(now)
-        return is_owning or is_reading or is_seeking
+        if is_owning or is_reading or is_seeking:
+            self._desk.want_trims()
 
     def _on_gone(self, inbox_id: str) -> None:
         self._post.drop(inbox_id)  # first: what is granted later finds that its way is lost
-        self._memory.forget(inbox_id)
-        self._reader.forget(inbox_id)
         self._service.caller_died(inbox_id)
         self._intake.forget(inbox_id)
+        self._sweeper.put(partial(self._memory.forget, inbox_id))
+        self._sweeper.put(partial(self._reader.forget, inbox_id))
 
     def _make_link(self, connection: socket.socket, peer_id: str) -> Link:
         """A link of ours, to the peer of that inbox."""

@@ -153,9 +153,11 @@ class SharedPool:
         if not self._is_on():
             return False
         with self._lock:
-            self._drop(self._table.trim(now, is_alive))
+            gone = self._taken_off(self._table.trim(now, is_alive))
             self._forwards = {key: each for key, each in self._forwards.items() if self._is_in_flight(each[1])}
-            return bool(len(self._table) or self._forwards)
+            is_any_left = bool(len(self._table) or self._forwards)
+        _remove(gone)
+        return is_any_left
 
     def close(self) -> None:
         """Remove every segment, but for those that somebody reads: the last of them does that."""
@@ -237,7 +239,8 @@ class SharedPool:
             if slot is not None:
                 return slot, self._segments[slot.number]
             plan = self._table.plan(nbytes) if now >= self._refused_until else None
-            self._drop(plan.given_up if plan is not None else self._table.trim(now, is_alive))
+            gone = self._taken_off(plan.given_up if plan is not None else self._table.trim(now, is_alive))
+        _remove(gone)
         made = self._make(plan) if plan is not None else None
         if made is not None:
             return made
@@ -269,9 +272,8 @@ class SharedPool:
             self._table.add(slot)
         return slot, segment
 
-    def _drop(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            self._segments.pop(slot.number).remove()
+    def _taken_off(self, slots: list[Slot]) -> list[Segment]:
+        return [self._segments.pop(slot.number) for slot in slots]
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
@@ -281,6 +283,12 @@ class SharedPool:
                 reason,
                 LIMIT_VARIABLE,
             )
+
+
+def _remove(segments: list[Segment]) -> None:
+    """Not under the lock, which every large message takes: to give memory back takes its time."""
+    while segments:
+        segments.pop().remove()
 
 
 @atexit.register

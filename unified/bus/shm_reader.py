@@ -77,30 +77,33 @@ class SharedReader:
         return buffers
 
     def forget(self, owner: str) -> None:
-        """A process is believed dead: drop what is mapped of it. Views of it stay good."""
+        """A process is believed dead: drop what is mapped of it. Views of it stay good. It may take long."""
         with self._lock:
-            for key in [key for key in self._segments if key[0] == owner]:
-                del self._segments[key]
+            gone = [self._segments.pop(key) for key in list(self._segments) if key[0] == owner]
             theirs = [segment for segment in self._in_use if segment.owner == owner]
+        gone.clear()  # not under the lock, which every message with shared memory takes: to unmap takes its time
         for segment in theirs:
             segment.look_for_owner(is_alive)
 
     def trim(self, now: float) -> bool:
-        """Drop mappings that were idle for long, or whose owner gave them up; whether any are left.
+        """Drop mappings that were idle for long, or whose owner gave them up; whether any are left. It may take long.
 
         Args:
             now: of `time.monotonic`.
         """
         with self._lock:
-            for key, segment in list(self._segments.items()):
-                if segment.is_closed or now - segment.used_at >= IDLE_S:
-                    del self._segments[key]
-            return bool(self._segments)
+            every = self._segments
+            idle = [key for key, each in every.items() if each.is_closed or now - each.used_at >= IDLE_S]
+            gone = [every.pop(key) for key in idle]
+            is_any_left = bool(every)
+        gone.clear()
+        return is_any_left
 
     def close(self) -> None:
         """Drop every mapping. Views stay good."""
         with self._lock:
-            self._segments.clear()
+            gone, self._segments = self._segments, {}
+        gone.clear()
 
     def _take(self, sender: str, part: Any, loans: dict[tuple[str, int, int], Loan], buffers: list[Buffer]) -> None:
         try:

@@ -59,8 +59,8 @@ def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypa
     with pytest.raises(WorkerDiedError):
         a.call("b", "size", (data,), {}).result(PATIENCE_S)
     gc.collect()
-    a._memory.trim(time.monotonic() + 60)  # seconds; what is idle is given back after so long
-    assert a._memory.total_bytes == 0
+    # What is idle is given back after less than 60 s.
+    assert eventually(lambda: not a._memory.trim(time.monotonic() + 60) and a._memory.total_bytes == 0)
 
 
 def test_deadlines_pass_after_something_failed_on_the_thread_that_watches_them(
@@ -81,3 +81,28 @@ def test_deadlines_pass_after_something_failed_on_the_thread_that_watches_them(
         a.call("b", "wait", (), {}, timeout=0.1).result(PATIENCE_S)
     assert "event=alarm-failed" in caplog.text
     release.set()
+
+
+def test_a_death_is_told_however_long_it_takes_to_give_memory_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To unmap what a dead worker had shared took up to 1.8 s in the soak."""
+    is_unmapped, is_told = threading.Event(), threading.Event()
+    a, b = world.pair({"wait": lambda: is_unmapped.wait(PATIENCE_S)})
+    unmapped: list[str] = []
+
+    def forget(inbox_id: str) -> None:
+        is_unmapped.wait(PATIENCE_S)
+        unmapped.append(inbox_id)
+
+    monkeypatch.setattr(a._reader, "forget", forget)
+    future = a.call("b", "wait", (), {})
+    future.add_done_callback(lambda _: is_told.set())
+    try:
+        a.update_directory([entry("b", b._sockets.inbox, state=Reachability.DEAD, reason="it was killed")])
+        assert is_told.wait(PATIENCE_S)
+        assert isinstance(future.exception(), WorkerDiedError)
+        assert not unmapped
+    finally:
+        is_unmapped.set()
+    assert eventually(lambda: unmapped == [b.inbox_id])

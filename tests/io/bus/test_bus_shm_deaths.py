@@ -13,8 +13,11 @@ import pytest
 
 from tests.io.bus.shm_peer import Side, peers
 from unified import process
+from unified.bus import shm_reader
 from unified.bus.shm_claims import CLOSED_WORD, HEADER_BYTES, NAMESPACE_WORD
 from unified.bus.shm_files import GRACE_S, YOUNG_S, Sweeper, first_words, is_alive, own_mark, segment_name
+from unified.bus.shm_loan import SharedSegment
+from unified.bus.shm_segment import Segment
 from unified.errors import ProtocolError
 
 NBYTES = 300_000
@@ -38,6 +41,49 @@ def test_a_slot_that_a_killed_reader_had_is_used_again(directory: str, owner: Si
         owner.send(ones(), "owner")
         assert names(directory) == [segment_name("owner", 0)]
     owner.pool.forget("owner")
+
+
+def test_memory_is_given_back_while_messages_go_on(
+    directory: str, owner: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can take a second, and every message with shared memory takes these locks."""
+    reader = Side(directory, "reader")
+    was_free: list[bool] = []
+
+    class Watched(SharedSegment):
+        def __del__(self) -> None:
+            was_free.append(reader.reader._lock.acquire(False))
+            if was_free[-1]:
+                reader.reader._lock.release()
+
+    def remove(segment: Segment) -> None:
+        was_free.append(owner.pool._lock.acquire(False))
+        if was_free[-1]:
+            owner.pool._lock.release()
+        really_remove(segment)
+
+    really_remove = Segment.remove
+    monkeypatch.setattr(shm_reader, "SharedSegment", Watched)
+    monkeypatch.setattr(Segment, "remove", remove)
+
+    def receive() -> None:
+        _, shared, frames = owner.send(ones(), "reader")
+        reader.reader.borrow("owner", shared or [], frames)
+
+    later = time.monotonic() + 60
+    receive()
+    reader.reader.forget("owner")
+    assert was_free.pop() is True
+    receive()
+    reader.reader.trim(later)
+    assert was_free.pop() is True
+    receive()
+    owner.pool.trim(later)  # finds it idle
+    owner.pool.trim(2 * later)
+    assert was_free.pop() is True
+    reader.reader.close()
+    assert was_free.pop() is True
+    assert not was_free
 
 
 def test_a_killed_readers_slot_is_found_when_the_quota_is_in_use(directory: str) -> None:
