@@ -51,14 +51,14 @@ def zmq_floor() -> dict[str, float]:
         values |= _latency(call)
         values["async_1_1"] = work.read(pipelined)
     with _zmq_pair(copies=False) as (outgoing, incoming):
-        for mib, times in work.ARRAYS.items():
-            array = np.ones(mib * work.MIB, np.uint8)
+        for each in work.array_passes():
+            array = np.ones(each.mib * work.MIB, np.uint8)
 
             def send(array: Any = array) -> None:
                 outgoing.send(array, copy=False)
                 incoming.recv()
 
-            values |= _array(f"arg_{mib}MiB", send, mib, times)
+            values |= _array(each, "arg", send)
     return values
 
 
@@ -86,8 +86,9 @@ def memory_floor() -> dict[str, float]:
     """An argument costs one copy into memory that is there already; a result has to be made first."""
     values: dict[str, float] = {}
     keep_freed(os.environ)
-    for mib, times in work.ARRAYS.items():
-        source, target = np.ones(mib * work.MIB, np.uint8), np.zeros(mib * work.MIB, np.uint8)
+    for each in work.array_passes():
+        nbytes = each.mib * work.MIB
+        source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
 
         def copy(source: Array = source, target: Array = target) -> None:
             copy_memory([Copy(target.ctypes.data, source.ctypes.data, target.nbytes)], num_cores())
@@ -95,10 +96,10 @@ def memory_floor() -> dict[str, float]:
         def make_and_copy(target: Array = target, copy: Callable[[Array, Array], None] = copy) -> None:
             copy(np.ones(len(target), np.uint8), target)
 
-        values |= _array(f"arg_{mib}MiB", copy, mib, times)
-        values |= _array(f"ret_{mib}MiB", make_and_copy, mib, times)
-        if mib == work.FANOUT_MIB:
-            values["fanout"] = work.WORKERS * values[f"arg_{mib}MiB_warm"]
+        values |= _array(each, "arg", copy)
+        values |= _array(each, "ret", make_and_copy)
+        if each.is_again and each.mib == work.FANOUT_MIB:
+            values["fanout"] = work.WORKERS * values[f"arg_{each.mib}MiB_warm"]
     return values
 
 
@@ -114,15 +115,16 @@ def _latency(call: Callable[[], None]) -> dict[str, float]:
     return {"sync_p50": p50, "sync_p99": p99}
 
 
-def _array(name: str, act: Callable[[], None], mib: int, times: int) -> dict[str, float]:
+def _array(each: work.ArrayPass, way: str, act: Callable[[], None]) -> dict[str, float]:
     def take() -> float:
         began = time.perf_counter()
-        for _ in range(times):
+        for _ in range(each.times):
             act()
-        return work.gib_per_s(mib, times, time.perf_counter() - began)
+        return work.gib_per_s(each.mib, each.times, time.perf_counter() - began)
 
-    act()
-    return work.read_array(name, mib, take)
+    if not each.is_again:
+        act()
+    return dict([each.read(way, take)])
 
 
 Sockets = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]

@@ -145,18 +145,15 @@ class Bench:
 
     def arrays(self) -> None:
         echo = self.echo[0]
-        for mib, times in work.ARRAYS.items():
-            if not wanted(*work.array_rows(mib)):
-                continue
-            array = np.ones(mib * work.MIB, np.uint8)
+        for each in work.array_passes(current_worker().job_info.user_config.rows):
+            array = np.ones(each.mib * work.MIB, np.uint8)
             for way, act in (
                 ("arg", partial(ask, echo, "nbytes_of", array)),
-                ("ret", partial(ask, echo, "make", mib * work.MIB)),
+                ("ret", partial(ask, echo, "make", each.mib * work.MIB)),
             ):
-                act()
-                found = work.read_array(f"{way}_{mib}MiB", mib, partial(rate_of, act, mib, times))
-                for name, value in found.items():
-                    self.say(name, value)
+                if not each.is_again:
+                    act()
+                self.say(*each.read(way, partial(rate_of, act, each.mib, each.times)))
 
     def shared_arrays(self) -> None:
         echo = self.echo[0]

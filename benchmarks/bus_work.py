@@ -121,15 +121,28 @@ def array_rows(mib: int) -> list[str]:
     return [*plain, *(f"{name}_warm" for name in plain if mib in LARGE)]
 
 
-def read_array(name: str, mib: int, take: Callable[[], float]) -> dict[str, float]:
-    """The rows of one way of one size, after one call: see `LARGE`."""
-    first = {name: take()} if mib in LARGE else {}
-    return {**first, f"{name}_warm" if first else name: read(take)}
+class ArrayPass(NamedTuple):
+    """Arrays of one size as arguments, and then as results."""
+
+    mib: int
+    times: int
+    is_again: bool
+    """All have been sent before, so no call is needed to warm up, and the readings are those "after many"."""
+
+    def read(self, way: str, take: Callable[[], float]) -> tuple[str, float]:
+        """The row that `way` ("arg" or "ret") gives, and its figure."""
+        name = f"{way}_{self.mib}MiB"
+        if self.is_again:
+            return f"{name}_warm", read(take)
+        return name, take() if self.mib in LARGE else read(take)
 
 
-def say_array(name: str, mib: int, take: Callable[[], float]) -> None:
-    for each, value in read_array(name, mib, take).items():
-        say(each, value)
+def array_passes(rows: Sequence[str] | None = None) -> list[ArrayPass]:
+    """In which order arrays are sent: all sizes as the drivers do with which the floors were set (see `LARGE`), and
+    then the large ones many times more."""
+    sizes = [(mib, times) for mib, times in ARRAYS.items() if wanted(*array_rows(mib), rows=rows)]
+    passes = [ArrayPass(mib, times, False) for mib, times in sizes]
+    return passes + [ArrayPass(mib, times, True) for mib, times in sizes if mib in LARGE]
 
 
 def percentiles_us(seconds: Iterable[float]) -> tuple[float, float]:

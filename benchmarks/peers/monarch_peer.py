@@ -100,9 +100,8 @@ def calls(processes: Any, workers: list[Any]) -> None:
 
 
 def arrays(mesh: Any, echo: Any) -> None:
-    for mib, times in work.ARRAYS.items():
-        if not work.wanted(*work.array_rows(mib)):
-            continue
+    for each in work.array_passes():
+        mib, times, is_again = each
         array = np.ones(mib * work.MIB, np.uint8)
 
         def argument(array: Any = array, mib: int = mib, times: int = times) -> float:
@@ -117,10 +116,12 @@ def arrays(mesh: Any, echo: Any) -> None:
                 echo.make.call_one(mib * work.MIB).get()
             return work.gib_per_s(mib, times, time.perf_counter() - began)
 
-        echo.nbytes_of.call_one(array).get()
-        work.say_array(f"arg_{mib}MiB", mib, argument)
-        echo.make.call_one(mib * work.MIB).get()
-        work.say_array(f"ret_{mib}MiB", mib, result)
+        if not is_again:
+            echo.nbytes_of.call_one(array).get()
+        work.say(*each.read("arg", argument))
+        if not is_again:
+            echo.make.call_one(mib * work.MIB).get()
+        work.say(*each.read("ret", result))
     array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
 
     def fan_out() -> float:

@@ -101,14 +101,10 @@ async def calls(pool: Any, workers: list[Any]) -> None:
 
 async def arrays(workers: list[Any]) -> None:
     echo = workers[0]
-    for mib, times in work.ARRAYS.items():
-        if not work.wanted(*work.array_rows(mib)):
-            continue
-        array = np.ones(mib * work.MIB, np.uint8)
-        await echo.nbytes_of(array)
-        await say_array(f"arg_{mib}MiB", mib, times, partial(echo.nbytes_of, array))
-        await echo.make(mib * work.MIB)
-        await say_array(f"ret_{mib}MiB", mib, times, partial(echo.make, mib * work.MIB))
+    for each in work.array_passes():
+        array = np.ones(each.mib * work.MIB, np.uint8)
+        await say_array("arg", each, partial(echo.nbytes_of, array))
+        await say_array("ret", each, partial(echo.make, each.mib * work.MIB))
     if work.wanted("fanout"):
         array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
         await asyncio.gather(*[worker.nbytes_of(array) for worker in workers])
@@ -122,22 +118,25 @@ async def arrays(workers: list[Any]) -> None:
         work.say("fanout", readings.median)
 
 
-async def say_array(name: str, mib: int, times: int, call: Callable[[], Any]) -> None:
-    """As `work.say_array`."""
+async def say_array(way: str, each: work.ArrayPass, call: Callable[[], Any]) -> None:
+    """As the others do with `ArrayPass.read`, which cannot await."""
 
     async def take() -> float:
         began = time.perf_counter()
-        for _ in range(times):
+        for _ in range(each.times):
             await call()
-        return work.gib_per_s(mib, times, time.perf_counter() - began)
+        return work.gib_per_s(each.mib, each.times, time.perf_counter() - began)
 
-    if mib in work.LARGE:
-        work.say(name, await take())
-        name = f"{name}_warm"
+    name = f"{way}_{each.mib}MiB"
+    if not each.is_again:
+        await call()
+        if each.mib in work.LARGE:
+            work.say(name, await take())
+            return
     readings = work.Readings()
     for _ in readings:
         readings.add(await take())
-    work.say(name, readings.median)
+    work.say(f"{name}_warm" if each.is_again else name, readings.median)
 
 
 if __name__ == "__main__":

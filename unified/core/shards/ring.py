@@ -14,7 +14,7 @@ ROWS = 2048
 """Of a large dataset, or up to twice as many: sorted in a millisecond, and enough for a spread as if by chance."""
 
 
-def spread(salt: str, shard_ids: Sequence[int], num_shards: int, rooms: Mapping[str, int]) -> dict[str, list[int]]:
+def spread(salt: str, shard_ids: Sequence[int], num_shards: int, rooms: Mapping[str, int]) -> dict[str, array[int]]:
     """Give shards to workers with room for all of them. The salt tells one spreading from another.
 
     Args:
@@ -26,10 +26,10 @@ def spread(salt: str, shard_ids: Sequence[int], num_shards: int, rooms: Mapping[
     """
     names = sorted(name for name, room in rooms.items() if room)
     if len(names) < 2:
-        return {name: list(shard_ids) for name in names}
+        return {name: array("I", shard_ids) for name in names}
     points = sorted(point << 32 | index for index, name in enumerate(names) for point in points_of(name))
     in_order, places = along_the_ring(salt, shard_ids, num_shards)
-    lists: list[list[int]] = [[] for _ in names]
+    lists = [array("I") for _ in names]
     left = [rooms[name] for name in names]
     # At each point its worker takes, as far as it has room, what has come by since the point before, and what found no
     # room there. Once round and nearly once more takes everything to some room.
@@ -70,7 +70,7 @@ def little_endian(typecode: str, content: bytes) -> array[int]:
     return numbers
 
 
-def along_the_ring(salt: str, shard_ids: Sequence[int], num_shards: int) -> tuple[list[int], list[int] | None]:
+def along_the_ring(salt: str, shard_ids: Sequence[int], num_shards: int) -> tuple[array[int], list[int] | None]:
     """These shards in the order of their places on a ring of `num_shards`, and those places; None: it is each of them.
 
     The salt draws the order. Of many shards it is that of rows, each of which is every so manieth shard: rows are put
@@ -80,11 +80,14 @@ def along_the_ring(salt: str, shard_ids: Sequence[int], num_shards: int) -> tupl
     num_rows = min(ROWS + int.from_bytes(draw.digest(4), "little") % ROWS, num_shards)
     rows = sorted(range(num_rows), key=little_endian("I", draw.digest(4 * num_rows)).__getitem__)
     if len(shard_ids) == num_shards:
-        return [shard_id for row in rows for shard_id in range(row, num_shards, num_rows)], None
+        in_order, every = array("I"), array("I", range(num_shards))
+        for row in rows:
+            in_order += every[row::num_rows]
+        return in_order, None
     first_place = [0] * num_rows
     place = 0
     for row in rows:
         first_place[row] = place
         place += len(range(row, num_shards, num_rows))
     standing = sorted((first_place[shard_id % num_rows] + shard_id // num_rows, shard_id) for shard_id in shard_ids)
-    return [shard_id for _, shard_id in standing], [place for place, _ in standing]
+    return array("I", [shard_id for _, shard_id in standing]), [place for place, _ in standing]
