@@ -21,6 +21,7 @@ pytestmark = pytest.mark.cluster
 JOB = """
 import os
 import signal
+import time
 from unified import DLJobBuilder
 
 def hello():
@@ -37,10 +38,18 @@ def pause():
     while True:
         signal.pause()
 
+def meet():
+    from pathlib import Path
+
+    print("up", flush=True)
+    while not Path("go").exists():
+        time.sleep(0.01)
+
 def job_of(function):
     return DLJobBuilder().device_type("CPU").device_per_node(2).workload("worker", f"jobs_of_test.{function}").total(2)
 
 good, bad, endless = job_of("hello"), job_of("fail"), job_of("pause")
+meeting = job_of("meet")
 busy, huge = job_of("share").resource(cpu=5000), job_of("hello").resource(memory=10**9)
 """
 
@@ -135,6 +144,35 @@ def test_a_killed_driver_takes_its_cluster_with_it(tmp_path: Path, driver_env: d
         driver.kill()
     assert driver.returncode == -signal.SIGKILL
     eventually(lambda: not cluster_processes(tmp_path), timeout=5, message="the cluster outlived its driver")
+
+
+@pytest.mark.parametrize("limit", [1, 0])
+def test_a_master_that_dies_comes_back_with_its_state_and_the_job_goes_on(
+    tmp_path: Path, run_dir: Path, driver_env: dict[str, str], limit: int
+) -> None:
+    driver_env["UNIFIED_MASTER_MAX_RESTART"] = str(limit)
+    with submit(tmp_path, driver_env, "meeting") as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline().endswith("up\n")
+        (home,) = (tmp_path / "home" / "embedded").iterdir()
+        (master,) = [
+            process.pid
+            for process in marked_processes(f"{CLUSTER_VARIABLE}={home.name}")
+            if " -m unified_master " in f" {process.command} "
+        ]
+        os.kill(master, signal.SIGKILL)
+        if limit:
+            (tmp_path / "go").touch()
+        out, said = driver.communicate(timeout=50)
+    if limit:
+        assert driver.returncode == 0, said
+        assert " finished after " in said.splitlines()[-1]
+        assert out.count("up\n") == 1, "a worker was started again"
+    else:
+        assert driver.returncode == 1
+        assert "the embedded master was killed by SIGKILL" in said
+    assert cluster_processes(tmp_path) == []
+    assert list(run_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

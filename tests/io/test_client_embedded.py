@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from unified import process
+from unified.client.connection import MasterConnection
 from unified.client.daemons import marked_processes
 from unified.client.embedded import CLUSTER_VARIABLE, EmbeddedCluster
 from unified.errors import ClusterError
+from unified.protocol.client_master import ListNodes, NodeList
 from unified.testing import Belongings, eventually, left_behind
 
 MASTER = """
@@ -29,7 +31,12 @@ if os.environ.get("FAKE_MASTER") == "port-taken":
     sys.exit(1)
 nothing = NodeResources(cpu=1, memory_mb=1, disk_mb=1)
 router = zmq.Context().socket(zmq.ROUTER)
-port = router.bind_to_random_port("tcp://127.0.0.1")
+bind = sys.argv[sys.argv.index("--bind") + 1]
+if bind.endswith(":0"):
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+else:
+    router.bind(bind)
+    port = bind.rpartition(":")[2]
 address_file = pathlib.Path(sys.argv[sys.argv.index("--address-file") + 1])
 address_file.write_text(f"tcp://127.0.0.1:{port}\\n")
 while True:
@@ -122,6 +129,20 @@ def test_a_master_that_dies_is_reported_with_its_log(stand_ins: Path) -> None:
     assert problem is not None
     assert problem.startswith("the embedded master was killed by SIGKILL")
     assert str(stand_ins / "home" / "master.log") in problem
+
+
+def test_a_master_that_dies_is_started_again_until_it_has_died_too_often(stand_ins: Path) -> None:
+    with EmbeddedCluster(1, 1, home=stand_ins / "home", max_master_restarts=1) as cluster:
+        first, address = cluster.master_pid, cluster.address
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: cluster.master_pid != first, message="the master was not started again")
+        with MasterConnection(address) as connection:
+            assert len(connection.ask(ListNodes(), NodeList, timeout_s=30).nodes) == 1
+        assert cluster.problem is None
+        os.kill(cluster.master_pid, signal.SIGKILL)
+        problem = eventually(lambda: cluster.problem, message="nothing was reported")
+    assert problem is not None
+    assert "ended 2 times (master_max_restart=1); the last time it was killed by SIGKILL" in problem
 
 
 @pytest.mark.parametrize(

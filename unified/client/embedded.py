@@ -23,6 +23,7 @@ from typing import Self
 from unified import settings
 from unified.client.connection import MasterConnection
 from unified.client.daemons import Daemon, kill_marked, marked_processes
+from unified.core.backoff import Backoff
 from unified.errors import ClusterError, MasterUnreachableError
 from unified.keys import find_key
 from unified.protocol.client_master import ListNodes, NodeList
@@ -36,6 +37,8 @@ LOCK_NAME = "owner.lock"
 READY_S = 30.0
 POLL_S = 0.01
 MASTER_STOP_S = 3.0
+MASTER_BACKOFF = Backoff()
+"""Between the lives of a master: what ended one, a full disk say, may end the next."""
 LEFTOVER_S = 1.0
 
 
@@ -50,6 +53,7 @@ class EmbeddedCluster:
             ten are kept.
         env: more environment for the daemons, and so for the workers.
         max_agent_restarts: how often an agent that died is started again, each.
+        max_master_restarts: how often the master is started again, at its address and with its state.
 
     Attributes:
         cluster_id: the value of ``UNIFIED_CLUSTER_ID`` in all its processes.
@@ -66,6 +70,7 @@ class EmbeddedCluster:
         home: Path | None = None,
         env: Mapping[str, str] | None = None,
         max_agent_restarts: int = 5,
+        max_master_restarts: int = 0,
     ) -> None:
         self.cluster_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
         self.home = settings.home() / "embedded" / self.cluster_id if home is None else home
@@ -78,6 +83,7 @@ class EmbeddedCluster:
         self._owner = os.getpid()
         self._env = dict(env or {})
         self._max_agent_restarts = max_agent_restarts
+        self._max_master_restarts = max_master_restarts
         self._address = ""
         self._run_dir = settings.run_root() / f"e{os.getpid()}-{self.cluster_id[-6:]}"
         self._master: Daemon | None = None
@@ -199,7 +205,7 @@ class EmbeddedCluster:
     def _supervise(self) -> None:
         """The thread that owns the daemons."""
         try:
-            self._start_master()
+            self._start_first_master()
             if self._address:
                 for name in self.node_names:
                     self._agents.append(self._start_agent(name))
@@ -214,12 +220,10 @@ class EmbeddedCluster:
             finally:
                 self._ended.set()
 
-    def _start_master(self) -> None:
-        address_file = self.home / "master.address"
+    def _start_first_master(self) -> None:
+        address_file = self._address_file
         address_file.unlink(missing_ok=True)
-        arguments = ["--bind", "tcp://127.0.0.1:0", "--state-dir", str(self.home / "master")]
-        arguments += ["--address-file", str(address_file), "--die-with-parent", str(self._owner)]
-        self._master = Daemon("unified_master", arguments, self.home / "master.log", self._environment())
+        self._master = self._start_master("tcp://127.0.0.1:0")
         while not self._stopping.is_set():
             if address_file.exists() and (text := address_file.read_text()).endswith("\n"):
                 self._address = text.strip()
@@ -227,6 +231,15 @@ class EmbeddedCluster:
             if self._master.wait(POLL_S):
                 self.problem = f"the embedded master {self._master.last_words()}"
                 return
+
+    @property
+    def _address_file(self) -> Path:
+        return self.home / "master.address"
+
+    def _start_master(self, bind: str) -> Daemon:
+        arguments = ["--bind", bind, "--state-dir", str(self.home / "master")]
+        arguments += ["--address-file", str(self._address_file), "--die-with-parent", str(self._owner)]
+        return Daemon("unified_master", arguments, self.home / "master.log", self._environment())
 
     def _start_agent(self, name: str) -> Daemon:
         arguments = ["--master", self._address, "--node-id", name]
@@ -248,12 +261,17 @@ class EmbeddedCluster:
     def _watch(self) -> None:
         """Until `stop`: start again what died, within limits."""
         restarts = [0] * len(self._agents)
+        num_master_restarts = 0
         while not self._stopping.is_set():
             Daemon.wait_any([self._master, *self._agents] if self._master else self._agents, self._wake)
             if self._stopping.is_set():
                 return
             if self._master is not None and self._master.is_ended and self.problem is None:
-                self.problem = f"the embedded master {self._master.last_words()}"
+                if num_master_restarts >= self._max_master_restarts:
+                    self.problem = _master_problem(self._master, num_master_restarts)
+                elif not self._stopping.wait(MASTER_BACKOFF.delay_s(num_master_restarts)):
+                    num_master_restarts += 1
+                    self._master = self._start_master(self._address)
             for index, agent in enumerate(self._agents):
                 if agent.is_ended and self.problem is None:
                     if restarts[index] >= self._max_agent_restarts:
@@ -278,6 +296,15 @@ class EmbeddedCluster:
         shutil.rmtree(self._run_dir, ignore_errors=True)
         if self._lock_file is not None:
             os.close(self._lock_file)
+
+
+def _master_problem(master: Daemon, num_restarts: int) -> str:
+    if num_restarts == 0:
+        return f"the embedded master {master.last_words()}"
+    return (
+        f"the embedded master ended {num_restarts + 1} times (master_max_restart={num_restarts}); the last time it "
+        f"{master.last_words()}"
+    )
 
 
 def _lock(path: Path) -> int | None:

@@ -94,6 +94,7 @@ def _send_embedded(spec: JobSpec) -> JobHandle:
         spec.node_num,
         None if is_real else spec.device_per_node,
         cpus_per_node=max(cpus, len(os.sched_getaffinity(0))) if cpus else None,
+        max_master_restarts=spec.master_max_restart,
     )
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"starting an embedded cluster; its logs: {cluster.home}", file=sys.stderr)

@@ -187,7 +187,8 @@ class JobConfig(Description):
     job_max_restart: int = Field(default=10, ge=0)
     """Restarts of the whole job, past which it fails."""
     master_max_restart: int = Field(default=10, ge=0)
-    """Carried for display; a master that died is started again by whoever runs it, and goes on."""
+    """Restarts of the master of a cluster of its own, with its state; the job goes on. Any other master is restarted by
+    whatever supervises it: see Operations."""
     master_isolation_schedule_resource: str = ""
     """A resource or label that the master's node must have; empty: any."""
     worker_isolation_schedule_resource: str = ""
