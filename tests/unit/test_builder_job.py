@@ -111,6 +111,43 @@ def test_roles_of_each_kind() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "builder",
+    [
+        DLJobBuilder().role("r").run(("pkg.mod", "C")),
+        DLJobBuilder().role("r").run("pkg.mod", "C"),
+        DLJobBuilder().role("r").run(entrypoint=("pkg.mod", "C")),
+        DLJobBuilder().workload("r", ("pkg.mod", "C")),
+        DLJobBuilder().workload("r", "pkg.mod", "C"),
+        DLJobBuilder().workload(role="r", entrypoint="pkg.mod.C"),
+        DLJobBuilder().role("r").train(("pkg.mod", "C")),
+        DLJobBuilder().role("r").train("pkg.mod", "C"),
+        DLJobBuilder().trainer(("pkg.mod", "C")),
+        DLJobBuilder().trainer(module="pkg.mod", cls="C"),
+        DLJobBuilder().trainer(entrypoint="pkg.mod.C"),
+    ],
+)
+def test_module_and_class_may_be_given_apart(builder: Any) -> None:
+    (workload,) = builder.build().workloads.values()
+    assert workload.entry_point == "pkg.mod.C"
+
+
+def test_an_argument_with_two_names_is_given_once() -> None:
+    with pytest.raises(UsageError, match=r"trainer\(\) was given module and entrypoint: give one of them"):
+        DLJobBuilder().trainer("m", entrypoint="m.f")
+    with pytest.raises(UsageError, match=r"trainer\(\) needs module or entrypoint"):
+        DLJobBuilder().trainer()
+
+
+def test_failover_of_node_groups_takes_both_names_of_its_label() -> None:
+    for builder in (
+        DLJobBuilder().workload("r", "m.f").enable_node_group_failover(label_key="rack", timeout=90),
+        DLJobBuilder().workload("r", "m.f").enable_node_group_failover(group_label_key="rack", timeout=90),
+    ):
+        failover = role(builder, "r").node_group_failover
+        assert (failover.enabled, failover.group_label_key, failover.timeout) == (True, "rack", 90)
+
+
 def test_a_role_needs_a_name_and_only_one_description() -> None:
     with pytest.raises(ValueError, match=r"call role\(name\) before"):
         DLJobBuilder().run("m.f")
@@ -139,6 +176,7 @@ def test_settings_of_a_role() -> None:
         .rank_based_gpu_selection()
         .enable_node_group_failover("rack", timeout=timedelta(minutes=2))
         .sub_stage(["x"])
+        .config({"c": 1})
         .disable_auto_visible_device()
     )
     workload = role(builder, "r")
@@ -150,7 +188,8 @@ def test_settings_of_a_role() -> None:
     assert not workload.is_driver
     assert (workload.max_restart, workload.per_node_max_failure) == (0, 7)
     assert workload.rank_based_gpu_selection
-    assert workload.node_group_failover is not None
+    assert workload.config == {"c": 1}
+    assert builder.build().config == {}, "the job's own was not said"
     assert workload.node_group_failover.enabled
     assert (workload.node_group_failover.group_label_key, workload.node_group_failover.timeout) == ("rack", 120)
     assert workload.sub_stage == ["x"]

@@ -91,9 +91,16 @@ def test_a_smallest_job() -> None:
     assert set(job.workloads) == {"TRAINER", "ACTOR"}
 
 
-def test_a_trainer_may_be_given_as_module_and_class() -> None:
-    job = RLJobBuilder().trainer("pkg.mod", "Trainer").actor("m.a").build()
-    assert job.get_workload("TRAINER").entry_point == "pkg.mod.Trainer"
+def test_roles_may_be_given_as_module_and_class() -> None:
+    for builder in (
+        RLJobBuilder().trainer("m", "T").actor("m", "A").rollout("m", "R").critic("m", "C").reward("m", "W"),
+        RLJobBuilder().trainer(("m", "T")).actor(("m", "A")).rollout(("m", "R")).critic(("m", "C")).reward(("m", "W")),
+        RLJobBuilder().trainer(entrypoint="m.T").actor(entrypoint="m.A").rollout("m.R").critic("m.C").reward("m.W"),
+    ):
+        job = builder.reference("m", "F").build()
+        assert [workload.entry_point for workload in job.workloads.values()] == [
+            *("m.T", "m.A", "m.R", "m.C", "m.W", "m.F")
+        ]
 
 
 @pytest.mark.parametrize(

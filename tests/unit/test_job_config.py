@@ -207,3 +207,49 @@ def test_defaults_of_a_submission() -> None:
 def test_job_names_are_checked(name: str) -> None:
     with pytest.raises(ValidationError, match="job name"):
         JobConfig(job_name=name, dl_config=job())
+
+
+# What `JobConfig.model_dump_json` of upstream writes for a job of three kinds of roles, two of which are collocated.
+UPSTREAMS = """
+{"job_name": "dlrover-3f2a", "dl_config": {"user_config": {"lr": 0.1, "nested": {"a": [1]}}, "workloads": {
+  "ACTOR": {"total": 2, "resource": {"cpu": 0.0, "memory": 0, "disk": 0, "accelerator": 0.5, "user_defined": {}},
+    "envs": {"A": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "true"}, "per_node_max_failure": 3,
+    "max_restart": 10, "group": "collocation_0", "per_group": 1, "entry_point": "m.Actor", "config": {"k": 1},
+    "rank_based_gpu_selection": false, "is_driver": false,
+    "node_group_failover": {"enabled": false, "group_label_key": "", "timeout": 300}, "backend": "elastic",
+    "comm_pre_check": true, "comm_auto_setup_process_group": true, "comm_backend": "auto", "comm_timeout_s": null},
+  "ROLLOUT": {"total": 2, "resource": {"cpu": 0.0, "memory": 0, "disk": 0, "accelerator": 0.5, "user_defined": {}},
+    "envs": {}, "per_node_max_failure": 3, "max_restart": 10, "group": "collocation_0", "per_group": 1,
+    "entry_point": "rollout.py --n 1", "config": {}, "rank_based_gpu_selection": false, "is_driver": false,
+    "node_group_failover": null, "backend": null},
+  "TRAINER": {"total": 1, "resource": {"cpu": 4.0, "memory": 8192, "disk": 0, "accelerator": 0.0, "user_defined": {}},
+    "envs": {}, "per_node_max_failure": 3, "max_restart": 10, "group": null, "per_group": 1, "entry_point": "",
+    "config": {}, "rank_based_gpu_selection": false, "is_driver": true, "backend": "custom", "module_name": "m",
+    "class_name": "Trainer"}},
+  "global_envs": {"B": "2"}, "node_number": 1, "accelerator_type": "GPU", "device_per_node": 8},
+ "master_cpu": 2, "master_mem": 4096, "master_create_timeout": 600.0, "master_state_backend_type": "RAY_INTERNAL",
+ "master_state_backend_config": {}, "node_max_restart": 10, "job_max_restart": 10, "master_max_restart": 10,
+ "failover_trigger_strategy": 2, "failover_exec_strategy": 1, "master_isolation_schedule_resource": "",
+ "worker_isolation_schedule_resource": ""}
+"""
+
+
+def test_documents_of_upstream_are_read() -> None:
+    config = JobConfig.model_validate_json(UPSTREAMS)
+    workloads = config.dl_config.workloads
+    assert {role: (w.backend, w.entry_point) for role, w in workloads.items()} == {
+        "ACTOR": ("elastic", "m.Actor"),
+        "ROLLOUT": ("simple", "rollout.py --n 1"),
+        "TRAINER": ("custom", "m.Trainer"),
+    }
+    assert [group.workloads for group in config.dl_config.workload_group] == [["ACTOR", "ROLLOUT"], ["TRAINER"]]
+    assert not workloads["ACTOR"].auto_visible_devices, "as its disable_ray_auto_visible_device() says"
+    assert workloads["ROLLOUT"].auto_visible_devices
+    assert config.dl_config.user_config == {"lr": 0.1, "nested": {"a": [1]}}
+    assert JobConfig.model_validate_json(config.model_dump_json()) == config, "ours are read again too"
+
+
+def test_what_workers_will_know_of_a_job() -> None:
+    info = JobConfig(job_name="j", dl_config=job(user_config={"lr": 1})).to_job_info()
+    assert (info.name, info.job_id, info.accelerator_type.value) == ("j", "j", "GPU")
+    assert info.user_config == {"lr": 1}

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from unified.errors import UsageError
 from unified.job import DLConfig, JobConfig
+from unified.job.from_spec import workload_of
 from unified.job.payload import decode
 from unified.job.spec import Communication, EntryPoint, JobSpec, Resources
 from unified.job.to_spec import Driver, to_spec
@@ -156,3 +157,45 @@ def test_the_driver_tells_where_it_works_and_imports(monkeypatch: pytest.MonkeyP
     there = Driver.here(env={"DLROVER_WORKING_DIR": "/w"})
     assert there.sys_path == [str(tmp_path)]
     assert there.working_dir == "/w"
+
+
+ROLES: dict[str, dict[str, Any]] = {
+    "elastic": {
+        "backend": "elastic",
+        "entry_point": "train.py --x 'a b'",
+        "nnodes": "1:2",
+        "nproc_per_node": 2,
+        "resource": {"cpu": 1, "mem": 2, "disk": 3, "gpu": 1, "user_defined": {"u": 4}},
+        "envs": {"A": "role"},
+        "config": {"c": [1]},
+        "is_driver": False,
+        "max_restart": 5,
+        "per_node_max_failure": 6,
+        "rank_based_gpu_selection": True,
+        "auto_visible_devices": False,
+        "node_group_failover": {"enabled": True, "group_label_key": "rack", "timeout": 90},
+        "sub_stage": ["x"],
+        "comm_pre_check": False,
+        "comm_auto_setup_process_group": False,
+        "comm_backend": "gloo",
+        "comm_timeout_s": 8,
+    },
+    "simple": {"entry_point": "-m pkg.mod --lr 1"},
+    "custom": {"module_name": "pkg.mod", "class_name": "C", "resource": {"cpu": 1}},
+    **{f"shared{number}": {} for number in range(3)},
+}
+
+
+def test_description_of_a_role_is_read_back_from_its_record() -> None:
+    """What a worker has as `current_worker().actor_info.spec`, after the record went over the wire."""
+    workloads = {name: {"entry_point": "m.f", **role} for name, role in ROLES.items()}
+    collocations = [{f"shared{number}" for number in range(3)}]
+    job = DLConfig.model_validate({"workloads": workloads, "collocations": collocations})
+    spec = to_spec(JobConfig(job_name="j", dl_config=job), DRIVER)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=JobSpec)
+    assert {role.name: workload_of(role) for role in sent.roles} == job.workloads
+
+
+def test_description_of_a_role_has_the_environment_of_its_job() -> None:
+    (role,) = spec_of({"a": {"envs": {"A": "role"}}}, global_envs={"A": "job", "B": "job"}).roles
+    assert workload_of(role).envs == {"A": "role", "B": "job"}

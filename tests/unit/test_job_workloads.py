@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 from pydantic import ValidationError
 
 from unified.job import (
@@ -51,8 +53,53 @@ def test_an_empty_resource_means_one_accelerator(nothing: dict[str, Any]) -> Non
     assert workload.resource == ResourceDesc(accelerator=1)
 
 
-def test_asking_for_memory_alone_is_asking_for_something() -> None:
-    assert ResourceDesc.get_or_default({"mem": 5}) == ResourceDesc(memory=5)
+@pytest.mark.parametrize("given", [{"mem": 5}, {"disk": 7}, {"mem": 5, "disk": 7}])
+def test_memory_and_disk_alone_keep_the_one_accelerator(given: dict[str, Any]) -> None:
+    wanted = ResourceDesc.model_validate({**given, "accelerator": 1})
+    assert ResourceDesc.get_or_default(given) == wanted
+    assert SimpleWorkloadDesc.model_validate({"entry_point": "m.f", "resource": given}).resource == wanted
+
+
+def test_node_group_failover_has_defaults() -> None:
+    failover = NodeGroupFailoverDesc()
+    assert (failover.enabled, failover.group_label_key, failover.timeout) == (False, "", 300)
+    assert SimpleWorkloadDesc.model_validate({"entry_point": "m.f"}).node_group_failover == failover
+    given = {"entry_point": "m.f", "node_group_failover": None}
+    assert SimpleWorkloadDesc.model_validate(given).node_group_failover == failover
+    with pytest.raises(ValidationError, match="name the label of nodes"):
+        NodeGroupFailoverDesc(enabled=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "read"),
+    [
+        (None, {}),
+        ({"a": 1}, {"a": 1}),
+        (Namespace(a=1), {"a": 1}),
+        (DictConfig({"a": "${b}", "b": [1]}), {"a": [1], "b": [1]}),
+    ],
+)
+def test_config_of_a_role_is_a_plain_dict(config: Any, read: dict[str, Any]) -> None:
+    workload = SimpleWorkloadDesc.model_validate({"entry_point": "m.f", "config": config})
+    assert workload.config == read
+    assert type(workload.config) is dict
+
+
+@pytest.mark.parametrize("config", ["text", [1], DictConfig({"a": "${b}"})])
+def test_config_of_a_role_that_is_none_is_refused(config: Any) -> None:
+    with pytest.raises(ValidationError, match="config"):
+        SimpleWorkloadDesc.model_validate({"entry_point": "m.f", "config": config})
+
+
+@pytest.mark.parametrize("pair", [("pkg.mod", "Cls"), ["pkg.mod", "Cls"]])
+def test_entry_point_as_a_pair(pair: Any) -> None:
+    assert SimpleWorkloadDesc.model_validate({"entry_point": pair}).entry_point == "pkg.mod.Cls"
+
+
+@pytest.mark.parametrize("pair", [("m",), ("m", 3), ("m", "c", "d"), ("m", "no name")])
+def test_entry_point_that_is_no_pair_is_refused(pair: Any) -> None:
+    with pytest.raises(ValidationError, match="entry_point"):
+        SimpleWorkloadDesc.model_validate({"entry_point": pair})
 
 
 @pytest.mark.parametrize(
@@ -87,7 +134,7 @@ def test_defaults_of_a_workload() -> None:
         "config": {},
         "rank_based_gpu_selection": False,
         "is_driver": True,
-        "node_group_failover": None,
+        "node_group_failover": {"enabled": False, "group_label_key": "", "timeout": 300},
         "sub_stage": [],
         "auto_visible_devices": True,
         "comm_pre_check": True,

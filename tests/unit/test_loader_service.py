@@ -109,7 +109,7 @@ def test_orders_in_line_of_a_dropped_loader_are_not_carried_out() -> None:
 
 def test_the_role_is_found_by_its_entry_point(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     assert role_that_loads(worker) is None
-    monkeypatch.setattr("unified.loader.role_places.SERVICE", worker.workers_of("data")[0].spec.entry_point)
+    monkeypatch.setattr("unified.loader.role_places.SERVICE", worker.workers_of("data")[0].role_spec.entry_point)
     assert role_that_loads(worker) == "trainer", "the first that has it: here every role has"
 
 

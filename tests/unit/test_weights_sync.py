@@ -22,7 +22,9 @@ def call(actors: list[ActorInfo], **order: Any) -> int:
 
 def actor() -> ActorInfo:
     spec: Any = None
-    return ActorInfo(name="r", role="r", rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, spec=spec)
+    return ActorInfo(
+        name="r", role="r", rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, role_spec=spec
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 
 from unified.errors import NotInWorkerError
+from unified.job import ElasticWorkloadDesc
 from unified.job.payload import encode
-from unified.job.spec import Blob, EntryPoint, JobSpec, RoleSpec
+from unified.job.spec import Blob, EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, Progress, Reachability
 from unified.protocol.worker_agent import Launch
@@ -25,7 +26,16 @@ def launch(user_config: Blob | None = None) -> Launch:
         accelerator_type="CPU",
         user_config=encode({"lr": 0.1}) if user_config is None else user_config,
         roles=[
-            RoleSpec(name="trainer", kind="elastic", entry_point=ENTRY, total=4, per_group=2),
+            RoleSpec(
+                name="trainer",
+                kind="elastic",
+                entry_point=ENTRY,
+                total=4,
+                per_group=2,
+                collocation="g",
+                resources=Resources(accelerator=0.5),
+                config=encode({"top_k": 3}),
+            ),
             RoleSpec(name="reward", kind="simple", entry_point=ENTRY),
         ],
     )
@@ -75,11 +85,27 @@ def test_says_who_it_is(worker: Worker) -> None:
     info = found.actor_info
     assert (info.name, info.role, info.rank, info.world_size) == ("trainer_4-3_2-1", "trainer", 3, 4)
     assert (info.local_rank, info.local_world_size, info.node_rank, info.node) == (1, 2, 1, "n1")
-    assert (info.sub_master, info.spec.kind) == ("elastic", "elastic")
+    assert (info.sub_master, info.spec.backend) == ("elastic", "elastic")
     assert (found.incarnation, found.round, found.device) == (2, 0, "cuda:1")
     assert (found.master_address, found.log_file) == ("tcp://127.0.0.1:7077", "/log/x.err")
     assert found.job_info.user_config == {"lr": 0.1}
     assert (found.job_info.name, found.job_info.job_id, found.job_info.accelerator_type) == ("job", "job-1", "CPU")
+    assert found.job_info.accelerator_type.value == "CPU"
+
+
+def test_describes_its_workload(worker: Worker) -> None:
+    spec = worker.actor_info.spec
+    assert isinstance(spec, ElasticWorkloadDesc)
+    assert (spec.backend, spec.entry_point, spec.group, spec.total, spec.per_group) == (
+        "elastic",
+        "train.run",
+        "g",
+        4,
+        2,
+    )
+    assert (spec.resource.accelerator, spec.config) == (0.5, {"top_k": 3})
+    assert worker.actor_info.spec is spec
+    assert worker.workers_of("reward")[0].spec.config == {}
 
 
 def test_prints_readably(worker: Worker) -> None:

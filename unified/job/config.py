@@ -15,6 +15,7 @@ from pydantic import AliasChoices, Field, field_serializer, field_validator, mod
 from unified.errors import nearest
 from unified.job.description import Description, Envs, Seconds
 from unified.job.enums import AcceleratorType, DLStreamType, DLType, MasterStateBackendType
+from unified.job.job_info import JobInfo
 from unified.job.names import MAX_NAME, check_job_name
 from unified.job.workloads import ResourceDesc, WorkloadDesc
 
@@ -211,6 +212,15 @@ class JobConfig(Description):
     """`fork` starts a worker in milliseconds from a process that has torch loaded; `spawn` from nothing."""
     working_dir: str | None = None
     """Of the workers, on every node of theirs; None: `DLROVER_WORKING_DIR`, or else the driver's own."""
+
+    def to_job_info(self) -> JobInfo:
+        """What the job's workers will know of it. Its `job_id` is its name: the master has not given it one yet."""
+        return JobInfo(
+            name=self.job_name,
+            job_id=self.job_name,
+            accelerator_type=self.dl_config.accelerator_type,
+            user_config=self.dl_config.user_config,
+        )
 
     @field_validator("job_name")
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Annotated, Any, ClassVar
@@ -20,6 +22,22 @@ Seconds = Annotated[
     float, BeforeValidator(lambda value: value.total_seconds() if isinstance(value, timedelta) else value)
 ]
 """A duration: a number of seconds, or a `timedelta`."""
+
+
+def plain_config(value: Any) -> Any:
+    """A config of a role as a plain dict: of a DictConfig, its interpolations resolved; of an argparse.Namespace; of
+    None, empty. Anything else is left for its field to refuse."""
+    if value is None:
+        return {}
+    if isinstance(value, argparse.Namespace):
+        return vars(value)
+    omegaconf = sys.modules.get("omegaconf")  # if nobody imported it, this is none of its objects
+    if omegaconf is not None and isinstance(value, omegaconf.DictConfig):
+        try:
+            return omegaconf.OmegaConf.to_container(value, resolve=True)
+        except omegaconf.errors.OmegaConfBaseException as error:
+            raise ValueError(f"the config cannot be resolved: {error}") from None
+    return value
 
 
 class Description(BaseModel):

@@ -74,8 +74,8 @@ def _role(name: str, job: DLConfig, working_dir: str | None, driver: Driver) -> 
         communication=_communication(workload),
         min_nodes=elastic.min_nodes if elastic else None,
         max_nodes=elastic.max_nodes if elastic else None,
-        failover_label=failover.group_label_key if failover and failover.enabled else None,
-        failover_timeout_s=failover.timeout if failover else 300.0,
+        failover_label=failover.group_label_key if failover.enabled else None,
+        failover_timeout_s=failover.timeout,
         sub_stage=workload.sub_stage,
     )
 

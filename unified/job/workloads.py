@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from unified.job import entrypoint
-from unified.job.description import Description, Envs, Seconds
+from unified.job.description import Description, Envs, Seconds, plain_config
 from unified.job.enums import WorkloadEntrypointType
+
+RAY_KEEPS_DEVICES = "RAY_EXPERIMENTAL_NOSET_"
+"""Variables of upstream's jobs begin so whose workers see every device of their node."""
 
 
 class ResourceDesc(Description):
@@ -33,13 +45,16 @@ class ResourceDesc(Description):
 
     @classmethod
     def get_or_default(cls, resource: Mapping[str, Any]) -> ResourceDesc:
-        """The resource described, or one accelerator if it asks for nothing."""
-        desc = cls.model_validate(dict(resource))
-        return cls(accelerator=1) if desc.is_empty() else desc
+        """The resource described, with one accelerator if it asks for nothing to compute on."""
+        return cls.model_validate(dict(resource)).or_one_accelerator()
 
     def is_empty(self) -> bool:
-        """Whether nothing is asked for."""
-        return not (self.cpu or self.memory or self.disk or self.accelerator or any(self.user_defined.values()))
+        """Whether nothing to compute on is asked for: memory and disk alone do not run a worker."""
+        return not (self.cpu or self.accelerator or any(self.user_defined.values()))
+
+    def or_one_accelerator(self) -> ResourceDesc:
+        """The same, or one accelerator, with the memory and disk asked for, if it is empty."""
+        return ResourceDesc(accelerator=1, memory=self.memory, disk=self.disk) if self.is_empty() else self
 
     def __add__(self, other: ResourceDesc) -> ResourceDesc:
         names = {**self.user_defined, **other.user_defined}
@@ -67,10 +82,21 @@ class NodeGroupFailoverDesc(Description):
     thing: ClassVar[str] = "node group failover"
 
     enabled: bool = False
-    group_label_key: str = Field(min_length=1)
+    group_label_key: str = Field(default="", validate_default=True)
     """Label of nodes whose value names their group, such as a rack."""
     timeout: Seconds = Field(default=300, ge=60)
     """Seconds a node may stay lost before its group is given up."""
+
+    @field_validator("group_label_key")
+    @classmethod
+    def _enabled_needs_a_label(cls, value: str, info: ValidationInfo) -> str:
+        if info.data.get("enabled") and not value:
+            raise ValueError("it is empty: name the label of nodes whose value is their group.")
+        return value
+
+
+def _or_default(value: Any) -> Any:
+    return NodeGroupFailoverDesc() if value is None else value
 
 
 class BaseWorkloadDesc(Description):
@@ -83,7 +109,7 @@ class BaseWorkloadDesc(Description):
     resource: ResourceDesc = Field(
         default_factory=ResourceDesc, validate_default=True, validation_alias=AliasChoices("resource", "res")
     )
-    """Of each worker; asking for nothing means one accelerator."""
+    """Of each worker; asking for nothing, or for memory and disk alone, means one accelerator."""
     envs: Envs = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
     """Environment of the role's workers, above the job's own."""
     per_node_max_failure: int = Field(default=3, ge=0)
@@ -95,17 +121,36 @@ class BaseWorkloadDesc(Description):
     per_group: int = Field(default=1, ge=1)
     """Workers of the role in one group, that is on one node."""
     entry_point: str = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
-    """`module.attr`, `module::attr`, `file.py arguments`, or `-m module arguments`."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """Of the role alone, for its workers to read."""
+    """`module.attr`, `module::attr`, `file.py arguments`, or `-m module arguments`; or a pair, `(module, attr)`."""
+    config: Annotated[dict[str, Any], BeforeValidator(plain_config)] = Field(default_factory=dict)
+    """Of the role alone: its workers read it as `current_worker().actor_info.spec.config`."""
     rank_based_gpu_selection: bool = False
     """Every worker sees all devices of its group and takes the one of its local rank."""
     is_driver: bool = True
     """The job waits for this role. False suits roles that serve rpc until the drivers are done."""
-    node_group_failover: NodeGroupFailoverDesc | None = None
+    node_group_failover: Annotated[NodeGroupFailoverDesc, BeforeValidator(_or_default)] = Field(
+        default_factory=NodeGroupFailoverDesc
+    )
+    """Not enabled by default."""
     sub_stage: list[str] = Field(default_factory=list)
     auto_visible_devices: bool = True
     """False: the worker sees every device of its node, not only its own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _devices_that_ray_leaves_visible(cls, data: Any) -> Any:
+        """Upstream writes `disable_ray_auto_visible_device` as variables that Ray reads."""
+        if not isinstance(data, Mapping) or "auto_visible_devices" in data:
+            return data
+        envs: Any = next((data[name] for name in ("envs", "env", "environment") if data.get(name)), {})
+        asks = isinstance(envs, Mapping) and any(str(name).startswith(RAY_KEEPS_DEVICES) for name in envs)
+        return {**data, "auto_visible_devices": False} if asks else data
+
+    @field_validator("entry_point", mode="before")
+    @classmethod
+    def _pair_is_an_entry_point(cls, value: Any) -> Any:
+        is_pair = isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+        return ".".join(value) if is_pair else value
 
     @field_validator("entry_point")
     @classmethod
@@ -115,7 +160,7 @@ class BaseWorkloadDesc(Description):
     @field_validator("resource")
     @classmethod
     def _empty_means_one_accelerator(cls, value: ResourceDesc) -> ResourceDesc:
-        return ResourceDesc(accelerator=1) if value.is_empty() else value
+        return value.or_one_accelerator()
 
     @model_validator(mode="after")
     def _numbers_fit(self) -> Self:
@@ -180,7 +225,7 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
 class SimpleWorkloadDesc(BaseWorkloadDesc):
     """Workers that run side by side; none waits for another unless their code does."""
 
-    backend: Literal["simple"] = "simple"
+    backend: Annotated[Literal["simple"], BeforeValidator(lambda value: value or "simple")] = "simple"
 
 
 class CustomWorkloadDesc(BaseWorkloadDesc):

@@ -22,7 +22,7 @@ def role_that_loads(worker: Worker) -> str | None:
     """The first role of the job whose entry point is the loader service."""
     for role in worker.roles:
         actors = worker.workers_of(role)
-        entry = actors[0].spec.entry_point if actors else None
+        entry = actors[0].role_spec.entry_point if actors else None
         if entry is not None and (entry.target, entry.attribute) == (SERVICE.target, SERVICE.attribute):
             return role
     return None

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from unified.errors import NotInWorkerError
-from unified.job.payload import decode
-from unified.job.spec import Blob, JobSpec, RoleSpec
+from unified.job.job_info import JobInfo
+from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, NameClaims
 from unified.protocol.worker_agent import Launch
@@ -21,37 +21,7 @@ from unified.worker.stop import StopState
 
 if TYPE_CHECKING:
     from unified.bus.endpoint import BusEndpoint
-
-
-class JobInfo:
-    """The job this worker belongs to.
-
-    Attributes:
-        name: as submitted.
-        job_id: unique in the cluster: the name and a number.
-        accelerator_type: ``GPU``, ``CPU`` or ``TPU``.
-    """
-
-    def __init__(self, *, name: str, job_id: str, accelerator_type: str, user_config: Blob) -> None:
-        self.name = name
-        self.job_id = job_id
-        self.accelerator_type = accelerator_type
-        self._blob = user_config
-
-    @cached_property
-    def user_config(self) -> Any:
-        """What the driver gave to `config(…)`: a resolved DictConfig, or the object itself. Decoded at first use."""
-        return decode(self._blob)
-
-    def __repr__(self) -> str:
-        try:
-            config = repr(self.user_config)
-        except Exception as error:  # a config that cannot be decoded here must not make this unprintable
-            config = f"<cannot be decoded: {error}>"
-        return (
-            f"JobInfo(name={self.name!r}, job_id={self.job_id!r}, "
-            f"accelerator_type={self.accelerator_type!r}, user_config={config})"
-        )
+    from unified.job.workloads import WorkloadDesc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +43,18 @@ class ActorInfo:
     """Id of the node it runs on; empty while that is not known here."""
     sub_master: str | None = None
     """``"elastic"`` for a role that trains together, else None."""
-    spec: RoleSpec = field(repr=False)
+    role_spec: RoleSpec = field(repr=False)
+    """Of the role, as the daemons have it."""
+
+    @cached_property
+    def spec(self) -> WorkloadDesc:
+        """The workload that describes the role: `backend`, `resource`, `group`, `total`, … as the job has them.
+
+        Its `config` is decoded, and its `envs` hold the job's own environment too. Put together at first use.
+        """
+        from unified.job.from_spec import workload_of  # loads pydantic, which most workers do without
+
+        return workload_of(self.role_spec)
 
 
 class Worker:
@@ -174,7 +155,7 @@ class Worker:
 
     def _begin_round(self, order: RunOrder) -> None:
         self.round = order.round
-        spec = self.actor_info.spec
+        spec = self.actor_info.role_spec
         self.actor_info = self._actor(spec, self._launch.rank, rank=order.rank, world_size=order.world_size)
 
     def _learn(self, entries: Iterable[DirectoryEntry]) -> None:
@@ -197,7 +178,7 @@ class Worker:
             node_rank=index // spec.per_group,
             node=self._nodes.get(name, (0, ""))[1],
             sub_master="elastic" if spec.kind == "elastic" else None,
-            spec=spec,
+            role_spec=spec,
         )
 
     def __repr__(self) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from unified.api.builder.roles import ElasticRoleBuilder, RoleBuilder, SimpleRoleBuilder, merged, public_names
+from unified.api.builder.roles import (
+    ElasticRoleBuilder,
+    EntryPoint,
+    RoleBuilder,
+    SimpleRoleBuilder,
+    entry_point_of,
+    merged,
+    one_of,
+    public_names,
+)
 from unified.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -91,27 +100,41 @@ class DLJobBuilder:
         self._role = role
         return self
 
-    def run(self, entrypoint: str) -> SimpleRoleBuilder[Self]:
+    def run(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
         """A simple workload under the name given to `role`: workers that run side by side.
 
         Args:
-            entrypoint: `module.attr`, `module::attr`, `file.py arguments` or `-m module arguments`.
+            entrypoint: `module.attr`, `module::attr`, `file.py arguments` or `-m module arguments`; or a pair,
+                ``(module, attr)``.
+            cls: the attribute, where `entrypoint` is a module alone.
         """
         if self._role is None:
             raise UsageError("run() does not know which role it describes: call role(name) before it.")
-        return self._add(SimpleRoleBuilder(self, self._role, entrypoint))
+        return self._add(SimpleRoleBuilder(self, self._role, entry_point_of(entrypoint, cls)))
 
-    def workload(self, role: str, entrypoint: str) -> SimpleRoleBuilder[Self]:
+    def workload(self, role: str, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
         """`role(role).run(entrypoint)` in one call."""
-        return self.role(role).run(entrypoint)
+        return self.role(role).run(entrypoint, cls)
 
-    def train(self, entrypoint: str) -> ElasticRoleBuilder[Self]:
-        """An elastic workload, under the name given to `role` or as ``ELASTIC``: workers that train together."""
-        return self._add(ElasticRoleBuilder(self, self._role or ELASTIC_ROLE, entrypoint))
+    def train(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
+        """An elastic workload, under the name given to `role` or as ``ELASTIC``: workers that train together.
 
-    def trainer(self, module: str, cls: str | None = None) -> SimpleRoleBuilder[Self]:
-        """A simple workload ``TRAINER``, whose entry point is ``module.cls``."""
-        return self.role(TRAINER_ROLE).run(f"{module}.{cls}" if cls else module)
+        Args:
+            entrypoint: as of `run`.
+            cls: as of `run`.
+        """
+        return self._add(ElasticRoleBuilder(self, self._role or ELASTIC_ROLE, entry_point_of(entrypoint, cls)))
+
+    def trainer(
+        self, module: EntryPoint | None = None, cls: str | None = None, *, entrypoint: EntryPoint | None = None
+    ) -> SimpleRoleBuilder[Self]:
+        """A simple workload ``TRAINER``.
+
+        Args:
+            module: an entry point, as of `run`, or the module of one (also ``entrypoint``).
+            cls: then, the attribute in it.
+        """
+        return self.role(TRAINER_ROLE).run(one_of("trainer", module=module, entrypoint=entrypoint), cls)
 
     def with_collocation(self, *roles: str) -> Self:
         """Put these roles' groups on one node, sharing devices by equal parts.

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from unified.api.builder.builder import DLJobBuilder
 from unified.api.builder.dljob import DLJob
-from unified.api.builder.roles import ElasticRoleBuilder, RoleBuilder, SimpleRoleBuilder
+from unified.api.builder.roles import ElasticRoleBuilder, EntryPoint, RoleBuilder, SimpleRoleBuilder
 from unified.errors import nearest
 from unified.job.enums import DLStreamType, DLType, RLRoleType
 
@@ -49,34 +49,36 @@ class RLJobBuilder(DLJobBuilder):
     CRITIC_ROLE = RLRoleType.CRITIC.value
     ROLES = _ROLES
 
-    def trainer(self, module: str, cls: str | None = None) -> SimpleRoleBuilder[Self]:
+    def trainer(
+        self, module: EntryPoint | None = None, cls: str | None = None, *, entrypoint: EntryPoint | None = None
+    ) -> SimpleRoleBuilder[Self]:
         """The program that drives the others: one worker with 4 cores and 8192 MB; the job waits for it.
 
         Args:
-            module: an entry point, or the module of one.
+            module: an entry point, as of `run`, or the module of one (also ``entrypoint``).
             cls: then, the attribute in it.
         """
-        return super().trainer(module, cls).resource(cpu=4, mem=8192)
+        return super().trainer(module, cls, entrypoint=entrypoint).resource(cpu=4, mem=8192)
 
-    def actor(self, entrypoint: str) -> ElasticRoleBuilder[Self]:
-        """The policy that is trained: elastic, required."""
-        return _serving(self.role(self.ACTOR_ROLE).train(entrypoint))
+    def actor(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
+        """The policy that is trained: elastic, required. Its arguments, and those of the others, are those of `run`."""
+        return _serving(self.role(self.ACTOR_ROLE).train(entrypoint, cls))
 
-    def critic(self, entrypoint: str) -> ElasticRoleBuilder[Self]:
+    def critic(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
         """The value model that is trained: elastic."""
-        return _serving(self.role(self.CRITIC_ROLE).train(entrypoint))
+        return _serving(self.role(self.CRITIC_ROLE).train(entrypoint, cls))
 
-    def rollout(self, entrypoint: str) -> SimpleRoleBuilder[Self]:
+    def rollout(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
         """Workers that generate."""
-        return _serving(self.role(self.ROLLOUT_ROLE).run(entrypoint))
+        return _serving(self.role(self.ROLLOUT_ROLE).run(entrypoint, cls))
 
-    def reference(self, entrypoint: str) -> SimpleRoleBuilder[Self]:
+    def reference(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
         """Workers that hold the reference model."""
-        return _serving(self.role(self.REF_ROLE).run(entrypoint))
+        return _serving(self.role(self.REF_ROLE).run(entrypoint, cls))
 
-    def reward(self, entrypoint: str) -> SimpleRoleBuilder[Self]:
+    def reward(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
         """Workers that score."""
-        return _serving(self.role(self.REW_ROLE).run(entrypoint))
+        return _serving(self.role(self.REW_ROLE).run(entrypoint, cls))
 
     def with_collocation_all(self, *exclude_roles: str) -> Self:
         """Collocate all roles but the trainer, and but these."""

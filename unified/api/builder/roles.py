@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
-from unified.errors import nearest
+from unified.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from unified.api.builder.builder import DLJobBuilder
 
 ParentT = TypeVar("ParentT", bound="DLJobBuilder")
+EntryPoint: TypeAlias = str | tuple[str, str]
+"""`module.attr`, `module::attr`, `file.py arguments` or `-m module arguments`; or a pair, ``(module, attr)``."""
 
 
 class RoleBuilder(Generic[ParentT]):
@@ -19,7 +21,7 @@ class RoleBuilder(Generic[ParentT]):
 
     backend = "simple"
 
-    def __init__(self, parent: ParentT, role: str, entry_point: str) -> None:
+    def __init__(self, parent: ParentT, role: str, entry_point: EntryPoint) -> None:
         self.role_name = role
         self._parent = parent
         self._fields: dict[str, Any] = {"backend": self.backend, "entry_point": entry_point}
@@ -43,6 +45,15 @@ class RoleBuilder(Generic[ParentT]):
         """The same as `env`."""
         return self.env(env)
 
+    def config(self, config: Mapping[str, Any] | Any = None) -> Self:
+        """What this role's workers read as `current_worker().actor_info.spec.config`.
+
+        A dict, a DictConfig, an argparse.Namespace or None; the workers get a dict. The config of the whole job is
+        given to the job's builder: before its first role, or after `end()`.
+        """
+        self._fields["config"] = config
+        return self
+
     def resource(
         self,
         cpu: float | Mapping[str, Any] = 0,
@@ -51,7 +62,9 @@ class RoleBuilder(Generic[ParentT]):
         accelerator: float = 0,
         **others: Any,
     ) -> Self:
-        """What each worker needs. A later call replaces an earlier one; asking for nothing means one accelerator.
+        """What each worker needs. A later call replaces an earlier one.
+
+        Asking for nothing means one accelerator, and so does asking for memory or disk alone.
 
         Args:
             cpu: cores; or all of it as one mapping.
@@ -86,14 +99,17 @@ class RoleBuilder(Generic[ParentT]):
         self._fields["rank_based_gpu_selection"] = True
         return self
 
-    def enable_node_group_failover(self, label_key: str, timeout: float | timedelta = 300) -> Self:
+    def enable_node_group_failover(
+        self, label_key: str | None = None, timeout: float | timedelta = 300, *, group_label_key: str | None = None
+    ) -> Self:
         """Give up a whole group of nodes when one of them stays lost.
 
         Args:
-            label_key: nodes with the same value of this label are a group.
+            label_key: nodes with the same value of this label are a group (also ``group_label_key``).
             timeout: seconds that a node may stay lost; at least 60.
         """
-        self._fields["node_group_failover"] = {"enabled": True, "group_label_key": label_key, "timeout": timeout}
+        key = one_of("enable_node_group_failover", label_key=label_key, group_label_key=group_label_key)
+        self._fields["node_group_failover"] = {"enabled": True, "group_label_key": key, "timeout": timeout}
         return self
 
     def disable_auto_visible_device(self) -> Self:
@@ -177,6 +193,24 @@ def merged(old: Any, new: Any) -> Any:
     if new is None:
         return old or {}
     return {**(old or {}), **new} if isinstance(new, Mapping) and isinstance(old, Mapping | None) else new
+
+
+def entry_point_of(entrypoint: EntryPoint, cls: str | None) -> EntryPoint:
+    """An entry point that may be given in two arguments, a module and what is in it. `build()` checks it."""
+    return entrypoint if cls is None or not isinstance(entrypoint, str) else (entrypoint, cls)
+
+
+def one_of(call: str, **names: Any) -> Any:
+    """The value of an argument that has several names, of which one must be given.
+
+    Raises:
+        UsageError: none is given, or several are.
+    """
+    given = {name: value for name, value in names.items() if value is not None}
+    if len(given) != 1:
+        told = " and ".join(given) or " or ".join(names)
+        raise UsageError(f"{call}() " + (f"was given {told}: give one of them." if given else f"needs {told}."))
+    return next(iter(given.values()))
 
 
 def public_names(cls: type) -> set[str]:

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from unified.api.runtime.role_group import RoleGroup
     from unified.bus.registry import export_rpc_instance, export_rpc_method, rpc
     from unified.bus.streams import RpcStream
+    from unified.job.job_info import JobInfo
     from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter
     from unified.loader.patch import patch_dataloader_ray
     from unified.loader.pipeline import Dataset
     from unified.queue.client import DataQueue
     from unified.weights.receiver import WeightsReceiver
-    from unified.worker.context import ActorInfo, JobInfo, Worker, current_worker
+    from unified.worker.context import ActorInfo, Worker, current_worker
     from unified.worker.shared_arrays import shared_empty
 
 __all__ = [
@@ -54,12 +55,13 @@ __getattr__, __dir__ = lazy.exports(
         "unified.api.runtime.role_group": ["RoleGroup"],
         "unified.bus.registry": ["export_rpc_instance", "export_rpc_method", "rpc"],
         "unified.bus.streams": ["RpcStream"],
+        "unified.job.job_info": ["JobInfo"],
         "unified.loader.iterator": ["DataLoaderIter", "RayDataLoaderIter"],
         "unified.loader.patch": ["patch_dataloader_ray"],
         "unified.loader.pipeline": ["Dataset"],
         "unified.queue.client": ["DataQueue"],
         "unified.weights.receiver": ["WeightsReceiver"],
-        "unified.worker.context": ["ActorInfo", "JobInfo", "Worker", "current_worker"],
+        "unified.worker.context": ["ActorInfo", "Worker", "current_worker"],
         "unified.worker.shared_arrays": ["shared_empty"],
     },
 )

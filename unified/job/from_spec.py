@@ -1,0 +1,81 @@
+"""From the record that workers have of a role back to the description that the user wrote."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from unified.job.payload import decode
+from unified.job.spec import EntryPoint, RoleSpec
+from unified.job.workloads import (
+    CustomWorkloadDesc,
+    ElasticWorkloadDesc,
+    NodeGroupFailoverDesc,
+    ResourceDesc,
+    SimpleWorkloadDesc,
+    WorkloadDesc,
+)
+
+
+def workload_of(role: RoleSpec) -> WorkloadDesc:
+    """The description of a role. Its `envs` hold the job's too, and its `config` is decoded.
+
+    Nothing is checked again: the role was accepted once, maybe by a newer release.
+    """
+    fields: dict[str, Any] = {
+        "total": role.total,
+        "resource": _resource(role),
+        "envs": dict(role.envs),
+        "per_node_max_failure": role.per_node_max_failure,
+        "max_restart": role.max_restart,
+        "group": role.collocation,
+        "per_group": role.per_group,
+        "entry_point": _entry_point(role.entry_point),
+        "config": decode(role.config, f"config of role {role.name}") or {},
+        "rank_based_gpu_selection": role.rank_based_gpu_selection,
+        "is_driver": role.is_driver,
+        "node_group_failover": NodeGroupFailoverDesc.model_construct(
+            enabled=role.failover_label is not None,
+            group_label_key=role.failover_label or "",
+            timeout=role.failover_timeout_s,
+        ),
+        "sub_stage": list(role.sub_stage),
+        "auto_visible_devices": role.auto_visible_devices,
+    }
+    if role.kind == "elastic":
+        return ElasticWorkloadDesc.model_construct(
+            **fields,
+            comm_pre_check=role.communication.pre_check,
+            comm_auto_setup_process_group=role.communication.auto_setup,
+            comm_backend=role.communication.backend,
+            comm_timeout_s=role.communication.timeout_s,
+            min_nodes=role.min_nodes,
+            max_nodes=role.max_nodes,
+        )
+    if role.kind == "custom":
+        return CustomWorkloadDesc.model_construct(
+            **fields, module_name=role.entry_point.target, class_name=role.entry_point.attribute
+        )
+    return SimpleWorkloadDesc.model_construct(**fields)
+
+
+def _resource(role: RoleSpec) -> ResourceDesc:
+    amounts = role.resources
+    share = amounts.accelerator
+    return ResourceDesc.model_construct(
+        cpu=amounts.cpu,
+        memory=int(amounts.memory_mb),
+        disk=int(amounts.disk_mb),
+        accelerator=round(share, 2) if role.collocation and share < 1 else share,  # as collocations write it
+        user_defined=dict(amounts.user_defined),
+    )
+
+
+def _entry_point(entry: EntryPoint) -> str:
+    match entry.kind:
+        case "attribute":
+            return f"{entry.target}.{entry.attribute}"
+        case "module":
+            return shlex.join(["-m", entry.target, *entry.argv])
+        case _:
+            return shlex.join([entry.target, *entry.argv])
