@@ -37,6 +37,16 @@ def test_success_says_restarts() -> None:
     assert end_lines(ended(0, num_restarts=1)) == ["job gpt-1 finished, with 1 restart"]
 
 
+def test_calls_that_failed_unread_are_counted_and_their_callers_named() -> None:
+    workers = [msgspec.structs.replace(worker(rank), num_unread_errors=rank) for rank in range(6)]
+    line = "  rpc      15 calls failed and nobody read the error: see the stderr of "
+    line += "trainer-5 (5), trainer-4 (4), trainer-3 (3) and 2 more"
+    assert end_lines(ended(0, workers=workers)) == ["job gpt-1 finished", line]
+    assert line in end_lines(ended(1, workers=workers))
+    running = msgspec.structs.replace(ended(None, workers=workers[:2]), stage=Stage.RUNNING)
+    assert "1 call failed and nobody read the error: see the stderr of trainer-1 (1)" in status_lines(running, 0.0)[1]
+
+
 def test_a_stop_by_the_user_is_no_failure() -> None:
     lines = end_lines(ended(130, reason="stopped: Ctrl-C in its driver"))
     assert lines == ["job gpt-1 was stopped: Ctrl-C in its driver"]

@@ -11,8 +11,9 @@ from tests.sim.sim_agent import SimAgent
 from tests.unit.master_bench import CRASH, SETUP, USER, Bench, elastic, simple
 from unified.job.spec import JobSpec
 from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
-from unified.protocol.records import Failure, NodeState, Reachability, Stage, WorkerState
+from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage, WorkerState
 from unified_master.core.events import TimePassed
+from unified_master.core.status import job_status
 
 
 def test_a_crash_of_an_elastic_worker_restarts_its_role_alone() -> None:
@@ -409,3 +410,17 @@ def test_a_restart_on_request_is_not_charged() -> None:
     bench.running()
     assert bench.lives() == {"e-0": 2, "e-1": 2, "s-0": 1}
     assert (bench.job.num_restarts, bench.job.num_charged_restarts) == (1, 0)
+
+
+def test_errors_that_nobody_read_are_counted_over_all_lives_of_a_worker() -> None:
+    bench = Bench(simple())
+    agent = bench.world.agents["n1"]
+    assert isinstance(agent, SimAgent)
+    for count in (3, 4):
+        for life, sim in agent.lives.items():
+            if life[2] == bench.worker("s").incarnation:
+                sim.progress = Progress(step=1, num_unread_errors=count)
+        bench.end("s", 0, CRASH)
+        bench.running()
+    status = job_status(bench.world.core.cluster, bench.job)
+    assert status.workers[0].num_unread_errors == 7

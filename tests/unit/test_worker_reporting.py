@@ -76,6 +76,16 @@ def test_what_is_not_named_keeps_its_value() -> None:
     assert sent[-1] == Progress(step=1, total=10, metrics={"loss": 2.0, "accuracy": 0.5})
 
 
+def test_unread_errors_are_told_beside_the_progress() -> None:
+    sent = Sent()
+    reporter = Reporter(sent.take, interval_s=60)
+    reporter.report(1, 10, {})
+    reporter.count_unread(3)
+    reporter.report(2, None, {})
+    reporter.flush()
+    assert sent[-1] == Progress(step=2, total=10, num_unread_errors=3)
+
+
 def test_takes_numbers_texts_and_scalars() -> None:
     progress = last(step=Scalar(3), total=4.0, loss=Scalar(0.5), count=2**70, phase="warm-up", ok=True)
     assert progress == Progress(

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from unified.bus.link import Link
 from unified.bus.parcel import Parcel
 from unified.bus.post import PostOffice
 from unified.bus.receiver import TICK_S
+from unified.bus.registry import is_runtimes
 from unified.bus.remote import rebuild
 from unified.bus.stream_feed import StreamFeed
 from unified.bus.streams import RpcStream
@@ -273,6 +275,18 @@ class CallDesk:
             )
             for call_id, outbound in list(self._outbound.items())
         ]
+
+    def settle(self, quiet_s: float, within_s: float) -> None:
+        """Wait until no call of users' code is open, or none has ended for `quiet_s`, for at most `within_s`."""
+        until = time.monotonic() + within_s
+        while futures := [
+            each.future
+            for each in list(self._outbound.values())
+            if each.future is not None and not is_runtimes(each.method)
+        ]:
+            left_s = min(quiet_s, until - time.monotonic())
+            if left_s <= 0 or not wait(futures, left_s, FIRST_COMPLETED).done:
+                return
 
     def relay_lost(self) -> None:
         """Calls that were with the relay may be lost, and it keeps nothing: end them rather than wait for ever."""

@@ -46,6 +46,7 @@ from unified.bus.shm_files import identity, own_pid
 from unified.bus.shm_pool import SharedPool
 from unified.bus.shm_reader import SharedReader
 from unified.bus.sorter import MailSorter
+from unified.bus.unread import UnreadError, UnreadErrors
 from unified.errors import UsageError
 from unified.keys import ClusterKey
 from unified.protocol.records import DirectoryEntry, Inbox
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 LIMIT_BYTES = 256 * 1024 * 1024
 LINGER_MS = 500
 MAX_METHOD_NAME = 1000
+QUIET_S = 0.5
+SETTLE_WITHIN_S = 5.0
 _held_up: list[zmq.Context[zmq.Socket[bytes]]] = []
 """With a socket that a thread still holds: ending these, as collecting them would, could wait for ever."""
 _endpoints: weakref.WeakSet[BusEndpoint] = weakref.WeakSet()
@@ -111,6 +114,8 @@ class BusEndpoint:
         self._pool = HandlerPool("bus-handler", MAX_HANDLER_THREADS)
         self._sweeper: Errands[Callable[[], object]] = Errands(lambda work: work(), name="bus-sweeper")
         """Gives memory back, which can take a second, while news and deadlines go on."""
+        self.unread = UnreadErrors(worker)
+        """Errors of calls made here that nobody read."""
         self._listeners: list[Callable[[Sequence[DirectoryEntry]], object]] = []
         self._is_started = False
         self._is_closing = False
@@ -236,6 +241,7 @@ class BusEndpoint:
             on_link_lost=self._on_link_lost,
         )
         self._sweeper.start()
+        self.unread.start()
         self._desk.start()
         self._receiver.start()
         self._remote_thread = self._sockets.start(self._sorter.take_remote, self._sorter.relay_lost)
@@ -356,6 +362,7 @@ class BusEndpoint:
         self._receiver.close()
         has_ended = self._sockets.close()
         self._sweeper.close()
+        self.unread.close()
         self._reader.close()
         self._memory.close()
         self._gatekeeper.close()
@@ -387,6 +394,23 @@ class BusEndpoint:
         self._service.end_wait(who, awaited)
         if is_pooled:
             self._pool.waited()
+
+    def failed(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
+        """See `unified.bus.futures.Host`."""
+        return self.unread.watch(what, error)
+
+    def settle(self, quiet_s: float = QUIET_S, within_s: float = SETTLE_WITHIN_S) -> int:
+        """Wait for the answers that are on their way to users' calls, and log the errors that nobody has read.
+
+        To be called when the worker's own code is done. A call whose handler takes longer is left alone: it waits until
+        none has ended for `quiet_s` seconds, and for `within_s` at most.
+
+        Returns:
+            how many errors of calls were not read since the start.
+        """
+        self._courier.release()
+        self._desk.settle(quiet_s, within_s)
+        return self.unread.tell_all()
 
     def _check_may_call(self, method: str) -> None:
         if not self._is_started:

@@ -11,6 +11,7 @@ from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from unified.bus.link import Link
+from unified.bus.unread import UnreadError
 from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError
 
 T = TypeVar("T")
@@ -43,14 +44,17 @@ class Host(Protocol):
     def after_wait(self, token: Any) -> None:
         """It waits no more."""
 
+    def failed(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
+        """A future ended in `error`; what it is to hold until somebody reads that."""
+
 
 class RpcFuture(Future[T]):
     """What a call returns at once: a `concurrent.futures.Future`, so that ``result()``, ``add_done_callback``,
     ``concurrent.futures.wait`` and ``asyncio.wrap_future`` work, and an awaitable.
 
-    It ends in the handler's value or in one of the errors under `unified.errors.RpcError`. Callbacks run on a thread of
-    the bus, or on one that waits for another answer of the same worker: they must be short, and may not wait for
-    another call to it.
+    It ends in the handler's value or in one of the errors under `unified.errors.RpcError`. An error that nobody reads
+    is logged when the future is collected, or its worker ends. Callbacks run on a thread of the bus, or on one that
+    waits for another answer of the same worker: they must be short, and may not wait for another call to it.
 
     The standard future makes a lock and a condition for each; most calls end without anybody having needed one, so here
     they are made when somebody does.
@@ -75,6 +79,8 @@ class RpcFuture(Future[T]):
     """On which its answer will come, where a waiting thread can receive it itself."""
     parts: Sequence[Future[Any]] = ()
     """Futures that this one waits for."""
+    _unread: UnreadError | None = None
+    """Its error, until somebody reads that."""
     watcher = 0
     """Ident of the thread that waits for it as for any future, where `is_watched`."""
 
@@ -186,6 +192,7 @@ class RpcFuture(Future[T]):
         if self._state != FINISHED:
             self._wait(timeout)
         if self._exception is not None:
+            self.forgive()
             try:
                 raise self._exception
             finally:
@@ -197,7 +204,14 @@ class RpcFuture(Future[T]):
         """What the call ended in, or None if in a value; waits as `result` does."""
         if self._state != FINISHED:
             self._wait(timeout)
+        self.forgive()
         return self._exception
+
+    def forgive(self) -> None:
+        """Its error has been read, or need not be: it is not logged."""
+        unread = self._unread
+        if unread is not None:
+            unread.was_read()
 
     def cancel(self) -> bool:
         """Give the call up: it ends in `RpcCancelledError`, and its handler is told. False if it has ended already."""
@@ -266,6 +280,8 @@ class RpcFuture(Future[T]):
         """Under the lock that keeps others from doing so; False if it has ended already."""
         if self._state in _ENDED:
             return False
+        if error is not None and self._host is not None:
+            self._unread = self._host.failed(self._what, error)
         self._result, self._exception = value, error
         self._state = FINISHED
         return True

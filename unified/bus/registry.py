@@ -14,8 +14,8 @@ from unified.errors import RpcNotFoundError, UsageError, nearest
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "__unified_rpc__"
 MAX_NAMED = 50
-_RUNTIMES = "unified."
-"""Names of the runtime's own methods begin with it; users have no business with them."""
+_RUNTIMES = ("unified.", "__queue__.")
+"""Names of the runtime's own methods begin with one of these; users have no business with them."""
 
 
 class RpcMark(NamedTuple):
@@ -71,7 +71,7 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
         """
         function = self.get(name)
         if function is None:
-            own = sorted(each for each in self if not each.startswith(_RUNTIMES))
+            own = sorted(each for each in self if not is_runtimes(each))
             raise RpcNotFoundError(f"worker {worker} has no rpc method {name!r}.{nearest(name, own)} {_named(own)}")
         return function
 
@@ -81,6 +81,11 @@ def _named(names: list[str]) -> str:
         return "Nothing is registered there: is the function marked with @rpc, in the module of the entry point?"
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"Registered there: {', '.join(names[:MAX_NAMED])}{more}."
+
+
+def is_runtimes(name: str) -> bool:
+    """Whether a method of this name is the runtime's own."""
+    return name.startswith(_RUNTIMES)
 
 
 RPC_REGISTRY = MethodRegistry()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
+import threading
+import time
 import traceback
 from typing import Any
 
 import msgspec
 
+from unified.bus.codec import Encoded
+from unified.bus.inbound import InboundCall
+from unified.bus.registry import is_runtimes
 from unified.bus.tensors import Buffer
+from unified.core.said_once import SaidOnce
 from unified.errors import (
     BusOverloadedError,
     ProtocolError,
@@ -21,7 +28,10 @@ from unified.errors import (
 from unified.job.spec import Value
 from unified.protocol.framing import UNREADABLE
 
+logger = logging.getLogger(__name__)
 MAX_TEXT = 64 * 1024
+REPEAT_S = 60.0
+"""What goes on failing is logged again after so many seconds without it."""
 _OURS: dict[str, type[RpcError]] = {
     cls.__name__: cls for cls in (RpcNotFoundError, BusOverloadedError, RpcCancelledError, RouteLostError)
 }
@@ -45,6 +55,47 @@ class Raised(Value, frozen=True, kw_only=True):
     """The exception itself, where it can be pickled."""
 
 
+class HandlerErrors:
+    """What a service's handlers raise: written down for their callers, and logged where it happened.
+
+    Each method and kind of error is logged with its traceback when it is new, since its caller need not log anything;
+    more of the same go to their callers only.
+
+    Args:
+        worker, node: whose handlers these are.
+        ours: as for `describe`.
+    """
+
+    def __init__(self, worker: str, node: str, ours: dict[str, Any]) -> None:
+        self._worker = worker
+        self._node = node
+        self._ours = ours
+        self._said = SaidOnce(forget_s=REPEAT_S)
+        self._lock = threading.Lock()
+
+    def describe(self, call: InboundCall, error: BaseException) -> Encoded:
+        """The answer to a call whose handler raised."""
+        body = describe(error, worker=self._worker, node=self._node, ours=self._ours)
+        self.log(call, error)
+        return Encoded(body, [])
+
+    def log(self, call: InboundCall, error: BaseException) -> None:
+        """A call ended in an error here; the runtime's own methods are left to those who call them."""
+        if is_runtimes(call.method):
+            return
+        with self._lock:
+            is_new = self._said.is_new(time.monotonic(), f"{call.method}: {type(error).__name__}")
+        if is_new:
+            logger.warning(
+                "event=rpc-handler-failed worker=%s method=%r caller=%s (its caller is told each time; more like it "
+                "are not logged)\n%s",
+                self._worker,
+                call.method,
+                call.worker,
+                error_text(error).rstrip(),
+            )
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Raised)
 
@@ -66,7 +117,7 @@ def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, An
         from_bus=False,
         type_name=_type_name(error),
         message=_text(error),
-        traceback=_trace(error),
+        traceback=error_text(error),
         worker=worker,
         node=node,
         pickled=_pickled(error),
@@ -180,7 +231,8 @@ def _text(error: BaseException) -> str:
         return f"<its __str__ raised {type(second).__name__}>"
 
 
-def _trace(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """Its traceback, or what can be had of it."""
     try:
         return "".join(traceback.format_exception(error))[-MAX_TEXT:]
     except Exception as second:

@@ -28,7 +28,7 @@ from unified.bus.method import Method, describe_method
 from unified.bus.pool import HandlerPool
 from unified.bus.receiver import INLINE_TICKS, Receiver
 from unified.bus.registry import MethodRegistry
-from unified.bus.remote import describe, describe_ours
+from unified.bus.remote import HandlerErrors, describe_ours
 from unified.bus.stream_source import AnyGenerator, StreamSource, is_stream
 from unified.errors import ProtocolError, RpcCancelledError, RpcError
 from unified.protocol.envelope import Kind
@@ -70,10 +70,10 @@ class CallService:
     ) -> None:
         self._registry = registry
         self._worker = worker
-        self._node = node
         self._reply = reply
         self._pool = pool
         self._receiver = receiver
+        self._errors = HandlerErrors(worker, node, globals())
         self._loop = LoopThread()
         self._known: dict[tuple[str, int], InboundCall] = {}
         self._early: list[InboundCall] | None = []
@@ -292,7 +292,7 @@ class CallService:
             kind, answer = Kind.RESULT, encode(value, devices=True)
             del value
         except BaseException as error:
-            kind, answer = Kind.ERROR, self._described(error)
+            kind, answer = Kind.ERROR, self._errors.describe(call, error)
         finally:
             if in_line:
                 self._start_next(call)
@@ -331,7 +331,7 @@ class CallService:
         source = call.stream = StreamSource(
             generator,
             send,
-            describe=self._described,
+            describe=partial(self._errors.describe, call),
             what=f"{call.method!r} in worker {self._worker}",
             expires=call.expires,
         )
@@ -363,7 +363,7 @@ class CallService:
         try:
             kind, answer = Kind.RESULT, encode(ended.result(), devices=True)
         except BaseException as error:
-            kind, answer = Kind.ERROR, self._described(error)
+            kind, answer = Kind.ERROR, self._errors.describe(call, error)
         self._answer(call, kind, answer, False)
 
     def _start_next(self, call: InboundCall) -> None:
@@ -403,7 +403,7 @@ class CallService:
             ours = RpcCancelledError(f"the handler of {call.method!r} was cancelled inside worker {self._worker}.")
             kind, answer = Kind.ERROR, Encoded(describe_ours(ours), [])
         except BaseException as error:
-            kind, answer = Kind.ERROR, self._described(error)
+            kind, answer = Kind.ERROR, self._errors.describe(call, error)
         self._answer(call, kind, answer, False)
 
     def _arguments(self, call: InboundCall) -> tuple[list[Any], dict[str, Any]]:
@@ -414,9 +414,6 @@ class CallService:
             case [list() as args, dict() as kwargs]:
                 return args, kwargs
         raise ProtocolError(f"the body of the call of {call.method!r} does not hold arguments.")
-
-    def _described(self, error: BaseException) -> Encoded:
-        return Encoded(describe(error, worker=self._worker, node=self._node, ours=globals()), [])
 
     def _answer_unknown(self, call: InboundCall) -> None:
         try:
@@ -437,6 +434,7 @@ class CallService:
         self._fail(call, RpcError(f"{what}: calls of {gate.name} wait for one another there, and {circle}"))
 
     def _fail(self, call: InboundCall, error: RpcError) -> None:
+        self._errors.log(call, error)
         self._answer(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
 
     def _answer(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool) -> None:
@@ -448,7 +446,7 @@ class CallService:
         try:
             self._reply(call, kind, answer, may_wait)
         except Exception as error:  # such as a body of more than 4 GiB; its caller is not to wait for ever
-            self._reply(call, Kind.ERROR, self._described(error), may_wait)
+            self._reply(call, Kind.ERROR, self._errors.describe(call, error), may_wait)
 
     def _forget(self, call: InboundCall) -> None:
         self._known.pop((call.sender, call.call_id), None)

@@ -10,7 +10,7 @@ import typer
 from unified.cli.options import Job, Json, Master, connect
 from unified.cli.text import first_line, moment, print_json, table, terminal_width
 from unified.client.connection import MasterConnection
-from unified.client.report import end_lines
+from unified.client.report import end_lines, unread_lines
 from unified.client.summary import duration_text, number_text, short_name, state_text, summarise
 from unified.protocol.client_master import GetJob, JobStatus, WorkerStatus
 from unified.protocol.records import Stage, WorkerState
@@ -54,6 +54,7 @@ def status_lines(status: JobStatus, now: float, width: int | None = None) -> lis
         lines = [f"job {status.job_id} is {status.stage}, for {since}"]
         if status.reason:
             lines.append(f"  {first_line(status.reason)}")
+        lines += unread_lines(status)
     lines.append(f"  submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}")
     lines += ["", *(f"  {role.text}" for role in summarise(status))]
     if status.workers:

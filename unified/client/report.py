@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from unified.client.summary import duration_text, restarts_text
+from unified.client.summary import duration_text, restarts_text, short_name
 from unified.protocol.client_master import EndReport, JobStatus
 
 TRACEBACK_LINES = 20
 LINE_WIDTH = 200
 STOPPED_BY_USER = 130
+MAX_CALLERS = 3
 
 
 def end_lines(status: JobStatus, *, story: str = "") -> list[str]:
@@ -19,17 +20,32 @@ def end_lines(status: JobStatus, *, story: str = "") -> list[str]:
     """
     took = f" after {duration_text(status.ended_at - status.submitted_at)}" if status.ended_at else ""
     restarts = f", with {restarts_text(status.num_restarts)}" if status.num_restarts else ""
+    unread = unread_lines(status)
     if status.exit_code == 0:
-        return [f"job {status.job_id} finished{took}{restarts}"]
+        return [f"job {status.job_id} finished{took}{restarts}", *unread]
     if status.exit_code == STOPPED_BY_USER:
-        return [f"job {status.job_id} was stopped{took}: {status.reason.removeprefix('stopped: ')}"]
+        return [f"job {status.job_id} was stopped{took}: {status.reason.removeprefix('stopped: ')}", *unread]
     lines = [f"job {status.job_id} failed with exit code {status.exit_code}{took}{restarts}"]
     if status.end is not None:
         lines += _failure_lines(status, status.end)
     else:
         lines.append(_row("reason", status.reason or "the master gave none"))
+    lines += unread
     lines.append(_row("next", story or f"unified explain {status.job_id}"))
     return lines
+
+
+def unread_lines(status: JobStatus) -> list[str]:
+    """A line about calls that failed without anybody reading the error, if there were any."""
+    callers = [worker for worker in status.workers if worker.num_unread_errors]
+    total = sum(worker.num_unread_errors for worker in callers)
+    if not total:
+        return []
+    most = sorted(callers, key=lambda worker: -worker.num_unread_errors)[:MAX_CALLERS]
+    named = ", ".join(f"{short_name(worker)} ({worker.num_unread_errors})" for worker in most)
+    more = f" and {len(callers) - len(most)} more" if len(callers) > len(most) else ""
+    calls = "1 call" if total == 1 else f"{total} calls"
+    return [_row("rpc", f"{calls} failed and nobody read the error: see the stderr of {named}{more}")]
 
 
 def _failure_lines(status: JobStatus, end: EndReport) -> list[str]:

@@ -58,7 +58,8 @@ def summarise(status: JobStatus) -> list[RoleSummary]:
 
 def _summarise_role(status: JobStatus, role: RoleStatus) -> RoleSummary:
     workers = [worker for worker in status.workers if worker.role == role.name]
-    progress = next((w.progress for w in sorted(workers, key=lambda w: w.rank) if w.progress), Progress())
+    reported = (w.progress for w in sorted(workers, key=lambda w: w.rank) if w.progress is not None)
+    progress = next((each for each in reported if each.step is not None or each.metrics), Progress())
     return RoleSummary(
         name=role.name,
         states=_states_text(status, workers) or f"{role.total} {WAITING}",

@@ -109,6 +109,8 @@ class WorkerStatus(Value, frozen=True, kw_only=True):
     log_file: str = ""
     reason: str = ""
     """Of the last decision about it."""
+    num_unread_errors: int = 0
+    """Calls of its code, in all its lives, that failed without anybody reading the error."""
 
 
 class RoleStatus(Value, frozen=True, kw_only=True):

@@ -91,11 +91,13 @@ class Failure(Value, frozen=True, kw_only=True):
 
 
 class Progress(Value, frozen=True, kw_only=True):
-    """What a worker said last through `current_worker().report(…)`."""
+    """What a worker said last through `current_worker().report(…)`, and what its runtime counted."""
 
     step: int | None = None
     total: int | None = None
     metrics: dict[str, float | int | str] = {}
+    num_unread_errors: int = 0
+    """Calls that its code made, that failed, and whose errors nobody read, in this life."""
 
 
 class Inbox(Value, frozen=True, kw_only=True):

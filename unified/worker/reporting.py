@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from unified.protocol.records import Progress
 
 INTERVAL_S = 0.1
@@ -37,13 +39,24 @@ class Reporter:
             TypeError: a value that is not a number, a text, or an array or tensor with one element.
         """
         checked = {name: _plain(name, value) for name, value in metrics.items()}
-        with self._lock:
-            old = self._newest
-            self._newest = Progress(
+
+        def merged(old: Progress) -> Progress:
+            return replace(
+                old,
                 step=old.step if step is None else _whole("step", step),
                 total=old.total if total is None else _whole("total", total),
                 metrics={**old.metrics, **checked},
             )
+
+        self._change(merged)
+
+    def count_unread(self, count: int) -> None:
+        """So many errors of calls were not read by anybody so far."""
+        self._change(lambda old: replace(old, num_unread_errors=count))
+
+    def _change(self, change: Callable[[Progress], Progress]) -> None:
+        with self._lock:
+            self._newest = change(self._newest)
             if not self._is_serving:
                 self._is_serving = True
                 threading.Thread(target=self._serve, name="unified-progress", daemon=True).start()

@@ -125,6 +125,7 @@ class _Life:
             default_timeout_s=launch.spec.call_timeout_s,
             key=launch.key,
         )
+        bus.unread.on_total = self._reporter.count_unread
         self._inbox = bus.start()
         worker = Worker(
             launch,
@@ -181,6 +182,7 @@ class _Life:
     def _finish(self) -> None:
         self._stop.finish()
         current_worker()._finish()
+        self._tell_unread(settle=True)
         self._reporter.flush()
         flush_output(within_s=1.0)
         self._channel.send(Finished())
@@ -197,6 +199,7 @@ class _Life:
                 print(failure.traceback, end="", file=sys.stderr)
             if failure.category == "setup":
                 print(f"unified: {failure.summary}", file=sys.stderr)
+        self._tell_unread(settle=False)
         flush_output(within_s=1.0)
         self._reporter.flush()
         self._channel.send(Failed(failure=failure))
@@ -206,7 +209,18 @@ class _Life:
         self._stop.leave()
         leave(code, within_s=within_s, last=self._close_bus)
 
+    def _tell_unread(self, *, settle: bool) -> None:
+        """Have the errors of calls logged and counted that user code never read."""
+        if self._bus is None or not self._bus.inbox_id:
+            return
+        if settle and not self._stop.is_asked:
+            self._bus.settle()
+        else:
+            self._bus.unread.tell_all()
+
     def _on_stop(self, stop: Stop) -> None:
+        if self._bus is not None:
+            self._bus.unread.is_stopping = True
         self._stop.request(stop.grace_s)
 
     def _send_progress(self, progress: Progress) -> None:

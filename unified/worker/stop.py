@@ -55,6 +55,11 @@ class StopState:
         self._is_watched = True
         return self._is_asked
 
+    @property
+    def is_asked(self) -> bool:
+        """As `should_stop`, for the runtime: reading it promises nothing."""
+        return self._is_asked
+
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Run `callback` when a stop is asked for; at once if it was already."""
         with self._deciding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from unified.protocol.records import WorkerState
 from unified_master.core import directory
 from unified_master.core.state import (
@@ -105,6 +107,9 @@ def start_timer(worker: WorkerRecord) -> TimerKey:
 def _forget_old(worker: WorkerRecord) -> None:
     worker.is_seen = False
     worker.state = WorkerState.STARTING
+    if worker.progress is not None and worker.progress.num_unread_errors:
+        worker.num_unread_before += worker.progress.num_unread_errors
+        worker.progress = msgspec.structs.replace(worker.progress, num_unread_errors=0)
     worker.pid = 0
     worker.round = 0
     worker.inbox = None

@@ -106,6 +106,8 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     """Changes of `names` and `refused` in this life."""
     num_failures: int = 0
     """Charged to it; compared with `max_restart`."""
+    num_unread_before: int = 0
+    """Errors of calls that nobody read, in its earlier lives."""
     past: list[PastLife] = []
     reason: str = ""
 

@@ -104,6 +104,7 @@ def _worker_status(cluster: Cluster, spec: JobSpec, worker: WorkerRecord) -> Wor
         progress=worker.progress,
         log_file=worker.log_file,
         reason=worker.reason,
+        num_unread_errors=worker.num_unread_before + (worker.progress.num_unread_errors if worker.progress else 0),
     )
 
 

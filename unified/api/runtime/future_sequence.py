@@ -67,10 +67,20 @@ class FutureSequence(Sequence[T]):
         return f"FutureSequence(lens={self._lens})"
 
     def _run(self, which: int, timeout: float | None = None) -> Sequence[T]:
-        run: Sequence[T] = self._futures[which].result(timeout)
+        try:
+            run: Sequence[T] = self._futures[which].result(timeout)
+        except Exception:
+            if self._futures[which].done():
+                self._one_speaks_for_all()
+            raise
         if len(run) != self._lens[which]:
             raise UsageError(
                 f"part {which} of a batch of {len(self)} returned {len(run)} results for {self._lens[which]} inputs: "
                 "a handler for call_batch returns one result for each input."
             )
         return run
+
+    def _one_speaks_for_all(self) -> None:
+        """A part of the batch has failed, and that was read: of the others' errors nobody need be told."""
+        for future in self._futures:
+            future.add_done_callback(lambda ended: ended.exception())
