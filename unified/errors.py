@@ -174,7 +174,7 @@ class RpcCancelledError(RpcError):
     """The caller cancelled the call."""
 
 
-class RpcNotFoundError(RpcError, LookupError):
+class RpcNotFoundError(RpcError, LookupError, ValueError):
     """The worker that was called has no such method; the message names those it has."""
 
 

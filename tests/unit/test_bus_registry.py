@@ -35,6 +35,12 @@ def registry() -> Iterator[None]:
     RPC_REGISTRY.update(before)
 
 
+def test_missing_method_is_a_value_error_too() -> None:
+    with pytest.raises(ValueError, match="has no rpc method 'x'"):
+        RPC_REGISTRY.find("x", "w")
+    assert issubclass(RpcNotFoundError, LookupError)
+
+
 def test_bare() -> None:
     @rpc
     def handler() -> int:
@@ -171,6 +177,23 @@ def test_two_instances_under_one_namespace_are_refused() -> None:
     export_rpc_instance("ns", Service())
     with pytest.raises(ValueError, match="already registered"):
         export_rpc_instance("ns", Service())
+
+
+def test_what_has_no_rpc_methods_is_refused_and_a_module_exports_its_functions() -> None:
+    with pytest.raises(
+        ValueError, match=r"no method that is marked with @rpc, so that nothing of it could be called\."
+    ):
+        export_rpc_instance(None, object())
+    with pytest.raises(ValueError, match=r"It is a class: export an instance of it, Service\(…\)\."):
+        export_rpc_instance("ns", Service)
+    with pytest.raises(ValueError, match="nothing of it could be called"):
+        export_rpc_instance(None, types)
+    module = types.ModuleType("service")
+    exec("from unified import rpc\n@rpc()\ndef ping(): return 'pong'\ndef other(): ...", vars(module))
+    export_rpc_instance(None, module)
+    export_rpc_instance("ns", module)
+    assert sorted(RPC_REGISTRY) == ["ns.ping", "ping"]
+    assert RPC_REGISTRY["ns.ping"]() == "pong"
 
 
 def test_exporting_the_same_instance_again_changes_nothing() -> None:

@@ -109,6 +109,9 @@ def test_before_and_after_a_wait_and_a_wait_that_is_refused() -> None:
         def after_wait(self, token: str) -> None:
             calls.append(token)
 
+        def failed(self, what: object, error: BaseException) -> None:
+            raise AssertionError("a stream is no future")
+
     wire = Wire(count(0))
     feed, refused = (
         StreamFeed(WHAT, send_more=wire.more, cancel=wire.cancel, abandon=wire.abandon, host=Watching())

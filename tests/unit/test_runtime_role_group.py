@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import math
 from collections.abc import Iterator
@@ -217,14 +218,44 @@ async def test_proxy(bus: InstantBus, owner: str) -> None:
     proxy = create_rpc_proxy(owner, "simple_class", Service)
     assert proxy.hello("World") == "Hello, World!"
     assert bus.calls[-1][:2] == ("rollout_3-2_1-0", "simple_class.hello")
-    inner: Any = await proxy.later()
+    inner: Any = await asyncio.create_task(proxy.later())
     assert await inner == "later"  # this bus does not await what the handler returned
+    assert (proxy.owner, proxy.name, proxy.cls) == (owner, "simple_class", Service)  # type: ignore[attr-defined]
     assert proxy.hello.__doc__ == "Greets."
     assert repr(proxy) == "UserRpcProxy('rollout_3-2_1-0', 'simple_class', Service)"
     with pytest.raises(AttributeError, match=r"Service.* has no @rpc method 'helo'\. Did you mean 'hello'\?"):
         proxy.helo  # type: ignore[attr-defined]  # noqa: B018  # that it is missing is the point
     with pytest.raises(AttributeError):
         proxy.unmarked()
+
+
+def test_async_method_of_a_proxy_can_be_run_from_sync_code(bus: InstantBus) -> None:
+    export_rpc_instance("simple_class", Service())
+    coroutine = create_rpc_proxy("rollout", "simple_class", Service).later()
+    assert bus.calls[-1].method == "simple_class.renamed"  # it is called at once, and not when it is awaited
+    asyncio.run(coroutine).close()  # type: ignore[attr-defined]  # this bus does not await what the handler returned
+
+
+class Named:
+    @rpc()
+    def name(self) -> str:
+        return "far"
+
+
+def test_methods_hide_the_attributes_of_a_proxy(bus: InstantBus) -> None:
+    export_rpc_instance("named", Named())
+    assert create_rpc_proxy("rollout", "named", Named).name() == "far"
+
+
+def test_size_of_a_batch_by_its_name(bus: InstantBus) -> None:
+    bus.methods["double"] = lambda items, size=0: [2 * item + size for item in items]
+    group = RoleGroup("rollout")
+    assert list(group.call_batch("double", size=3, items=[1, 2, 3])) == [2, 4, 6]
+    assert list(group.call_batch("double", [1, 2, 3], size=3)) == [2, 4, 6]  # type: ignore[call-overload]
+    # an argument of the method
+    assert list(group.call_batch("double", 3, [1, 2, 3], size=1)) == [3, 5, 7]  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="was given no size"):
+        group.call_batch("double", items=[1])  # type: ignore[call-overload]
 
 
 def test_proxy_of_a_role_is_of_its_rank_0_and_a_namespace_may_be_missing(bus: InstantBus) -> None:

@@ -1,20 +1,20 @@
 """The `remote_call.py` of document 3, with its signatures in `typed_remote_call.pyi` (the document: "can be typed in
-.pyi"): here is only what the calls do."""
+.pyi"): here is only how the calls are made."""
 
-from unified.api.runtime import RoleGroup
-
-
-def wake_up():
-    RoleGroup("rollout").call(wake_up).result()
+from unified.api.runtime.remote_call import bind
 
 
-def generate(prompts, scale=1):
-    return RoleGroup("rollout").call_batch(generate, len(prompts), prompts, scale=scale)
+@bind("rollout", to="all")
+def wake_up(): ...
 
 
-def tokens(prompt):
-    return RoleGroup("rollout")[0].stream(tokens, prompt)
+@bind("rollout", to="batch")
+def generate(prompts, scale=1): ...
 
 
-def weight(name):
-    return RoleGroup("rollout").with_options(timeout=5, retries=2).call_rank0(weight, name).result()
+@bind("rollout", to="stream")
+def tokens(prompt): ...
+
+
+@bind("rollout", to="rank0", timeout=5, retries=2)
+def weight(name): ...

@@ -342,9 +342,10 @@ class RpcFuture(Future[T]):
         raise TypeError(f"the future of {self.what} cannot be sent to another process: send its result.")
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self._awaited().__await__()
+        return self.as_coroutine().__await__()
 
-    async def _awaited(self) -> T:
+    async def as_coroutine(self) -> T:
+        """A coroutine that waits for it, for what takes no other awaitable: `asyncio.run`, `create_task`."""
         if not self.has_ended():
             token = None if self._host is None else self._host.before_wait(self, id(asyncio.current_task()))
             try:

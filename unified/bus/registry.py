@@ -189,14 +189,33 @@ def export_rpc_method(name: str, func: Callable[..., Any]) -> None:
 def export_rpc_instance(ns: str | None, instance: Any) -> None:
     """Make the `@rpc` methods of an object callable as ``ns.method``, or as ``method`` when `ns` is None.
 
-    A method that a subclass overrides without a mark of its own keeps the name that its base class gave it.
+    A method that a subclass overrides without a mark of its own keeps the name that its base class gave it. Of a module
+    the `@rpc` functions among its top-level names are exported.
 
     Raises:
+        UsageError: (a ValueError) the object has no `@rpc` methods.
         ValueError: one of the names is taken.
     """
-    for attribute, mark in marked_methods(type(instance)).items():
-        name = f"{ns}.{mark.name}" if ns else mark.name
-        RPC_REGISTRY.adopt(name, getattr(instance, attribute))
+    if not adopt_instance(ns, instance):
+        hint = ""
+        if isinstance(instance, type):
+            hint = f" It is a class: export an instance of it, {instance.__name__}(…)."
+        raise UsageError(
+            f"export_rpc_instance({ns!r}, {instance!r}): it has no method that is marked with @rpc, so that nothing "
+            f"of it could be called.{hint}"
+        )
+
+
+def adopt_instance(ns: str | None, instance: Any) -> int:
+    """As `export_rpc_instance`, of an object that need not have any such methods; how many it has."""
+    if isinstance(instance, ModuleType):
+        functions = {mark.name: function for function, mark in _marked_functions(vars(instance))}
+    else:
+        methods = marked_methods(type(instance))
+        functions = {mark.name: getattr(instance, attribute) for attribute, mark in methods.items()}
+    for name, function in functions.items():
+        RPC_REGISTRY.adopt(f"{ns}.{name}" if ns else name, function)
+    return len(functions)
 
 
 def export_rpc_module(module: ModuleType | Mapping[str, Any]) -> None:
@@ -206,10 +225,15 @@ def export_rpc_module(module: ModuleType | Mapping[str, Any]) -> None:
         ValueError: one of the names is taken by another function.
     """
     names = vars(module) if isinstance(module, ModuleType) else module
+    for function, mark in _marked_functions(names):
+        RPC_REGISTRY.adopt(mark.name, function)
+
+
+def _marked_functions(names: Mapping[str, Any]) -> Iterator[tuple[Callable[..., Any], RpcMark]]:
     for value in list(names.values()):
         mark = mark_of(value) if inspect.isroutine(value) else None
         if mark is not None:
-            RPC_REGISTRY.adopt(mark.name, value)
+            yield value, mark
 
 
 def marked_methods(cls: type) -> dict[str, RpcMark]:

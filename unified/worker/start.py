@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from unified import compat, process
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.registry import export_rpc_instance, export_rpc_module
+from unified.bus.registry import adopt_instance, export_rpc_module
 from unified.errors import EntryPointError
 from unified.log_level import asked_level, log_from
 from unified.protocol.agent_master import RunOrder
@@ -255,7 +255,7 @@ def _export(entry: Entry) -> None:
     try:
         export_rpc_module(entry.module)
         if entry.instance is not None:
-            export_rpc_instance(None, entry.instance)
+            adopt_instance(None, entry.instance)
     except ValueError as error:
         raise EntryPointError(f"the @rpc functions of {entry.module.__name__!r} cannot be exported: {error}") from error
 

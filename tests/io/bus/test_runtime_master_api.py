@@ -49,11 +49,13 @@ def test_wait_asks_again_until_the_job_has_stopped(master: Any) -> None:
 def test_restart_and_stop(master: Any) -> None:
     master.respond = lambda message: Done()
     PrimeMasterApi.restart_actors(["rollout-1", "trainer_1-0_1-0"])
+    PrimeMasterApi.restart_actors(actor_names=["rollout-0"])
     PrimeMasterApi.restart_actors([])  # nobody, not everybody
     PrimeMasterApi.restart()
     PrimeMasterApi.stop()
     assert master.requests == [
         RestartWorkers(job="job-1", workers=["rollout_2-1_1-0", "trainer_1-0_1-0"]),
+        RestartWorkers(job="job-1", workers=["rollout_2-0_1-0"]),
         RestartWorkers(job="job-1", workers=[]),
         StopJob(job="job-1", reason="asked by worker trainer_1-0_1-0"),
     ]

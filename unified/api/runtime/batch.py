@@ -32,6 +32,21 @@ def share(value: Any, start: int, end: int) -> Any:
         return [value[i] for i in range(start, end)]
 
 
+def size_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The size that `call_batch` was given, by its place or by its name, and the arguments after it.
+
+    A `size` beside a number in that place is an argument of the method.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if "size" in kwargs and not (args and type(args[0]) is int):
+        return kwargs.pop("size"), args
+    if not args:
+        raise UsageError("call_batch(method, size, …) was given no size: how many inputs has the batch?")
+    return args[0], args[1:]
+
+
 def check_lengths(size: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise UsageError (a ValueError) unless every argument that is cut has `size` entries."""
     if type(size) is not int or size < 0:

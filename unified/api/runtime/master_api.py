@@ -79,9 +79,9 @@ def get_all_roles() -> dict[str, list[ActorInfo]]:
     return {role: worker.workers_of(role) for role in worker.roles}
 
 
-def restart_actors(names: Iterable[str]) -> None:
-    """Give these workers (full names or ``role-rank``) a new life each."""
-    workers = [actor_named(name).name for name in names]
+def restart_actors(names: Iterable[str] = (), *, actor_names: Iterable[str] = ()) -> None:
+    """Give these workers (full names or ``role-rank``) a new life each. `actor_names` is another word for `names`."""
+    workers = [actor_named(name).name for name in (*names, *actor_names)]
     if workers:  # to the master an empty list means all
         _ask(RestartWorkers(job=_job_id(), workers=workers), Done)
 

@@ -17,9 +17,13 @@ T = TypeVar("T")
 class UserRpcProxy:
     """Stands for an object that its owner exported with `export_rpc_instance(ns, obj)`.
 
-    It has the `@rpc` methods of the object's class. A sync method blocks and returns the value; an ``async def`` method
-    returns an awaitable. A generator method returns an iterator, and an async one an async iterator, at once; what goes
-    wrong is raised where it is read.
+    It has the `@rpc` methods of the object's class. A sync method blocks and returns the value. An ``async def`` method
+    makes the call at once and returns a coroutine, to be awaited, or given to `asyncio.run` or `create_task`. A
+    generator method returns an iterator, and an async one an async iterator, at once; what goes wrong is raised where
+    it is read.
+
+    Attributes:
+        owner, name, cls: as they were given; a method of the class that has the same name hides one.
 
     Args:
         owner: worker that has the object: full name, ``role-rank``, or a role's name for its rank 0.
@@ -35,6 +39,9 @@ class UserRpcProxy:
     """
 
     def __init__(self, owner: str, name: str | None, cls: type, timeout: float | None = None, retries: int = 0) -> None:
+        self.owner = owner
+        self.name = name
+        self.cls = cls
         self._owner = actor_named(owner).name
         self._ns = name
         self._cls = cls
@@ -54,7 +61,7 @@ class UserRpcProxy:
         future = begin(self._owner, method, args, kwargs, options)
         if mark.is_stream:
             return PromisedStream(future)
-        return future if mark.is_async else future.result()
+        return future.as_coroutine() if mark.is_async else future.result()
 
     def __getattr__(self, name: str) -> Any:
         hint = nearest(name, vars(self))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, I
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 from unified.api.runtime.actors import actors_of
-from unified.api.runtime.batch import check_lengths, share
+from unified.api.runtime.batch import check_lengths, share, size_of_batch
 from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, begin_all, begin_each, check_stream
 from unified.api.runtime.future_sequence import FutureSequence
 from unified.api.runtime.promised_stream import PromisedStream
@@ -161,24 +161,24 @@ class RoleGroup(Sequence[RoleActor]):
 
     @overload
     def call_batch(
-        self, method: Callable[P, Coroutine[Any, Any, Sequence[R]]], size: int, /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[P, Coroutine[Any, Any, Sequence[R]]], /, size: int, *args: P.args, **kwargs: P.kwargs
     ) -> FutureSequence[R]: ...
     @overload
     def call_batch(
-        self, method: Callable[P, Sequence[R]], size: int, /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[P, Sequence[R]], /, size: int, *args: P.args, **kwargs: P.kwargs
     ) -> FutureSequence[R]: ...
     @overload
     def call_batch(
         self,
         method: Callable[..., Any] | str,
-        size: int,
         /,
+        size: int,
         *args: Any,
         _timeout: float | None = None,
         _retries: int | None = None,
         **kwargs: Any,
     ) -> FutureSequence[Any]: ...
-    def call_batch(self, method: Any, size: int, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
+    def call_batch(self, method: Any, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
         """Give each actor a run of a batch.
 
         Lists, tuples, arrays, tensors and other sequences (but not strings and bytes) are cut into runs of
@@ -187,7 +187,7 @@ class RoleGroup(Sequence[RoleActor]):
 
         Args:
             method: its name, or a function whose `@rpc` name, or own name, is meant.
-            size: of the batch, and so of each sequence among the arguments.
+            size: of the batch, and so of each sequence among the arguments; by its place or as ``size=``.
             _timeout, _retries: as for `RoleActor.call`, for each of the calls.
 
         Raises:
@@ -195,6 +195,7 @@ class RoleGroup(Sequence[RoleActor]):
         """
         self._check_not_empty()
         options = self.options.taken_from(kwargs)
+        size, args = size_of_batch(args, kwargs)
         check_lengths(size, args, kwargs)
         run = math.ceil(size / len(self.actors))
         runs = [(start, min(start + run, size)) for start in range(0, size, run or 1)]
