@@ -1,4 +1,5 @@
-"""Document 5's full training example under `python -m unified.compat`, by two workers that a master coordinates.
+"""Document 5's full training example, under `python -m unified.compat` and natively, by four workers that a master
+coordinates: they read each row once.
 
 Its text is as it stands, but for two places that it names: the coordinator's host, and where the data are. Checkpoints
 go to a bucket of the environment's, from which a second run goes on.
@@ -104,7 +105,7 @@ if __name__ == "__main__":
 
 # What the example leaves to its reader; it also imports less than it uses.
 READERS = """
-import io, itertools, json, os, socket, sys
+import io, json, os, socket, sys
 import torch
 
 class YourModel(torch.nn.Linear):
@@ -112,8 +113,13 @@ class YourModel(torch.nn.Linear):
         super().__init__(1, 1)
 
 def create_dataloader(files):
-    print("files", json.dumps(files))
-    return itertools.repeat(torch.ones(4, 1))
+    from pyarrow.parquet import ParquetFile
+
+    for path in files:
+        for batch in ParquetFile(path).iter_batches(1000):
+            rows = batch.column("x").to_pylist()
+            print("read", json.dumps([rows[0], rows[-1]]))
+            yield torch.tensor(rows, dtype=torch.float32).reshape(-1, 1) / 1e5
 
 def train_step(model, batch, optimizer):
     optimizer.zero_grad()
@@ -122,21 +128,28 @@ def train_step(model, batch, optimizer):
     optimizer.step()
     return loss.item()
 
-total_steps, steps_per_epoch, checkpoint_interval = 6, 3, 2
+total_steps, steps_per_epoch, checkpoint_interval = 25, 10, 10
+"""
+RANKS, ROWS = 4, 25_000
+"""One file of so many rows for each rank."""
+NATIVE = """
+from unified.checkpoint import CheckpointManager
+from unified.data import DatasetRegistry, TrainingOrchestrator
 """
 
 
-def run(script: Path) -> list[str]:
-    """What each of two ranks says, until both have ended well."""
-    workers = [start(script, rank, 2) for rank in range(2)]
+def run(script: Path, *launcher: str) -> list[str]:
+    """What each rank says, until all have ended well."""
+    workers = [start(script, rank, launcher) for rank in range(RANKS)]
     try:
-        said = [worker.communicate(timeout=100) for worker in workers]
+        said = [worker.communicate(timeout=200) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()  # one that ended is not there to be killed
             worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert [worker.returncode for worker in workers] == [0] * RANKS, said
     assert all(out.endswith("Training complete!\n") for out, _ in said)
+    assert not any("WARNING" in err for _, err in said), said
     return [out for out, _ in said]
 
 
@@ -144,10 +157,15 @@ def steps_of(out: str) -> list[str]:
     return [line.split(",")[0] for line in out.splitlines() if line.startswith("Step")]
 
 
-def start(script: Path, rank: int, world_size: int) -> subprocess.Popen[str]:
+def rows_of(out: str) -> list[int]:
+    ranges = [json.loads(line.removeprefix("read ")) for line in out.splitlines() if line.startswith("read")]
+    return [row for first, last in ranges for row in range(first, last + 1)]
+
+
+def start(script: Path, rank: int, launcher: tuple[str, ...]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "unified.compat", str(script)],
-        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)},
+        [sys.executable, *launcher, str(script)],
+        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"},
         cwd=script.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -155,45 +173,62 @@ def start(script: Path, rank: int, world_size: int) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.timeout(250)  # four processes import torch and its optimizers: nearly all of the time, on a busy host
-def test_example_trains_and_goes_on(
-    local_cluster: Callable[..., LocalCluster],
-    s3_environment: S3Server,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def bucket(s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where checkpoints go."""
+    name = s3_environment.make_bucket()
+    monkeypatch.setenv("UNIFIED_STORAGE_BUCKET", name)
+    return name
+
+
+@pytest.fixture
+def text(local_cluster: Callable[..., LocalCluster], tmp_path: Path) -> str:
+    """The example, with the coordinator's host and the place of the data as they are here."""
     import pyarrow
     import pyarrow.parquet
 
     data = tmp_path / "imagenet"
     data.mkdir()
-    for number in range(8):
-        pyarrow.parquet.write_table(pyarrow.table({"x": list(range(10_000))}), data / f"shard_{number}.parquet")
+    for number in range(RANKS):
+        rows = pyarrow.table({"x": range(number * ROWS, (number + 1) * ROWS)})
+        pyarrow.parquet.write_table(rows, data / f"shard_{number}.parquet")
     cluster = local_cluster(nodes=1, devices=1)
     places = {
         "http://coordinator:50051": cluster.address.replace("tcp://", "http://"),
         "/data/imagenet": str(data),
     }
-    text = EXAMPLE
+    found = EXAMPLE
     for place, here in places.items():
-        assert place in text
-        text = text.replace(place, here)
+        assert place in found
+        found = found.replace(place, here)
+    return READERS + found
+
+
+@pytest.mark.timeout(450)  # eight processes import torch and its optimizers: nearly all of the time, on a busy host
+def test_example_reads_each_row_once_and_goes_on(text: str, bucket: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(READERS + text)
+    script.write_text(text)
+    said = run(script, "-m", "unified.compat")
+    assert [steps_of(out) for out in said] == [["Step 0", "Step 10", "Step 20"]] * RANKS
+    assert sorted(row for out in said for row in rows_of(out)) == list(range(RANKS * ROWS))
 
-    bucket = s3_environment.make_bucket()
-    monkeypatch.setenv("UNIFIED_STORAGE_BUCKET", bucket)
+    with CheckpointManager(f"s3://{bucket}/checkpoints") as manager:
+        assert manager.steps() == [0, 10, 20]
+        before = manager.checkpoint(20)
+    again = run(script, "-m", "unified.compat")
+    assert [steps_of(out) for out in again] == [["Step 20"]] * RANKS, "the second run begins anew"
+    with CheckpointManager(f"s3://{bucket}/checkpoints") as manager:
+        assert manager.steps() == [0, 10, 20]
+        assert manager.checkpoint(20).writer != before.writer
+        assert manager.load_state()["step"] == 20
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.usefixtures("bucket")
+def test_example_reads_each_row_once_with_our_own_names(text: str, tmp_path: Path) -> None:
+    theirs = "from dtruntime import DatasetRegistry, CheckpointManager, TrainingOrchestrator\n"
+    assert theirs in text
+    script = tmp_path / "train.py"
+    script.write_text(text.replace(theirs, NATIVE))
     said = run(script)
-    assert [steps_of(out) for out in said] == [["Step 0", "Step 2", "Step 4"]] * 2
-    files = [json.loads(line.removeprefix("files ")) for out in said for line in out.splitlines() if "files" in line]
-    assert sorted(files[0] + files[1]) == sorted(map(str, data.glob("*.parquet"))), "each shard is somebody's"
-    assert all(files), "and everybody has some"
-
-    with CheckpointManager(f"s3://{bucket}/checkpoints") as manager:
-        assert manager.steps() == [0, 2, 4]
-        before = manager.checkpoint(4)
-    assert [steps_of(out) for out in run(script)] == [["Step 4"]] * 2, "the second run begins anew"
-    with CheckpointManager(f"s3://{bucket}/checkpoints") as manager:
-        assert manager.steps() == [0, 2, 4]
-        assert manager.checkpoint(4).writer != before.writer
-        assert manager.load_state()["step"] == 4
+    assert sorted(row for out in said for row in rows_of(out)) == list(range(RANKS * ROWS))

@@ -73,9 +73,49 @@ def reader():
 """
 
 
+NAMED = """
+import asyncio
+from pathlib import Path
+
+from unified import current_worker
+from unified.data import DatasetRegistry, ShardedDataset, TrainingOrchestrator
+
+folder = Path({folder!r})
+
+async def work(rank):
+    async with TrainingOrchestrator(worker_id=f"worker-{{rank}}") as me:
+        await me.register_worker()
+        registry = DatasetRegistry()
+        registry.register("d", folder / "data", "jsonl", shard_size=2)
+        await me.wait_barrier("registered")
+        if rank == 0:
+            (folder / "members").write_text(" ".join(registry.active_workers("d")))
+        samples = [sample["x"] for sample in ShardedDataset(registry, "d")]
+        with open(folder / "read", "a") as file:
+            file.write("".join(f"{{x}}\\n" for x in samples))
+        await me.wait_barrier("read")
+
+def reader():
+    asyncio.run(work(current_worker().actor_info.rank))
+"""
+
+
 def lines(folder: Path, name: str) -> list[str]:
     file = folder / name
     return file.read_text().splitlines() if file.exists() else []
+
+
+def test_workers_that_name_themselves_read_all_of_it(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    """As document 5 does; nobody else is given a part that nobody reads."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "part.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(60)))
+    project(named_job=NAMED.format(folder=str(tmp_path)))
+    builder: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
+    built = builder.workload("reader", "named_job.reader").total(2).resource(cpu=0.01).build()
+    handle = local_cluster(nodes=1, devices=1).submit(built, "named")
+    assert handle.wait(timeout=WAIT_S) == 0
+    assert lines(tmp_path, "members") == ["worker-0 worker-1"]
+    assert sorted(map(int, lines(tmp_path, "read"))) == list(range(60))
 
 
 def test_a_killed_reader_holds_nobody_and_loses_no_sample(

@@ -35,11 +35,13 @@ from unified.protocol.coordinator import (
     GetDatasets,
     GetDataShard,
     GetLatestCheckpoint,
+    GetRankFiles,
     Heartbeat,
     HeartbeatResponse,
     LeaveBarrier,
     MarkDone,
     NotifyCheckpoint,
+    RankFiles,
     RecoveryInfo,
     RegisterDataset,
     RegisterWorker,
@@ -173,6 +175,12 @@ def get_data_shard(coordinator: Listener, folder: Path) -> None:
     assert sorted((shard.start_sample, shard.end_sample) for shard in shards) == [(n, n + 2) for n in range(0, 12, 2)]
     assert {path for shard in shards for path in shard.file_paths} == {str(folder / "data.jsonl")}
     assert registries[0].get_assignment("shards", limit=1) == shards[:1]
+
+
+def get_rank_files(coordinator: Listener, folder: Path) -> None:
+    """Gives each rank files of its own; the last has none, as there is one file alone."""
+    registries = a_dataset(coordinator, folder, "files")
+    assert [registry.get_shard("files") for registry in registries] == [[str(folder / "data.jsonl")], []]
 
 
 def mark_done(coordinator: Listener, folder: Path) -> None:
@@ -312,6 +320,7 @@ CASES: dict[type, tuple[Callable[[Listener, Path], None], type]] = {
     DeregisterWorker: (deregister_worker, Done),
     RegisterDataset: (register_dataset, DatasetRegistration),
     GetDataShard: (get_data_shard, DataShards),
+    GetRankFiles: (get_rank_files, RankFiles),
     MarkDone: (mark_done, ShardsDone),
     RestorePosition: (restore_position, Done),
     SetDataWorker: (set_data_worker, Done),

@@ -340,6 +340,69 @@ def test_a_rank_is_the_worker_that_registered_for_it(coordinator: Coordinator, t
     worker.close()
 
 
+@pytest.mark.parametrize("names", [("alpha", "beta"), ("worker-1", "worker-2")], ids=["own", "from-1"])
+@pytest.mark.parametrize("comes_first", ["registry", "orchestrator"])
+def test_workers_with_names_of_their_own_read_all_of_it(
+    coordinator: Coordinator, tmp_path: Path, names: tuple[str, str], comes_first: str
+) -> None:
+    """One member a rank, whatever it is called, and whenever it registers."""
+    write_jsonl(tmp_path / "data", 12, 12)
+    registries = [DatasetRegistry(coordinator, rank=rank, world_size=2) for rank in range(2)]
+    workers = [TrainingOrchestrator(name, coordinator, 2, rank) for rank, name in enumerate(names)]
+
+    async def begin(rank: int) -> None:
+        if comes_first == "orchestrator":
+            await workers[rank].register_worker()
+        registries[rank].register("d", tmp_path / "data", "jsonl", shard_size=4)
+        await workers[rank].register_worker()
+
+    for rank in range(2):
+        run(begin(rank))
+    assert registries[0].active_workers("d") == list(names)
+    shares = [registry.get_assignment("d", epoch=0) for registry in registries]
+    assert sorted(samples(shares[0] + shares[1])) == list(range(24))
+    assert registries[0].get_assignment("d", names[1], 0) == shares[1]
+    assert registries[1].mark_done("d", shares[1][0].shard_id, 0) == [shares[1][0].shard_id]
+    for each in workers:
+        each.close()
+
+
+def test_a_registry_is_told_its_rank_and_world_by_the_orchestrator(coordinator: Coordinator, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data", 4, 4, 4)
+    registry = DatasetRegistry(coordinator)
+    registry.register("d", tmp_path / "data", "jsonl", shard_size=4)
+    with pytest.raises(CoordinatorError, match=r"Set WORLD_SIZE .*nobody has yet") as caught:
+        registry.get_shard("d", worker_rank=1, epoch=0)
+    assert caught.value.code == "world-unknown"
+    worker = TrainingOrchestrator("alpha", coordinator, 2, 1)
+    run(_registered(worker))
+    assert registry.get_shard("d") == registry.get_shard("d", "alpha") == [str(tmp_path / "data" / "part-1.jsonl")]
+    registry.register("e", tmp_path / "data", "jsonl", shard_size=4)
+    assert registry.active_workers("e") == ["alpha", "worker-0"]
+    worker.close()
+
+
+def test_files_of_the_ranks_are_each_named_once(
+    coordinator: Coordinator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where shards are larger than files, and after some were read."""
+    write_jsonl(tmp_path / "data", 25, 25, 25, 25)
+    paths = [str(tmp_path / "data" / f"part-{number}.jsonl") for number in range(4)]
+    registries = [DatasetRegistry(coordinator, rank=rank, world_size=4) for rank in range(4)]
+    for registry in registries:
+        registry.register("d", tmp_path / "data", "jsonl", shard_size=40)
+    assert [registry.get_shard("d", epoch=0) for registry in registries] == [[path] for path in paths]
+    registries[0].mark_done("d", [shard.shard_id for shard in registries[0].get_assignment("d")], 0)
+    assert registries[1].get_shard("d", 0, 0) == paths[:1]
+    assert not caplog.records
+    wide = DatasetRegistry(coordinator, rank=0, world_size=6)
+    assert [wide.get_shard("d", rank, 0) for rank in range(6)] == [*([path] for path in paths), [], []]
+    assert [record.getMessage() for record in caplog.records] == [
+        "dataset 'd' has 4 files, too few for the ranks: get_shard gives none to rank 4, 5. Write it as more files, or "
+        "spread its rows: get_assignment with iter_samples, or ShardedDataset."
+    ]
+
+
 def test_epochs_go_forward(coordinator: Coordinator, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data", 12)
     registries = [DatasetRegistry(coordinator, rank=rank, world_size=2) for rank in range(2)]

@@ -89,6 +89,22 @@ def test_one_of_several_without_a_coordinator_is_an_error(monkeypatch: pytest.Mo
     TrainingOrchestrator().close()
 
 
+@pytest.mark.parametrize("address", ["http://head:50051", "tcp://10.0.0.1:7077", "grpc://head", "head:7077", "local"])
+def test_the_address_of_a_coordinator_is_no_name_of_a_worker(address: str) -> None:
+    """Taken for one, the worker would be alone, and pass every barrier."""
+    with pytest.raises(UsageError, match=r"is the address of a coordinator.*coordinator_url="):
+        TrainingOrchestrator(address)
+
+
+@pytest.mark.parametrize("name", ["host-1:4242", "10.0.0.1:8080", "step:3"])
+def test_a_worker_may_be_called_by_its_own_address(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TrainingOrchestrator(name, "local").worker_id == name
+    monkeypatch.setenv("COORDINATOR_URL", "local")
+    assert TrainingOrchestrator(name).worker_id == name
+    with pytest.raises(UsageError, match="address of a coordinator"):
+        TrainingOrchestrator(f"tcp://{name}")
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [

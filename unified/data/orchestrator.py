@@ -20,8 +20,10 @@ from unified.data.surroundings import (
     Introduction,
     check_meeting_place,
     check_rank,
+    check_worker_id,
     introduce,
     look_around,
+    member_of_rank,
     open_coordinator,
     settings,
     withdraw,
@@ -44,8 +46,8 @@ class TrainingOrchestrator:
     """What a training script says of itself, and the barriers where it waits for the others.
 
     Args:
-        worker_id: unique in the training. Default: inside a job the worker's name, else ``WORKER_ID``, else
-            ``worker-{rank}``.
+        worker_id: unique in the training; no address. Default: inside a job the worker's name, else
+            ``WORKER_ID``, else ``worker-{rank}``.
         coordinator_url: ``tcp://HOST:PORT``, ``http://HOST:PORT`` or ``HOST:PORT`` of a master; ``local`` for a
             coordinator in this process, which other processes do not see. Default: inside a job its master, else
             ``COORDINATOR_URL``, else ``local``, which has to be said where there are others.
@@ -75,11 +77,14 @@ class TrainingOrchestrator:
         heartbeat_timeout_s: float | None = None,
     ) -> None:
         around = look_around()
+        if worker_id:
+            check_worker_id(worker_id, coordinator_url)
         self.world_size = _first(world_size, around.world_size, 1)
         self.rank = _first(rank, around.rank, 0)
         check_rank(self.rank, self.world_size)
         check_meeting_place(coordinator_url, self.rank, self.world_size)
         self.worker_id = worker_id or around.worker_id or f"worker-{self.rank}"
+        self._member = member_of_rank(around, self.rank, self.world_size)
         configured = settings()
         if heartbeat_interval_s is None and configured.says("coordinator", "heartbeat_interval_ms"):
             heartbeat_interval_s = configured.coordinator.heartbeat_interval_ms / 1000
@@ -137,6 +142,7 @@ class TrainingOrchestrator:
             rank=self.rank,
             world_size=self.world_size,
             timeout_s=self.heartbeat_timeout_s,
+            member=self._member,
         )
         answer = await asyncio.wrap_future(self._coordinator.submit(request, WorkerRegistration))
         with self._lock:
@@ -292,7 +298,12 @@ class TrainingOrchestrator:
 
     def _introduction(self, session: str) -> Introduction:
         return Introduction(
-            space=self._space, rank=self.rank, world_size=self.world_size, worker_id=self.worker_id, session=session
+            space=self._space,
+            rank=self.rank,
+            world_size=self.world_size,
+            worker_id=self.worker_id,
+            session=session,
+            member=self._member,
         )
 
     def _life(self, session: str) -> Heartbeat:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from unified.data.client import Coordinator
 from unified.data.registration import dataset_files, is_registered_as
 from unified.data.restored_position import restore_request
 from unified.data.shard_source import DatasetShards
-from unified.data.surroundings import check_rank, look_around, open_coordinator, session_of, settings, worker_of_rank
+from unified.data.surroundings import (
+    check_rank,
+    introduced,
+    look_around,
+    member_of_rank,
+    open_coordinator,
+    session_of,
+    settings,
+)
 from unified.errors import CoordinatorError, UsageError, nearest
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
@@ -23,29 +32,45 @@ from unified.protocol.coordinator import (
     DataShards,
     GetDatasets,
     GetDataShard,
+    GetRankFiles,
     MarkDone,
+    RankFiles,
     RegisterDataset,
     SetDataWorker,
     ShardAssignment,
     ShardsDone,
 )
 
+_log = logging.getLogger("unified.data")
+
 A = TypeVar("A")
+
+
+class _Worker(NamedTuple):
+    """A worker that is asked about."""
+
+    name: str
+    """Of its rank (see `member_of_rank`), or with `is_id` what it calls itself."""
+    rank: int | None
+    """None: not known here."""
+    is_id: bool = False
+    is_mine: bool = False
+    """It is this process."""
 
 
 class DatasetRegistry:
     """Datasets that a coordinator knows, and the shards of each worker.
 
-    A worker is named by its rank, or by the id that it has as a `TrainingOrchestrator`: the shards of a worker that is
-    lost as the one are given to others as the other. By itself a rank is the worker of this job's role with that rank,
-    or outside a job ``worker-{rank}`` (``WORKER_ID`` for this process's own rank).
+    A worker is named by its rank, or by the id that it has as a `TrainingOrchestrator`: a rank is one worker, whatever
+    it calls itself, and its shards are given to others when it is lost.
 
     Args:
         coordinator_url: ``tcp://HOST:PORT``, ``http://HOST:PORT`` or ``HOST:PORT`` of a master; ``local`` for a
             coordinator in this process. Default: inside a job its master, else ``COORDINATOR_URL``, else ``local``.
-        rank: of this process. Default: as in the job, else ``RANK``; it may be unknown.
+        rank: of this process. Default: as in the job, else ``RANK``, else as this process has registered as a
+            `TrainingOrchestrator`; it may be unknown.
         world_size: over how many workers datasets are spread from the beginning. Default: as in the job, else
-            ``WORLD_SIZE``. Unknown: over those that ask.
+            ``WORLD_SIZE``, else as this process has registered. Unknown: over those that ask.
 
     It can be used from any thread, pickled, and closed; it is a context manager.
 
@@ -68,6 +93,7 @@ class DatasetRegistry:
         self._around = around
         self._coordinator, self._is_mine = open_coordinator(coordinator_url)
         self._joined: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, int]] = set()
         self._epochs: dict[str, int] = {}
 
     def register(
@@ -130,14 +156,41 @@ class DatasetRegistry:
         self._join_world(dataset_id, known.workers if known is not None else [])
 
     def get_shard(self, dataset_id: str, worker_rank: int | str | None = None, epoch: int | None = None) -> list[str]:
-        """The files that hold a worker's unfinished shards, in the order of reading; each once.
+        """The files that a worker reads whole in this epoch, in the order of reading.
 
-        A file may hold shards of several workers: which of its rows are whose says `get_assignment`.
+        The lists of all ranks are disjoint, and name each file once together. They depend on the files, the size of the
+        world, the epoch and the seed alone: what was read, and who was lost, changes nothing. Ranks have about as many
+        rows as each other; with fewer files than ranks some have none, which a warning names. Spread finer, and given
+        to others when a worker is lost, are the rows of `get_assignment` and `ShardedDataset`.
 
-        Args, raises: as `get_assignment`.
+        Args:
+            worker_rank: the worker's rank, or its id. Default: this process's own.
+            epoch: which; default: the current one.
+
+        Raises:
+            CoordinatorError: there is no such dataset, the epoch is past, or nobody has said how large the world is.
+            WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
+            UsageError: the rank is not in the world.
         """
-        shards = self.get_assignment(dataset_id, worker_rank, epoch)
-        return list(dict.fromkeys(path for shard in shards for path in shard.file_paths))
+        worker = self._worker(worker_rank)
+        if epoch is None:
+            epoch = self.current_epoch(dataset_id)
+        rank = -1 if worker.rank is None else worker.rank
+        request = GetRankFiles(
+            dataset_id=dataset_id, epoch=epoch, rank=rank, world_size=self._world() or 0, **self._of(worker)
+        )
+        answer = self._ask(request, RankFiles)
+        self._epochs[dataset_id] = max(epoch, self._epochs.get(dataset_id, 0))
+        if answer.idle and (dataset_id, len(answer.idle)) not in self._warned:
+            self._warned.add((dataset_id, len(answer.idle)))
+            _log.warning(
+                "dataset %r has %d files, too few for the ranks: get_shard gives none to rank %s. Write it as more "
+                "files, or spread its rows: get_assignment with iter_samples, or ShardedDataset.",
+                dataset_id,
+                answer.num_files,
+                _listed(answer.idle),
+            )
+        return answer.file_paths
 
     def get_assignment(
         self,
@@ -162,15 +215,15 @@ class DatasetRegistry:
         """
         if limit is not None and limit < 1:
             raise UsageError(f"limit={limit} shards cannot be asked for: give 1 or more, or none to have all.")
-        worker = self._worker_id(worker_rank)
         if epoch is None:
             epoch = self.current_epoch(dataset_id)
-        return self.look_up(dataset_id, worker, epoch, limit=limit or 0).shards
+        return self.look_up(dataset_id, worker_rank, epoch, limit=limit or 0).shards
 
-    def look_up(self, dataset_id: str, worker_id: str, epoch: int, *, limit: int) -> DataShards:
+    def look_up(self, dataset_id: str, worker_rank: int | str | None, epoch: int, *, limit: int) -> DataShards:
         """As `get_assignment`, with the revision for which it holds; with `limit` 0 all."""
-        request = GetDataShard(dataset_id=dataset_id, epoch=epoch, limit=limit, **self._of(worker_id))
-        self._join_once(dataset_id, worker_id)
+        worker = self._worker(worker_rank)
+        request = GetDataShard(dataset_id=dataset_id, epoch=epoch, limit=limit, **self._of(worker))
+        self._join_once(dataset_id, worker)
         answer = self._ask(request, DataShards)
         self._epochs[dataset_id] = max(epoch, self._epochs.get(dataset_id, 0))
         return answer
@@ -191,11 +244,14 @@ class DatasetRegistry:
             WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
         """
         ids = [shard_ids] if isinstance(shard_ids, int) else shard_ids
-        return self.report_done(dataset_id, self._worker_id(worker_rank), epoch, ids).shard_ids
+        return self.report_done(dataset_id, worker_rank, epoch, ids).shard_ids
 
-    def report_done(self, dataset_id: str, worker_id: str, epoch: int, shard_ids: Sequence[int]) -> ShardsDone:
+    def report_done(
+        self, dataset_id: str, worker_rank: int | str | None, epoch: int, shard_ids: Sequence[int]
+    ) -> ShardsDone:
         """As `mark_done`, with the revision that holds now."""
-        request = MarkDone(dataset_id=dataset_id, epoch=epoch, shard_ids=list(shard_ids), **self._of(worker_id))
+        worker = self._worker(worker_rank)
+        request = MarkDone(dataset_id=dataset_id, epoch=epoch, shard_ids=list(shard_ids), **self._of(worker))
         return self._ask(request, ShardsDone)
 
     def restore_position(
@@ -220,8 +276,8 @@ class DatasetRegistry:
             WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
             UsageError: it is no position.
         """
-        worker = self._worker_id(worker_rank)
-        world = [self._worker_id(rank) for rank in range(self.world_size or 0)]
+        worker = self._worker(worker_rank)
+        world = [self._worker(rank).name for rank in range(self._world() or 0)]
         request = restore_request(dataset_id, position, self._of(worker), world=world, is_first=is_first)
         self._join_once(dataset_id, worker)
         self._ask(request, Done)
@@ -233,7 +289,7 @@ class DatasetRegistry:
         Raises:
             CoordinatorError: there is no such dataset.
         """
-        self._set_member(dataset_id, self._worker_id(worker_rank), True)
+        self._set_member(dataset_id, self._worker(worker_rank), True)
 
     def remove_worker(self, dataset_id: str, worker_rank: int | str | None = None) -> None:
         """Give a worker's unfinished shards to the others. One that is none of the dataset's is no error.
@@ -241,7 +297,7 @@ class DatasetRegistry:
         Raises:
             CoordinatorError: there is no such dataset.
         """
-        self._set_member(dataset_id, self._worker_id(worker_rank), False)
+        self._set_member(dataset_id, self._worker(worker_rank), False)
 
     def advance_epoch(self, dataset_id: str, epoch: int | None = None) -> int:
         """Make an epoch the current one; what is unfinished of those before it is given up. Going back does nothing.
@@ -298,12 +354,11 @@ class DatasetRegistry:
         Raises:
             CoordinatorError: there is no such dataset.
         """
-        worker = self._worker_id(worker_rank)
-        is_mine = worker == self._around.worker_id
+        is_mine = self._worker(worker_rank).name == self._around.worker_id
         return DatasetShards(
             self,
             dataset_id,
-            worker,
+            worker_rank,
             self._known(dataset_id).format,
             life=self._around.life if is_mine else -1,
             is_elastic=is_mine and self._around.is_elastic,
@@ -325,20 +380,48 @@ class DatasetRegistry:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, self._given)
 
-    def _worker_id(self, worker_rank: int | str | None) -> str:
+    def _world(self) -> int | None:
+        if self.world_size is not None:
+            return self.world_size
+        worlds = {each.world_size for each in introduced(self._around.space)}
+        return worlds.pop() if len(worlds) == 1 else None
+
+    def _rank(self) -> int | None:
+        if self.rank is not None:
+            return self.rank
+        mine = introduced(self._around.space)
+        return mine[0].rank if len(mine) == 1 else None
+
+    def _worker(self, worker_rank: int | str | None) -> _Worker:
+        """Asked each time: this process may register, under whatever id, after it has asked for its data."""
+        around, mine = self._around, self._rank()
         if isinstance(worker_rank, str):
-            return worker_rank
-        rank = self.rank if worker_rank is None else worker_rank
+            known = [each for each in introduced(around.space) if each.worker_id == worker_rank]
+            if known:
+                return _Worker(known[-1].member, known[-1].rank, is_mine=True)
+            if worker_rank in around.workers:
+                worker_rank = around.workers.index(worker_rank)
+            elif worker_rank == around.worker_id and mine is not None:
+                worker_rank = mine
+            else:
+                return _Worker(worker_rank, None, is_id=True)
+        rank = mine if worker_rank is None else worker_rank
         if rank is None:
             raise UsageError("which worker? Give worker_rank, or set RANK for this process.")
-        return worker_of_rank(self._around, rank, self.world_size)
+        return _Worker(member_of_rank(around, rank, self._world()), rank, is_mine=rank == mine)
 
-    def _of(self, worker: str) -> dict[str, Any]:
+    def _of(self, worker: _Worker) -> dict[str, Any]:
         """Of which worker a request is; and of which life of it, if this process is one."""
         around = self._around
-        life = around.life if worker == around.worker_id else -1
-        session = session_of(around.space, worker)
-        return {"space": around.space, "worker_id": worker, "session": session, "life": life}
+        life = around.life if worker.name == around.worker_id else -1
+        session = session_of(around.space, worker.name)
+        return {
+            "space": around.space,
+            "worker_id": worker.name,
+            "is_id": worker.is_id,
+            "session": session,
+            "life": life,
+        }
 
     def _join_world(self, dataset_id: str, members: Sequence[str]) -> None:
         """Spread it from the beginning over all that will read it, so that nobody is given what another one's is.
@@ -346,23 +429,23 @@ class DatasetRegistry:
         Once there are members each worker joins by itself: one that was started again must not bring back others that
         are lost.
         """
-        if not members and self.world_size is not None:
-            for rank in range(self.world_size):
-                self._join_once(dataset_id, self._worker_id(rank))
-        elif self.rank is not None:
-            self._join_once(dataset_id, self._worker_id(None), members)
+        if self._rank() is not None:
+            self._join_once(dataset_id, self._worker(None))
+        if not members:
+            for rank in range(self._world() or 0):
+                self._join_once(dataset_id, self._worker(rank))
 
-    def _join_once(self, dataset_id: str, worker: str, members: Sequence[str] = ()) -> None:
+    def _join_once(self, dataset_id: str, worker: _Worker) -> None:
         """Who was taken out is not put in again just by asking."""
-        if (dataset_id, worker) not in self._joined:
-            if worker not in members:
-                self._set_member(dataset_id, worker, True)
-            self._joined.add((dataset_id, worker))
+        if (dataset_id, worker.name) not in self._joined:
+            self._set_member(dataset_id, worker, True)
 
-    def _set_member(self, dataset_id: str, worker: str, is_member: bool) -> None:
-        request = SetDataWorker(dataset_id=dataset_id, is_member=is_member, **self._of(worker))
+    def _set_member(self, dataset_id: str, worker: _Worker, is_member: bool) -> None:
+        request = SetDataWorker(
+            dataset_id=dataset_id, is_member=is_member, is_awaited=not worker.is_mine, **self._of(worker)
+        )
         self._ask(request, Done)
-        self._joined.add((dataset_id, worker))
+        self._joined.add((dataset_id, worker.name))
 
     def _all(self) -> Datasets:
         return self._ask(GetDatasets(space=self._around.space), Datasets)
@@ -385,3 +468,9 @@ class DatasetRegistry:
 
 def _rebuild(coordinator_url: str | None, rank: int | None, world_size: int | None) -> DatasetRegistry:
     return DatasetRegistry(coordinator_url, rank=rank, world_size=world_size)
+
+
+def _listed(ranks: Sequence[int], limit: int = 20) -> str:
+    """``2, 3``; of many the first, and how many more."""
+    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
+    return ", ".join(map(str, ranks[:limit])) + more

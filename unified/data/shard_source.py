@@ -26,7 +26,7 @@ class DatasetShards:
         self,
         registry: DatasetRegistry,
         dataset_id: str,
-        worker_id: str,
+        worker_rank: int | str | None,
         format: str,  # noqa: A002  as everywhere
         *,
         life: int = -1,
@@ -38,7 +38,7 @@ class DatasetShards:
         self.num_left = 0
         self._registry = registry
         self._dataset_id = dataset_id
-        self._worker_id = worker_id
+        self._worker_rank = worker_rank
         self._known = KnownShards()
 
     def shards(self, epoch: int) -> list[ShardAssignment]:
@@ -46,19 +46,19 @@ class DatasetShards:
         known = self._known.take(epoch)
         if known is not None:
             return known
-        answer = self._registry.look_up(self._dataset_id, self._worker_id, epoch, limit=self._known.at_once)
+        answer = self._registry.look_up(self._dataset_id, self._worker_rank, epoch, limit=self._known.at_once)
         self.num_left = answer.num_left
         return self._known.learn(epoch, answer)
 
     def mark_done(self, epoch: int, shard_ids: Sequence[int]) -> None:
         """As `DatasetRegistry.mark_done`."""
-        answer = self._registry.report_done(self._dataset_id, self._worker_id, epoch, shard_ids)
+        answer = self._registry.report_done(self._dataset_id, self._worker_rank, epoch, shard_ids)
         self._known.finish(epoch, shard_ids, answer)
 
     def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
         """As `DatasetRegistry.restore_position`."""
         self._known = KnownShards()
-        self._registry.restore_position(self._dataset_id, position, self._worker_id, is_first=is_first)
+        self._registry.restore_position(self._dataset_id, position, self._worker_rank, is_first=is_first)
 
     def status(self) -> DatasetStatus:
         """As `DatasetRegistry.status`."""

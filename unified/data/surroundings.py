@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -83,6 +84,8 @@ class Introduction:
     world_size: int
     worker_id: str
     session: str
+    member: str
+    """The name of its rank: see `member_of_rank`."""
 
 
 _introduced: list[Introduction] = []
@@ -102,12 +105,29 @@ def withdraw(me: Introduction) -> None:
         _introduced.remove(me)
 
 
-def session_of(space: str, worker_id: str) -> str:
-    """Of the life of this worker that this process is; empty if it is none, as far as is known."""
+def session_of(space: str, member: str) -> str:
+    """Of the life of the worker of this rank that this process is; empty if it is none, as far as is known."""
     for each in reversed(_introduced):
-        if (each.space, each.worker_id) == (space, worker_id):
+        if (each.space, each.member) == (space, member):
             return each.session
     return ""
+
+
+def introduced(space: str) -> list[Introduction]:
+    """Who this process is in a space: one, unless it speaks for several ranks."""
+    return [each for each in _introduced if each.space == space]
+
+
+def member_of_rank(around: Surroundings, rank: int, world_size: int | None) -> str:
+    """The name of a rank, by which datasets have it: the same in every process of a world, whatever the worker of that
+    rank calls itself. In a job it is the name of the worker that has this rank in its role, else ``worker-{rank}``.
+
+    Raises:
+        UsageError: the rank is not in the world.
+    """
+    check_rank(rank, world_size)
+    is_role = world_size in (None, around.world_size) and rank < len(around.workers)
+    return around.workers[rank] if is_role else f"worker-{rank}"
 
 
 def worker_of_rank(around: Surroundings, rank: int, world_size: int | None) -> str:
@@ -133,6 +153,21 @@ def check_rank(rank: int | None, world_size: int | None) -> None:
         raise UsageError(f"rank {rank} is below 0: ranks count from 0.")
     if rank is not None and world_size is not None and rank >= world_size:
         raise UsageError(f"rank {rank} is not in a world of {world_size}: its ranks are 0 to {world_size - 1}.")
+
+
+def check_worker_id(worker_id: str, coordinator: str | Coordinator | None) -> None:
+    """Raise UsageError if the address of a coordinator was given where the name of a worker is meant.
+
+    ``HOST:NUMBER`` may well be a name, such as host and pid: it is taken for an address where nothing else names a
+    coordinator, as this worker would be alone then.
+    """
+    word = worker_id.strip()
+    is_address = word.lower() == LOCAL or re.fullmatch(r".+:\d{2,5}/?", word)
+    if "://" in word or (is_address and named_coordinator(coordinator) is None):
+        raise UsageError(
+            f"worker_id={worker_id!r} is the address of a coordinator, not the name of a worker: write "
+            f"TrainingOrchestrator(coordinator_url={worker_id!r}), and worker_id=… if it is to have a name of its own."
+        )
 
 
 def named_coordinator(given: str | Coordinator | None) -> str | Coordinator | None:

@@ -45,6 +45,9 @@ class RegisterWorker(CoordinatorRequest, tag="register-worker", frozen=True, kw_
     """Of this worker; 0: it takes part in no barrier."""
     timeout_s: float | None = None
     """It is lost when it was not heard of for so long; None: as the coordinator has it."""
+    member: str = ""
+    """New: the name of its rank, by which datasets have it, whatever the worker calls itself: in a job the name of the
+    worker there. Empty: its `worker_id`."""
 
 
 class WorkerRegistration(CoordinatorAnswer, tag="worker-registration", frozen=True, kw_only=True):
@@ -119,6 +122,9 @@ class DataRequest(CoordinatorRequest, frozen=True, kw_only=True):
 
     dataset_id: str
     worker_id: str
+    """The name of its rank (`RegisterWorker.member`), or with `is_id` what it calls itself."""
+    is_id: bool = False
+    """New."""
     session: str = ""
     """New: of the life that asks, which is refused when another one took its place. Empty: somebody else asks, or the
     worker registered nowhere."""
@@ -142,6 +148,28 @@ class DataShards(CoordinatorAnswer, tag="data-shards", frozen=True, kw_only=True
     """Ask again when the heartbeat, or `ShardsDone`, tells of another one."""
     num_left: int = 0
     """New: unfinished shards of the epoch, whoever has them. What was asked without a limit may be a little behind."""
+
+
+class GetRankFiles(DataRequest, tag="get-rank-files", frozen=True, kw_only=True):
+    """New: which files of a dataset are a rank's in an epoch, of files that are each given to one rank as a whole.
+    Answered by `RankFiles`."""
+
+    epoch: int
+    rank: int = -1
+    """-1: as the worker registered."""
+    world_size: int = 0
+    """Over how many ranks the files are spread; 0: as workers have registered."""
+
+
+class RankFiles(CoordinatorAnswer, tag="rank-files", frozen=True, kw_only=True):
+    """New."""
+
+    file_paths: list[str]
+    """In the order in which they are to be read."""
+    num_files: int
+    """Of the dataset."""
+    idle: list[int] = []
+    """Ranks that are given no file."""
 
 
 class MarkDone(DataRequest, tag="mark-done", frozen=True, kw_only=True):
@@ -186,6 +214,9 @@ class SetDataWorker(DataRequest, tag="set-data-worker", frozen=True, kw_only=Tru
     """New: a worker joins those that a dataset's shards are spread over, or leaves them."""
 
     is_member: bool = True
+    is_awaited: bool = False
+    """Somebody else names it as one that will read: if nothing is heard from it for the coordinator's time-out, its
+    shards go to others. False: it is the worker itself that asks."""
 
 
 class AdvanceEpoch(CoordinatorRequest, tag="advance-epoch", frozen=True, kw_only=True):
@@ -212,7 +243,7 @@ class DatasetStatus(Value, frozen=True, kw_only=True):
     num_done: int
     """Shards of the current epoch."""
     workers: list[str]
-    """Over which its shards are spread, in order."""
+    """Over which its shards are spread, in order; each by what it calls itself, as far as it has registered."""
     metadata: dict[str, str] = {}
 
 
@@ -313,6 +344,7 @@ WorkerToCoordinator = (
     | DeregisterWorker
     | RegisterDataset
     | GetDataShard
+    | GetRankFiles
     | MarkDone
     | RestorePosition
     | SetDataWorker
@@ -331,6 +363,7 @@ CoordinatorToWorker = (
     | HeartbeatResponse
     | DatasetRegistration
     | DataShards
+    | RankFiles
     | ShardsDone
     | Datasets
     | BarrierResponse

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
+import msgspec
+
 from unified.core.coordination import barriers, checkpoints, datasets, positions, told, workers
 from unified.core.coordination.actions import Action, Row
 from unified.core.coordination.events import Event, RequestCame, SpaceClosed, TimePassed, Token, WorkerGone
@@ -17,10 +19,12 @@ from unified.core.coordination.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.coordinator import (
     AdvanceEpoch,
     CoordinatorRequest,
+    DataRequest,
     DeregisterWorker,
     GetDatasets,
     GetDataShard,
     GetLatestCheckpoint,
+    GetRankFiles,
     Heartbeat,
     HeartbeatResponse,
     LeaveBarrier,
@@ -69,7 +73,7 @@ class CoordinatorCore:
         Raises:
             CoordinatorError: the rows are not readable.
         """
-        restore(self.spaces, self.clocks, now, rows)
+        restore(self.spaces, self.clocks, now, rows, await_s=self.heartbeats.timeout_s)
 
     def step(self, now: float, event: Event) -> list[Action]:
         """What to do about an event. Every event has an answer in every state, even if it is nothing."""
@@ -86,7 +90,7 @@ class CoordinatorCore:
                         self.spaces[request.space] = space
             case WorkerGone():
                 gone = self.spaces.get(event.space)
-                presence = gone.present.get(event.worker_id) if gone is not None else None
+                presence = gone.present.get(gone.id_of(event.worker_id)) if gone is not None else None
                 if gone is not None and presence is not None:
                     workers.remove(turn, gone, presence, event.reason, "worker-lost")
             case SpaceClosed():
@@ -123,11 +127,15 @@ class CoordinatorCore:
     def _answer(
         self, turn: Turn, space: Space, token: Token, request: CoordinatorRequest, lives: dict[str, int] | None
     ) -> None:
+        if isinstance(request, DataRequest) and request.is_id:
+            request = msgspec.structs.replace(request, worker_id=space.member_of(request.worker_id), is_id=False)
         match request:
             case Heartbeat():
                 turn.answer(token, self.heartbeat(turn.now, request))
             case GetDataShard():
                 datasets.shards(turn, space, token, request)
+            case GetRankFiles():
+                datasets.rank_files(turn, space, token, request)
             case MarkDone():
                 datasets.mark_done(turn, space, token, request)
             case WaitBarrier():
@@ -143,7 +151,7 @@ class CoordinatorCore:
             case RestorePosition():
                 positions.restore(turn, space, token, request, lives)
             case SetDataWorker():
-                datasets.set_worker(turn, space, token, request)
+                datasets.set_worker(turn, space, token, request, self.heartbeats.timeout_s)
             case AdvanceEpoch():
                 datasets.advance(turn, space, token, request)
             case GetDatasets():
@@ -167,3 +175,8 @@ class CoordinatorCore:
         for space_name, barrier_id in self.clocks.barriers.due(turn.now):
             space = self.spaces[space_name]
             barriers.overdue(turn, space, space.barriers[barrier_id])
+        unheard: dict[tuple[str, str], list[str]] = {}
+        for space_name, dataset_id, member in self.clocks.awaited.due(turn.now):
+            unheard.setdefault((space_name, dataset_id), []).append(member)
+        for (space_name, dataset_id), members in unheard.items():
+            datasets.give_up(turn, self.spaces[space_name], dataset_id, members, self.heartbeats.timeout_s)

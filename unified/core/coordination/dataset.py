@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Self
 
 import msgspec
 
 from unified.core.coordination.records import LoadedPosition, row_key
 from unified.core.file_layout import FileLayout
+from unified.core.shards.files import spread_files
 from unified.core.shards.ledger import Ledger
 from unified.core.shards.plan import ShardPlan
 from unified.core.shards.snapshot import LedgerSnapshot
@@ -16,6 +18,8 @@ from unified.protocol.coordinator import DatasetStatus, DataShards, RegisterData
 
 MAX_MARKS = 1000
 """Marks that are persisted one by one before all progress is persisted as a whole."""
+MAX_FILE_LISTS = 4
+"""Epochs and sizes of the world of which it is remembered which files are whose."""
 _COMPARED = ("path", "format", "total_samples", "shard_size", "shuffle", "seed", "metadata")
 
 
@@ -55,6 +59,7 @@ class Dataset:
             is done.
         position: that it was last set back to; None: it never was.
         marked: of a job's workers that have read of it since then, which life it was. Not persisted.
+        awaited: members that others have named, and of which nothing was heard yet.
     """
 
     def __init__(self, info: RegisterDataset, ledger: Ledger) -> None:
@@ -65,6 +70,8 @@ class Dataset:
         self.ready: dict[tuple[str, int], DataShards] = {}
         self.position: LoadedPosition | None = None
         self.marked: dict[str, int] = {}
+        self.awaited: set[str] = set()
+        self._files_by_rank: dict[tuple[int, int], list[list[int]]] = {}
         self._layout = FileLayout(file.num_samples for file in info.files)
 
     @classmethod
@@ -107,6 +114,25 @@ class Dataset:
         num_left = self.plan.num_shards - self.ledger.num_done(epoch)
         return DataShards(shards=shards, revision=revision, num_left=num_left)
 
+    def files_by_rank(self, epoch: int, world_size: int) -> list[list[int]]:
+        """The numbers of the files of each rank in an epoch, as `spread_files` has them; kept for who asks next."""
+        key = (epoch if self.info.shuffle else 0, world_size)
+        found = self._files_by_rank.get(key)
+        if found is None:
+            if len(self._files_by_rank) >= MAX_FILE_LISTS:
+                self._files_by_rank.clear()
+            info = self.info
+            plan = ShardPlan(
+                dataset_id=info.dataset_id,
+                total_samples=max(len(info.files), 1),
+                shard_size=1,
+                shuffle=info.shuffle,
+                seed=info.seed,
+            )
+            sizes = [file.num_samples for file in info.files] or [info.total_samples]
+            found = self._files_by_rank[key] = spread_files(sizes, world_size, plan.order(epoch))
+        return found
+
     def mark(self, space: str, epoch: int, shard_ids: list[int]) -> Mark:
         """To persist that these were read."""
         self.num_marks += 1
@@ -130,7 +156,12 @@ class Dataset:
         """Of the marks that are persisted one by one."""
         return [mark_key(space, self.info.dataset_id, number) for number in range(1, self.num_marks + 1)]
 
-    def status(self) -> DatasetStatus:
+    def status(self, ids: Mapping[str, str]) -> DatasetStatus:
+        """For people and programs.
+
+        Args:
+            ids: what the worker of a rank calls itself, as far as it has registered.
+        """
         info, ledger = self.info, self.ledger
         return DatasetStatus(
             dataset_id=info.dataset_id,
@@ -143,7 +174,7 @@ class Dataset:
             num_shards=self.plan.num_shards,
             epoch=ledger.epoch,
             num_done=ledger.num_done(ledger.epoch),
-            workers=list(ledger.workers),
+            workers=sorted(ids.get(name, name) for name in ledger.workers),
             metadata=info.metadata,
         )
 

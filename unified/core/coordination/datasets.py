@@ -5,7 +5,7 @@ from __future__ import annotations
 from unified.core.coordination.dataset import MAX_MARKS, Dataset
 from unified.core.coordination.events import Token
 from unified.core.coordination.presence import absent, displaced
-from unified.core.coordination.records import DATASET, LEDGER, MARK, WORKER, names, row_key
+from unified.core.coordination.records import AWAITED, DATASET, LEDGER, MARK, WORKER, Awaited, names, row_key
 from unified.core.coordination.space import Space
 from unified.core.coordination.turn import Turn
 from unified.errors import UnifiedError, nearest
@@ -16,7 +16,9 @@ from unified.protocol.coordinator import (
     DatasetRegistration,
     Datasets,
     GetDataShard,
+    GetRankFiles,
     MarkDone,
+    RankFiles,
     RegisterDataset,
     SetDataWorker,
     ShardsDone,
@@ -54,6 +56,7 @@ def shards(turn: Turn, space: Space, token: Token, request: GetDataShard) -> Non
     dataset = asked(turn, space, token, request)
     if dataset is None:
         return
+    hear(turn, space, dataset, request.worker_id)
     limit = request.limit
     ready = None if limit else dataset.ready.get((request.worker_id, request.epoch))
     if ready is not None and ready.revision == space.revision:
@@ -61,15 +64,15 @@ def shards(turn: Turn, space: Space, token: Token, request: GetDataShard) -> Non
         return
     ledger, worker_id, epoch = dataset.ledger, request.worker_id, request.epoch
     if worker_id not in ledger.workers:
-        gone = space.gone.get(worker_id)
+        gone = space.gone.get(space.id_of(worker_id))
         if gone is not None and request.dataset_id in gone.datasets:
-            turn.refuse(token, *absent(space, worker_id))
+            turn.refuse(token, *absent(space, gone.worker_id))
         else:
             turn.refuse(
                 token,
                 "not-found",
-                f"dataset {request.dataset_id!r} is not spread over worker {worker_id}, but over "
-                f"{names(ledger.workers) or 'nobody'}: let it join first.",
+                f"dataset {request.dataset_id!r} is not spread over worker {space.id_of(worker_id)}, but over "
+                f"{names(map(space.id_of, ledger.workers)) or 'nobody'}: let it join first.",
             )
         return
     if epoch < ledger.epoch:
@@ -94,14 +97,15 @@ def mark_done(turn: Turn, space: Space, token: Token, request: MarkDone) -> None
     dataset = asked(turn, space, token, request)
     if dataset is None:
         return
-    if not request.session and request.worker_id in space.present:
+    if not request.session and space.id_of(request.worker_id) in space.present:
         turn.refuse(
             token,
             "bad-request",
-            f"worker {request.worker_id} is registered, and only that life of it says what it has read. This call is "
-            "of another process, or was made after it deregistered: make it where it registered.",
+            f"worker {space.id_of(request.worker_id)} is registered, and only that life of it says what it has read. "
+            "This call is of another process, or was made after it deregistered: make it where it registered.",
         )
         return
+    hear(turn, space, dataset, request.worker_id)
     revision = dataset.ledger.revision
     try:
         counted = dataset.ledger.mark_done(request.epoch, request.worker_id, request.shard_ids)
@@ -121,8 +125,48 @@ def mark_done(turn: Turn, space: Space, token: Token, request: MarkDone) -> None
     turn.answer(token, ShardsDone(shard_ids=counted, revision=space.revision))
 
 
-def set_worker(turn: Turn, space: Space, token: Token, request: SetDataWorker) -> None:
-    """A worker joins or leaves, by its own wish or somebody's."""
+def rank_files(turn: Turn, space: Space, token: Token, request: GetRankFiles) -> None:
+    """Which whole files are a rank's: the same answer whoever asks, and whatever was read."""
+    dataset = asked(turn, space, token, request)
+    if dataset is None:
+        return
+    if request.epoch < dataset.ledger.epoch:
+        turn.refuse(token, "bad-request" if request.epoch < 0 else "ended", _past(dataset, request.epoch))
+        return
+    presence = space.present.get(space.id_of(request.worker_id))
+    world_size, rank = request.world_size, request.rank
+    if rank < 0 and presence is not None:
+        world_size, rank = presence.worker.seat
+    if world_size < 1:
+        worlds = sorted({world for world, _ in space.seats})
+        if len(worlds) != 1:
+            said = f"workers have registered with world sizes {names(map(str, worlds))}" if worlds else "nobody has yet"
+            turn.refuse(
+                token,
+                "world-unknown",
+                f"over how many ranks are the files of dataset {request.dataset_id!r} spread? Set WORLD_SIZE for each "
+                f"of them, give DatasetRegistry(…, world_size=N), or register a TrainingOrchestrator first: {said}.",
+            )
+            return
+        world_size = worlds[0]
+    if not 0 <= rank < world_size:
+        who = f"rank {rank}" if rank >= 0 else f"worker {request.worker_id}, which has registered no rank,"
+        turn.refuse(
+            token, "bad-request", f"{who} is not in a world of {world_size}: its ranks are 0 to {world_size - 1}."
+        )
+        return
+    by_rank = dataset.files_by_rank(request.epoch, world_size)
+    files = dataset.info.files
+    answer = RankFiles(
+        file_paths=[files[number].path if files else dataset.info.path for number in by_rank[rank]],
+        num_files=sum(map(len, by_rank)),
+        idle=[each for each, mine in enumerate(by_rank) if not mine],
+    )
+    turn.answer(token, answer)
+
+
+def set_worker(turn: Turn, space: Space, token: Token, request: SetDataWorker, await_s: float) -> None:
+    """A worker joins or leaves, by its own wish or somebody's. One that somebody else has named is awaited so long."""
     dataset = asked(turn, space, token, request)
     if dataset is None:
         return
@@ -130,19 +174,28 @@ def set_worker(turn: Turn, space: Space, token: Token, request: SetDataWorker) -
     if not worker_id:
         turn.refuse(token, "bad-request", f"a worker of dataset {request.dataset_id!r} needs a worker_id.")
         return
-    gone = space.gone.get(worker_id)
+    gone = space.gone.get(space.id_of(worker_id))
     if gone is not None and gone.end == "worker-lost":
         # Those who were there when it was lost would leave it shards that nobody reads. If all of them are newer, this
-        # is another run, and its worker may be one that never registers.
+        # is another run, and its worker may be one that never registers. So may be one that asks by itself, if the one
+        # that was lost had a name of its own.
         is_missed = any(presence.worker.came_at < gone.gone_at for presence in space.present.values())
-        joins_later = request.is_member and is_missed
+        may_be_it = request.is_awaited or gone.worker_id == worker_id
+        joins_later = request.is_member and is_missed and may_be_it
         if (request.dataset_id in gone.datasets) != joins_later:
             others = [dataset_id for dataset_id in gone.datasets if dataset_id != request.dataset_id]
             gone.datasets = [*others, request.dataset_id] if joins_later else others
-            turn.save(WORKER, row_key(space.name, worker_id), gone)
+            turn.save(WORKER, row_key(space.name, gone.worker_id), gone)
         if joins_later:
-            turn.answer(token, Done(note=f"worker {worker_id} is lost, and joins when it registers again"))
+            turn.answer(token, Done(note=f"worker {gone.worker_id} is lost, and joins when it registers again"))
             return
+    is_heard = not request.is_awaited or space.id_of(worker_id) in space.present
+    if is_heard or not request.is_member:
+        hear(turn, space, dataset, worker_id)
+    elif worker_id not in dataset.ledger.workers:
+        dataset.awaited.add(worker_id)
+        space.clocks.awaited.arm((space.name, request.dataset_id, worker_id), turn.now + await_s)
+        _save_awaited(turn, space, dataset)
     _set_member(turn, space, dataset, worker_id, is_member=request.is_member)
     turn.answer(token, Done())
 
@@ -163,7 +216,8 @@ def advance(turn: Turn, space: Space, token: Token, request: AdvanceEpoch) -> No
 
 def listing(turn: Turn, space: Space, token: Token) -> None:
     """What there is, for people and programs."""
-    datasets = [space.datasets[dataset_id].status() for dataset_id in sorted(space.datasets)]
+    ids = {presence.worker.member: worker_id for worker_id, presence in space.present.items()}
+    datasets = [space.datasets[dataset_id].status(ids) for dataset_id in sorted(space.datasets)]
     turn.answer(token, Datasets(datasets=datasets, workers=sorted(space.present)))
 
 
@@ -173,6 +227,32 @@ def drop_worker(turn: Turn, space: Space, worker_id: str) -> list[str]:
     for dataset_id in left:
         _set_member(turn, space, space.datasets[dataset_id], worker_id, is_member=False)
     return left
+
+
+def hear_everywhere(turn: Turn, space: Space, member: str) -> None:
+    """The worker of this rank is there: no dataset that counts on it awaits it any more."""
+    for dataset in space.datasets.values():
+        hear(turn, space, dataset, member)
+
+
+def give_up(turn: Turn, space: Space, dataset_id: str, members: list[str], await_s: float) -> None:
+    """Nothing was heard from these in time: what they would have read is for others, if there are any yet."""
+    dataset = space.datasets[dataset_id]
+    if dataset.awaited.issuperset(dataset.ledger.workers):
+        for member in members:
+            space.clocks.awaited.arm((space.name, dataset_id, member), turn.now + await_s)
+        return
+    epoch = dataset.ledger.epoch
+    for member in members:
+        dataset.awaited.discard(member)
+        num_shards = len(dataset.ledger.shards_of(member, epoch))
+        _set_member(turn, space, dataset, member, is_member=False)
+        reason = (
+            f"dataset {dataset_id!r} was spread over it, and for {await_s:g} s it neither registered nor asked for its "
+            f"data: its {num_shards} shards of epoch {epoch} go to others. It is given shards again when it comes"
+        )
+        turn.report("data-worker-absent", reason, space.name, member)
+    _save_awaited(turn, space, dataset)
 
 
 def rejoin(turn: Turn, space: Space, dataset_id: str, worker_id: str) -> None:
@@ -203,6 +283,20 @@ def _find(turn: Turn, space: Space, token: Token, dataset_id: str) -> Dataset | 
         hint = nearest(dataset_id, space.datasets)
         turn.refuse(token, "not-found", f"no dataset {dataset_id!r} is registered here: register it first.{hint}")
     return dataset
+
+
+def hear(turn: Turn, space: Space, dataset: Dataset, member: str) -> None:
+    """It need not be awaited any more, if it was."""
+    if member in dataset.awaited:
+        dataset.awaited.remove(member)
+        space.clocks.awaited.cancel((space.name, dataset.plan.dataset_id, member))
+        _save_awaited(turn, space, dataset)
+
+
+def _save_awaited(turn: Turn, space: Space, dataset: Dataset) -> None:
+    dataset_id = dataset.plan.dataset_id
+    record = Awaited(space=space.name, dataset_id=dataset_id, members=sorted(dataset.awaited))
+    turn.save(AWAITED, row_key(space.name, dataset_id), record if dataset.awaited else None)
 
 
 def _past(dataset: Dataset, epoch: int) -> str:

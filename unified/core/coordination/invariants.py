@@ -11,8 +11,11 @@ def check(space: Space) -> list[str]:
     broken = [*_workers(space), *_barriers(space)]
     for dataset_id, dataset in space.datasets.items():
         broken += [f"dataset {dataset_id}: {each}" for each in dataset.ledger.check()]
+        timers = {member for member in dataset.awaited if (space.name, dataset_id, member) in space.clocks.awaited}
+        if not dataset.awaited == timers <= set(dataset.ledger.workers):
+            broken.append(f"dataset {dataset_id}: members {dataset.awaited} are awaited, with timers for {timers}.")
         for worker_id in dataset.ledger.workers:
-            gone = space.gone.get(worker_id)
+            gone = space.gone.get(space.id_of(worker_id))
             if gone is not None and dataset_id in gone.datasets:
                 broken.append(f"worker {worker_id} is lost, to be back in dataset {dataset_id}, and is in it.")
     return broken
@@ -28,6 +31,9 @@ def _workers(space: Space) -> list[str]:
         broken.append(f"the gone are not kept in the order of their going, or too many: {gone_at}.")
     if any(revision > space.revision for revision in gone_at):
         broken.append(f"somebody went at a revision after {space.revision}, which is the newest.")
+    for worker_id, presence in space.present.items():
+        if presence.worker.member not in space.ids:
+            broken.append(f"nobody knows which rank worker {worker_id} has.")
     seats = {
         presence.worker.seat: worker_id
         for worker_id, presence in space.present.items()

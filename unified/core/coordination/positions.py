@@ -8,7 +8,7 @@ from hashlib import blake2b
 import msgspec
 
 from unified.core.coordination.dataset import Dataset
-from unified.core.coordination.datasets import asked, save_changed
+from unified.core.coordination.datasets import asked, hear, save_changed
 from unified.core.coordination.events import Token
 from unified.core.coordination.records import POSITION, Load, LoadedPosition, names, row_key
 from unified.core.coordination.space import Space
@@ -26,6 +26,7 @@ def restore(turn: Turn, space: Space, token: Token, request: RestorePosition, li
     dataset = asked(turn, space, token, request)
     if dataset is None:
         return
+    hear(turn, space, dataset, request.worker_id)
     mine = dataset.position.loads.get(request.worker_id) if dataset.position is not None else None
     if mine is not None and mine.process == request.process and request.number <= mine.number:
         turn.answer(token, Done(note="this process has loaded it already"))
@@ -76,7 +77,7 @@ def _is_there(space: Space, worker_id: str, load: Load, lives: Lives) -> bool | 
     if load.life >= 0 and lives is not None:
         return lives.get(worker_id) == load.life
     if load.session:
-        presence = space.present.get(worker_id)
+        presence = space.present.get(space.id_of(worker_id))
         return presence is not None and presence.session == load.session
     return None
 
@@ -110,8 +111,11 @@ def _set_back(turn: Turn, space: Space, token: Token, dataset: Dataset, request:
         turn.refuse(token, "bad-request", str(error))
         return False
     if request.world:
-        known = {*request.world, *(space.present if lives is None else lives)}
+        there = [presence.worker.member for presence in space.present.values()] if lives is None else lives
+        known = {*request.world, *there}
         dataset.ledger.set_workers(name for name in dataset.ledger.workers if name in known)
+        for member in dataset.awaited.difference(dataset.ledger.workers):
+            hear(turn, space, dataset, member)
     dataset.marked.clear()
     save_changed(turn, space, dataset, revision)
     where = f"epoch {request.epoch}, with {len(set(request.done))} of {dataset.plan.num_shards} shards done"

@@ -22,11 +22,12 @@ def current(space: Space, worker_id: str, session: str) -> Presence | tuple[str,
     return presence if presence.session == session else ("replaced", f"worker {worker_id} {REPLACED}")
 
 
-def displaced(space: Space, worker_id: str, session: str) -> tuple[str, str] | None:
+def displaced(space: Space, member: str, session: str) -> tuple[str, str] | None:
     """What to refuse a life with that asks about its own shards, if it is over: code and reason.
 
     A session that was never registered here is as none: such a worker is known by its id alone.
     """
+    worker_id = space.id_of(member)
     presence = space.present.get(worker_id)
     if presence is not None:
         is_over = session not in ("", presence.session)

@@ -11,7 +11,7 @@ from unified.protocol.coordinator import BarrierResponse, NotifyCheckpoint, Regi
 
 WORKER, BARRIER, CHECKPOINT = "coordinator-worker", "coordinator-barrier", "coordinator-checkpoint"
 DATASET, LEDGER, MARK = "coordinator-dataset", "coordinator-ledger", "coordinator-mark"
-POSITION = "coordinator-position"
+POSITION, AWAITED = "coordinator-position", "coordinator-awaited"
 """Kinds of rows."""
 MAX_GONE = 1000
 """Workers of a space that are gone and still remembered; the oldest are forgotten."""
@@ -52,6 +52,11 @@ class Worker(msgspec.Struct, eq=False, kw_only=True):
     @property
     def worker_id(self) -> str:
         return self.info.worker_id
+
+    @property
+    def member(self) -> str:
+        """The name of its rank, by which datasets have it."""
+        return self.info.member or self.info.worker_id
 
     @property
     def seat(self) -> tuple[int, int]:
@@ -137,6 +142,14 @@ class LoadedPosition(msgspec.Struct, kw_only=True):
     """Of the position: two that are the same have the same."""
     loads: dict[str, Load]
     """By worker: who has loaded it since."""
+
+
+class Awaited(msgspec.Struct, kw_only=True):
+    """Members of a dataset of which nothing was heard yet: others have named them."""
+
+    space: str
+    dataset_id: str
+    members: list[str]
 
 
 class Checkpoint(msgspec.Struct, eq=False, kw_only=True, frozen=True):

@@ -11,6 +11,7 @@ from unified.core.coordination.actions import Row
 from unified.core.coordination.dataset import Dataset, DatasetProgress, Mark
 from unified.core.coordination.presence import heard
 from unified.core.coordination.records import (
+    AWAITED,
     BARRIER,
     CHECKPOINT,
     DATASET,
@@ -18,6 +19,7 @@ from unified.core.coordination.records import (
     MARK,
     POSITION,
     WORKER,
+    Awaited,
     Barrier,
     Checkpoint,
     LoadedPosition,
@@ -35,8 +37,8 @@ from unified.protocol.coordinator import RegisterDataset
 R = TypeVar("R")
 
 
-def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable[Row]) -> None:
-    """Fill `spaces`; the order of the rows does not matter.
+def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable[Row], *, await_s: float) -> None:
+    """Fill `spaces`; the order of the rows does not matter. Members that are awaited have `await_s` seconds more.
 
     Raises:
         CoordinatorError: a row is not readable, or lacks one that belongs to it.
@@ -55,10 +57,14 @@ def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable
 
     revisions: dict[str, int] = {}
     try:
-        for worker in sorted(read(WORKER, Worker), key=lambda worker: (worker.gone_at, worker.came_at)):
+        workers = read(WORKER, Worker)
+        for worker in sorted(workers, key=lambda worker: (worker.gone_at, worker.came_at)):
             name = worker.info.space
             revisions[name] = max(revisions.get(name, 0), worker.came_at, worker.gone_at)
             _worker(space_of(name), now, worker)
+        for worker in sorted(workers, key=lambda worker: worker.came_at):
+            if worker.end != "worker-left":
+                space_of(worker.info.space).ids[worker.member] = worker.worker_id
         for past in sorted(read(BARRIER, PastReleases), key=lambda past: past.number):
             space = space_of(past.space)
             space.barriers[past.barrier_id] = Barrier(past=past)
@@ -71,6 +77,10 @@ def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable
             space_of(name).datasets[progress.dataset_id] = dataset
         for position in read(POSITION, LoadedPosition):
             space_of(position.space).datasets[position.dataset_id].position = position
+        for awaited in read(AWAITED, Awaited):
+            space_of(awaited.space).datasets[awaited.dataset_id].awaited.update(awaited.members)
+            for member in awaited.members:
+                clocks.awaited.arm((awaited.space, awaited.dataset_id, member), now + await_s)
         _marks(spaces, read(MARK, Mark))
         for checkpoint in read(CHECKPOINT, Checkpoint):
             space_of(checkpoint.notice.space).checkpoints[checkpoint.notice.name] = checkpoint
@@ -99,6 +109,10 @@ def forget(turn: Turn, space: Space) -> None:
         turn.save(LEDGER, row_key(space.name, dataset_id), None)
         if dataset.position is not None:
             turn.save(POSITION, row_key(space.name, dataset_id), None)
+        if dataset.awaited:
+            turn.save(AWAITED, row_key(space.name, dataset_id), None)
+            for member in dataset.awaited:
+                space.clocks.awaited.cancel((space.name, dataset_id, member))
         for key in dataset.mark_keys(space.name):
             turn.save(MARK, key, None)
 

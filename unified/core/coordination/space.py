@@ -18,10 +18,12 @@ class Clocks:
         self.leases: LeaseTable[Presence] = LeaseTable(30.0)
         self.barriers: TimerTable[tuple[str, str]] = TimerTable()
         """By space and barrier."""
+        self.awaited: TimerTable[tuple[str, str, str]] = TimerTable()
+        """By space, dataset and member: those of which nothing was heard yet."""
 
     @property
     def next_deadline(self) -> float | None:
-        deadlines = [self.leases.next_check, self.barriers.next_deadline]
+        deadlines = [self.leases.next_check, self.barriers.next_deadline, self.awaited.next_deadline]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
 
@@ -37,6 +39,9 @@ class Space:
         """Of those: who has which rank of which world."""
         self.gone: dict[str, Worker] = {}
         """The others, those that went first first."""
+        self.ids: dict[str, str] = {}
+        """By the name of a rank, as datasets have it: what the worker calls itself that registered for it last, unless
+        it left in order."""
         self.barriers: dict[str, Barrier] = {}
         """Those at which nobody waits in the order of their last releases."""
         self.num_releases = 0
@@ -53,6 +58,16 @@ class Space:
         """Nothing was ever said in it that has to be remembered."""
         known = self.present or self.gone or self.barriers or self.datasets or self.checkpoints
         return not (self._revision or known or self.told_at)
+
+    def id_of(self, member: str) -> str:
+        """What the worker of this rank calls itself."""
+        return self.ids.get(member, member)
+
+    def member_of(self, worker_id: str) -> str:
+        """The name of the rank of the worker that calls itself so."""
+        presence = self.present.get(worker_id)
+        worker = presence.worker if presence is not None else self.gone.get(worker_id)
+        return worker.member if worker is not None else worker_id
 
     @property
     def revision(self) -> int:

@@ -95,13 +95,18 @@ def remove(turn: Turn, space: Space, presence: Presence, reason: str, end: End) 
     space.revision += 1
     worker.gone_at, worker.reason, worker.end = space.revision, reason, end
     space.gone[worker.worker_id] = worker
-    if end != "worker-replaced":  # what replaces it reads on where it was
-        left = datasets.drop_worker(turn, space, worker.worker_id)
+    if end != "worker-replaced" and space.ids.get(worker.member) == worker.worker_id:
+        # What replaces it reads on where it was.
+        left = datasets.drop_worker(turn, space, worker.member)
         worker.datasets = left if end == "worker-lost" else []
+        if end == "worker-left":
+            del space.ids[worker.member]
     turn.save(WORKER, row_key(space.name, worker.worker_id), worker)
     if len(space.gone) > MAX_GONE:
         oldest = next(iter(space.gone))
-        del space.gone[oldest]
+        forgotten = space.gone.pop(oldest)
+        if space.ids.get(forgotten.member) == oldest:
+            del space.ids[forgotten.member]
         turn.save(WORKER, row_key(space.name, oldest), None)
     turn.report(end, reason, space.name, worker.worker_id)
     barriers.drop_worker(turn, space, presence, "closed" if end == "worker-left" else "lost")
@@ -146,15 +151,17 @@ def _begin(turn: Turn, space: Space, request: RegisterWorker, last: Worker | Non
             worker.past_sessions = [*last.past_sessions, last.info.session][-MAX_PAST_SESSIONS:]
         space.gone.pop(request.worker_id, None)
         for dataset_id in last.datasets:
-            datasets.rejoin(turn, space, dataset_id, request.worker_id)
+            datasets.rejoin(turn, space, dataset_id, worker.member)
     presence = space.present[request.worker_id] = Presence(worker, request.session, turn.now)
     _sit_down(space, worker)
+    datasets.hear_everywhere(turn, space, worker.member)
     turn.save(WORKER, row_key(space.name, request.worker_id), worker)
     turn.report("worker-registered", f"life {worker.incarnation} of it has begun", space.name, request.worker_id)
     return presence
 
 
 def _sit_down(space: Space, worker: Worker) -> None:
+    space.ids[worker.member] = worker.worker_id
     world, rank = worker.seat
     if world > 0 and rank >= 0:
         space.seats[worker.seat] = worker.worker_id
