@@ -71,9 +71,13 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
         """
         function = self.get(name)
         if function is None:
-            own = sorted(each for each in self if not is_runtimes(each))
+            own = self.users_names()
             raise RpcNotFoundError(f"worker {worker} has no rpc method {name!r}.{nearest(name, own)} {_named(own)}")
         return function
+
+    def users_names(self) -> list[str]:
+        """What user code registered, sorted."""
+        return sorted(name for name in self if not is_runtimes(name))
 
 
 def _named(names: list[str]) -> str:

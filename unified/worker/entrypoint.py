@@ -32,7 +32,10 @@ class Entry(ABC):
     Attributes:
         module: the module whose `@rpc` functions are exported.
         instance: the object whose `@rpc` methods are exported, once `construct` was called; None for other kinds.
+        only_serves: it has nothing to run, so that its work begins after `run`: calls, or threads of its own.
     """
+
+    only_serves = False
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
@@ -85,8 +88,8 @@ class _Class(Entry):
                 f"{what} is a class whose constructor needs {', '.join(_required(cls))}: a worker calls it without "
                 "arguments. Give them defaults, and read current_worker().job_info.user_config inside."
             )
-        self._has_run = callable(getattr(cls, "run", None))
-        if is_driver and not self._has_run:
+        self.only_serves = not callable(getattr(cls, "run", None))
+        if is_driver and self.only_serves:
             raise EntryPointError(
                 f"{what} has no run() method, and its role is a driver: the job would never end. "
                 "Give it a run(), or call not_driver() on the role if it only answers calls."
@@ -96,7 +99,7 @@ class _Class(Entry):
         self.instance = self._cls()
 
     def run(self, config: Callable[[], Any]) -> None:
-        if self._has_run:
+        if not self.only_serves:
             run: Callable[..., Any] = getattr(self.instance, "run")  # noqa: B009  # `object` has no such attribute
             _caller(run, f"{self._what}.run")(config)
 

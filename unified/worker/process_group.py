@@ -1,4 +1,8 @@
-"""torch.distributed for a rank of an elastic role: made before the entry point runs, destroyed after it."""
+"""torch.distributed for a rank of an elastic role: made before the entry point runs, destroyed after the last use.
+
+Gloo's ranks connect two by two. A rank that has all its own connections may be done while two others still connect, and
+a rank that leaves then breaks theirs; so nobody returns from `set_up` before the groups of all ranks are up.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,19 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from unified.errors import EntryPointError
+from unified.errors import ClusterError, EntryPointError
 from unified.job.spec import Communication
 from unified.protocol.agent_master import RunOrder
 from unified.worker.round_store import STORE_WITHIN_S, connect
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
 DESTROY_WITHIN_S = 5.0
 OPEN_ROUND_WITHIN_S = 60.0
+_RANKS_UP = "unified/ranks-up"
+_ALL_UP = "unified/all-ranks-up"
 
 
 def require_torch(role: str) -> None:
@@ -42,13 +49,17 @@ def choose_backend(wanted: str, device: str) -> str:
 def set_up(order: RunOrder, store_port: int, communication: Communication, device: str) -> None:
     """Select the device and join the round's default process group, through the round's own store.
 
+    Returns once the groups of all ranks are up.
+
     Raises:
+        ClusterError: the other ranks' groups were not up before the timeout.
         RuntimeError: torch's own; the group could not be formed before the timeout.
     """
     import torch.distributed as distributed
 
     timeout = None if communication.timeout_s is None else timedelta(seconds=communication.timeout_s)
-    store = connect(order.store_host, store_port, communication.timeout_s or STORE_WITHIN_S)
+    store_within_s = communication.timeout_s or STORE_WITHIN_S
+    store = connect(order.store_host, store_port, store_within_s)
     backend = choose_backend(communication.backend, device)
     accelerator = _select(device)
     distributed.init_process_group(
@@ -63,6 +74,27 @@ def set_up(order: RunOrder, store_port: int, communication: Communication, devic
         device_id=accelerator if "nccl" in backend else None,
         timeout=timeout,
     )
+    wait_for_all(store, order, store_within_s)
+
+
+def wait_for_all(store: TCPStore, order: RunOrder, within_s: float) -> None:
+    """Return once all ranks of the round have called this; a peer that dies before ends the wait, with this life.
+
+    Raises:
+        ClusterError: not all came in time; the message says how many did.
+    """
+    from torch.distributed import DistError
+
+    if store.add(_RANKS_UP, 1) == order.world_size:
+        store.set(_ALL_UP, "1")
+    try:
+        store.wait([_ALL_UP], timedelta(seconds=within_s))
+    except DistError as error:
+        raise ClusterError(
+            f"round {order.round}: rank {order.rank} waited {within_s:g} s for the process groups of all "
+            f"{order.world_size} ranks, and those of {store.add(_RANKS_UP, 0)} are up. Look at the logs of the "
+            "other ranks; a longer comm_timeout_s gives them more time."
+        ) from error
 
 
 def _select(device: str) -> torch.device | None:

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from unified import compat, process
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.registry import adopt_instance, export_rpc_module
+from unified.bus.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
 from unified.errors import EntryPointError
 from unified.log_level import asked_level, log_from
 from unified.protocol.agent_master import RunOrder
@@ -78,6 +78,7 @@ class _Life:
         self._category = "crash"
         """Of an error that happens now: the runtime's until user code runs."""
         self._has_group = False
+        self._only_serves = False
         self._pid = os.getpid()
         channel.before_exit = self._forget_sockets
         os.register_at_fork(after_in_child=channel.disown)
@@ -101,7 +102,7 @@ class _Life:
             self._end_fork(error)
             self._fail(error)
         self._finish()
-        self._leave(0, self._stop.wait())
+        self._end()
 
     def _be_born(self) -> Worker:
         launch = self._launch
@@ -166,6 +167,7 @@ class _Life:
 
     def _run(self, worker: Worker, entry: Entry) -> None:
         self._category = "user"
+        self._only_serves = entry.only_serves
         entry.construct()
         self._end_fork()
         _export(entry)
@@ -186,7 +188,19 @@ class _Life:
         self._reporter.flush()
         flush_output(within_s=1.0)
         self._channel.send(Finished())
-        process_group.destroy()
+        if not self._only_serves and not RPC_REGISTRY.users_names():  # whoever answers calls may need it for them
+            process_group.destroy()
+
+    def _end(self) -> NoReturn:
+        """End in order when the job says so: `atexit` functions first, then the process group, then the bus."""
+        grace_s = self._stop.wait()
+
+        def last() -> None:
+            process_group.destroy(min(process_group.DESTROY_WITHIN_S, grace_s / 2))
+            self._close_bus()
+
+        self._stop.leave()
+        leave(0, within_s=grace_s, last=last)
 
     def _fail(self, error: BaseException) -> NoReturn:
         failure = describe(
