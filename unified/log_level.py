@@ -1,4 +1,4 @@
-"""The log level that the environment asks for: ``UNIFIED_LOG_LEVEL``, else ``RUST_LOG``."""
+"""The log level that the environment asks for: ``UNIFIED_LOG_LEVEL``, else ``DLROVER_LOG_LEVEL``, else ``RUST_LOG``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any, Final, Literal
 from unified.errors import OptionError, nearest
 
 VARIABLE = "UNIFIED_LOG_LEVEL"
-VARIABLES = (VARIABLE, "RUST_LOG")
-LEVELS: Final = {"trace": 5, "debug": 10, "info": 20, "warn": 30, "error": 40, "off": 60}
+VARIABLES = (VARIABLE, "DLROVER_LOG_LEVEL", "RUST_LOG")
+Level = Literal["trace", "debug", "info", "warn", "error", "off"]
+LEVELS: Final[dict[Level, int]] = {"trace": 5, "debug": 10, "info": 20, "warn": 30, "error": 40, "off": 60}
 """Names of log levels, as ``RUST_LOG`` has them, and what `logging` calls them."""
 _OTHER_NAMES = {"warning": "warn", "critical": "error", "none": "off"}
-
-Level = Literal["trace", "debug", "info", "warn", "error", "off"]
 
 
 def log_level(env: Mapping[str, str], default: Level = "info") -> Level:
@@ -29,10 +28,11 @@ def log_level(env: Mapping[str, str], default: Level = "info") -> Level:
 def asked_level(env: Mapping[str, str]) -> Level | None:
     """The log level that the environment asks for, if it does.
 
-    Of ``RUST_LOG``, which may hold levels of single parts (``info,hyper=warn``), the one for everything counts.
+    ``DLROVER_LOG_LEVEL`` may be a number of `logging` too. Of ``RUST_LOG``, which may hold levels of single parts
+    (``info,hyper=warn``), the one for everything counts.
 
     Raises:
-        OptionError: ``UNIFIED_LOG_LEVEL`` is no level, or a word in ``RUST_LOG`` is nearly one.
+        OptionError: ``UNIFIED_LOG_LEVEL`` is no level, or a word in one of the others is nearly one.
     """
     if own := env.get(VARIABLE, "").strip():
         if (level := _level(own)) is None:
@@ -41,6 +41,11 @@ def asked_level(env: Mapping[str, str]) -> Level | None:
             )
         return level
     found: Level | None = None
+    if upstreams := env.get("DLROVER_LOG_LEVEL", "").strip():
+        if (level := _level(upstreams) or _level_of_number(upstreams)) is not None:
+            return level
+        if hint := nearest(upstreams.lower(), LEVELS):
+            raise OptionError(f"DLROVER_LOG_LEVEL={upstreams!r} is no log level.{hint}")
     for directive in filter(None, map(str.strip, env.get("RUST_LOG", "").split(","))):
         if (level := _level(directive)) is not None:
             found = level
@@ -58,13 +63,13 @@ def logging_level(flag: str | None, env: Mapping[str, str]) -> int:
     return LEVELS[log_level({VARIABLE: flag} if flag else env)]
 
 
-def log_from(level: Level) -> None:
-    """Have what `unified` logs in this process begin at this level: of a script or a worker whose environment says it.
+def log_from(level: Level, name: str = "unified") -> None:
+    """Have what a logger logs in this process begin at this level: of a script or a worker whose environment says it.
 
     A level that the program has set for that logger stays. Without a handler of its own the program shows it on stderr,
     as Python does with warnings; one that it sets up, before this or after, is told of it alone.
     """
-    logger = logging.getLogger("unified")
+    logger = logging.getLogger(name)
     if logger.level != logging.NOTSET:
         return
     logger.setLevel(LEVELS[level])
@@ -87,3 +92,7 @@ def _is_alone(handler: logging.Handler, record: logging.LogRecord) -> bool:
 def _level(word: str) -> Level | None:
     name: Any = _OTHER_NAMES.get(word.lower(), word.lower())
     return name if name in LEVELS else None
+
+
+def _level_of_number(text: str) -> Level | None:
+    return next((name for name, number in LEVELS.items() if text == str(number)), None)

@@ -6,7 +6,7 @@ environment: ``UNIFIED_<SECTION>_<KEY>`` for each key, such as ``UNIFIED_CHECKPO
 own place ``COORDINATOR_URL``, ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``. A variable that is empty
 is as unset.
 
-The log level is that of ``UNIFIED_LOG_LEVEL``, else of ``RUST_LOG``.
+The log level is that of ``UNIFIED_LOG_LEVEL``, else of ``DLROVER_LOG_LEVEL``, else of ``RUST_LOG``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How many workers there are."""
     log_level: Level = "info"
     """Of the daemons; if it is set, also of the ``unified`` loggers of scripts and workers, in a job too. Not set:
-    ``RUST_LOG``."""
+    ``DLROVER_LOG_LEVEL``, then ``RUST_LOG``."""
     given: frozenset[tuple[str, str]] = frozenset()
     """Section and key of all that the file or a variable says; the section of a worker's own place is empty."""
 

@@ -53,7 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
         help="end at once when the process that started this one ends, or if PID is not its parent now")  # fmt: skip
     add("--log-level", choices=["debug", "info", "warning", "error"],
-        help="one of debug, info, warning, error (default: UNIFIED_LOG_LEVEL, else RUST_LOG, else info)")  # fmt: skip
+        help="one of debug, info, warning, error (default: UNIFIED_LOG_LEVEL or DLROVER_LOG_LEVEL or RUST_LOG, "
+             "else info)")  # fmt: skip
     add("--worker-entry", default="unified.worker.start:main", help=argparse.SUPPRESS)
     return parser
 

@@ -29,9 +29,9 @@ RUNTIME = [
     "rpc",
     "shared_empty",
 ]
-BUILDER = ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder"]
+BUILDER = ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder", "RLRoleType"]
 PUBLIC = {
-    "unified": sorted([*RUNTIME, *BUILDER, "JobHandle", "UnifiedError"]),
+    "unified": sorted([*RUNTIME, *BUILDER[:4], "JobHandle", "UnifiedError"]),
     "unified.api.builder": BUILDER,
     "unified.api.runtime": RUNTIME,
     "unified.job": [

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -77,10 +78,55 @@ def test_commands_of_the_wheel_exist(installed: Path, tmp_path: Path) -> None:
 def test_wheel_holds_our_packages_and_no_tool_settings(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"unified", "unified_agent", "unified_master"}
+    assert tops == {"unified", "unified_agent", "unified_master", "unified_compat.pth"}
     assert not [name for name in names if name.endswith(("ruff.toml", ".pyc"))]
     assert "unified/py.typed" in names
     assert [name for name in names if name.endswith("licenses/LICENSE")]
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a virtual environment with the wheel, and with what it depends on."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "dependencies.pth").write_text(f"{dependencies()}\n")
+    return folder / "bin/python"
+
+
+UPSTREAMS_ALONE = "from dlrover.python.unified.api.builder import DLJobBuilder; import dtruntime; print(DLJobBuilder)"
+
+
+@pytest.mark.parametrize(("value", "works"), [("1", True), ("force", True), ("0", False), (None, False)])
+def test_variable_is_enough_for_a_script_of_upstream(
+    environment: Path, tmp_path: Path, value: str | None, works: bool
+) -> None:
+    """`UNIFIED_COMPAT=1 python script.py`, where the script imports nothing of `unified`."""
+    (tmp_path / "script.py").write_text(UPSTREAMS_ALONE)
+    env = {name: text for name, text in os.environ.items() if name not in ("UNIFIED_COMPAT", "PYTHONPATH")}
+    env |= {} if value is None else {"UNIFIED_COMPAT": value}
+    done = subprocess.run([environment, tmp_path / "script.py"], capture_output=True, text=True, env=env, cwd=tmp_path)
+    if works:
+        assert done.stdout == "<class 'unified.api.builder.builder.DLJobBuilder'>\n", done.stderr
+    else:
+        assert "No module named 'dlrover'" in done.stderr
+
+
+def test_without_the_variable_an_interpreter_loads_nothing_of_ours(environment: Path, tmp_path: Path) -> None:
+    env = {name: text for name, text in os.environ.items() if name not in ("UNIFIED_COMPAT", "PYTHONPATH")}
+    code = "import sys; print([name for name in sys.modules if name.startswith('unified')])"
+    done = subprocess.run([environment, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_editable_install_has_it_too(tmp_path: Path) -> None:
+    code = f"import hatchling.build; print(hatchling.build.build_editable({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    names = zipfile.ZipFile(tmp_path / done.stdout.split()[-1]).namelist()
+    assert "unified_compat.pth" in names
+    assert max(name for name in names if name.endswith(".pth")) == "unified_compat.pth", "read after our folders"
 
 
 def test_a_users_own_agent_and_master_win_over_our_folders(tmp_path: Path) -> None:

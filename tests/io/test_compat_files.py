@@ -49,8 +49,17 @@ def real(tmp_path: Path) -> Path:
         (folder / package).mkdir(parents=True)
         (folder / package / "__init__.py").touch()
     (folder / "dlrover/python/unified/api/builder.py").write_text("DLJobBuilder = 'the real one'")
+    (folder / "dlrover/python/unified/api/extra.py").write_text("Extra = 'the real one'")
+    (folder / "dlrover/python/unified/common").mkdir()
+    (folder / "dlrover/python/unified/common/__init__.py").touch()
+    (folder / "dlrover/python/unified/common/constant.py").write_text("RAY_HANG_CHECK_INTERVAL = 'the real one'")
+    (folder / "dlrover/python/common").mkdir()
+    (folder / "dlrover/python/common/__init__.py").touch()
+    (folder / "dlrover/python/common/log.py").write_text("default_logger = 'the real one'")
     (folder / "dlrover/python/unified/controller.py").write_text("Controller = 'the real one'")
-    (folder / "dtruntime.py").write_text("DatasetRegistry = 'the real one'")
+    (folder / "dtruntime").mkdir()
+    (folder / "dtruntime/__init__.py").write_text("DatasetRegistry = 'the real one'")
+    (folder / "dtruntime/_core.py").write_text("Core = 'the real one'")
     return folder
 
 
@@ -83,6 +92,53 @@ def test_script_that_is_not_there(tmp_path: Path) -> None:
         1,
         "unified.compat: nothing.py cannot be read: No such file or directory.\n",
     )
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """The folder of a package with a module that can be run, and one for the package itself."""
+    folder = tmp_path / "pkg"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "beside.py").touch()
+    for name in ("train", "__main__"):
+        (folder / f"{name}.py").write_text("from . import beside; print(__spec__.name, __package__)" + PRINTS_ITSELF)
+    return folder
+
+
+@pytest.mark.parametrize(("module", "file"), [("pkg.train", "train.py"), ("pkg", "__main__.py")])
+def test_module_runs_as_python_would_run_it(package: Path, tmp_path: Path, module: str, file: str) -> None:
+    name = f"pkg.{file.removesuffix('.py')}"
+    done = python("-m", "unified.compat", "-m", module, "--lr", "1", "-m", cwd=tmp_path)
+    assert done.stdout == (
+        f"{name} pkg\n__main__ ['{package / file}', '--lr', '1', '-m'] {file} {tmp_path} unified.api.builder.builder\n"
+    ), done.stderr
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_module_that_multiprocessing_spawns_is_found_again(package: Path, tmp_path: Path) -> None:
+    (package / "train.py").write_text(
+        f"import multiprocessing; from {BUILDER} import DLJobBuilder\n"
+        "def work(): print(__name__, __spec__.name, DLJobBuilder.__module__)\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=work); process.start(); process.join()\n"
+    )
+    done = python("-m", "unified.compat", "-m", "pkg.train", cwd=tmp_path)
+    assert done.stdout == "__mp_main__ pkg.train unified.api.builder.builder\n", done.stderr
+
+
+@pytest.mark.parametrize(("module", "said"), [("pkg.nothing", "no module pkg.nothing"), ("none.at.all", "'none'")])
+def test_module_that_is_not_there(package: Path, tmp_path: Path, module: str, said: str) -> None:
+    done = python("-m", "unified.compat", "-m", module, cwd=tmp_path)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_modules_of_upstream_that_are_run(tmp_path: Path) -> None:
+    done = python("-m", "unified.compat", "-m", "dlrover.python.unified.driver.main", "{}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "2 validation errors for JobConfig" in done.stderr
 
 
 def test_without_a_script_it_says_how(tmp_path: Path) -> None:
@@ -133,6 +189,22 @@ def test_what_else_a_real_package_has_stays_when_it_is_shadowed(real: Path, tmp_
     code = f"import unified; from {BUILDER} import DLJobBuilder; from dlrover.python.unified import controller as c; "
     done = python("-c", code + "print(c.Controller)", cwd=tmp_path, UNIFIED_COMPAT="force", PYTHONPATH=str(real))
     assert done.stdout == "the real one\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "dlrover.python.unified.api.extra import Extra",  # below a module that is an alias
+        "dlrover.python.unified.common.constant import RAY_HANG_CHECK_INTERVAL",  # beside names that are ours
+        "dlrover.python.common.log import default_logger",
+        "dtruntime._core import Core",
+    ],
+)
+def test_each_module_and_name_of_a_real_package_that_is_not_ours_stays(real: Path, tmp_path: Path, what: str) -> None:
+    code = f"import unified, dtruntime; from {BUILDER} import DLJobBuilder; from {what} as found; "
+    code += "from dlrover.python.unified.common.constant import DLWorkloadEnv; print(dtruntime.__name__, found)"
+    done = python("-c", code, cwd=tmp_path, UNIFIED_COMPAT="force", PYTHONPATH=str(real))
+    assert done.stdout == "unified.compat.dtruntime the real one\n", done.stderr
 
 
 def test_real_packages_are_not_shadowed_in_children(real: Path, script: Path, tmp_path: Path) -> None:

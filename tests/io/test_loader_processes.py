@@ -220,9 +220,34 @@ def test_patch_and_undo() -> None:
         iterator = iter(loader)
         assert isinstance(iterator, DataLoaderIter)
         assert all(map(same, list(iterator), wanted))
-        assert not isinstance(iter(DataLoader(Pids(1))), DataLoaderIter), "without workers nothing changes"
         patch_dataloader_ray()  # twice is once
     assert DataLoader._get_iterator is original
+
+
+class PidsThroughALoader(Dataset[int]):
+    """Reads each item with a loader of its own, and says in which process that one reads."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, key: int) -> int:
+        (batch,) = DataLoader(Pids(1))
+        return int(batch[1])
+
+
+def test_patch_serves_loaders_without_workers_too() -> None:
+    loader = DataLoader(Pids(4), batch_size=2)
+    with patch_dataloader_ray():
+        assert isinstance(iter(loader), DataLoaderIter)
+        keys, pids = zip(*loader, strict=True)
+        assert [key for batch in keys for key in batch.tolist()] == [0, 1, 2, 3]
+        assert os.getpid() not in {int(pid) for batch in pids for pid in batch}
+        within = {int(pid) for batch in DataLoader(PidsThroughALoader()) for pid in batch}
+        assert len(within) == 1, "a loader within a dataset reads where that is read, in one process"
+    with patch_dataloader_ray(leave_single_process=True):
+        assert not isinstance(iter(loader), DataLoaderIter)
+        assert {int(pid) for batch in loader for pid in batch[1]} == {os.getpid()}
+        assert isinstance(iter(DataLoader(Pids(1), num_workers=1)), DataLoaderIter)
 
 
 def test_patched_loader_with_persistent_workers_keeps_its_processes() -> None:

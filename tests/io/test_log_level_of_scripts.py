@@ -19,12 +19,13 @@ async def main():
 {after}
 asyncio.run(main())
 """
+VARIABLES = ("UNIFIED_LOG_LEVEL", "DLROVER_LOG_LEVEL", "RUST_LOG")
 REGISTERED = "event=worker-registered worker=w"
 
 
 def said(before: str = "", after: str = "", **env: str) -> str:
     """What the script writes to stderr."""
-    environ = {name: text for name, text in os.environ.items() if name not in ("RUST_LOG", "UNIFIED_LOG_LEVEL")}
+    environ = {name: text for name, text in os.environ.items() if name not in VARIABLES}
     script = TRAIN.format(before=before, after=after)
     done = subprocess.run(
         [sys.executable, "-c", script], env={**environ, **env}, capture_output=True, text=True, check=True, timeout=50
@@ -36,7 +37,7 @@ def test_without_a_level_it_is_as_python_has_it() -> None:
     assert said() == "a warning\n"
 
 
-@pytest.mark.parametrize("variable", ["RUST_LOG", "UNIFIED_LOG_LEVEL"])
+@pytest.mark.parametrize("variable", VARIABLES)
 def test_a_level_is_heeded(variable: str) -> None:
     told = said(**{variable: "info"})
     assert f" unified.data INFO {REGISTERED}" in told

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 import unified.client.submission
+from unified.api import driver
 from unified.api.builder import DLJobBuilder
-from unified.errors import JobNameError, OptionError
+from unified.errors import JobNameError, OptionError, UsageError
+from unified.job import JobConfig
 from unified.job.spec import JobSpec
+from unified.job.to_spec import Driver, to_spec
 
 
 class Submission:
@@ -73,4 +77,22 @@ def test_wrong_options_and_names_never_reach_the_client(sent: Submission) -> Non
         JOB.submit("x", job_max_restarts=1)
     with pytest.raises(JobNameError):
         JOB.submit("a/b")
+    assert not hasattr(sent, "spec")
+
+
+def test_a_job_as_json(sent: Submission) -> None:
+    """As upstream's `driver.main` takes it."""
+    config = JobConfig(job_name="x", dl_config=JOB, master="tcp://h:1")
+    assert driver.main([config.model_dump_json()]) == 7
+    assert sent.spec == to_spec(config, Driver.here())
+    assert sent.options == {"master": "tcp://h:1", "blocking": True, "wait": True}
+    driver.main([config.model_dump_json()], blocking=False)
+    assert sent.options["blocking"] is False
+
+
+def test_a_job_as_json_that_is_none(sent: Submission) -> None:
+    with pytest.raises(UsageError, match="as JSON"):
+        driver.main([])
+    with pytest.raises(ValidationError, match="dl_config"):
+        driver.main(['{"job_name": "x"}'])
     assert not hasattr(sent, "spec")

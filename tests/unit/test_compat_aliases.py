@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from unified import compat
-from unified.compat.finder import ALIASES, AliasFinder
+from unified.compat.finder import AliasFinder
+from unified.compat.names import ALIASES
 from unified.errors import OptionError
 
 UPSTREAM = "dlrover.python.unified"
@@ -90,7 +91,7 @@ def test_dtruntime_loads_nothing_until_a_name_is_used(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("aliases")
 @pytest.mark.parametrize(
     "name",
-    ["dlrover.trainer", f"{UPSTREAM}.controller", f"{UPSTREAM}.api.nothing", f"{UPSTREAM}.api.builder.rl.deeper"],
+    ["dlrover.nothing", f"{UPSTREAM}.common.nothing", f"{UPSTREAM}.api.nothing", f"{UPSTREAM}.api.builder.rl.deeper"],
 )
 def test_modules_that_unified_has_not_are_not_found(name: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=name):

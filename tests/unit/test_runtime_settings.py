@@ -132,7 +132,17 @@ def test_an_empty_variable_is_as_unset(section: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["COORDINATOR_URL", "UNIFIED_SPACE", "WORKER_ID", "RANK", "WORLD_SIZE", "UNIFIED_LOG_LEVEL", "RUST_LOG"]
+    "name",
+    [
+        "COORDINATOR_URL",
+        "UNIFIED_SPACE",
+        "WORKER_ID",
+        "RANK",
+        "WORLD_SIZE",
+        "UNIFIED_LOG_LEVEL",
+        "DLROVER_LOG_LEVEL",
+        "RUST_LOG",
+    ],
 )
 def test_an_empty_variable_of_a_worker_is_as_unset(name: str) -> None:
     assert parse(**{name: ""}) == parse()
@@ -297,6 +307,29 @@ def test_of_several_directives_the_one_for_everything_counts(directives: str, le
     assert parse(RUST_LOG=directives).says("", "log_level") == (directives not in ("hyper=trace", ","))
 
 
+@pytest.mark.parametrize(
+    ("word", "level"),
+    [
+        ("DEBUG", "debug"),
+        ("INFO", "info"),
+        ("WARNING", "warn"),
+        ("ERROR", "error"),
+        ("CRITICAL", "error"),
+        ("10", "debug"),
+    ],
+)
+def test_each_level_of_dlrover_log_level(word: str, level: str) -> None:
+    assert log_level({"DLROVER_LOG_LEVEL": word}) == level
+    assert parse(DLROVER_LOG_LEVEL=word).says("", "log_level")
+
+
+def test_which_variable_of_a_level_counts() -> None:
+    both = {"DLROVER_LOG_LEVEL": "DEBUG", "RUST_LOG": "error"}
+    assert log_level(both) == "debug"
+    assert log_level({**both, "UNIFIED_LOG_LEVEL": "warn"}) == "warn"
+    assert log_level({"DLROVER_LOG_LEVEL": "of another program", "RUST_LOG": "error"}) == "error"
+
+
 def test_our_own_variable_is_above_rust_log() -> None:
     assert log_level({"RUST_LOG": "error", "UNIFIED_LOG_LEVEL": "debug"}) == "debug"
 
@@ -309,6 +342,7 @@ def test_flag_of_a_daemon_is_above_all() -> None:
 
 def test_level_that_is_none() -> None:
     assert error_of(RUST_LOG="inof") == "RUST_LOG='inof': 'inof' is no log level. Did you mean 'info'?"
+    assert error_of(DLROVER_LOG_LEVEL="DEBGU") == "DLROVER_LOG_LEVEL='DEBGU' is no log level. Did you mean 'debug'?"
     assert error_of(UNIFIED_LOG_LEVEL="loud") == (
         "UNIFIED_LOG_LEVEL='loud' is no log level. There are: trace, debug, info, warn, error, off."
     )

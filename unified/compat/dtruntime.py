@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from unified import lazy
 
 _HOMES = {
     "unified.data": ["DatasetRegistry", "TrainingOrchestrator"],
     "unified.checkpoint": ["CheckpointManager"],
 }
-__all__ = [name for names in _HOMES.values() for name in names]
-__getattr__, __dir__ = lazy.exports(__name__, _HOMES)
+_RECORDS = {
+    "ShardInfo": "unified.protocol.coordinator:ShardAssignment",
+    "CheckpointInfo": "unified.checkpoint:Manifest",
+    "WorkerConfig": "unified.protocol.coordinator:WorkerRegistration",
+}
+"""What `get_assignment` gives, what `latest_checkpoint()` gives, and what the coordinator answers to a registration."""
+__path__: list[str] = []  # a package: modules of a real one, where the aliases are forced, are found by their own path
+__all__ = [*(name for names in _HOMES.values() for name in names), *_RECORDS]
+_find, __dir__ = lazy.exports(__name__, {**_HOMES, __name__: _RECORDS})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RECORDS:
+        return _find(name)
+    module, _, ours = _RECORDS[name].partition(":")
+    return getattr(import_module(module), ours)

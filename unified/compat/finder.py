@@ -6,26 +6,16 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, NamespaceLoader
-from types import ModuleType
-from typing import cast
+from types import CodeType, ModuleType
+from typing import Any, cast
 
 from unified.compat.children import FOLDER
+from unified.compat.names import ALIASES, COUNTERPARTS, PACKAGES, Counterpart, advice
 
-_UPSTREAM = "dlrover.python.unified"
-_API = f"{_UPSTREAM}.api"
 ROOTS = ("dlrover", "dtruntime")
-ALIASES = {
-    _API: "unified.api",
-    f"{_API}.builder.base": "unified.api.builder",
-    f"{_API}.runtime.ray_dataloader_iter": "unified.api.runtime",
-    **{f"{_UPSTREAM}.common.{name}": "unified.job" for name in ("config", "workload_desc", "enums", "constant")},
-    "dtruntime": "unified.compat.dtruntime",
-}
-"""Upstream's module → ours. Every other module below ``…unified.api`` is ours of the same name below `unified.api`."""
-_PACKAGES = {"dlrover", "dlrover.python", _UPSTREAM, f"{_UPSTREAM}.common"}
-"""They lead to an alias, and hold nothing else."""
+_API = "dlrover.python.unified.api"
 
 
 class AliasFinder(MetaPathFinder):
@@ -45,17 +35,22 @@ class AliasFinder(MetaPathFinder):
         root = fullname.partition(".")[0]
         if root not in ROOTS or (not self.is_forced and installed(root) is not None):
             return None
+        theirs = _real(fullname)
         loader: Loader
         if (ours := _ours(fullname)) is not None:
             loader = _AliasLoader(ours)
-        elif fullname in _PACKAGES:
-            if (theirs := _elsewhere(fullname, path)) is not None:
-                return theirs
+        elif theirs is not None and (fullname not in COUNTERPARTS or COUNTERPARTS[fullname].is_kept):
+            return theirs
+        elif fullname in COUNTERPARTS:
+            loader = _CounterpartLoader(COUNTERPARTS[fullname], theirs)
+        elif fullname in PACKAGES:
             loader = _EmptyLoader()
+        elif (instead := advice(fullname)) is not None:
+            raise ModuleNotFoundError(f"unified has no counterpart of {fullname!r}: {instead}.", name=fullname)
         else:
             return None
         self._names.add(fullname)
-        return ModuleSpec(fullname, loader, is_package=fullname in _PACKAGES)
+        return ModuleSpec(fullname, loader, is_package=fullname in PACKAGES)
 
     def forget(self) -> None:
         """Drop what was imported, so that the names mean nothing, or the real packages, again."""
@@ -64,7 +59,7 @@ class AliasFinder(MetaPathFinder):
         self._names.clear()
 
 
-class _AliasLoader(Loader):
+class _AliasLoader(InspectLoader):
     def __init__(self, ours: str) -> None:
         self._ours = ours
 
@@ -73,6 +68,72 @@ class _AliasLoader(Loader):
         # the import system would write the alias's name and spec into it.
         assert module.__spec__ is not None
         sys.modules[module.__spec__.name] = importlib.import_module(self._ours)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Of ours, for ``python -m``."""
+        spec = importlib.util.find_spec(self._ours)
+        return cast(InspectLoader, spec.loader).get_code(self._ours) if spec is not None else None
+
+    def get_source(self, fullname: str) -> str | None:
+        spec = importlib.util.find_spec(self._ours)
+        return cast(InspectLoader, spec.loader).get_source(self._ours) if spec is not None else None
+
+
+class _CounterpartLoader(Loader):
+    """Makes a module whose names are imported from ours at first use.
+
+    Args:
+        theirs: the real module, where the aliases are forced: it has what is not ours.
+    """
+
+    def __init__(self, counterpart: Counterpart, theirs: ModuleSpec | None) -> None:
+        self._of = counterpart
+        self._theirs = theirs
+        self._loaded: ModuleType | None = None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__doc__ = f"Counterparts, in `unified`, of the names of {module.__name__}."
+        module.__dict__["__all__"] = self._all()
+        module.__dict__["__dir__"] = self._all
+        module.__dict__["__getattr__"] = lambda name: self._find(module, name)
+
+    def _all(self) -> list[str]:
+        rest = getattr(importlib.import_module(self._of.rest), "__all__", None) if self._of.rest else []
+        if rest is None:
+            rest = [name for name in dir(importlib.import_module(self._of.rest)) if not name.startswith("_")]
+        return sorted({*self._of.names, *rest})
+
+    def _find(self, module: ModuleType, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}.")
+        value = self._value(module.__name__, name)
+        setattr(module, name, value)  # the next look-up does not come here
+        return value
+
+    def _value(self, module: str, name: str) -> Any:
+        if name in self._of.names:
+            ours, _, attribute = self._of.names[name].partition(":")
+            return getattr(importlib.import_module(ours), attribute)
+        if self._of.rest and hasattr(rest := importlib.import_module(self._of.rest), name):
+            return getattr(rest, name)
+        if self._theirs is not None and hasattr(self._real(), name):
+            return getattr(self._real(), name)
+        if name in self._of.instead:
+            raise ImportError(
+                f"cannot import name {name!r} from {module!r}: unified has no counterpart of it. "
+                f"Instead: {self._of.instead[name]}.",
+                name=module,
+            )
+        raise AttributeError(f"module {module!r} has no attribute {name!r}, as far as unified knows it.")
+
+    def _real(self) -> ModuleType:
+        """The real module, outside `sys.modules`."""
+        assert self._theirs is not None
+        assert self._theirs.loader is not None
+        if self._loaded is None:
+            self._loaded = importlib.util.module_from_spec(self._theirs)
+            self._theirs.loader.exec_module(self._loaded)
+        return self._loaded
 
 
 class _EmptyLoader(Loader):
@@ -98,13 +159,23 @@ def installed(root: str) -> str | None:
 def _ours(name: str) -> str | None:
     if name in ALIASES:
         return ALIASES[name]
-    if not name.startswith(f"{_API}."):
+    if name in COUNTERPARTS or not name.startswith(f"{_API}."):
         return None
     ours = "unified.api" + name.removeprefix(_API)
     try:
         return ours if importlib.util.find_spec(ours) is not None else None
     except ModuleNotFoundError:  # its parent is a module without modules
         return None
+
+
+def _real(name: str) -> ModuleSpec | None:
+    """What the other finders have under that name, also where its parents are aliases. Nothing is imported."""
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return _elsewhere(name, None)
+    of_parent = _real(parent)
+    path = None if of_parent is None else of_parent.submodule_search_locations
+    return None if path is None else _elsewhere(name, path)
 
 
 def _elsewhere(name: str, path: Sequence[str] | None) -> ModuleSpec | None:

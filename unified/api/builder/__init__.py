@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from unified.api.builder.builder import DLJobBuilder
     from unified.api.builder.dljob import DLJob
     from unified.api.builder.rl import RLJob, RLJobBuilder
+    from unified.job.enums import RLRoleType
 
-__all__ = ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder"]
+__all__ = ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder", "RLRoleType"]
 
 __getattr__, __dir__ = lazy.exports(
     __name__,
@@ -17,5 +18,6 @@ __getattr__, __dir__ = lazy.exports(
         "unified.api.builder.builder": ["DLJobBuilder"],
         "unified.api.builder.dljob": ["DLJob"],
         "unified.api.builder.rl": ["RLJob", "RLJobBuilder"],
+        "unified.job.enums": ["RLRoleType"],
     },
 )

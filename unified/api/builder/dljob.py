@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
+from unified.api import driver
 from unified.errors import OptionError, nearest
 from unified.job.config import DLConfig
 from unified.job.enums import AcceleratorType
 from unified.job.options import submit_options
-from unified.job.to_spec import to_spec
 from unified.job.workloads import WorkloadDesc
 
 if TYPE_CHECKING:
@@ -70,11 +70,8 @@ class DLJob(DLConfig):
             JobNameError: the name is not allowed.
             ClusterError: the master cannot be reached, or refuses the job.
         """
-        from unified.client.submission import submit_job
-
         if job_name is not None:
             if "job_name" in options:
                 raise OptionError(f"the job has two names, {job_name!r} and {options['job_name']!r}: give one of them.")
             options = {**options, "job_name": job_name}
-        config = submit_options(self, options, os.environ)
-        return submit_job(to_spec(config), master=config.master, blocking=blocking, wait=config.wait)
+        return driver.submit(submit_options(self, options, os.environ), blocking)

@@ -1,0 +1,48 @@
+"""A job as JSON, submitted: ``python -m unified.api.driver '{"job_name": …, "dl_config": {…}}'``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
+
+from unified.errors import UsageError
+from unified.job.config import JobConfig
+from unified.job.to_spec import to_spec
+
+if TYPE_CHECKING:
+    from unified.client.handle import JobHandle
+
+
+@overload
+def submit(config: JobConfig, blocking: Literal[True] = True) -> int: ...
+@overload
+def submit(config: JobConfig, blocking: Literal[False]) -> JobHandle: ...
+@overload
+def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle: ...
+def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle:
+    """Run a job that is described together with its options; see `unified.api.builder.DLJob.submit`."""
+    from unified.client.submission import submit_job
+
+    return submit_job(to_spec(config), master=config.master, blocking=blocking, wait=config.wait)
+
+
+def main(args: Sequence[str] | None = None, blocking: bool = True) -> int | JobHandle:
+    """Submit the job that the first argument describes: a `JobConfig` as JSON, of this project or of upstream.
+
+    Args:
+        args: by default those of the command line.
+        blocking: as of `submit`.
+
+    Raises:
+        UsageError: there is no argument.
+        pydantic.ValidationError: it describes no job; the error names role and field.
+    """
+    args = sys.argv[1:] if args is None else args
+    if not args:
+        raise UsageError("a job is needed, as JSON: what JobConfig(…).model_dump_json() gives.")
+    return submit(JobConfig.model_validate_json(args[0]), blocking)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
