@@ -41,7 +41,6 @@ MORTAL = ("peer", "vault")
 ALWAYS = 1_000_000
 """A limit that is never reached."""
 OPTIONS = {
-    "failover_exec_strategy": 2,  # a worker that dies is started again, alone
     "job_max_restart": ALWAYS,
     "node_max_restart": ALWAYS,
 }
@@ -259,7 +258,7 @@ def job(folder: Path, route: str) -> DLJob:
     roles = {"keeper": ("Keeper", 1), "vault": ("Vault", 1), "elder": ("Elder", 1), "peer": ("Peer", PEERS)}
     for name, (cls, total) in roles.items():
         role = builder.role(name).run(f"soak_job.{cls}").total(total).resource(cpu=0.01)
-        role = role.max_restart(ALWAYS).per_node_max_failure(ALWAYS)
+        role = role.restart_alone().max_restart(ALWAYS).per_node_max_failure(ALWAYS)
         builder = (role if name == "keeper" else role.not_driver()).end()
     return builder.build()
 

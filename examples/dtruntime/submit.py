@@ -32,8 +32,7 @@ def main() -> int:
         "batch": 20,
         "kill": None if args.kill == "none" else int(args.kill),
     }
-    # A worker that is killed is started again by itself; the default would start the whole job again.
-    code: int = build(config).submit("dtruntime", master=args.master, failover_exec_strategy=2)
+    code: int = build(config).submit("dtruntime", master=args.master)
     if code != 0:
         return code
     records = exactly_once.read_records(run / "trained")
@@ -56,6 +55,7 @@ def build(config: dict[str, object]) -> DLJob:
         .workload("trainer", "train.run")
         .total(WORKERS)
         .resource(cpu=0.1)
+        .restart_alone()  # a worker that is killed is started again by itself; by default the whole job would be
         .build()
     )
     return job

@@ -36,7 +36,7 @@ def main() -> int:
         "kl_weight": 0.01,
     }
     started = time.perf_counter()
-    # A worker that crashes is started again by itself; the default would start the whole job again.
+    # The ranks of the actor start again together if one crashes; the default would start the whole job again.
     code: int = build(config).submit("rl", master=args.master, failover_exec_strategy=2)
     if code != 0:
         return code
@@ -56,14 +56,18 @@ def build(config: dict[str, object]) -> RLJob:
         .config(config)
         .trainer("trainer.run")
         .resource(cpu=0.1)
+        .restart_alone()
         .actor("actor.Actor")
         .nnodes(1)
         .nproc_per_node(2)
         .rollout("rollout.Rollout")
         .total(2)
         .per_group(2)
+        .restart_alone()
         .reference("reference.Reference")
+        .restart_alone()
         .reward("reward.Reward")
+        .restart_alone()
         .with_collocation_all()
         .build()
     )

@@ -183,7 +183,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DLJo
     def make(function: str) -> DLJob:
         builder = DLJobBuilder().node_num(2).device_per_node(2).device_type("CPU")
         builder.workload("driver", f"driver.{function}").resource(cpu=0.1)
-        builder.workload("service", "service.Service").total(2).resource(cpu=0.1).not_driver()
+        builder.workload("service", "service.Service").total(2).resource(cpu=0.1).not_driver().restart_alone()
         return builder.build()
 
     return make
@@ -194,9 +194,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DLJo
     ["streams", "retries", *(pytest.param(name, marks=pytest.mark.slow) for name in ("retries_at_once", "results"))],
 )
 def test_calls_of_every_kind(local_cluster: Cluster, job: Callable[[str], DLJob], function: str) -> None:
-    handle = local_cluster(nodes=2, devices=2).submit(
-        job(function), function.replace("_", "-"), failover_exec_strategy=2, stop_grace_s=1
-    )
+    handle = local_cluster(nodes=2, devices=2).submit(job(function), function.replace("_", "-"), stop_grace_s=1)
     assert handle.wait(timeout=50) == 0, handle.status().end
 
 

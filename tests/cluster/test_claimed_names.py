@@ -65,6 +65,7 @@ def job(folder: Path) -> JobSpec:
         RoleSpec(
             name=name,
             kind="simple",
+            restart_alone=True,
             entry_point=EntryPoint(kind="attribute", target="names_of_test", attribute=function),
             total=total,
             resources=Resources(accelerator=1.0),
@@ -77,7 +78,6 @@ def job(folder: Path) -> JobSpec:
         node_num=2,
         device_per_node=2,
         accelerator_type="CPU",
-        failover_exec=2,
         sys_path=[str(folder)],
         working_dir=str(folder),
         stop_grace_s=2.0,

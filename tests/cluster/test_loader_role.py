@@ -31,6 +31,7 @@ def job_of(entry: str, *, trainers: int = 1, loaders: int = 2) -> DLJob:
         .total(loaders)
         .resource(cpu=0.1)
         .not_driver()
+        .restart_alone()
         .build()
     )
     return job
@@ -166,7 +167,7 @@ def test_batches_of_a_loader_role(local_cluster: Cluster, project: Project, rout
 @pytest.mark.slow
 def test_killed_loader_workers_cost_no_batch(local_cluster: Cluster, project: Project) -> None:
     project(data=DATA, killer=KILLER)
-    handle = local_cluster(nodes=2, devices=2).submit(job_of("killer.run"), "killed", failover_exec_strategy=2)
+    handle = local_cluster(nodes=2, devices=2).submit(job_of("killer.run"), "killed")
     assert handle.wait(timeout=50) == 0, "\n".join(handle.logs())
     lives = {worker.name: worker.incarnation for worker in handle.status().workers}
     assert sum(lives.values()) >= 2, lives

@@ -73,7 +73,7 @@ def job(**roles: int) -> DLJob:
     """A role for each function of the module, with so many workers."""
     builder: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
     for role, total in roles.items():
-        builder = builder.workload(role, f"queue_job.{role}").total(total).resource(cpu=0.01)
+        builder = builder.workload(role, f"queue_job.{role}").total(total).resource(cpu=0.01).restart_alone()
     built: DLJob = builder.build()
     return built
 
@@ -130,7 +130,7 @@ def test_items_of_a_killed_consumer_are_done_by_another(
         """
     )
     cluster = local_cluster(nodes=1, devices=1)
-    handle = cluster.submit(job(owner=1, victim=1, consumer=2), "consumers", failover_exec_strategy=2)
+    handle = cluster.submit(job(owner=1, victim=1, consumer=2), "consumers")
     eventually(lambda: lines(tmp_path, "taken"), timeout=WAIT_S)
     kill(cluster, handle, "victim")
     (tmp_path / "killed").touch()
@@ -172,7 +172,7 @@ def test_a_producer_is_killed_in_the_middle_of_a_put(
         """
     )
     cluster = local_cluster(nodes=1, devices=1)
-    handle = cluster.submit(job(owner=1, producer=1, consumer=1), "producer", failover_exec_strategy=2)
+    handle = cluster.submit(job(owner=1, producer=1, consumer=1), "producer")
     eventually(lambda: lines(tmp_path, "full"), timeout=WAIT_S)
     kill(cluster, handle, "producer")
     assert handle.wait(timeout=WAIT_S) == 0
@@ -221,7 +221,7 @@ def test_owner_of_a_durable_queue_is_killed_again_and_again(
     )
     cluster = local_cluster(nodes=1, devices=1)
     roles = {"owner": 1, "producer": 2, "consumer": 2, "closer": 1}
-    handle = cluster.submit(job(**roles), "owner", failover_exec_strategy=2)
+    handle = cluster.submit(job(**roles), "owner")
     for life in range(3):
         eventually(lambda life=life: str(life) in lines(tmp_path, "lives"), timeout=WAIT_S)  # type: ignore[misc]
         num_done = len(lines(tmp_path, "done"))

@@ -155,7 +155,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def job(module: str, entry: str, folder: Path) -> DLJob:
     builder = DLJobBuilder().node_num(2).device_per_node(2).device_type("CPU").config({"folder": str(folder)})
     builder.role("actor").train(f"{module}.{entry}").nnodes(1).nproc_per_node(2)
-    builder.workload("rollout", f"{module}.Rollout").total(2).per_group(2).resource(accelerator=1).not_driver()
+    builder.workload("rollout", f"{module}.Rollout").total(2).per_group(2).resource(
+        accelerator=1
+    ).not_driver().restart_alone()
     return builder.skip_node_check().build()
 
 

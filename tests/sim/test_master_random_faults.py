@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -100,7 +101,8 @@ class Chaos:
             roles=roles,
             device_per_node=rng.choice((2, 4)),
             failover_exec=rng.choice((0, 1, 2)),
-            failover_trigger=rng.choice((1, 2, 2)),
+            failover_trigger=rng.choice((0, 1, 1, 2, 2, 2)),
+            node_num=rng.choice((1, 2, 9)),
             job_max_restart=rng.choice((0, 2, 10)),
             node_max_restart=rng.choice((0, 2, 10)),
             worker_isolation_resource=rng.choice(("", "", "MR")),
@@ -111,9 +113,11 @@ class Chaos:
     def role(self, name: str) -> RoleSpec:
         rng = self.rng
         per_group = rng.choice((1, 1, 2))
+        kind: Any = rng.choice(("simple", "elastic"))
         return RoleSpec(
             name=name,
-            kind=rng.choice(("simple", "elastic")),
+            kind=kind,
+            restart_alone=kind == "simple" and rng.random() < 0.5,
             entry_point=EntryPoint(kind="attribute", target="m", attribute="f"),
             total=per_group * rng.choice((0, 1, 2, 3)),
             per_group=per_group,

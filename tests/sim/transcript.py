@@ -86,8 +86,8 @@ class Transcript:
 
     def _submit(self, words: list[str], options: dict[str, str]) -> None:
         """``submit NAME ROLE=TOTAL,elastic,device=1,max_restart=1 … failover_exec=2``."""
-        known = {"failover_exec", "failover_trigger", "node_max_restart", "job_max_restart", "stop_grace_s"}
-        numbers: dict[str, int] = {key: int(value) for key, value in options.items() if key in known}
+        known = {"node_num", "failover_exec", "failover_trigger", "node_max_restart", "job_max_restart", "stop_grace_s"}
+        numbers: dict[str, int] = {"node_num": 9} | {key: int(value) for key, value in options.items() if key in known}
         roles = [_role(name, value) for name, value in options.items() if name not in known and name != "wait"]
         spec = JobSpec(name=words[0], roles=roles, **numbers)  # type: ignore[arg-type]  # names checked above
         self.world.ask(SubmitJob(spec=spec, wait=options.get("wait") != "no"))
@@ -243,7 +243,7 @@ def _worker(world: World, job: str, short: str) -> tuple[str, str, str, SimAgent
 
 
 def _role(name: str, text: str) -> RoleSpec:
-    """``2,elastic,device=1,per_group=2,max_restart=1,not_driver``."""
+    """``2,elastic,device=1,per_group=2,max_restart=1,not_driver,restart_alone``."""
     total, *words = text.split(",")
     numbers = {key: int(value) for key, value in (word.split("=") for word in words if "=" in word and key_of(word))}
     device = next((float(word.split("=")[1]) for word in words if word.startswith("device=")), 0.0)
@@ -254,6 +254,7 @@ def _role(name: str, text: str) -> RoleSpec:
         total=int(total),
         resources=Resources(accelerator=device),
         is_driver="not_driver" not in words,
+        restart_alone="restart_alone" in words,
         communication=Communication(),
         **numbers,  # type: ignore[arg-type]  # names checked by key_of
     )

@@ -21,6 +21,7 @@ class Bench:
 
     def __init__(self, *roles: RoleSpec, nodes: int = 1, devices: int = 8, **options: Any) -> None:
         self.world = World()
+        options.setdefault("node_num", nodes)
         for number in range(1, nodes + 1):
             self.world.add(SimAgent(f"n{number}", resources(devices=devices)))
         self.world.run(0.1)

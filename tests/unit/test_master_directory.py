@@ -12,8 +12,8 @@ class DirectoryBench(Bench):
     """Two workers, restarted alone, a node each; n3 has none."""
 
     def __init__(self) -> None:
-        role = simple(total=2, resources=Resources(accelerator=1))
-        super().__init__(role, nodes=3, devices=1, failover_exec=2)
+        role = simple(total=2, resources=Resources(accelerator=1), restart_alone=True)
+        super().__init__(role, nodes=3, devices=1)
         self.told: list[tuple[str, str, list[str]]] = []
         """Node, kind of message, workers that the directory in it names."""
         self.world.watch = self._watch

@@ -36,7 +36,7 @@ def test_an_agent_that_stops_in_order_is_the_root_cause_of_what_its_peers_suffer
     leave(bench, bench.worker("e", 1).node)
     bench.running()
     assert bench.lives() == {"e-0": 1, "e-1": 1}
-    assert (bench.job.num_node_restarts, [worker.num_failures for worker in bench.job.ranks("e")]) == (1, [0, 0])
+    assert (bench.job.node_losses, [worker.num_failures for worker in bench.job.ranks("e")]) == ({"n2": 1}, [0, 0])
 
 
 def test_a_driver_that_its_agent_took_along_has_not_finished() -> None:

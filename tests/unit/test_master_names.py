@@ -17,8 +17,8 @@ class NameBench(Bench):
     """A job of three simple workers, restarted alone, each on a node of its own unless there are fewer."""
 
     def __init__(self, nodes: int = 3) -> None:
-        role = simple(total=3, resources=Resources(accelerator=1))
-        super().__init__(role, nodes=nodes, devices=3 // nodes, failover_exec=2)
+        role = simple(total=3, resources=Resources(accelerator=1), restart_alone=True)
+        super().__init__(role, nodes=nodes, devices=3 // nodes)
         self.pushed: list[DirectoryEntry] = []
         self.world.watch = self._watch
 

@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.sim.sim_agent import SimAgent
+from tests.sim.sim_agent import SimAgent, resources
 from tests.unit.master_bench import CRASH, SETUP, USER, Bench, elastic, simple
 from unified.job.spec import JobSpec
 from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
-from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage, WorkerState
+from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage
 from unified_master.core.events import TimePassed
 from unified_master.core.status import job_status
 
 
-def test_a_crash_of_an_elastic_worker_restarts_its_role_alone() -> None:
-    bench = Bench(elastic(), simple())
+def test_strategy_2_restarts_the_role_of_an_elastic_worker_that_crashed() -> None:
+    bench = Bench(elastic(), simple(), failover_exec=2)
     bench.end("e", 1, CRASH)
     bench.running()
     assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
@@ -28,75 +28,6 @@ def test_a_crash_of_an_elastic_worker_restarts_its_role_alone() -> None:
     assert prefixes == {"job-1/e/2"}
     assert (bench.worker("e", 1).num_failures, bench.worker("e", 0).num_failures) == (1, 0)
     assert bench.job.num_restarts == 0
-
-
-@pytest.mark.parametrize(
-    ("exec_strategy", "failure", "expected"),
-    [
-        (1, USER, {"s-0": 1, "s-1": 1, "e-0": 1}),
-        (1, CRASH, {"s-0": 1, "s-1": 1, "e-0": 1}),
-        (2, USER, {"s-0": 1, "s-1": 0, "e-0": 0}),
-        (2, CRASH, {"s-0": 1, "s-1": 0, "e-0": 0}),
-    ],
-)
-def test_a_failure_of_a_simple_worker_follows_the_strategy(
-    exec_strategy: Any, failure: Failure, expected: dict[str, int]
-) -> None:
-    bench = Bench(simple(total=2), elastic(total=1), failover_exec=exec_strategy)
-    bench.end("s", 0, failure)
-    bench.running()
-    assert bench.lives() == expected
-    assert bench.job.num_restarts == (1 if exec_strategy == 1 else 0)
-
-
-@pytest.mark.parametrize(
-    ("exec_strategy", "expected"), [(1, {"e-0": 1, "e-1": 1, "s-0": 1}), (2, {"e-0": 1, "e-1": 1, "s-0": 0})]
-)
-def test_an_exception_in_an_elastic_worker_follows_the_strategy(exec_strategy: Any, expected: dict[str, int]) -> None:
-    bench = Bench(elastic(), simple(), failover_exec=exec_strategy)
-    bench.end("e", 0, USER)
-    bench.running()
-    assert bench.lives() == expected
-
-
-def test_strategy_0_stops_the_job() -> None:
-    bench = Bench(simple(), failover_exec=0)
-    bench.end("s", 0, USER)
-    assert bench.limit() == "failover_exec_strategy=0"
-
-
-def test_trigger_0_never_restarts() -> None:
-    bench = Bench(simple(), failover_trigger=0)
-    bench.end("s", 0, CRASH)
-    assert bench.limit() == "failover_trigger_strategy=0"
-
-
-def test_the_strategies_do_not_forbid_an_elastic_crash_its_restart() -> None:
-    bench = Bench(elastic(), failover_trigger=0, failover_exec=0)
-    bench.end("e", 0, CRASH)
-    bench.running()
-    assert bench.lives() == {"e-0": 1, "e-1": 1}
-
-
-def test_trigger_1_waits_for_the_others_of_the_role() -> None:
-    bench = Bench(simple(total=3), failover_trigger=1, failover_exec=2)
-    bench.end("s", 0, USER)
-    bench.finish("s", 1)
-    bench.world.run(10)
-    assert bench.lives() == {"s-0": 0, "s-1": 0, "s-2": 0}
-    assert "decided when the others of role s are done" in bench.job.reason
-    bench.finish("s", 2)
-    bench.running()
-    assert bench.lives() == {"s-0": 1, "s-1": 0, "s-2": 0}
-
-
-def test_trigger_1_does_not_wait_for_workers_that_wait_for_the_failed_one() -> None:
-    bench = Bench(elastic(), failover_trigger=1, failover_exec=2)
-    bench.end("e", 0, CRASH)
-    bench.world.until(lambda: bench.worker("e", 0).state is WorkerState.READY, "rank 0 to be ready")
-    bench.end("e", 0, USER)
-    bench.running()
-    assert bench.lives() == {"e-0": 2, "e-1": 2}
 
 
 def test_a_setup_failure_is_never_repaired() -> None:
@@ -185,13 +116,13 @@ def test_an_excluded_job_waits_if_the_others_are_only_busy() -> None:
     assert bench.worker("e").node == "n2"
 
 
-def test_a_lost_node_is_charged_to_the_job_and_not_to_the_worker() -> None:
+def test_a_lost_node_is_charged_to_that_node_and_not_to_the_worker() -> None:
     bench = Bench(elastic(accelerator=1), nodes=3, devices=1)
     bench.world.kill_agent("n2")
     bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
     bench.running()
     assert [worker.node for worker in bench.job.ranks("e")] == ["n1", "n3"]
-    assert bench.job.num_node_restarts == 1
+    assert bench.job.node_losses == {"n2": 1}
     assert all(worker.num_failures == 0 for worker in bench.job.workers.values())
     assert bench.job.store is not None
     assert (bench.job.store.node, bench.job.store.incarnation) == ("n1", 0)
@@ -205,18 +136,17 @@ def test_node_max_restart_ends_the_job() -> None:
     assert bench.job.end.failure.category == "node"
 
 
-def test_a_lost_node_with_simple_workers_follows_the_strategy() -> None:
-    bench = Bench(simple(total=2), nodes=2, failover_exec=2)
-    bench.world.kill_agent("n2")
-    bench.world.until(lambda: bench.lives() == {"s-0": 0, "s-1": 1}, "the restart")
-    bench.running()
-    assert bench.worker("s", 1).node == "n1"
-    bench = Bench(simple(total=2), nodes=2, failover_exec=0)
-    bench.world.kill_agent("n2")
-    assert bench.limit() == "failover_exec_strategy=0"
-    bench = Bench(simple(total=2), nodes=2, failover_exec=1)
-    bench.world.kill_agent("n2")
-    bench.world.until(lambda: bench.lives() == {"s-0": 1, "s-1": 1}, "the restart")
+def test_node_max_restart_is_counted_for_each_node() -> None:
+    bench = Bench(elastic(accelerator=1), nodes=3, devices=1, node_max_restart=1)
+    for losses, node in enumerate(("n1", "n2", "n3"), 1):
+        bench.world.kill_agent(node)
+        bench.world.until(lambda losses=losses: len(bench.job.node_losses) == losses, f"the loss of {node}")  # type: ignore[misc]
+        bench.world.add(SimAgent(node, resources(devices=1), incarnation=f"b{losses}"))
+        bench.running()
+    assert bench.job.node_losses == {"n1": 1, "n2": 1, "n3": 1}
+    bench.world.kill_agent(bench.worker("e").node)
+    assert bench.limit() == "node_max_restart"
+    assert "node_max_restart=1 is used up for node n" in bench.job.reason
 
 
 def test_job_max_restart_ends_the_job() -> None:
@@ -252,7 +182,7 @@ def test_a_suspect_waits_for_the_lease_of_a_node_that_is_late() -> None:
     bench.end("e", 0, collateral)
     bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [0, 0]
-    assert bench.job.num_node_restarts == 1
+    assert bench.job.node_losses == {"n2": 1}
 
 
 def test_a_new_master_does_not_settle_before_every_node_has_reported_to_it() -> None:
@@ -276,7 +206,7 @@ def test_a_master_that_was_not_there_to_listen_loses_no_node() -> None:
     assert world.core.cluster.nodes["n1"].state is NodeState.ALIVE
     world.run(20)
     assert bench.lives() == {"e-0": 0, "e-1": 0}
-    assert bench.job.num_node_restarts == 0
+    assert bench.job.node_losses == {}
 
 
 def test_a_node_is_spared_once_in_a_silence() -> None:
@@ -296,7 +226,7 @@ def reasons(bench: Bench) -> dict[str, str]:
 
 
 def test_a_worker_shows_the_last_decision_that_concerned_it() -> None:
-    bench = Bench(simple("driver", 2), simple("service", is_driver=False), failover_exec=2)
+    bench = Bench(simple("driver", 2, restart_alone=True), simple("service", is_driver=False))
     bench.end("driver", 0, CRASH)
     bench.running()
     assert reasons(bench)["driver-0"].startswith("worker restarts: driver_2-0_1-0 on n1: killed by SIGKILL")
@@ -319,7 +249,7 @@ def test_a_failed_worker_shows_its_failure_and_the_others_why_they_were_stopped(
 
 
 def test_callers_are_told_why_a_life_ended() -> None:
-    bench = Bench(elastic())
+    bench = Bench(elastic(), failover_exec=2)
     bench.end("e", 0, CRASH)
     entries = [worker.entry for worker in bench.job.ranks("e")]
     assert [entry and entry.state for entry in entries] == [Reachability.DEAD, Reachability.DEAD]
@@ -357,13 +287,19 @@ def test_services_end_with_the_drivers() -> None:
 
 
 def test_a_lost_store_gives_the_elastic_roles_a_new_round() -> None:
-    bench = Bench(elastic(), simple())
+    bench = Bench(elastic(), simple(), failover_exec=2)
     assert bench.job.store is not None
     bench.end_worker(bench.job.store, CRASH)
     bench.running()
     assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
     assert bench.job.store.incarnation == 1
     assert bench.job.roles["e"].round == 2
+    bench = Bench(elastic(), simple(), failover_exec=1)
+    assert bench.job.store is not None
+    bench.end_worker(bench.job.store, CRASH)
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 1}
+    assert (bench.job.store.incarnation, bench.job.num_charged_restarts) == (1, 1)
 
 
 def test_a_worker_that_never_says_hello_is_a_crash() -> None:
@@ -382,7 +318,7 @@ def test_a_worker_that_never_says_hello_is_a_crash() -> None:
 
 
 def test_the_directory_follows_the_lives() -> None:
-    bench = Bench(simple(total=2), failover_exec=2)
+    bench = Bench(simple(total=2, restart_alone=True))
     entry = bench.worker("s").entry
     assert entry is not None
     assert (entry.incarnation, entry.state) == (0, Reachability.ALIVE)

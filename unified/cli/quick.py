@@ -56,6 +56,7 @@ def quick_spec(
         node_num=num_nodes,
         device_per_node=per_node,
         accelerator_type=accelerator_type,
+        failover_exec=2,
         user_config=_NO_CONFIG,
         working_dir=driver.working_dir,
         sys_path=driver.sys_path,

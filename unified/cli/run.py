@@ -82,4 +82,6 @@ def full_spec(
     builder.skip_node_check()
     describe(builder, arguments, parser, "torchrun")
     config = submit_options(builder.build(), {"job_name": name}, os.environ)
+    if "failover_exec_strategy" not in config.model_fields_set:
+        config = config.model_copy(update={"failover_exec_strategy": 2})  # --max-restarts is the one limit
     return to_spec(config, driver), config.wait

@@ -184,7 +184,7 @@ class JobConfig(Description):
     )
     """Accepted for scripts of the reference API, without effect: here the master is there before the job."""
     node_max_restart: int = Field(default=10, ge=0)
-    """Lost nodes, past which the job fails."""
+    """Losses of one node, counted for each node by itself, past which the job fails."""
     job_max_restart: int = Field(default=10, ge=0)
     """Restarts of the whole job, past which it fails."""
     master_max_restart: int = Field(default=10, ge=0)
@@ -195,9 +195,11 @@ class JobConfig(Description):
     worker_isolation_schedule_resource: str = ""
     """A resource or label that every worker's node must have; empty: any."""
     failover_trigger_strategy: Literal[0, 1, 2] = 2
-    """A failure is acted on: 0 never, 1 when the other workers of the role are done, 2 now."""
+    """When any failure of a worker, a killed process or a lost node is acted on: 0 never, so the job fails, 1 when the
+    other workers of the role are done, 2 now."""
     failover_exec_strategy: Literal[0, 1, 2] = 1
-    """What is done: 0 stop the job, 1 restart the job, 2 restart the role."""
+    """What is done about it: 0 stop the job, 1 restart the job, 2 restart the role. A simple role may say
+    `restart_alone()`: then 1 and 2 restart the worker."""
     master_state_backend_type: MasterStateBackendType = MasterStateBackendType.SQLITE
     """Accepted for scripts of the reference API, without effect: the master always keeps a SQLite file."""
     master_state_backend_config: dict[str, Any] = Field(default_factory=dict)

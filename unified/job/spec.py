@@ -74,6 +74,8 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     is_driver: bool = True
     max_restart: int = 10
     per_node_max_failure: int = 3
+    restart_alone: bool = False
+    """A worker that fails is started again alone, unless the job's strategies forbid any restart. Not if elastic."""
     rank_based_gpu_selection: bool = False
     auto_visible_devices: bool = True
     communication: Communication = Communication()

@@ -6,7 +6,13 @@ from unified.job import entrypoint, payload
 from unified.job.config import DLConfig, JobConfig, device_share
 from unified.job.driver import WORKING_DIR, Driver
 from unified.job.spec import Communication, JobSpec, Resources, RoleSpec
-from unified.job.workloads import BaseWorkloadDesc, ElasticWorkloadDesc, ResourceDesc, WorkloadDesc
+from unified.job.workloads import (
+    BaseWorkloadDesc,
+    ElasticWorkloadDesc,
+    IndependentWorkloadDesc,
+    ResourceDesc,
+    WorkloadDesc,
+)
 
 __all__ = ["Driver", "to_spec"]
 
@@ -69,6 +75,7 @@ def _role(name: str, job: DLConfig, working_dir: str | None, driver: Driver) -> 
         is_driver=workload.is_driver,
         max_restart=workload.max_restart,
         per_node_max_failure=workload.per_node_max_failure,
+        restart_alone=isinstance(workload, IndependentWorkloadDesc) and workload.restart_alone,
         rank_based_gpu_selection=workload.rank_based_gpu_selection,
         auto_visible_devices=workload.auto_visible_devices,
         communication=_communication(workload),

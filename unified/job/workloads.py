@@ -222,13 +222,21 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
         return fields
 
 
-class SimpleWorkloadDesc(BaseWorkloadDesc):
+class IndependentWorkloadDesc(BaseWorkloadDesc):
+    """What simple and custom workloads have in common: their workers need not begin together."""
+
+    restart_alone: bool = False
+    """The workers do without each other, so that one which fails is started again alone, where
+    `failover_exec_strategy` would restart its role (2) or the job (1)."""
+
+
+class SimpleWorkloadDesc(IndependentWorkloadDesc):
     """Workers that run side by side; none waits for another unless their code does."""
 
     backend: Annotated[Literal["simple"], BeforeValidator(lambda value: value or "simple")] = "simple"
 
 
-class CustomWorkloadDesc(BaseWorkloadDesc):
+class CustomWorkloadDesc(IndependentWorkloadDesc):
     """As a simple workload; its entry point is given as `module_name` and `class_name`."""
 
     input_names: ClassVar[frozenset[str]] = frozenset()

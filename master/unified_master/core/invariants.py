@@ -114,8 +114,9 @@ def _budgets(job: JobRecord) -> Iterator[str]:
     allowed = 1 if job.is_ending else 0  # the failure that ended the job is counted, too
     if job.num_charged_restarts > job.spec.job_max_restart:
         yield f"job {job.job_id} restarted {job.num_charged_restarts} times"
-    if job.num_node_restarts > job.spec.node_max_restart + allowed:
-        yield f"job {job.job_id} survived {job.num_node_restarts} lost nodes"
+    for node, losses in job.node_losses.items():
+        if losses > job.spec.node_max_restart + allowed:
+            yield f"job {job.job_id} survived {losses} losses of node {node}"
     for worker in job.workers.values():
         if worker.kind == "worker" and worker.num_failures > job.spec.role(worker.role).max_restart + allowed:
             yield f"{worker.name} of {job.job_id} was charged {worker.num_failures} failures and goes on"

@@ -156,6 +156,8 @@ def _role_faults(role: RoleSpec) -> Iterator[str]:
         yield f"role {role.name}: total must be at least 0 and per_group at least 1."
     elif role.total % role.per_group:
         yield f"role {role.name}: total={role.total} cannot be cut into groups of {role.per_group}."
+    if role.restart_alone and role.kind == "elastic":
+        yield f"role {role.name}: the ranks of an elastic role restart together, so restart_alone is not for it."
     needs = role.resources
     amounts = [needs.cpu, needs.memory_mb, needs.disk_mb, needs.accelerator, *needs.user_defined.values()]
     if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):

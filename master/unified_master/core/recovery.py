@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from unified.core.backoff import Backoff
 from unified.job.spec import JobSpec, RoleSpec
@@ -24,6 +24,10 @@ from unified_master.core.turn import Turn
 QUICK_S = 1.0
 """A life that fails this soon after it began to run is followed by a longer and longer wait."""
 BACKOFF = Backoff()
+
+
+Scope = Literal["job", "role", "worker"]
+"""What begins again after a failure."""
 
 
 class Refusal(NamedTuple):
@@ -79,27 +83,20 @@ def judge(turn: Turn, job: JobRecord, worker: WorkerRecord, *, is_due: bool = Fa
     if failure is None or job.is_ending:
         return
     role = job.spec.role(worker.role)
-    record = job.roles[role.name]
-    # A broken collective that nobody confessed to is a crash of the group, whatever exception reported it.
-    follows_policy = role.kind != "elastic" or (failure.category == "user" and not failure.is_collateral)
-    if follows_policy:
-        if (refusal := policy_refusal(job.spec)) is not None:
-            stopping.end_badly(turn, job, worker, failure, *refusal)
-            return
-        if job.spec.failover_trigger == 1 and not is_due and _others_work(job, role, worker):
-            if not record.pending:
-                record.pending = worker.name
-                why = f"{worker.name} failed ({failure.summary}); decided when the others of role {role.name} are done"
-                turn.decide("failure-waits", why, job, role.name, worker.name, worker.node)
-            return
-    if (refusal := _charge(turn, job, role, worker)) is not None:
+    if (refusal := policy_refusal(job.spec)) is not None:
         stopping.end_badly(turn, job, worker, failure, *refusal)
         return
-    is_excluding = record.node_failures[worker.node] > role.per_node_max_failure
-    if is_excluding:
-        _exclude(turn, job, role, worker)
-    scope = "job" if follows_policy and job.spec.failover_exec == 1 else "role" if role.kind == "elastic" else "worker"
-    _repair(turn, job, worker, failure, scope, is_excluding=is_excluding)
+    if not is_due and _waits(turn, job, role, worker, failure):
+        return
+    is_excluding = False
+    if failure.category != "node":  # which was charged to its node, when that was lost
+        if (refusal := _charge(turn, job, role, worker)) is not None:
+            stopping.end_badly(turn, job, worker, failure, *refusal)
+            return
+        is_excluding = job.roles[role.name].node_failures[worker.node] > role.per_node_max_failure
+        if is_excluding:
+            _exclude(turn, job, role, worker)
+    _repair(turn, job, worker, failure, _scope(job, role), is_excluding=is_excluding)
 
 
 def judge_pending(turn: Turn, job: JobRecord) -> None:
@@ -108,46 +105,60 @@ def judge_pending(turn: Turn, job: JobRecord) -> None:
         worker = job.workers.get(record.pending)
         if worker is None or job.is_ending:
             continue
-        if not _others_work(job, job.spec.role(record.name), worker):
+        is_store = worker.kind == "store"
+        if any(_others_work(job, role, worker) for role in _sharers(job, record.name, is_store=is_store)):
+            continue
+        if is_store:
+            for other in job.roles.values():
+                other.pending = "" if other.pending == worker.name else other.pending
+            _replace_store(turn, job, worker)
+        else:
             record.pending = ""
             judge(turn, job, worker, is_due=True)
 
 
 def on_node_lost(turn: Turn, job: JobRecord, node: NodeRecord, reason: str) -> None:
-    """The node took its workers along: charge the job once, give them new places."""
-    lost = _bury(turn, job, node, Failure(summary=f"node {node.name} was lost: {reason}", category="node"))
+    """The node took its workers along: charge it once, and give them new places by the job's strategies."""
+    failure = Failure(summary=f"node {node.name} was lost: {reason}", category="node")
+    is_store_needed = bool(unfinished_elastic(job))
+    lost = [one for one in _bury(turn, job, node, failure) if one.kind == "worker" or is_store_needed]
     if job.is_ending or not lost:
         return
-    failure = Failure(summary=f"node {node.name} was lost: {reason}", category="node")
     first = lost[0]
     limit = job.spec.node_max_restart
-    job.num_node_restarts += 1
-    if job.num_node_restarts > limit:
-        why = f"the limit node_max_restart={limit} is used up"
+    job.node_losses[node.name] = job.node_losses.get(node.name, 0) + 1
+    turn.touch_job(job)
+    if job.node_losses[node.name] > limit:
+        why = f"the limit node_max_restart={limit} is used up for node {node.name}"
         stopping.end_badly(turn, job, first, failure, "node_max_restart", why)
         return
-    simple = [worker for worker in lost if worker.kind == "worker" and job.spec.role(worker.role).kind != "elastic"]
-    scope = "workers"
-    if simple:
-        if (refusal := policy_refusal(job.spec)) is not None:
-            stopping.end_badly(turn, job, simple[0], failure, *refusal)
-            return
-        scope = "job" if job.spec.failover_exec == 1 else scope
-    if scope == "job":
+    if (refusal := policy_refusal(job.spec)) is not None:
+        stopping.end_badly(turn, job, first, failure, *refusal)
+        return
+    due = _not_put_off(turn, job, lost, failure)
+    names: set[str] = set()
+    scopes: set[str] = set()
+    for worker in due:
+        if worker.kind == "store":
+            scopes.add("job" if job.spec.failover_exec == 1 else "role")
+            names |= unfinished_elastic(job)
+        else:
+            role = job.spec.role(worker.role)
+            scopes.add(_scope(job, role))
+            names.update(_scoped(job, worker, _scope(job, role)))
+    if not names:
+        return
+    cause = _cause(job, first, failure)
+    if "job" in scopes:
         if (refusal := _job_refusal(job)) is not None:
             stopping.end_badly(turn, job, first, failure, *refusal)
             return
         job.num_charged_restarts += 1
-        why = f"job restarts: {failure.summary} (lost node {job.num_node_restarts} of at most {limit})"
+        why = f"job restarts: {cause}"
         turn.decide("job-restarts", why, job, node=node.name)
         _or_wait(turn, job, restart_job(turn, job, why))
         return
-    names = {worker.name for worker in lost if worker.kind == "worker"}
-    if any(worker.kind == "store" for worker in lost):
-        names |= unfinished_elastic(job)
-    if not names:
-        return
-    why = f"workers restart: {failure.summary} (lost node {job.num_node_restarts} of at most {limit})"
+    why = f"workers restart: {cause}"
     turn.decide("workers-restart", why, job, node=node.name)
     _or_wait(turn, job, restart(turn, job, names, why))
 
@@ -162,26 +173,23 @@ def policy_refusal(spec: JobSpec) -> Refusal | None:
 
 
 def _repair(
-    turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure, scope: str, *, is_excluding: bool
+    turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure, scope: Scope, *, is_excluding: bool
 ) -> None:
     """Restart the scope of a charged failure, or end the job if it may not or cannot."""
     role = job.spec.role(worker.role)
     delay = BACKOFF.delay_s(max(0, job.roles[role.name].num_quick - 1))
-    cause = (
-        f"{worker.name} on {worker.node}: {failure.summary} (failure {worker.num_failures}, {role.max_restart} allowed)"
-    )
     after = f" after {delay:g} s" if delay else ""
     if scope == "job":
         if (refusal := _job_refusal(job)) is not None:
             stopping.end_badly(turn, job, worker, failure, *refusal)
             return
-        what, whom, names = "job", ("", ""), all_workers(job)
+        what, whom = "job", ("", "")
     elif scope == "role":
-        what, whom, names = f"role {role.name}", (role.name, ""), [peer.name for peer in job.ranks(role.name)]
+        what, whom = f"role {role.name}", (role.name, "")
     else:
-        what, whom, names = "worker", (role.name, worker.name), [worker.name]
-    why = f"{what} restarts{after}: {cause}"
-    seated = seat(turn, job, names, why)
+        what, whom = "worker", (role.name, worker.name)
+    why = f"{what} restarts{after}: {_cause(job, worker, failure)}"
+    seated = seat(turn, job, _scoped(job, worker, scope), why)
     if is_excluding and not seated.plan.fits and not queue.could_ever_fit(turn.cluster, job):
         limit = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {seated.plan.reason}"
         stopping.end_badly(turn, job, worker, failure, "per_node_max_failure", limit)
@@ -192,6 +200,57 @@ def _repair(
     turn.decide(f"{scope}-restarts", why, job, *whom)
     begin(turn, job, seated, delay)
     _or_wait(turn, job, seated.plan)
+
+
+def _scope(job: JobRecord, role: RoleSpec) -> Scope:
+    """What restarts after a failure in a role. Workers that are independent say so, whatever the job's strategy."""
+    if role.restart_alone:
+        return "worker"
+    return "job" if job.spec.failover_exec == 1 else "role"
+
+
+def _scoped(job: JobRecord, worker: WorkerRecord, scope: Scope) -> list[str]:
+    if scope == "job":
+        return all_workers(job)
+    return [worker.name] if scope == "worker" else [peer.name for peer in job.ranks(worker.role)]
+
+
+def _cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
+    """A failure in words, with what it was charged to."""
+    if failure.category == "node":
+        losses = job.node_losses.get(worker.node, 0)
+        return f"{failure.summary} (loss {losses} of that node, {job.spec.node_max_restart} allowed)"
+    allowed = job.spec.role(worker.role).max_restart
+    return f"{worker.name} on {worker.node}: {failure.summary} (failure {worker.num_failures}, {allowed} allowed)"
+
+
+def _waits(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord, failure: Failure) -> bool:
+    """Whether the failure is decided later, because others of the role still work and the strategy lets them."""
+    if job.spec.failover_trigger != 1 or not _others_work(job, role, worker):
+        return False
+    record = job.roles[role.name]
+    if not record.pending:
+        record.pending = worker.name
+        why = f"{worker.name} failed ({failure.summary}); decided when the others of role {role.name} are done"
+        turn.decide("failure-waits", why, job, role.name, worker.name, worker.node)
+    return True
+
+
+def _sharers(job: JobRecord, role: str, *, is_store: bool) -> list[RoleSpec]:
+    """Roles whose workers are waited for: the failed worker's own, or all that use the failed store."""
+    return job.elastic_roles() if is_store else [job.spec.role(role)]
+
+
+def _not_put_off(turn: Turn, job: JobRecord, lost: list[WorkerRecord], failure: Failure) -> list[WorkerRecord]:
+    """Those of a node's lost workers about which something is done now. What had been decided before is not put off."""
+    due: list[WorkerRecord] = []
+    for worker in lost:
+        if worker.kind == "store":
+            if not _store_waits(turn, job, worker, failure):
+                due.append(worker)
+        elif worker.is_held or not _waits(turn, job, job.spec.role(worker.role), worker, failure):
+            due.append(worker)
+    return due
 
 
 def _or_wait(turn: Turn, job: JobRecord, found: Plan) -> None:
@@ -241,12 +300,39 @@ def _store_failed(turn: Turn, job: JobRecord, store: WorkerRecord, failure: Fail
         why = f"the limit max_restart={limit} is used up for the job's torch store"
         stopping.end_badly(turn, job, store, failure, "max_restart", why)
         return
-    names = unfinished_elastic(job)
-    if not names:
+    if unfinished_elastic(job) and (refusal := policy_refusal(job.spec)) is not None:
+        stopping.end_badly(turn, job, store, failure, *refusal)
         return
-    why = f"elastic roles restart: the torch store on {store.node}: {failure.summary}"
-    turn.decide("role-restarts", why, job)
-    _or_wait(turn, job, restart(turn, job, names, why, BACKOFF.delay_s(store.num_failures - 1)))
+    if not _store_waits(turn, job, store, failure):
+        _replace_store(turn, job, store)
+
+
+def _store_waits(turn: Turn, job: JobRecord, store: WorkerRecord, failure: Failure) -> bool:
+    """As `_waits`, for each elastic role that still works."""
+    waits = [_waits(turn, job, role, store, failure) for role in job.elastic_roles()]
+    return any(waits)
+
+
+def _replace_store(turn: Turn, job: JobRecord, store: WorkerRecord) -> None:
+    """A new store, and by the job's strategy all of the job again, or the elastic roles that are not done."""
+    names = unfinished_elastic(job)
+    if not names or job.is_ending or store.failure is None:
+        return
+    cause = f"the torch store on {store.node}: {store.failure.summary}"
+    delay = BACKOFF.delay_s(max(0, store.num_failures - 1))
+    if job.spec.failover_exec != 1:
+        why = f"elastic roles restart: {cause}"
+        turn.decide("role-restarts", why, job)
+        _or_wait(turn, job, restart(turn, job, names, why, delay))
+        return
+    if (refusal := _job_refusal(job)) is not None:
+        stopping.end_badly(turn, job, store, store.failure, *refusal)
+        return
+    job.num_charged_restarts += 1
+    count_job(job)
+    why = f"job restarts: {cause}"
+    turn.decide("job-restarts", why, job)
+    _or_wait(turn, job, restart(turn, job, all_workers(job), why, delay))
 
 
 def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:

@@ -175,8 +175,8 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the whole job, asked for or not."""
     num_charged_restarts: int = 0
     """Of the whole job, because of a failure; compared with `job_max_restart`."""
-    num_node_restarts: int = 0
-    """Lost nodes; compared with `node_max_restart`."""
+    node_losses: dict[str, int] = {}
+    """How often each node was lost with workers of the job; compared with `node_max_restart`."""
     excluded: list[str] = []
     """Nodes that failed too often for this job."""
     restart_at: float | None = None

@@ -148,6 +148,11 @@ class RoleBuilder(Generic[ParentT]):
 class SimpleRoleBuilder(RoleBuilder[ParentT]):
     """Of a role whose workers run side by side."""
 
+    def restart_alone(self) -> Self:
+        """The workers do without each other: one that fails is started again alone, not its role or its job."""
+        self._fields["restart_alone"] = True
+        return self
+
 
 class ElasticRoleBuilder(RoleBuilder[ParentT]):
     """Of a role whose workers train together under torch.distributed."""
