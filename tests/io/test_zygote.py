@@ -353,6 +353,38 @@ def test_an_import_hears_how_the_programs_ended_that_it_started(tmp_path: Path) 
         zygote.close()
 
 
+SCAN = """
+import gc, multiprocessing.process, os, random, sys
+from operator import attrgetter
+from unified.worker.inherited import LIBRARY_GENERATORS
+from unified.worker.warm import for_later, import_one, warm_up
+
+warm_up("unified.worker.start")
+for name in for_later("unified.worker.start"):
+    import_one(name)
+import numpy, torch
+
+known = [random._inst, numpy.random.mtrand._rand, torch.default_generator]
+for module, names in LIBRARY_GENERATORS.items():
+    known += [attrgetter(name)(sys.modules[module]) for name in names]
+kinds = (random.Random, numpy.random.RandomState, numpy.random.Generator, torch.Generator)
+for found in gc.get_objects():
+    if issubclass(type(found), kinds) and type(found) is not random.SystemRandom:
+        if not any(found is each for each in known):
+            print("a generator that no fork seeds:", found, [str(each)[:200] for each in gc.get_referrers(found)])
+for name, module in list(sys.modules.items()):
+    for attribute, value in list(vars(module).items()) if name != "__main__" else ():
+        if type(value) in (int, str) and str(os.getpid()) in str(value) and not attribute.startswith("__"):
+            print("the zygote's pid:", name, attribute, value)
+"""
+
+
+def test_what_a_zygote_imports_brings_no_generator_that_a_fork_would_not_seed() -> None:
+    pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCAN], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
 def test_many_forks_leave_neither_children_nor_descriptors(zygote: ZygoteProcess) -> None:
     before = os.listdir(f"/proc/{zygote.process.pid}/fd")
     for fresh in [False] * 30 + [True]:

@@ -28,7 +28,7 @@ from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.entrypoint import Entry, load
 from unified.worker.failure import describe, exit_code
-from unified.worker.inherited import disown_finalizers, settle_libraries
+from unified.worker.inherited import disown_finalizers, renew_randomness, settle_libraries
 from unified.worker.leave import leave, leave_fork
 from unified.worker.memory import keep_freed
 from unified.worker.reporting import Reporter
@@ -112,6 +112,7 @@ class _Life:
         compat.apply(os.environ)  # the zygote was started before it was known what this worker's job wants
         keep_freed(os.environ)  # before there is a second thread, which would get memory of its own to allocate from
         self._stop.install()
+        renew_randomness()
         settle_libraries(environment.thread_count(os.environ))
         sys.setswitchinterval(SWITCH_S)
         self._bus = bus = BusEndpoint(

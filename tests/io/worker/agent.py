@@ -172,11 +172,10 @@ class Agent:
         **role: Any,
     ) -> Launch:
         spec = RoleSpec(**{"name": "role", "kind": "simple", "entry_point": entry, **role})
-        job_spec = JobSpec(
-            name="job", accelerator_type="CPU", working_dir=str(self.folder), roles=[spec], **(job or {})
-        )  # fmt: skip
+        given = {"name": "job", "accelerator_type": "CPU", "working_dir": str(self.folder), **(job or {})}
+        job_spec = JobSpec(roles=[spec], **given)
         return Launch(
-            job_id="job-1",
+            job_id=f"{job_spec.name}-1",
             spec=job_spec,
             kind="worker",
             name=spec.worker(rank),

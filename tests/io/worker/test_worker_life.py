@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -202,6 +203,54 @@ def test_forked_workers_are_independent(agent: Agent, forker: Forker) -> None:
         assert child.errors.read_text() == ""
     assert lines[0] != lines[1]
     assert [line.partition(" [")[2] for line in lines] == ["'wp_code']"] * 2
+
+
+DRAWS = """
+    import json, multiprocessing.synchronize, os, random, secrets, ssl, tempfile, uuid
+    import numpy, sympy.core.random, torch
+    from sympy.core.symbol import Dummy
+
+    def run():
+        loader = torch.utils.data.DataLoader(range(10_000), batch_size=10_000, shuffle=True)
+        draws = {
+            "torch": torch.rand(1, dtype=torch.float64).item(),
+            "torch init": torch.nn.Linear(64, 1).weight.sum().item(),
+            "torch loader": next(iter(loader))[:20].tolist(),
+            "numpy": numpy.random.rand(),
+            "numpy generator": numpy.random.default_rng().random(),
+            "random": random.random(),
+            "sympy": sympy.core.random.random(),
+            "sympy dummy": Dummy._prng.random(),
+            "uuid1": str(uuid.uuid1()),
+            "uuid4": str(uuid.uuid4()),
+            "secrets": secrets.token_hex(),
+            "ssl": ssl.RAND_bytes(16).hex(),
+            "tempfile": os.path.basename(tempfile.mktemp()),
+            "authkey": multiprocessing.current_process().authkey.hex(),
+            "multiprocessing": next(multiprocessing.synchronize.SemLock._rand),
+        }
+        print(json.dumps([tempfile.gettempdir(), draws]))
+"""
+
+
+def test_every_fork_draws_random_numbers_of_its_own(agent: Agent, forker: Forker) -> None:
+    """Two ranks, two lives of one rank, two jobs."""
+    agent.write("wp_code.py", DRAWS)
+    envs = {"TMPDIR": str(agent.folder)}
+    drawn: list[dict[str, object]] = []
+    for rank, incarnation, job in [(0, 0, "a"), (1, 0, "a"), (0, 1, "a"), (0, 0, "b")]:
+        child = forker.launch(
+            attribute("run"), rank=rank, incarnation=incarnation, total=2, job={"name": job}, envs=envs
+        )
+        child.run()
+        child.expect(Finished)
+        folder, draws = json.loads(child.output.read_text())
+        assert folder == str(agent.folder), "temporary files lie where the job says, not where the zygote's do"
+        drawn.append(draws)
+        child.say(Stop(grace_s=20, reason="the test is over"))
+        child.until_gone()
+    same = [name for name in drawn[0] if len({str(draws[name]) for draws in drawn}) < len(drawn)]
+    assert same == []
 
 
 def test_last_progress_comes_before_finished(agent: Agent) -> None:
