@@ -40,6 +40,10 @@ class MarkedOrDecorator(Protocol):
 class MethodRegistry(dict[str, Callable[..., Any]]):
     """Functions by the name under which they are called."""
 
+    on_missing: Callable[[str, Callable[[], object]], bool] | None = None
+    """Asked with the name of a method that is not here; True: it calls what it was given beside it when the method is,
+    or when it will never be."""
+
     def register(self, name: str, function: Callable[..., Any]) -> None:
         """Make `function` callable as `name`.
 
@@ -213,7 +217,7 @@ def export_rpc_instance(ns: str | None, instance: Any) -> None:
 def adopt_instance(ns: str | None, instance: Any) -> int:
     """As `export_rpc_instance`, of an object that need not have any such methods; how many it has."""
     if isinstance(instance, ModuleType):
-        functions = {mark.name: function for function, mark in _marked_functions(vars(instance))}
+        functions = {mark.name: function for function, mark in marked_functions(vars(instance))}
     else:
         methods = marked_methods(type(instance))
         functions = {mark.name: getattr(instance, attribute) for attribute, mark in methods.items()}
@@ -222,18 +226,19 @@ def adopt_instance(ns: str | None, instance: Any) -> int:
     return len(functions)
 
 
-def export_rpc_module(module: ModuleType | Mapping[str, Any]) -> None:
+def export_rpc_module(module: ModuleType | Mapping[str, Any], registry: MethodRegistry = RPC_REGISTRY) -> None:
     """Make the `@rpc` functions among the top-level names of a module callable.
 
     Raises:
         ValueError: one of the names is taken by another function.
     """
     names = vars(module) if isinstance(module, ModuleType) else module
-    for function, mark in _marked_functions(names):
-        RPC_REGISTRY.adopt(mark.name, function)
+    for function, mark in marked_functions(names):
+        registry.adopt(mark.name, function)
 
 
-def _marked_functions(names: Mapping[str, Any]) -> Iterator[tuple[Callable[..., Any], RpcMark]]:
+def marked_functions(names: Mapping[str, Any]) -> Iterator[tuple[Callable[..., Any], RpcMark]]:
+    """The `@rpc` functions among the names of a module."""
     for value in list(names.values()):
         mark = mark_of(value) if inspect.isroutine(value) else None
         if mark is not None:

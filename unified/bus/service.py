@@ -209,13 +209,9 @@ class CallService:
     def _begin(self, call: InboundCall) -> None:
         """On the thread that received the call."""
         if len(call.chain) > MAX_CHAIN:
-            self._fail(
-                call,
-                RpcError(
-                    f"the call of {call.method!r} in worker {self._worker} was refused: {len(call.chain)} handlers, "
-                    "each waiting for the next, led to it. Do they call one another in a circle?"
-                ),
-            )
+            what = f"the call of {call.method!r} in worker {self._worker} was refused: {len(call.chain)} handlers"
+            why = "each waiting for the next, led to it. Do they call one another in a circle?"
+            self._fail(call, RpcError(f"{what}, {why}"))
             return
         function = self._registry.get(call.method)
         if function is None:
@@ -416,6 +412,9 @@ class CallService:
         raise ProtocolError(f"the body of the call of {call.method!r} does not hold arguments.")
 
     def _answer_unknown(self, call: InboundCall) -> None:
+        on_missing = self._registry.on_missing
+        if on_missing is not None and on_missing(call.method, lambda: self._answer_unknown(call)):
+            return
         try:
             self._registry.find(call.method, self._worker)
         except RpcError as error:

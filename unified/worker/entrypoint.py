@@ -33,9 +33,11 @@ class Entry(ABC):
         module: the module whose `@rpc` functions are exported.
         instance: the object whose `@rpc` methods are exported, once `construct` was called; None for other kinds.
         only_serves: it has nothing to run, so that its work begins after `run`: calls, or threads of its own.
+        is_program: its module's functions are defined by `run`, and not before.
     """
 
     only_serves = False
+    is_program = False
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
@@ -222,6 +224,8 @@ def _user_path() -> list[str]:
 
 class _Program(Entry):
     """Code that runs as `__main__`."""
+
+    is_program = True
 
     def __init__(self, code: CodeType, module: ModuleType, argv: list[str], directory: str | None) -> None:
         super().__init__(module)

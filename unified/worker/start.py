@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from unified import compat, process
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.late_exports import LateExports
 from unified.bus.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
 from unified.errors import EntryPointError
 from unified.log_level import asked_level, log_from
@@ -172,10 +173,17 @@ class _Life:
         entry.construct()
         self._end_fork()
         _export(entry)
+        late = LateExports(entry.module) if entry.is_program else None
         worker.bus.open()
-        entry.run(lambda: worker.job_info.user_config)
+        try:
+            entry.run(lambda: worker.job_info.user_config)
+        except SystemExit as error:
+            self._end_fork(error)
+            if exit_code(error) != 0:
+                raise
         self._end_fork()
-        _export(entry)  # a script defines its functions only now
+        if late is not None:
+            _export(entry, late)
 
     def _end_fork(self, error: BaseException | None = None) -> None:
         """User code may fork, and its child may come back here, where all that follows is the worker's own to do."""
@@ -266,8 +274,10 @@ def _show_name(launch: Launch) -> None:
     process.set_command_line(f"unified worker: {launch.name} incarnation {launch.incarnation} of {launch.job_id}")
 
 
-def _export(entry: Entry) -> None:
+def _export(entry: Entry, late: LateExports | None = None) -> None:
     try:
+        if late is not None:
+            late.close()
         export_rpc_module(entry.module)
         if entry.instance is not None:
             adopt_instance(None, entry.instance)

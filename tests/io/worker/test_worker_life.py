@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.io.worker.agent import HOST_ID, PATIENCE_S, Agent, Forker, attribute
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.futures import RpcFuture
+from unified.errors import RpcNotFoundError
 from unified.job.payload import encode
 from unified.job.spec import EntryPoint
 from unified.protocol.agent_master import RunOrder
@@ -145,8 +152,75 @@ def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
         """,
     )
     child = agent.launch(attribute("Service"), is_driver=False)
-    inbox = child.expect(Hello).inbox
-    entry = DirectoryEntry(worker="role_1-0_1-0", incarnation=0, state=Reachability.ALIVE, inbox=inbox)
+    with calling(agent, child.expect(Hello)) as call:
+        early = call("double", 21)
+        child.say(Run(order=RunOrder(round=1, rank=0, world_size=1)))
+        assert early.result(PATIENCE_S) == 42
+        child.expect(Running)
+        child.expect(Finished)
+        assert call("whoami").result(PATIENCE_S) == "Service"
+        child.stop()
+        assert child.exit_code() == 0
+
+
+SCRIPT = """
+    import functools, os, sys, time
+    import unified.bus.late_exports
+    from unified import rpc
+
+    def until(name):
+        while not os.path.exists(name):
+            time.sleep(0.01)
+
+    def wrapped(function):
+        @functools.wraps(function)
+        def inner(*args):
+            return ["wrapped", function(*args)]
+        return inner
+
+    until("define")
+
+    @wrapped
+    @rpc
+    def double(number):
+        return 2 * number
+
+    until("end")
+
+    @rpc
+    def late():
+        return "late"
+
+    sys.exit()
+"""
+
+
+def test_a_script_answers_calls_of_what_it_has_defined_while_it_runs(agent: Agent) -> None:
+    agent.write("script.py", SCRIPT)
+    child = agent.launch(EntryPoint(kind="script", target="script.py"))
+    with calling(agent, child.run()) as call:
+        early, late = call("double", 21), call("late")
+        unknown = call("dubble", 21)
+        assert not early.done()
+        agent.write("define", "")
+        assert early.result(PATIENCE_S) == ["wrapped", 42], "as the script's own code would call it"
+        assert call("double", 4).result(PATIENCE_S) == ["wrapped", 8]
+        assert not late.done()
+        assert not unknown.done()
+        agent.write("end", "")
+        child.expect(Finished)
+        assert late.result(PATIENCE_S) == "late"
+        with pytest.raises(RpcNotFoundError, match=r"Did you mean 'double'.*Registered there: double, late"):
+            unknown.result(PATIENCE_S)
+        assert call("late").result(PATIENCE_S) == "late"
+        child.stop()
+        assert child.exit_code() == 0
+
+
+@contextmanager
+def calling(agent: Agent, hello: Hello) -> Iterator[Callable[..., RpcFuture[Any]]]:
+    """Calls of the only worker."""
+    entry = DirectoryEntry(worker="role_1-0_1-0", incarnation=0, state=Reachability.ALIVE, inbox=hello.inbox)
     caller = BusEndpoint(
         job_id="job-1",
         worker="caller_1-0_1-0",
@@ -159,14 +233,7 @@ def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
     caller.start()
     try:
         caller.update_directory([entry])
-        early = caller.call(entry.worker, "double", (21,), {})
-        child.say(Run(order=RunOrder(round=1, rank=0, world_size=1)))
-        assert early.result(PATIENCE_S) == 42
-        child.expect(Running)
-        child.expect(Finished)
-        assert caller.call(entry.worker, "whoami", (), {}).result(PATIENCE_S) == "Service"
-        child.stop()
-        assert child.exit_code() == 0
+        yield lambda method, *args: caller.call(entry.worker, method, args, {})
     finally:
         caller.close()
 
