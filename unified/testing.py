@@ -78,7 +78,7 @@ class LocalCluster:
 
     Args:
         nodes: how many agents; they are called node-1, node-2, …
-        devices: virtual devices of each.
+        devices: virtual devices of each; None: the accelerators that this host really has.
         home: for logs and state.
         env: more environment for daemons and workers, above the short intervals.
         restart_agents: how often an agent that dies is started again; 0 leaves it dead.
@@ -87,7 +87,7 @@ class LocalCluster:
     def __init__(
         self,
         nodes: int = 2,
-        devices: int = 2,
+        devices: int | None = 2,
         *,
         home: Path | None = None,
         env: Mapping[str, str] | None = None,
@@ -320,7 +320,7 @@ def local_cluster(tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
     clusters: list[LocalCluster] = []
     before = Belongings()
 
-    def start(nodes: int = 2, devices: int = 2, **options: Any) -> LocalCluster:
+    def start(nodes: int = 2, devices: int | None = 2, **options: Any) -> LocalCluster:
         options.setdefault("home", tmp_path / f"cluster-{len(clusters) + 1}")
         cluster = LocalCluster(nodes, devices, **options)
         clusters.append(cluster)

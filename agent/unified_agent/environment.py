@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from unified.job.spec import JobSpec, RoleSpec, Value
+from unified.job.spec import JobSpec, Value
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
 
@@ -54,25 +54,23 @@ def log_path(log_dir: str, job_id: str, worker: str, incarnation: int, stream: s
     return f"{log_dir}/{job_id}/{worker}/{incarnation}.{stream}"
 
 
-def devices_of(spec: JobSpec, worker: DesiredWorker, node: NodeFacts) -> list[Device]:
-    """The node's devices with the worker's indices.
+def devices_of(spec: JobSpec, indices: Sequence[int], node: NodeFacts) -> list[Device]:
+    """The node's devices with these indices, in their order.
 
     A job for CPUs on a node with real accelerators counts slots, not devices, so it has none of them.
     """
     known = {device.index: device for device in node.resources.devices}
-    found = [known[index] for index in worker.devices if index in known]
+    found = [known[index] for index in indices if index in known]
     if spec.accelerator_type == "CPU":
         return [device for device in found if device.kind == "virtual"]
     return found
 
 
-def seen_devices(role: RoleSpec, own: Sequence[Device], group: Sequence[Device], node: NodeFacts) -> list[Device]:
-    """What the worker may see: its own devices; its group's; or the node's, without automatic visibility."""
-    if not role.auto_visible_devices:
+def seen_devices(spec: JobSpec, worker: DesiredWorker, node: NodeFacts) -> list[Device]:
+    """What the worker may see: without automatic visibility the node's devices, else its group's, else its own."""
+    if not spec.role(worker.role).auto_visible_devices:
         return list(node.resources.devices)
-    if role.rank_based_gpu_selection:
-        return sorted({device.index: device for device in group or own}.values(), key=lambda device: device.index)
-    return list(own)
+    return devices_of(spec, worker.group_devices or worker.devices, node)
 
 
 def worker_environment(
@@ -80,13 +78,11 @@ def worker_environment(
     worker: DesiredWorker,
     node: NodeFacts,
     *,
-    group: Sequence[Device] = (),
     num_local_workers: int = 1,
 ) -> dict[str, str]:
     """What the node says in a worker's `os.environ`. The worker adds what its role sets, which wins, and who it is.
 
     Args:
-        group: devices of all workers of its group on this node, for `rank_based_gpu_selection`.
         num_local_workers: workers that share this node's CPUs.
     """
     env = {"UNIFIED_WORKER": marker_of(worker)}
@@ -94,10 +90,8 @@ def worker_environment(
         env["RES_OPTIONS"] = RESOLVER
     if worker.kind == "store":
         return env
-    role = spec.role(worker.role)
     env |= _network_environment(node)
-    own = devices_of(spec, worker, node)
-    env |= _device_environment(own, seen_devices(role, own, group, node), node)
+    env |= _device_environment(devices_of(spec, worker.devices, node), seen_devices(spec, worker, node), node)
     if "OMP_NUM_THREADS" not in node.inherited:  # as torchrun does, but with a share of the node instead of 1
         cpus = int(min(node.resources.cpu, node.host_cpus))
         env["OMP_NUM_THREADS"] = str(max(1, cpus // max(1, num_local_workers)))
@@ -153,7 +147,7 @@ def _visible_id(device: Device, node: NodeFacts) -> str:
 
 
 def _torch_device(own: Sequence[Device], seen: Sequence[Device]) -> str:
-    """``cuda:1``: torch counts among what the process sees."""
+    """``cuda:1``: the worker's first device; torch counts among what the process sees."""
     if not own or own[0].kind not in _TORCH_NAME:
         return "cpu"
     same_kind = [device.index for device in seen if device.kind == own[0].kind]

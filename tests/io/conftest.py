@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.io.fake_nvml import fake_nvml  # noqa: F401 - a fixture
 from tests.io.s3_fixture import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
 from unified.protocol.client_master import (
     ClientToMaster,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,39 +12,11 @@ import pytest
 
 from unified_agent.devices import Amd, Ascend, Found, find_devices, restrict
 
-NVML = r"""
-#include <stdio.h>
-#include <string.h>
-#include <stdlib.h>
-typedef struct { unsigned long long total, free, used; } Memory;
-static int lost(void *h) { char *l = getenv("FAKE_LOST"); return l && atoi(l) == (int)(long)h - 1; }
-int nvmlInit_v2(void) { return getenv("FAKE_BROKEN") ? 9 : 0; }
-int nvmlInitWithFlags(unsigned f) { return nvmlInit_v2(); }
-int nvmlShutdown(void) { return 0; }
-const char *nvmlErrorString(int e) { return "as the test says"; }
-int nvmlDeviceGetCount_v2(unsigned *n) { *n = 3; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(long)(i + 1); return lost(*h) ? 15 : 0; }
-int nvmlDeviceGetName(void *h, char *b, unsigned n) { snprintf(b, n, "Fake %ld", (long)h - 1); return 0; }
-int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { snprintf(b, n, "GPU-%ldabc", (long)h - 1); return 0; }
-int nvmlDeviceGetMemoryInfo(void *h, Memory *m) { m->total = 80ULL << 30; m->free = m->total; m->used = 0; return 0; }
-"""
 ASK = (
     "import json, os, msgspec; from unified_agent.devices import find_devices\n"
     "devices, ids = find_devices(os.environ)\n"
     "print(json.dumps([[d.index, d.kind, d.name, d.uuid, d.memory_mb, i] for d, i in zip(devices, ids)]))"
 )
-
-
-@pytest.fixture(scope="module")
-def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    folder = tmp_path_factory.mktemp("nvml")
-    (folder / "nvml.c").write_text(NVML)
-    command = [compiler, "-shared", "-fPIC", "-w", "-o", str(folder / "libnvidia-ml.so.1"), str(folder / "nvml.c")]
-    subprocess.run(command, check=True)
-    return folder
 
 
 def ask(folder: Path, **env: str) -> list[list[object]]:

@@ -101,24 +101,21 @@ def test_a_worker_without_devices_sees_none() -> None:
 
 
 def test_cpu_slots_are_not_taken_for_real_devices() -> None:
-    assert devices_of(job(accelerator_type="CPU"), WORKER, node("cuda")) == []
-    assert [one.index for one in devices_of(job(accelerator_type="CPU"), WORKER, node("virtual"))] == [1]
+    assert devices_of(job(accelerator_type="CPU"), [1], node("cuda")) == []
+    assert [one.index for one in devices_of(job(accelerator_type="CPU"), [1], node("virtual"))] == [1]
 
 
-def test_rank_based_selection_sees_the_group_and_picks_its_own() -> None:
-    spec = job(msgspec.structs.replace(ROLE, rank_based_gpu_selection=True))
-    mate = msgspec.structs.replace(WORKER, name="trainer_4-2_2-0", rank=2, local_rank=0, devices=[3])
-    stranger = msgspec.structs.replace(WORKER, name="trainer_4-0_2-0", rank=0, node_rank=0, devices=[0])
-    launch = launch_of(WORKER, spec, node(), neighbours=[stranger, mate, WORKER], relay="", directory=[])
-    assert launch.env["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert launch.env["ACCELERATE_TORCH_DEVICE"] == "cuda:0"
-    other = launch_of(mate, spec, node(), neighbours=[stranger, mate, WORKER], relay="", directory=[])
-    assert other.env["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert other.env["ACCELERATE_TORCH_DEVICE"] == "cuda:1"
+def test_a_worker_sees_the_devices_of_its_group_and_takes_its_own() -> None:
+    worker = msgspec.structs.replace(WORKER, group_devices=[3, 1])
+    launch = launch_of(worker, job(), node(), neighbours=[worker], relay="", directory=[])
+    assert launch.env["CUDA_VISIBLE_DEVICES"] == "3,1"
+    assert launch.env["ACCELERATE_TORCH_DEVICE"] == "cuda:1"
+    assert [device.index for device in launch.devices] == [1]
 
 
 def test_without_automatic_visibility_a_worker_sees_the_whole_node() -> None:
-    env = worker_environment(job(msgspec.structs.replace(ROLE, auto_visible_devices=False)), WORKER, node())
+    worker = msgspec.structs.replace(WORKER, group_devices=[3, 1])
+    env = worker_environment(job(msgspec.structs.replace(ROLE, auto_visible_devices=False)), worker, node())
     assert env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert env["ACCELERATE_TORCH_DEVICE"] == "cuda:1"
 

@@ -156,6 +156,8 @@ class DesiredWorker(Value, frozen=True, kw_only=True):
     node_rank: int = 0
     devices: list[int] = []
     """Indices among the node's devices."""
+    group_devices: list[int] = []
+    """Of all of its role's workers in its group, in the order in which it sees them; empty if it sees its own alone."""
     run: RunOrder | None = None
 
 

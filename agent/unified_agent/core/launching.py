@@ -25,13 +25,6 @@ def launch_of(
     Args:
         neighbours: all that is desired on this node, itself included.
     """
-    group = [
-        device
-        for other in neighbours
-        if (other.job_id, other.kind, other.role, other.node_rank)
-        == (wanted.job_id, wanted.kind, wanted.role, wanted.node_rank)
-        for device in devices_of(spec, other, node)
-    ]
     return Launch(
         job_id=wanted.job_id,
         spec=spec,
@@ -51,12 +44,11 @@ def launch_of(
         relay=relay,
         run_dir=node.run_dir,
         log_file=log_path(node.log_dir, wanted.job_id, wanted.name, wanted.worker_incarnation, "err"),
-        devices=devices_of(spec, wanted, node),
+        devices=devices_of(spec, wanted.devices, node),
         env=worker_environment(
             spec,
             wanted,
             node,
-            group=group,
             num_local_workers=sum(other.kind == "worker" for other in neighbours),
         ),
         directory=directory,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import DesiredJob, DesiredWorker, DesiredWorkers
 from unified.protocol.records import Stage
@@ -70,6 +72,23 @@ def _worker(job: JobRecord, worker: WorkerRecord) -> DesiredWorker:
         local_rank=worker.rank % role.per_group,
         local_world_size=role.per_group,
         node_rank=worker.rank // role.per_group,
-        devices=[index for kind, index in (worker.claim.devices if worker.claim else ()) if kind == "device"],
+        devices=_devices(worker),
+        group_devices=_group_devices(job, role, worker.rank // role.per_group),
         run=worker.run,
     )
+
+
+def _devices(worker: WorkerRecord) -> list[int]:
+    return [index for kind, index in (worker.claim.devices if worker.claim else ()) if kind == "device"]
+
+
+def _group_devices(job: JobRecord, role: RoleSpec, group: int) -> list[int]:
+    """The devices of a role's workers in one group: the first of each by local rank, then the second of each.
+
+    So the local rank of a worker that has whole devices is the index of its first. A shared device is listed once.
+    """
+    if role.kind != "elastic" and not role.rank_based_gpu_selection:
+        return []
+    ranks = range(group * role.per_group, (group + 1) * role.per_group)
+    rows = zip_longest(*(_devices(job.workers[role.worker(rank)]) for rank in ranks))
+    return list(dict.fromkeys(index for row in rows for index in row if index is not None))
