@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.orc
 import pyarrow.parquet
 
 from unified.data.formats_tfrecord import masked_crc32c
@@ -59,6 +60,12 @@ def write_tfrecord(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             file.write(record(json.dumps(row).encode()))
 
 
+def write_orc(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with pyarrow.orc.ORCWriter(path, batch_size=1, stripe_size=1) as writer:
+        for first in range(0, len(rows), 9):
+            writer.write(_table(rows[first : first + 9]))
+
+
 WRITERS: dict[str, tuple[str, str, Callable[[Path, Sequence[dict[str, Any]]], None]]] = {
     "parquet": ("parquet", ".parquet", write_parquet),
     "csv": ("csv", ".csv", write_csv),
@@ -67,6 +74,7 @@ WRITERS: dict[str, tuple[str, str, Callable[[Path, Sequence[dict[str, Any]]], No
     "jsonl.gz": ("jsonl", ".jsonl.gz", write_jsonl),
     "arrow": ("arrow", ".arrow", write_arrow),
     "arrow stream": ("arrow", ".arrow", write_arrow_stream),
+    "orc": ("orc", ".orc", write_orc),
     "tfrecord": ("tfrecord", ".tfrecord", write_tfrecord),
     "tfrecord.gz": ("tfrecord", ".tfrecord.gz", write_tfrecord),
 }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from tests.io.data_files import WRITERS, plain, record, samples, write_jsonl, write_parquet, write_tfrecord
+from unified.data import formats_tfrecord
 from unified.data.files import DataFile, DataFiles
 from unified.data.formats import open_format
 from unified.data.formats_tfrecord import crc32c, masked_crc32c
@@ -129,6 +132,22 @@ def test_a_damaged_length_of_a_record_is_found_and_a_damaged_record_if_asked(tmp
         list(open_format("tfrecord", verify=True).rows(data_file(path), 0, 2))
 
 
+def test_who_reads_tfrecords_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tfrecord(tmp_path / "a.tfrecord", samples(0, 3))
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    formats_tfrecord._function.cache_clear()
+    with pytest.raises(ImportError, match=r"google-crc32c: pip install 'unified-runtime\[data\]'"):
+        open_format("tfrecord").count(data_file(tmp_path / "a.tfrecord"))
+    monkeypatch.undo()
+    assert open_format("tfrecord").count(data_file(tmp_path / "a.tfrecord")) == 3
+
+
+def test_json_lines_are_read_by_msgspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", samples(0, 3))
+    monkeypatch.setattr(json, "loads", None)
+    assert list(open_format("jsonl").rows(data_file(tmp_path / "a.jsonl"), 0, 3)) == samples(0, 3)
+
+
 def test_a_tfrecord_may_hold_empty_records(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
     path.write_bytes(record(b"") * 3)
@@ -157,6 +176,17 @@ def test_json_rows_must_be_objects_and_blank_lines_are_none(tmp_path: Path) -> N
     assert [row["a"] for row in rows.rows(data_file(path), 0, 1)] == [1]
     with pytest.raises(DatasetError, match=r"row 2 of .*a\.jsonl is no JSON object but list"):
         rows.count(data_file(path))
+
+
+def test_json_that_is_none_by_the_letter_is_read_as_python_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = ['{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": "\\ud800"}', '{"a": 18446744073709551617}']
+    path.write_text("".join(f"{line}\n" for line in [*lines, '{"a": 0.1, "a": [1, null]}']))
+    read = [row["a"] for row in open_format("jsonl").rows(data_file(path), 0, 9)]
+    assert repr(read) == repr([float("nan"), -float("inf"), float("inf"), "\ud800", 2**64 + 1, [1, None]])
+    path.write_text('{"a": 1}\n{"a": }\n')
+    with pytest.raises(DatasetError, match=r"row 1 of .*a\.jsonl is not JSON: Expecting value"):
+        open_format("jsonl").count(data_file(path))
 
 
 def test_csv_with_odd_ends_of_lines(tmp_path: Path) -> None:

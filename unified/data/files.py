@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
 
 from unified.data.marks import Marks
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError, nearest
+from unified.runtime_settings import RuntimeSettings
 
 if TYPE_CHECKING:
     from unified.storage.backend import StorageBackend
@@ -24,6 +25,7 @@ SUFFIXES = {
     "tfrecord": (".tfrecord", ".tfrecords"),
     "jsonl": (".jsonl", ".ndjson"),
     "arrow": (".arrow", ".feather", ".ipc"),
+    "orc": (".orc",),
 }
 """Of the files of each format that are taken from a directory; of csv, tfrecord and jsonl also with ``.gz`` after."""
 _COMPRESSED = ".gz"
@@ -107,6 +109,8 @@ class DataFiles:
             UsageError: no such format or order.
         """
         check_format(format)
+        if "://" in path and not is_remote(path):
+            raise UsageError(f"data files are read here and in buckets of S3 (s3://bucket/path), not at {path!r}.")
         if order not in ("natural", "lexical"):
             raise UsageError(f"files are in 'natural' or 'lexical' order, not {order!r}.")
         found = self._in_bucket(path, format) if is_remote(path) else _here(path, format)
@@ -135,7 +139,8 @@ class DataFiles:
             raise UsageError(f"{path!r} names no bucket: write s3://bucket/path.")
         with self._lock:
             if bucket not in self._buckets:
-                self._buckets[bucket] = open_storage(f"s3://{bucket}")[0]
+                region = RuntimeSettings.load_shared().storage.region
+                self._buckets[bucket] = open_storage(f"s3://{bucket}", region=region or None)[0]
             return self._buckets[bucket], key
 
     def _in_bucket(self, path: str, format: str) -> list[str]:  # noqa: A002
@@ -189,6 +194,36 @@ def format_of(path: str) -> str:
     raise DatasetError(f"the name of {path} does not tell its format: give format=, one of {', '.join(SUFFIXES)}.")
 
 
+def formats_of(path: str, files: DataFiles) -> dict[str, str]:
+    """Of each file that is there its format, in natural order.
+
+    Args:
+        path: as `DataFiles.find` takes it.
+
+    Raises:
+        DataFileNotFoundError: nothing is there, or nothing whose name tells a format.
+        DatasetError: a file's name tells none; or a directory holds files of several.
+    """
+    found: dict[str, list[str]] = {}
+    error: DataFileNotFoundError | None = None
+    for name in SUFFIXES:
+        try:
+            paths = files.find(path, name)
+        except DataFileNotFoundError as raised:
+            error = raised
+            continue
+        if any(not _has_suffix(each.rpartition("/")[2], name) for each in paths):  # a file, or a glob
+            return {each: format_of(each) for each in paths}
+        found[name] = paths
+    if len(found) > 1:
+        raise DatasetError(f"{path} holds files of several formats ({', '.join(found)}): say which to read.")
+    if not found and error is not None:
+        raise DataFileNotFoundError(
+            f"{path} holds no file whose name tells its format ({', '.join(SUFFIXES)}): {error}"
+        ) from error
+    return {each: name for name, paths in found.items() for each in paths}
+
+
 def natural_key(path: str) -> tuple[list[list[tuple[int, int, str]]], str]:
     """Sorts by folders, and in each by name, numbers in it by value."""
     pieces = [
@@ -234,7 +269,7 @@ def of_format(names: Iterable[str], format: str, directory: str) -> list[str]:  
 
 def _has_suffix(name: str, format: str) -> bool:  # noqa: A002
     name = name.lower()
-    if format not in ("parquet", "arrow"):  # whose bytes are compressed within
+    if format not in ("parquet", "arrow", "orc"):  # whose bytes are compressed within
         name = name.removesuffix(_COMPRESSED)
     return _NUMBERED.sub("", name).endswith(SUFFIXES[format])
 

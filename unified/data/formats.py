@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -66,6 +67,20 @@ class RowFormat(ABC):
             if start < end:
                 yield from self._rows(file, start, end)
 
+    def pieces(self, file: DataFile) -> list[tuple[int, int]]:
+        """Runs of rows that can be read without those before them, each its first row and the one after its last; of a
+        file whose rows have to be counted it is one without an end.
+
+        Raises:
+            DatasetError: it is empty, cannot be read, or is not of this format.
+        """
+        with named(file, self.name):
+            self._check_first_bytes(file)
+            return self._pieces(file)
+
+    def _pieces(self, file: DataFile) -> list[tuple[int, int]]:
+        return [(0, sys.maxsize)]
+
     @abstractmethod
     def _count(self, file: DataFile) -> int: ...
 
@@ -91,11 +106,11 @@ class RowFormat(ABC):
 
 
 def open_format(format: str, columns: Sequence[str] | None = None, *, verify: bool = False) -> RowFormat:  # noqa: A002
-    """The reader of a format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl`` or ``arrow``.
+    """The reader of a format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl``, ``arrow`` or ``orc``.
 
     Args:
         columns: which to read, None for all. Not for ``tfrecord``, whose samples are bytes.
-        verify: check the checksums of ``tfrecord`` samples too (those of their lengths always are); slow.
+        verify: check the checksums of ``tfrecord`` samples too (those of their lengths always are).
 
     Raises:
         UsageError: there is no such format, or it has no columns.
@@ -115,9 +130,10 @@ def open_format(format: str, columns: Sequence[str] | None = None, *, verify: bo
         from unified.data.formats_text import CsvFormat
 
         return CsvFormat(columns)
-    from unified.data.formats_columnar import ArrowFormat, ParquetFormat
+    from unified.data.formats_columnar import ArrowFormat, OrcFormat, ParquetFormat
 
-    return ParquetFormat(columns) if format == "parquet" else ArrowFormat(columns)
+    columnar: dict[str, type[RowFormat]] = {"parquet": ParquetFormat, "arrow": ArrowFormat, "orc": OrcFormat}
+    return columnar[format](columns)
 
 
 @contextmanager

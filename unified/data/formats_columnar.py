@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, by pyarrow; samples are dicts."""
+"""Parquet, Arrow and ORC files, by pyarrow; samples are dicts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 from unified.data.files import DataFile
@@ -40,7 +41,7 @@ def dicts(batches: Iterable[Any], start: int, end: int) -> Iterator[dict[str, An
 
 
 class _Columnar(RowFormat):
-    """What both have."""
+    """What they have in common."""
 
     is_counted = True
 
@@ -70,6 +71,12 @@ class ParquetFormat(_Columnar):
                     batches = opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=self.columns)
                     yield from dicts(self._in_order(batches), start - base, end - base)
                 base += size
+
+    def _pieces(self, file: DataFile) -> list[tuple[int, int]]:
+        with self._open(file) as opened:
+            groups = range(opened.metadata.num_row_groups)
+            ends = list(accumulate(opened.metadata.row_group(group).num_rows for group in groups))
+        return list(zip([0, *ends], ends, strict=False))
 
     @contextmanager
     def _open(self, file: DataFile) -> Iterator[Any]:
@@ -116,3 +123,33 @@ class ArrowFormat(_Columnar):
         else:
             with file.open() as raw, (ipc.open_file if is_file else ipc.open_stream)(raw) as opened:
                 yield opened, not is_file
+
+
+class OrcFormat(_Columnar):
+    """Reads the stripes that hold the wanted rows; those before them once, to know how many rows they have."""
+
+    name = "orc"
+
+    def _count(self, file: DataFile) -> int:
+        with self._open(file) as opened:
+            return int(opened.nrows)
+
+    def _rows(self, file: DataFile, start: int, end: int) -> Iterator[dict[str, Any]]:
+        with self._open(file) as opened:
+            self._check_columns(file, opened.schema.names)
+            ends: list[int] = file.notes.setdefault("stripe-ends", [])  # of those that were met
+            first = bisect_right(ends, start)
+            base = ends[first - 1] if first else 0
+            for number in range(first, opened.nstripes):
+                if base >= end:
+                    return
+                stripe = opened.read_stripe(number, columns=self.columns)
+                if number == len(ends):
+                    ends.append(base + stripe.num_rows)
+                yield from dicts(self._in_order([stripe]), start - base, end - base)
+                base += stripe.num_rows
+
+    @contextmanager
+    def _open(self, file: DataFile) -> Iterator[Any]:
+        with file.open() as raw:
+            yield pyarrow("orc").ORCFile(raw)

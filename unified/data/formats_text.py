@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, BinaryIO
 
+import msgspec
+
 from unified.data.files import DataFile
 from unified.data.formats import RowFormat
 from unified.data.formats_columnar import ROWS_AT_ONCE, pyarrow
@@ -48,7 +50,7 @@ class JsonLinesFormat(RowFormat):
 
     def _parse(self, file: DataFile, number: int, line: bytes) -> dict[str, Any]:
         try:
-            row = json.loads(line)
+            row = _parse_json(line)
         except ValueError as error:
             raise DatasetError(
                 f"row {number} of {file.path} is not JSON: {error}. Is the file cut short, or of another format?"
@@ -140,6 +142,15 @@ def lines(file: DataFile, start: int, *, first: int = 0, is_quoted: bool = False
                     yield line
                 row += 1
             offset += len(line)
+
+
+def _parse_json(line: bytes) -> Any:
+    """Several times as fast as `json`, which takes what is no JSON by the letter: NaN, Infinity, half of a surrogate, a
+    byte order mark."""
+    try:
+        return msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return json.loads(line)
 
 
 def _next_row(opened: BinaryIO, file: DataFile, is_quoted: bool) -> bytes:

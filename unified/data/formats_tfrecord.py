@@ -5,8 +5,10 @@ A record is: its length (8 bytes, little endian), a masked CRC-32C of those 8 by
 
 from __future__ import annotations
 
+import functools
+import importlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from unified.data.files import DataFile
@@ -21,7 +23,7 @@ class TFRecordFormat(RowFormat):
     """Passes over records by their lengths, whose checksums are always checked.
 
     Args:
-        verify: check those of the data too: some 100 ms a megabyte.
+        verify: check those of the data too: about a millisecond a megabyte.
     """
 
     name = "tfrecord"
@@ -92,23 +94,24 @@ def masked_crc32c(data: bytes) -> int:
 
 
 def crc32c(data: bytes) -> int:
-    """The Castagnoli CRC, a byte at a time: zlib has another polynomial."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    return crc ^ 0xFFFFFFFF
+    """The Castagnoli CRC: zlib has another polynomial.
+
+    Raises:
+        ImportError: google-crc32c is not installed; names the extra.
+    """
+    return _function()(data)
 
 
-def _table() -> tuple[int, ...]:
-    entries = []
-    for entry in range(256):
-        for _ in range(8):
-            entry = entry >> 1 ^ (0x82F63B78 if entry & 1 else 0)
-        entries.append(entry)
-    return tuple(entries)
-
-
-_TABLE = _table()
+@functools.cache
+def _function() -> Callable[[bytes], int]:
+    try:
+        module = importlib.import_module("google_crc32c")
+    except ImportError as error:
+        raise ImportError(
+            f"tfrecord files need google-crc32c: pip install 'unified-runtime[data]' ({error})."
+        ) from error
+    function: Callable[[bytes], int] = module.value
+    return function
 
 
 def _cut_short(file: DataFile, row: int) -> DatasetError:

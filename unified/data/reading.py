@@ -20,7 +20,7 @@ def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileR
 
     Args:
         path: a file, a directory or a glob, here or ``s3://``; see `DataFiles.find`.
-        format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl`` or ``arrow``.
+        format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl``, ``arrow`` or ``orc``.
         order: ``"natural"`` or ``"lexical"``, by the files' paths.
 
     Returns:
@@ -64,7 +64,7 @@ class ShardReader:
     Args:
         format: of the files; None: what the name of each tells.
         columns: which to read, in this order; None: all. Not for ``tfrecord``.
-        verify: check the checksums of ``tfrecord`` samples; slow. Those of their lengths always are.
+        verify: check the checksums of ``tfrecord`` samples. Those of their lengths always are.
 
     Raises:
         UsageError: there is no such format, or it has no columns.
@@ -143,7 +143,7 @@ def iter_samples(
         assignment: what `DatasetRegistry.get_assignment` gives, or one of them.
         format: of the files; None: what their names tell.
         columns: which to read, in this order; None: all. Not for ``tfrecord``.
-        verify: check the checksums of ``tfrecord`` samples; slow. Those of their lengths always are.
+        verify: check the checksums of ``tfrecord`` samples. Those of their lengths always are.
 
     Raises:
         DatasetError: a file cannot be read, is of another format, or has changed; names it.

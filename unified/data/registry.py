@@ -112,7 +112,7 @@ class DatasetRegistry:
 
         Args:
             path: a file, a directory or a glob; of this host, or ``s3://bucket/…``.
-            format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl`` or ``arrow``.
+            format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl``, ``arrow`` or ``orc``.
             total_samples: what the files hold together. Default: they are counted. It is compared with their count, but
                 for one csv, jsonl or tfrecord file alone, which is not read through then: what that has beyond
                 `total_samples` is never served.

@@ -107,7 +107,7 @@ class ShardedDataset(IterableDataset[Any]):
         transform: what is made of each sample; on the thread that reads ahead. None: nothing.
         prefetch_shards: shards that are read ahead of the one that is handed out; so many and one more are in memory.
             0: none, and no thread. Default: the settings' ``prefetch_shards``, which is 2.
-        verify: check the checksums of ``tfrecord`` samples; slow.
+        verify: check the checksums of ``tfrecord`` samples, too.
         restart: what to do at the first iteration if no position was loaded and samples were read before. ``"anew"``:
             read `epoch` from its beginning, as if all who read together had loaded that position. ``"resume"``: read
             what is left. Default: ``"anew"`` in an elastic role that was started again, as all of its ranks begin again

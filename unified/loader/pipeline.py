@@ -3,7 +3,7 @@
 The operators are a few lines of `itertools` each. What there is to borrow was looked at: torchdata's maintainers invest
 in it no more; Hugging Face `datasets` keeps its operators and formats well, but brings a dozen packages, and hands its
 shards to workers in an order of its own. So a `datasets.Dataset`, like anything with a length and an index, is a
-source here; files are read by pyarrow, which is also what `datasets` reads them with.
+source here; files are read as those of `unified.data` are.
 """
 
 from __future__ import annotations
@@ -48,15 +48,22 @@ class Dataset(Generic[T]):
     def from_files(
         paths: str | Sequence[str], kind: str | None = None, columns: Sequence[str] | None = None
     ) -> Dataset[dict[str, Any]]:
-        """Rows of files as dicts, read piece by piece by whoever needs them.
+        """Rows of files as dicts, read piece by piece by whoever needs them; records of ``tfrecord`` as bytes.
+
+        Files, formats, compression and order are those of `unified.data.DatasetRegistry.register`.
 
         Args:
-            paths: a file, a folder, or several files.
-            kind: ``parquet``, ``csv``, ``json`` (a row a line), ``feather`` (or arrow) or ``orc``; None: by the suffix.
-            columns: which; None: all.
+            paths: a file, a folder or a glob, here or as ``s3://bucket/…``, or several of them. What a folder or a glob
+                holds comes in natural order (``part-2`` before ``part-10``), several paths in the order given.
+            kind: ``parquet``, ``csv``, ``jsonl`` (or json), ``arrow`` (or feather), ``orc`` or ``tfrecord``; None: what
+                the names of the files tell.
+            columns: which, in this order; None: all. Not for ``tfrecord``.
 
         Raises:
-            UsageError: pyarrow is not installed, or does not know the format.
+            DataFileNotFoundError: nothing is there.
+            DatasetError: a file is empty, unreadable or of another format; or its name tells no format.
+            UsageError: there is no such format or column.
+            ImportError: pyarrow is not installed; names the extra.
         """
         from unified.loader.files import find_pieces
 
