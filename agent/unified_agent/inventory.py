@@ -9,28 +9,32 @@ from pathlib import Path
 
 import psutil
 
+from unified_agent.cgroups import Limits, limits
+
 _MB = 1024 * 1024
-_CGROUP = Path("/sys/fs/cgroup")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-def cpus(cgroup: Path = _CGROUP) -> float:
-    """CPUs that this process may use: its affinity, and a container's quota."""
+def cpus(allowed: Limits | None = None) -> float:
+    """CPUs that this process may use: its affinity, and the quotas of the control groups that it is in.
+
+    Args:
+        allowed: by its control groups; None: what they say now.
+    """
+    quota = (allowed or limits()).cpus
     count = float(len(os.sched_getaffinity(0)))
-    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        count = min(count, int(quota) / int(period))
-    return count
+    return count if quota is None else min(count, quota)
 
 
-def memory_mb(cgroup: Path = _CGROUP) -> float:
-    """Memory of the host, or of the container if that is less."""
+def memory_mb(allowed: Limits | None = None) -> float:
+    """MiB of memory of the host, or what the control groups of this process allow it if that is less.
+
+    Args:
+        allowed: by its control groups; None: what they say now.
+    """
+    most = (allowed or limits()).memory_bytes
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limit = _read(cgroup / name)
-        if limit.isdigit():
-            total = min(total, int(limit))
-    return total / _MB
+    return (total if most is None else min(total, most)) / _MB
 
 
 def last_cache_bytes(caches: Path = _CACHES) -> int:

@@ -14,6 +14,7 @@ from tests.io.agent_harness import AgentProcess, PlayedMaster, a_job, a_worker, 
 from unified import process
 from unified.bus.shm_files import GRACE_S
 from unified.protocol.records import WorkerState
+from unified_agent.cgroups import Limits
 from unified_agent.inventory import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
 from unified_agent.leftovers import AgentTakenError, LifeRecord, NodeLock, claim, clean_up, hold_name
 
@@ -189,10 +190,7 @@ def test_the_last_cache_of_a_core(tmp_path: Path) -> None:
     assert last_cache_bytes(tmp_path / "missing") == 0
 
 
-def test_a_container_has_what_its_cgroup_allows(tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    (tmp_path / "memory.max").write_text(f"{64 * 1024 * 1024}\n")
-    assert (cpus(tmp_path), memory_mb(tmp_path)) == (0.5, 64.0)
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert (cpus(tmp_path), memory_mb(tmp_path)) == (cpus(), memory_mb())
+def test_a_host_offers_no_more_than_its_control_groups_allow() -> None:
+    assert (cpus(Limits(0.5, 64 << 20)), memory_mb(Limits(0.5, 64 << 20))) == (0.5, 64.0)
+    everything = Limits(None, None)
+    assert (cpus(Limits(1e6, 1 << 60)), memory_mb(Limits(1e6, 1 << 60))) == (cpus(everything), memory_mb(everything))

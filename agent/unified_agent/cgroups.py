@@ -1,0 +1,88 @@
+"""What the control groups of this process allow it: version 1 and 2, and both side by side.
+
+A process is in one group of each hierarchy, and each group is within others: a slice, a pod, a container. The limits of
+all of them hold, so the lowest one counts. Groups outside a container's own cannot be seen from within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_PROC = Path("/proc/self")
+
+
+class Limits(NamedTuple):
+    """None: no limit."""
+
+    cpus: float | None
+    memory_bytes: int | None
+
+
+def limits(proc: Path = _PROC) -> Limits:
+    """The lowest limits on the way from this process's groups to the outermost that can be seen.
+
+    Args:
+        proc: a process's folder in ``/proc``.
+    """
+    cpus: list[float] = []
+    memory: list[int] = []
+    for group in _groups(proc):
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+        cpus += _quotient(quota, period)
+        cpus += _quotient(_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us"))
+        memory += [int(limit) for name in _MEMORY if (limit := _read(group / name)).isdecimal()]
+    return Limits(min(cpus, default=None), min(memory, default=None))
+
+
+_MEMORY = ("memory.max", "memory.limit_in_bytes")
+"""Where there is no limit, the first has a word and the second a number above any memory."""
+
+
+def _groups(proc: Path) -> Iterator[Path]:
+    """The folders of this process's groups, and of all groups that those are in."""
+    within: dict[str, str] = {}
+    for line in _read(proc / "cgroup").splitlines():  # hierarchy:controllers:path
+        _, controllers, group = line.split(":", 2)
+        within.update(dict.fromkeys(controllers.split(","), group))
+    for line in _read(proc / "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        root, mount = (_unescaped(each) for each in before.split(" ")[3:5])
+        path: str | None = None
+        if kind == "cgroup2":
+            path = within.get("")
+        elif kind == "cgroup":
+            named = options.split(",")
+            path = next((within[each] for each in ("cpu", "memory") if each in named and each in within), None)
+        if path is not None:
+            yield from _upwards(Path(mount), root, path)
+
+
+def _upwards(mount: Path, root: str, path: str) -> Iterator[Path]:
+    """From the group `path` up to `root`, which is what is mounted; that one alone if the group is outside of it, as
+    where a container has its own groups mounted and the process is named by the host's."""
+    below = path.removeprefix(root.rstrip("/")).strip("/") if f"{path}/".startswith(f"{root.rstrip('/')}/") else ""
+    parts = [] if ".." in below.split("/") else [part for part in below.split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:depth])
+
+
+def _quotient(quota: str, period: str) -> list[float]:
+    """Of no limit (``max``, -1, no such file) nothing."""
+    if not (quota.isdecimal() and period.isdecimal() and int(quota) and int(period)):
+        return []
+    return [int(quota) / int(period)]
+
+
+def _unescaped(path: str) -> str:
+    """A path as the kernel writes it, with blanks in octal."""
+    return path.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
