@@ -109,7 +109,7 @@ def test_one_file_that_does_not_hold_what_was_said(
     format_, suffix, write = WRITERS[kind]
     path = tmp_path / f"data{suffix}"
     write(path, samples(0, 20))
-    if told <= 0 or format_ in ("parquet", "arrow"):
+    if told <= 0 or format_ in ("parquet", "arrow", "orc"):
         words = (path.name, f"hold 20 samples, not total_samples={told}", "give the right number, or none")
         refused(UsageError, lambda: registry.register("bad", path, format_, total_samples=told), *words)
         return

@@ -1,4 +1,4 @@
-"""Document 5's short Python examples, under the aliases.
+"""Document 5's short Python examples, under the aliases and with our own names.
 
 Each is as it stands, but for the places that it names. What comes before and after an example is the test's; so is the
 `torch.save` of the one that saves, as torch's cannot be called as it stands there.
@@ -7,22 +7,37 @@ Each is as it stands, but for the places that it names. What comes before and af
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from unified import compat
+from unified.data import EmbeddedCoordinator
 
 
-@pytest.fixture(autouse=True)
-def aliases() -> Iterator[None]:
+@pytest.fixture(params=["dtruntime", "unified"])
+def library(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """What has the three classes."""
+    if request.param == "unified":
+        from unified import checkpoint, data
+
+        yield SimpleNamespace(
+            CheckpointManager=checkpoint.CheckpointManager,
+            DatasetRegistry=data.DatasetRegistry,
+            TrainingOrchestrator=data.TrainingOrchestrator,
+        )
+        return
     compat.install()
-    yield
-    compat.uninstall()
+    try:
+        yield importlib.import_module("dtruntime")
+    finally:
+        compat.uninstall()
 
 
 async def execute(block: str, **names: Any) -> dict[str, Any]:
@@ -99,11 +114,10 @@ BARRIER = """
 """
 
 
-async def test_registry(tmp_path: Path) -> None:
+async def test_registry(library: Any, tmp_path: Path) -> None:
     """The document's number of samples, in 13 files; one worker, so that all of them are its own."""
     import pyarrow
     import pyarrow.parquet
-    from dtruntime import DatasetRegistry  # type: ignore[import-not-found]
 
     (tmp_path / "imagenet").mkdir()
     rest = 1_281_167
@@ -111,18 +125,17 @@ async def test_registry(tmp_path: Path) -> None:
         table = pyarrow.table({"x": pyarrow.nulls(min(rest, 100_000))})
         pyarrow.parquet.write_table(table, tmp_path / f"imagenet/shard_{number}.parquet")
         rest -= table.num_rows
-    registry = DatasetRegistry("local", rank=0, world_size=1)
+    registry = library.DatasetRegistry(EmbeddedCoordinator(), rank=0, world_size=1)
     await execute(REGISTER.replace("/data", str(tmp_path)), registry=registry)
     files = (await execute(GET_SHARD, registry=registry))["files"]
     assert sorted(files) == sorted(str(path) for path in (tmp_path / "imagenet").iterdir())
     assert [(dataset.num_shards, dataset.seed) for dataset in registry.datasets()] == [(129, 42)]
 
 
-async def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checkpoints(library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
     import torch
-    from dtruntime import CheckpointManager
 
     def save(state: object, file: Any = None, _save: Any = torch.save) -> bytes | None:
         """The document has `torch.save` return bytes where it is given no file, which torch's does not."""
@@ -134,7 +147,7 @@ async def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return buffer.getvalue()
 
     monkeypatch.setattr(torch, "save", save)
-    manager = CheckpointManager(str(tmp_path / "checkpoints"))
+    manager = library.CheckpointManager(str(tmp_path / "checkpoints"))
     model = torch.nn.Linear(2, 2)
     names = {"manager": manager, "model": model, "io": io, "torch": torch}
     try:
@@ -149,11 +162,9 @@ async def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         manager.close()
 
 
-async def test_orchestrator() -> None:
-    from dtruntime import TrainingOrchestrator
-
+async def test_orchestrator(library: Any) -> None:
     trained: list[int] = []
-    async with TrainingOrchestrator(
+    async with library.TrainingOrchestrator(
         worker_id="worker-0", coordinator_url="local", world_size=1, rank=0
     ) as orchestrator:
         names = {

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.io.data_files import samples, write_jsonl
 from tests.io.test_master_daemon import MasterProcess
 from tests.unit.test_runtime_settings import DOCUMENT
-from unified.data import DatasetRegistry, TrainingOrchestrator
+from unified.data import DatasetRegistry, ShardedDataset, TrainingOrchestrator
 from unified.data.client import RemoteCoordinator
 from unified.testing import eventually
 
@@ -61,3 +62,18 @@ def test_a_worker_of_long_intervals_is_not_lost_between_two_heartbeats(
     eventually(lambda: "gone" not in registry.active_workers())
     assert registry.active_workers() == ["quiet"], "it came first"
     quiet.close()
+
+
+def test_what_a_rank_that_never_comes_would_have_read_is_read_by_others(
+    remote: RemoteCoordinator, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "data.jsonl", samples(0, 40))
+    with DatasetRegistry(remote, rank=0, world_size=2) as registry:
+        registry.register("d", tmp_path / "data.jsonl", "jsonl", shard_size=4)
+        assert registry.active_workers("d") == ["worker-0", "worker-1"]
+        rows = [row["number"] for row in ShardedDataset(registry, "d", wait_for_others=60)]
+        assert sorted(rows) == list(range(40))
+        assert registry.active_workers("d") == ["worker-0"]
+    log = (tmp_path / "master.log").read_text()
+    assert "event=data-worker-absent" in log
+    assert "dataset 'd' was spread over it, and for 0.6 s it neither registered nor asked for its data" in log
