@@ -6,8 +6,10 @@ import collections
 import dataclasses
 import datetime
 import enum
+import functools
 import subprocess
 import sys
+import threading
 import warnings
 from typing import Any, NamedTuple
 
@@ -200,11 +202,39 @@ def test_deep_value() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [lambda: 1, (each for each in [1]), Box(lambda: 1)], ids=["lambda", "generator", "inside"]
+    "value",
+    [threading.Lock(), (each for each in [1]), Box(threading.Lock()), functools.partial(print, threading.Lock())],
+    ids=["lock", "generator", "inside", "partial"],
 )
 def test_what_cannot_be_pickled_says_so(value: object) -> None:
     with pytest.raises(UsageError, match=r"cannot be sent: .*Send plain data"):
         encode([1, value])
+
+
+def test_what_only_cloudpickle_can_say() -> None:
+    class Local:
+        """Of this function."""
+
+        def __init__(self, array: Any) -> None:
+            self.array = array
+
+    large = np.arange(OUT_OF_BAND_BYTES)
+    scale = 3
+    value = [lambda x: x * scale, Local, Local(large), {"step": functools.partial(lambda a, b: a - b, 5)}]
+    body, buffers = encode(value)
+    assert any(memoryview(buffer).nbytes == large.nbytes for buffer in buffers), "the array was copied into the pickle"
+    function, local, instance, more = decode(body, buffers)
+    assert function(2) == 6
+    assert local.__doc__ == "Of this function."
+    np.testing.assert_array_equal(instance.array, large)
+    assert more["step"](2) == 3
+
+
+def test_an_attempt_that_failed_leaves_no_buffers() -> None:
+    body, buffers = encode(Box([np.arange(OUT_OF_BAND_BYTES), torch.ones(OUT_OF_BAND_BYTES), lambda: 1]))
+    assert len(buffers) == 2
+    array, tensor, function = decode(body, buffers).content
+    assert (int(array[-1]), float(tensor[-1]), function()) == (OUT_OF_BAND_BYTES - 1, 1.0, 1)
 
 
 def reference(code: int, content: object) -> bytes:

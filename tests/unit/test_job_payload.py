@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -94,8 +95,18 @@ def test_a_list_that_holds_itself_survives() -> None:
 
 
 def test_what_cannot_be_pickled_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"the user config, of type .*function.*, cannot be sent to workers"):
-        encode(lambda: None, "user config")
+    with pytest.raises(UsageError, match=r"the user config, of type lock, cannot be sent to workers"):
+        encode(threading.Lock(), "user config")
+
+
+def test_lambdas_and_local_classes_are_sent() -> None:
+    class Local:
+        factor = 3
+
+    scale = 2
+    config = decode(encode({"f": lambda x: x * scale, "c": Local}))
+    assert config["f"](4) == 8
+    assert config["c"].factor == 3
 
 
 def test_bytes_of_an_unknown_class_are_an_error_that_says_what_to_do() -> None:
@@ -104,14 +115,20 @@ def test_bytes_of_an_unknown_class_are_an_error_that_says_what_to_do() -> None:
         decode(broken)
 
 
-def test_a_class_of_the_running_script_is_refused_at_submission() -> None:
-    script = (
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_class_of_the_drivers_script_is_sent(tmp_path: Path, has_file: bool) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import sys\n"
+        "from dataclasses import dataclass\n"
         "from unified.job.payload import encode\n"
-        "class Config: pass\n"
-        "try:\n    encode({'c': Config()})\n"
-        "except Exception as e:\n    print(type(e).__name__, e)\n"
+        "STEP = 5\n"
+        "@dataclass\nclass Config:\n    rate: float\n    def next(self): return self.rate + STEP\n"
+        "sys.stdout.buffer.write(encode({'c': Config(2.0)}).data)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
-    assert ran.stdout.startswith("UsageError")
-    assert "Config is defined in the script you are running" in ran.stdout
-    assert "Move it to a module" in ran.stdout
+    program = [str(script)] if has_file else ["-c", script.read_text()]
+    ran = subprocess.run([sys.executable, *program], capture_output=True, timeout=30, check=True)
+    config = decode(Blob(codec="pickle", data=ran.stdout))["c"]
+    assert (config.rate, config.next()) == (2.0, 7.0)
+    again = decode(encode([config, type(config)]))
+    assert type(again[0]) is again[1] is type(config)  # it travels on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_the_nearest_working_directory_wins() -> None:
 
 def test_a_config_that_cannot_travel_is_refused() -> None:
     with pytest.raises(UsageError, match="the user config"):
-        spec_of({"a": {}}, user_config=lambda: None)
+        spec_of({"a": {}}, user_config=threading.Lock())
 
 
 def test_the_driver_tells_where_it_works_and_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

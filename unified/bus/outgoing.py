@@ -23,6 +23,15 @@ class Outgoing:
         self._known: dict[tuple[int, int], int] = {}
         """Address and length of a tensor's memory: the number of its buffer."""
 
+    def mark(self) -> int:
+        """Where it is now, to come back to with `reset`."""
+        return len(self.buffers)
+
+    def reset(self, mark: int) -> None:
+        """Forget what was added since `mark`: it is to be written in another way."""
+        del self.buffers[mark:]
+        self._known = {key: number for key, number in self._known.items() if number < mark}
+
     def add(self, data: Buffer) -> int:
         """The number of the frame that `data` becomes."""
         self.buffers.append(data)

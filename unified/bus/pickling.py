@@ -1,10 +1,12 @@
 """Any other Python object: pickle protocol 5, its large buffers out of band, tensors by their bytes wherever they hide.
 
-Only workers of one job ever load what is dumped here.
+Where pickle cannot say it (a lambda, a local class) cloudpickle does; what a script defines goes as
+`unified.job.by_value` says. Only workers of one job ever load what is dumped here.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
@@ -15,9 +17,11 @@ from unified.bus.arrays import array_bytes, build_array, give_away, is_raw
 from unified.bus.outgoing import OUT_OF_BAND_BYTES, Outgoing
 from unified.bus.tensors import Buffer, build_tensor, is_dense
 from unified.errors import ProtocolError, UsageError
+from unified.job.by_value import cloud_pickler, has_readers_elsewhere, names_main, reduced
 
 BUFFER, TENSOR_MEMORY, DEVICE_TENSOR = range(3)
 """What a pickle wants for one of its out-of-band buffers."""
+_are_refused = False
 
 
 def dump_object(value: object, outgoing: Outgoing) -> tuple[bytes, list[int], bytes]:
@@ -27,6 +31,30 @@ def dump_object(value: object, outgoing: Outgoing) -> tuple[bytes, list[int], by
     Raises:
         UsageError: the object, or something in it, cannot be pickled.
     """
+    before = outgoing.mark()
+    try:
+        # the plain pickler is twice as fast; the other one is needed only where an array can be inside
+        if "torch" in sys.modules or "numpy" in sys.modules:
+            return _dump(value, outgoing, _ArrayPickler)
+        pickled = _dump(value, outgoing, None)
+        if not names_main(pickled[0]):
+            return pickled
+        outgoing.reset(before)
+        return _dump(value, outgoing, _ArrayPickler)
+    except Exception:  # __reduce__ is the user's code and raises what it likes
+        outgoing.reset(before)
+    try:
+        return _dump(value, outgoing, _cloud_pickler())
+    except Exception as error:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise UsageError(
+            f"a value of type {kind} cannot be sent: {type(error).__name__}: {error}. "
+            "Send plain data, or make it picklable (no open files, locks or generators)."
+        ) from error
+
+
+def _dump(value: object, outgoing: Outgoing, kind: type[Any] | None) -> tuple[bytes, list[int], bytes]:
+    """By this pickler; None: by that of the standard library."""
     numbers: list[int] = []
     kinds = bytearray()
     placed: dict[int, tuple[int, int]] = {}
@@ -42,19 +70,11 @@ def dump_object(value: object, outgoing: Outgoing) -> tuple[bytes, list[int], by
         kinds.append(kind)
         return False
 
-    try:
-        out = io.BytesIO()
-        # the plain pickler is twice as fast; the other one is needed only where an array can be inside
-        if "torch" in sys.modules or "numpy" in sys.modules:
-            _ArrayPickler(out, keep_inside, outgoing, placed).dump(value)
-        else:
-            pickle.Pickler(out, protocol=5, buffer_callback=keep_inside).dump(value)
-    except Exception as error:  # __reduce__ is the user's code and raises what it likes
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise UsageError(
-            f"a value of type {kind} cannot be sent: {type(error).__name__}: {error}. "
-            "Send plain data, or make it picklable (no lambdas, open files, locks or generators)."
-        ) from error
+    out = io.BytesIO()
+    pickler = (kind or pickle.Pickler)(out, protocol=5, buffer_callback=keep_inside)
+    if isinstance(pickler, ArrayReducer):
+        pickler.be_for(outgoing, placed)
+    pickler.dump(value)
     return out.getvalue(), numbers, bytes(kinds)
 
 
@@ -75,6 +95,8 @@ def load_object(
         memory: the same for a tensor to write to.
         device_tensor: a tensor that has two buffers, by the number of the first.
     """
+    if _are_refused:
+        raise ProtocolError("it holds a Python object, and this program reads plain data and arrays alone")
     if len(numbers) != len(kinds):
         raise ProtocolError(f"a pickle wants {len(numbers)} buffers of {len(kinds)} kinds.")
     wanted: list[Any] = []
@@ -88,35 +110,45 @@ def load_object(
     return pickle.loads(data, buffers=wanted)
 
 
+def refuse_pickles() -> None:
+    """Have this process read no pickle from now on: a pickle can run any code of whoever wrote it."""
+    global _are_refused
+    _are_refused = True
+
+
+def are_refused() -> bool:
+    """Whether `refuse_pickles` was called."""
+    return _are_refused
+
+
 def as_it_is(value: Any) -> Any:
     """What a pickle calls to get an object that was built before it was loaded."""
     return value
 
 
-class _ArrayPickler(pickle.Pickler):
-    """torch would write a tensor's storage through a second pickle, with two copies. numpy would copy an array that is
-    not contiguous into the pickle, and make it of native bytes.
+class ArrayReducer:
+    """What a pickler does with tensors and arrays. torch would write a tensor's storage through a second pickle, with
+    two copies. numpy would copy an array that is not contiguous into the pickle, and make it of native bytes.
     """
 
-    def __init__(
-        self,
-        out: io.BytesIO,
-        keep_inside: Callable[[pickle.PickleBuffer], bool],
-        outgoing: Outgoing,
-        placed: dict[int, tuple[int, int]],
-    ) -> None:
-        super().__init__(out, protocol=5, buffer_callback=keep_inside)
+    _outgoing: Outgoing
+    _placed: dict[int, tuple[int, int]]
+    _views: list[memoryview]
+
+    def be_for(self, outgoing: Outgoing, placed: dict[int, tuple[int, int]]) -> None:
+        """Put what is large there, and note which stand-in is for what."""
         self._outgoing = outgoing
         self._placed = placed
-        self._views: list[memoryview] = []
+        self._views = []
         """Keeps what `placed` names alive: an id is good only as long."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reduce_array(self, value: Any) -> Any:
+        """How a tensor, an array, or what a script defines is pickled; NotImplemented for all else."""
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         if torch is not None and type(value) is torch.Tensor:
             return self._tensor(torch, value) if is_dense(torch, value) else NotImplemented
         if numpy is None or type(value) is not numpy.ndarray or not is_raw(value.dtype):
-            return NotImplemented
+            return reduced(value, with_code=has_readers_elsewhere())
         if value.dtype.isnative and (value.flags.c_contiguous or value.flags.f_contiguous):
             give_away(value)
             return NotImplemented
@@ -137,6 +169,23 @@ class _ArrayPickler(pickle.Pickler):
         self._views.append(view)
         self._placed[id(view)] = (number, kind)
         return pickle.PickleBuffer(view)
+
+
+class _ArrayPickler(ArrayReducer, pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return self.reduce_array(value)
+
+
+@functools.cache
+def _cloud_pickler() -> type[Any]:
+    base = cloud_pickler()
+
+    class CloudArrayPickler(ArrayReducer, base):  # type: ignore[misc, valid-type]  # found when it is needed
+        def reducer_override(self, value: Any) -> Any:
+            found = self.reduce_array(value)
+            return super().reducer_override(value) if found is NotImplemented else found
+
+    return CloudArrayPickler
 
 
 def _with_grad(tensor: Any, requires_grad: bool) -> Any:

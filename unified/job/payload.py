@@ -1,20 +1,20 @@
 """Values of users that travel in a job's description. The driver encodes, the job's own workers decode; nobody else.
 
-Plain data travels as MessagePack, a DictConfig as the plain data in it, and any other object as a pickle. So the
-value comes back equal and of the same type, or `encode` says why it cannot.
+Plain data travels as MessagePack, a DictConfig as the plain data in it, and any other object as a pickle, or as a
+cloudpickle where it must: lambdas, local classes, what the driver's script defines. So the value comes back equal and
+of the same type, or `encode` says why it cannot.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 import sys
-from types import FunctionType
 from typing import Any
 
 import msgspec
 
 from unified.errors import UsageError
+from unified.job.by_value import dumps
 from unified.job.spec import Blob
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
@@ -24,11 +24,11 @@ def encode(value: object, what: str = "config") -> Blob:
     """Bytes of any value.
 
     Args:
-        value: plain data, a DictConfig, or an object that pickle can handle.
+        value: plain data, a DictConfig, or an object that pickle or cloudpickle can handle.
         what: what error messages call it.
 
     Raises:
-        UsageError: it cannot be pickled, or is of a class defined in the script that is being run.
+        UsageError: it cannot be pickled.
     """
     if value is None:
         return Blob()
@@ -92,24 +92,10 @@ def _is_plain_config(value: object) -> bool:
     return not (omegaconf.OmegaConf.is_struct(value) or omegaconf.OmegaConf.is_readonly(value))
 
 
-class _Pickler(pickle.Pickler):
-    """Refuses what a worker could not import: it has another `__main__`."""
-
-    def reducer_override(self, obj: object) -> Any:
-        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
-            raise pickle.PicklingError(
-                f"{obj.__qualname__} is defined in the script you are running, which workers do not import. "
-                f"Move it to a module of its own"
-            )
-        return NotImplemented
-
-
 def _pickle(value: object, what: str) -> bytes:
-    buffer = io.BytesIO()
     try:
-        _Pickler(buffer, protocol=5).dump(value)
+        return dumps(value)
     except Exception as error:
         raise UsageError(
             f"the {what}, of type {type(value).__qualname__}, cannot be sent to workers: {error}."
         ) from error
-    return buffer.getvalue()

@@ -10,7 +10,6 @@ from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Self
 
-import cloudpickle
 import torch
 from torch.utils.data import DataLoader, _utils
 
@@ -19,7 +18,6 @@ from unified.bus.sealed import Sealed
 from unified.errors import NotInWorkerError, UsageError, nearest
 from unified.loader.engine import Epoch, EpochSettings
 from unified.loader.local_places import LocalPlaces
-from unified.loader.orders import ByValue
 from unified.loader.parts import LoaderParts, tasks_of
 from unified.loader.places import Places
 from unified.loader.role_places import RolePlaces, role_that_loads
@@ -224,8 +222,8 @@ def _role(worker: Worker | None, role: str | None) -> str | None:
 def unwrap(value: Any) -> Any:
     """The batch in what a place sent."""
     if isinstance(value, Sealed):
-        value = decode(value.body, value.buffers)  # once, and nobody else has it: tensors need no copy
-    return cloudpickle.loads(value.packed) if isinstance(value, ByValue) else value
+        return decode(value.body, value.buffers)  # once, and nobody else has it: tensors need no copy
+    return value
 
 
 def _unwrap_and_pin(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -122,15 +123,13 @@ class _Process:
 
 
 class _Packed:
-    """Parts on their way to a process that inherits nothing: by value, as cloudpickle does it."""
+    """Parts on their way to a process that inherits nothing: by value where it must."""
 
     def __init__(self, parts: LoaderParts) -> None:
         self._packed = parts.pack()
 
     def __reduce__(self) -> Any:
-        import cloudpickle
-
-        return cloudpickle.loads, (self._packed,)
+        return pickle.loads, (self._packed,)
 
 
 # In the helper process

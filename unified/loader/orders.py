@@ -56,12 +56,6 @@ class Batch(NamedTuple):
     value: Any
 
 
-class ByValue(NamedTuple):
-    """A batch that plain pickle cannot say, by cloudpickle."""
-
-    packed: bytes
-
-
 class NoMore(NamedTuple):
     """The stream of an iterable dataset has ended."""
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 from torch.utils.data import DataLoader, IterableDataset
+
+from unified.job.by_value import dumps
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +56,7 @@ class LoaderParts:
         Raises:
             TypeError, pickle.PicklingError: something in it cannot be pickled.
         """
-        data: bytes = cloudpickle.dumps(self)
-        return data
+        return dumps(self)
 
 
 def tasks_of(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -6,21 +6,19 @@ Each of its workers makes batches for any number of data loaders of the job, one
 from __future__ import annotations
 
 import logging
+import pickle
 import queue
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 
 from unified.bus.codec import seal
 from unified.bus.inbound import Caller, current_call
 from unified.bus.registry import rpc
-from unified.errors import UsageError
 from unified.loader.orders import (
     Batch,
     BringParts,
-    ByValue,
     DropLoader,
     FetchBatch,
     OpenStream,
@@ -113,7 +111,7 @@ class Loaders:
             raise StreamLostError(f"loader {order.key} was dropped by its consumer.")
         if isinstance(order, BringParts):
             packed = order.packed
-            host = StreamHost(lambda: cloudpickle.loads(packed), where=self._worker, node=self._node, is_sent_on=True)
+            host = StreamHost(lambda: pickle.loads(packed), where=self._worker, node=self._node, is_sent_on=True)
             self._hosts[order.key] = host, owner
             return None
         if order.key not in self._hosts:
@@ -139,10 +137,7 @@ class Loaders:
         reply = host.fetch(order)
         if not isinstance(reply, Batch):
             return reply
-        try:
-            return Batch(seal(reply.value))
-        except UsageError:  # it may be of a class that the consumer's script defines, which came here by value
-            return Batch(ByValue(cloudpickle.dumps(reply.value)))
+        return Batch(seal(reply.value))
 
     def _close(self, key: str) -> None:
         if key in self._hosts:

@@ -20,6 +20,7 @@ from unified.bus.endpoint import BusEndpoint
 from unified.bus.late_exports import LateExports
 from unified.bus.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
 from unified.errors import EntryPointError
+from unified.job import by_value
 from unified.log_level import asked_level, log_from
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, Progress
@@ -154,6 +155,8 @@ class _Life:
         """Import the user's code while the master gathers the other workers: it need not wait for the order to run."""
         if self._role.kind == "elastic":
             process_group.require_torch(self._role.name)
+        if all(role.entry_point == self._role.entry_point for role in self._launch.spec.roles):
+            by_value.all_run_this_script()
         return load(self._role.entry_point, is_driver=self._role.is_driver)
 
     def _join(self, worker: Worker, order: RunOrder) -> None:

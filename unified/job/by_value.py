@@ -1,0 +1,156 @@
+"""Pickles of what has no name that others can import: lambdas, closures, local classes, and what a script defines.
+
+A class or function of a script pickles by the name ``__main__.Sample``, which leads to something else in each program,
+or nowhere. Here it travels with the path of its script and with its own code: whoever runs, or has imported, that very
+script takes its own, so that `isinstance` holds, and all others build it. What pickle cannot say at all, such as a
+lambda, is left to cloudpickle. Only a job's own workers read these pickles.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+_origins: weakref.WeakKeyDictionary[Any, tuple[str, str, bytes]] = weakref.WeakKeyDictionary()
+"""What was built here from its code: the arguments of `find_or_build`, with which it travels on."""
+_built: dict[tuple[str, str], tuple[bytes, Any]] = {}
+"""By script and name, what was built last, and of which code: the same code is the same class."""
+_has_readers_elsewhere = True
+
+
+def all_run_this_script() -> None:
+    """Every process that reads what this one sends over the bus runs the same script: names are enough for them."""
+    global _has_readers_elsewhere
+    _has_readers_elsewhere = False
+
+
+def has_readers_elsewhere() -> bool:
+    """Whether somebody who runs another program may read what is sent."""
+    return _has_readers_elsewhere
+
+
+def dumps(value: object) -> bytes:
+    """A pickle of any value: by pickle where that can say it, else by cloudpickle. `pickle.loads` reads it.
+
+    Raises:
+        Exception: something in it, such as a lock or an open file, cannot be sent; from pickle or from the value's own
+            methods.
+    """
+    out = io.BytesIO()
+    try:
+        _Pickler(out, protocol=5).dump(value)
+    except Exception:
+        out = io.BytesIO()
+        cloud_pickler()(out, protocol=5).dump(value)
+    return out.getvalue()
+
+
+@functools.cache
+def cloud_pickler() -> Any:
+    """The class of cloudpickle's pickler, which does as `reduced` says; cloudpickle is imported when it is needed."""
+    import cloudpickle
+
+    class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+        def reducer_override(self, value: Any) -> Any:
+            found = reduced(value)
+            return super().reducer_override(value) if found is NotImplemented else found
+
+    return CloudPickler
+
+
+def names_main(data: bytes) -> bool:
+    """Whether a pickle may refer to something in the program that made it, by its name."""
+    return b"__main__" in data
+
+
+def reduced(value: Any, *, with_code: bool = True) -> Any:
+    """How a class or function of a script is pickled; NotImplemented for all else.
+
+    Args:
+        value: anything that a pickler meets.
+        with_code: for readers that may not have its script.
+    """
+    if not isinstance(value, type | FunctionType) or value.__module__ != "__main__":
+        return NotImplemented
+    origin = _origins.get(value)
+    if origin is None:
+        main = sys.modules["__main__"]
+        if _found(main, value.__qualname__) is not value:
+            return NotImplemented
+        path = _path_of(main)
+        origin = path, value.__qualname__, _code_of(value, may_fail=bool(path)) if with_code or not path else b""
+    return find_or_build, origin
+
+
+def find_or_build(path: str, name: str, code: bytes) -> Any:
+    """The class or function of a script, for pickles: this process's own if it has that script, or else a new one.
+
+    Args:
+        path: of the script; empty if it has none.
+        name: qualified, of the class or function.
+        code: a cloudpickle of it; empty: it was not made, or could not be.
+
+    Raises:
+        pickle.UnpicklingError: neither can be had.
+    """
+    known, built = _built.get((path, name), (None, None))
+    if known == code:
+        return built
+    for module in _modules_of(path) if path else ():
+        found = _found(module, name)
+        if found is not None:
+            return found
+    if not code:
+        raise pickle.UnpicklingError(
+            f"{name} is defined in the script {path}, which this process does not run, and its code could not be sent: "
+            "move it to a module of its own"
+        )
+    built = pickle.loads(code)
+    _built[path, name] = code, built
+    _origins[built] = path, name, code
+    return built
+
+
+def _modules_of(path: str) -> Iterator[Any]:
+    """This process's own program, and what it has imported, if that is the file at `path`."""
+    name = os.path.basename(path)
+    for module in (sys.modules["__main__"], *list(sys.modules.values())):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(name) and _path_of(module) == path:
+            yield module
+
+
+def _code_of(value: Any, may_fail: bool) -> bytes:
+    import cloudpickle
+
+    try:
+        code: bytes = cloudpickle.dumps(value)
+    except Exception:  # it uses a lock of its script, say; those who have the script need no code
+        if not may_fail:
+            raise
+        return b""
+    return code
+
+
+def _path_of(module: Any) -> str:
+    """Of the file that a module was made from; empty for none, as in an interactive session."""
+    file = getattr(module, "__file__", None)
+    return os.path.realpath(file) if isinstance(file, str) and file else ""
+
+
+def _found(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return reduced(value)
