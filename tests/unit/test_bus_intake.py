@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified.bus.departed import Departed
-from unified.bus.intake import Intake, SeenCalls, TooOldError
+from unified.bus.intake import MAX_OUTSIDERS, Intake, SeenCalls, TooOldError
 from unified.errors import ProtocolError, VersionMismatchError
-from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
+from unified.protocol.envelope import BUS_VERSION, OUTSIDE, Envelope, Kind, encode_envelope
 
 
 def test_each_call_is_new_once_in_whatever_order_they_come() -> None:
@@ -141,3 +141,14 @@ def test_each_kind_of_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -
         intake.reject(ProtocolError("never raised"))
     assert len(caplog.records) == 3
     assert intake.num_rejected == 9
+
+
+def test_callers_from_outside_the_job_come_and_go_without_end() -> None:
+    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=Departed())
+    gone: list[str] = []
+    intake.on_outsider_gone = gone.append
+    for number in range(MAX_OUTSIDERS + 3):
+        intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, f"o{number}", f"{OUTSIDE}me@host-{number}", "b", count=1))
+        intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, f"w{number}", "worker", "b", count=1))
+    assert gone == ["o0", "o1", "o2"]
+    assert len(intake._seen) == MAX_OUTSIDERS + MAX_OUTSIDERS + 3  # workers are forgotten when they end

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from unified.cli.call import parse_arguments, to_json
 from unified.cli.main import guarded, main
 from unified.cli.nodes import HEADER, _row
 from unified.cli.status import status_lines
@@ -22,7 +25,7 @@ def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNIFIED_MASTER", raising=False)
 
 
-@pytest.mark.parametrize("command", ["jobs", "nodes", "status x", "logs x", "stop x", "explain x"])
+@pytest.mark.parametrize("command", ["jobs", "nodes", "status x", "logs x", "stop x", "explain x", "call x r m"])
 def test_without_a_master_the_message_says_how_to_give_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command.split()) == 2
     said = capsys.readouterr()
@@ -200,3 +203,21 @@ def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many
     first = next(index for index, line in enumerate(lines) if "WORKER" in line) + 1
     assert lines[first].split()[:3] == ["t-49", "0", "STARTING"]
     assert lines[-1].strip() == "… 10 more; --json has them all"
+
+
+def test_arguments_of_a_call_are_json() -> None:
+    assert parse_arguments(["3", '"a=b"', "[1,2]", "lr=0.1", 'name="x"', "flag=null"]) == (
+        [3, "a=b", [1, 2]],
+        {"lr": 0.1, "name": "x", "flag": None},
+    )
+    with pytest.raises(UsageError, match=r"the argument 'last' is not JSON: a text is written '\"text\"'"):
+        parse_arguments(["last"])
+    with pytest.raises(UsageError, match="'4' comes behind one that is given by name"):
+        parse_arguments(["lr=1", "4"])
+
+
+def test_results_of_a_call_are_printed_as_json() -> None:
+    value = {"array": np.eye(2), "number": np.float32(0.5), "tensor": torch.ones(1), "tuple": (1, None), "set": {1}}
+    assert to_json(value) == '{"array":[[1.0,0.0],[0.0,1.0]],"number":0.5,"tensor":[1.0],"tuple":[1,null],"set":[1]}'
+    with pytest.raises(UsageError, match="cannot be printed as JSON: it holds a object"):
+        to_json([object()])

@@ -16,7 +16,9 @@ from unified.protocol.client_master import (
     ClientToMaster,
     Done,
     Explain,
+    GetDirectory,
     GetJob,
+    JobDirectory,
     JobList,
     JobStatus,
     ListJobs,
@@ -347,3 +349,30 @@ def test_ended_jobs_are_forgotten_when_they_weigh_too_much(world: World, monkeyp
     assert list(world.core.cluster.jobs) == ["j2-3"]
     world.request(SubmitJob(spec=spec("j3", role("a", 0))))
     assert list(world.core.cluster.jobs) == ["j3-4"]
+
+
+def test_directory_of_a_job_for_clients_outside_it(world: World) -> None:
+    def directory(job: str = "job", after: int = -1) -> Any:
+        return world.request(GetDirectory(job=job, after_revision=after))
+
+    world.core.cluster.relay = "tcp://10.0.0.1:9"
+    world.ask(SubmitJob(spec=spec("job", role("a", 2), role("b"))))
+    world.until_stage("job", Stage.RUNNING)
+    found = directory()
+    assert isinstance(found, JobDirectory)
+    assert (found.job_id, found.relay) == ("job-1", "tcp://10.0.0.1:9")
+    assert found.roles == {"a": ["a_2-0_1-0", "a_2-1_1-0"], "b": ["b_1-0_1-0"]}
+    assert found.entries is not None
+    assert [entry.worker for entry in found.entries] == ["a_2-0_1-0", "a_2-1_1-0", "b_1-0_1-0"]
+    assert directory(after=found.revision) == msgspec.structs.replace(found, entries=None)
+    refused = directory("jbo")
+    assert isinstance(refused, Refused)
+    assert refused.code == "not-found"
+    world.ask(StopJob(job="job", force=True))
+    world.until_stage("job", Stage.STOPPED)
+    refused = directory()
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.reason) == (
+        "ended",
+        "job job-1 has ended with exit code 130: nobody is there to be called.",
+    )

@@ -3,7 +3,7 @@
 What MessagePack can say goes into the body as it is. Extension types carry the rest: tuples, sets, bytearrays, numpy
 arrays and torch tensors by their raw bytes, and any other Python object as pickle protocol 5 with its buffers out of
 band. A buffer of `OUT_OF_BAND_BYTES` or more becomes a frame of its own, and so does a large body. Bodies may hold
-pickles, so only workers of the same job decode them; daemons never do.
+pickles, so only workers of the same job, and a driver that calls its job, decode them; daemons never do.
 
 What arrives:
 - equal values of the same types; shared references inside one message become separate equal values, except that

@@ -191,6 +191,7 @@ class BusEndpoint:
             on_unsure=lambda inbox_id: self._service.peer_lost(inbox_id),
             secure=lambda socket: self._gatekeeper.secure(socket, False),
         )
+        self._intake.on_outsider_gone = self._post.forget_relayed
         self._courier = Courier(
             job_id=self.job_id,
             inbox_id=self.inbox_id,

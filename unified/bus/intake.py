@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 from unified.bus.departed import Departed
 from unified.errors import ProtocolError
-from unified.protocol.envelope import Bytes, Envelope, decode_envelope
+from unified.protocol.envelope import OUTSIDE, Bytes, Envelope, decode_envelope
 
 logger = logging.getLogger(__name__)
+MAX_OUTSIDERS = 256
+"""Callers from outside the job whose calls are told from repetitions."""
 
 
 class TooOldError(ProtocolError):
@@ -71,6 +75,9 @@ class Intake:
         self._worker = worker
         self._departed = departed
         self._seen: dict[str, SeenCalls] = {}
+        self._outsiders: deque[str] = deque()
+        self.on_outsider_gone: Callable[[str], object] = lambda inbox_id: None
+        """Called with the inbox id of a caller from outside the job that is not known any more."""
         self._told: set[tuple[object, ...]] = set()
         self.num_rejected = 0
 
@@ -98,6 +105,8 @@ class Intake:
         if seen is None:
             if envelope.sender in self._departed:
                 raise ProtocolError(f"call {envelope.call_id} of a life of worker {envelope.worker} that is over")
+            if envelope.worker.startswith(OUTSIDE):
+                self._meet_outsider(envelope.sender)
             seen = self._seen[envelope.sender] = SeenCalls()
         if not seen.is_new(envelope.count):
             if seen.is_too_old(envelope.count):
@@ -105,6 +114,14 @@ class Intake:
                     f"call {envelope.call_id} of worker {envelope.worker} came behind {SeenCalls.KEPT} later ones"
                 )
             raise ProtocolError(f"call {envelope.call_id} of worker {envelope.worker} came a second time")
+
+    def _meet_outsider(self, inbox_id: str) -> None:
+        """Nobody tells when it is gone, so the one that came first is forgotten for one too many."""
+        self._outsiders.append(inbox_id)
+        if len(self._outsiders) > MAX_OUTSIDERS:
+            gone = self._outsiders.popleft()
+            self.forget(gone)
+            self.on_outsider_gone(gone)
 
     def forget(self, inbox_id: str) -> None:
         """That life is over; `departed` has it."""

@@ -6,11 +6,12 @@ Where pickle cannot say it (a lambda, a local class) cloudpickle does; what a sc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from unified.bus.arrays import array_bytes, build_array, give_away, is_raw
@@ -110,14 +111,19 @@ def load_object(
     return pickle.loads(data, buffers=wanted)
 
 
-def refuse_pickles() -> None:
-    """Have this process read no pickle from now on: a pickle can run any code of whoever wrote it."""
+@contextlib.contextmanager
+def without_pickles() -> Iterator[None]:
+    """Have this process read no pickle meanwhile: a pickle can run any code of whoever wrote it."""
     global _are_refused
-    _are_refused = True
+    before, _are_refused = _are_refused, True
+    try:
+        yield
+    finally:
+        _are_refused = before
 
 
 def are_refused() -> bool:
-    """Whether `refuse_pickles` was called."""
+    """Whether pickles are not to be read now."""
     return _are_refused
 
 

@@ -138,6 +138,10 @@ class PostOffice:
         if way is not None:
             way.close()
 
+    def forget_relayed(self, inbox_id: str) -> None:
+        """What is known of it is not needed any more; it can be sent to all the same."""
+        self._relayed.discard(inbox_id)
+
     def forget(self, link: Link) -> None:
         """It broke; should its peer be alive, the next message makes a new one."""
         with self._lock:

@@ -13,6 +13,7 @@ import msgspec
 
 from unified.bus.codec import Encoded
 from unified.bus.inbound import InboundCall
+from unified.bus.pickling import are_refused
 from unified.bus.registry import is_runtimes
 from unified.bus.tensors import Buffer
 from unified.core.said_once import SaidOnce
@@ -215,7 +216,7 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _unpickled(data: bytes) -> Exception | None:
-    if not data:
+    if not data or are_refused():
         return None
     try:
         error = pickle.loads(data)

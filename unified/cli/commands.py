@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from unified.cli import explain, jobs, key, logs, nodes, status, stop, submit
+from unified.cli import call, explain, jobs, key, logs, nodes, status, stop, submit
 from unified.cli.main import release
 
 WrongUsage = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
@@ -33,6 +33,7 @@ def build() -> typer.Typer:
     app.command("stop")(stop.stop)
     app.command("nodes")(nodes.nodes)
     app.command("explain")(explain.explain)
+    app.command("call")(call.call)
     app.add_typer(key.key(), name="key")
     return app
 

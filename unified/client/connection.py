@@ -154,6 +154,11 @@ class MasterConnection:
         self.close()
 
     @property
+    def key(self) -> ClusterKey | None:
+        """Of the cluster, as it was given."""
+        return self._key
+
+    @property
     def is_open(self) -> bool:
         """False once it was closed, or its socket broke: no request will be answered any more."""
         return not self._is_closed and self._ended_by is None

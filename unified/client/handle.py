@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from unified.client.connection import MasterConnection
 from unified.client.logs import LogReader
@@ -14,7 +15,9 @@ from unified.protocol.client_master import GetJob, JobStatus, StopJob
 from unified.protocol.records import Stage
 
 if TYPE_CHECKING:
+    from unified.bus.futures import RpcFuture
     from unified.client.embedded import EmbeddedCluster
+    from unified.client.outside import OutsideCaller, OutsideGroup
 
 POLL_S = 5.0
 MASTER_GRACE_S = 300.0
@@ -35,6 +38,8 @@ class JobHandle:
         self.job_id = job_id
         self.connection = connection
         self.cluster = cluster
+        self._outside: OutsideCaller | None = None
+        self._making = threading.Lock()
 
     def __repr__(self) -> str:
         return f"JobHandle({self.job_id!r}, master={self.connection.address!r})"
@@ -79,6 +84,36 @@ class JobHandle:
             reader.update(self.status())
             yield from reader.rest()
 
+    def call(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> RpcFuture[Any]:
+        """Call an `@rpc` method of one worker of the job and return at once: for monitoring and control.
+
+        The call goes through the bus relay in the master. Results may be any Python objects, which are unpickled here.
+
+        Args:
+            worker: full name or ``role-rank``; of a role with one worker, the role's name.
+            method: the name under which it is registered.
+            _timeout: seconds to the deadline; 60 if it is not given.
+
+        Returns:
+            A `concurrent.futures.Future` that ends as `RoleActor.call` does in a worker.
+
+        Raises:
+            UsageError: (a ValueError) the job has no such worker, or an argument cannot be sent.
+            RefusedError: the job has ended, or the master does not know it.
+            MasterUnreachableError: the master did not answer.
+            ClusterError: the relay cannot be reached from here.
+        """
+        return self._outside_caller().worker(worker).call(method, *args, **kwargs)
+
+    def group(self, role: str) -> OutsideGroup:
+        """The workers of a role, to be called from here: `group.call(…)` calls all, `group[0].call(…)` one.
+
+        Raises:
+            UsageError: (a ValueError) the job has no such role.
+            RefusedError, MasterUnreachableError: as for `call`.
+        """
+        return self._outside_caller().group(role)
+
     def stop(self, force: bool = False) -> None:
         """Ask the master to stop the job, and return at once; `wait` tells when it has ended.
 
@@ -92,11 +127,21 @@ class JobHandle:
 
     def close(self) -> None:
         """Let go of the job: close the connection, and end the embedded cluster if there is one."""
+        if self._outside is not None:
+            self._outside.close()
         try:
             self.connection.close()
         finally:
             if self.cluster is not None:
                 self.cluster.stop()
+
+    def _outside_caller(self) -> OutsideCaller:
+        from unified.client.outside import OutsideCaller  # the bus is needed by none but those who call
+
+        with self._making:
+            if self._outside is None:
+                self._outside = OutsideCaller(self.connection, self.job_id)
+            return self._outside
 
     def _wait_for_end(self, timeout: float | None) -> JobStatus:
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -6,7 +6,16 @@ from typing import Literal
 
 from unified.job.spec import JobSpec, Value
 from unified.protocol.framing import Codec
-from unified.protocol.records import EventRecord, Failure, NodeResources, NodeState, Progress, Stage, WorkerState
+from unified.protocol.records import (
+    DirectoryEntry,
+    EventRecord,
+    Failure,
+    NodeResources,
+    NodeState,
+    Progress,
+    Stage,
+    WorkerState,
+)
 
 
 class ClientRequest(Value, tag_field="type", frozen=True, kw_only=True):
@@ -67,6 +76,15 @@ class Explain(ClientRequest, tag="explain", frozen=True, kw_only=True):
     job: str
     worker: str = ""
     limit: int = 500
+
+
+class GetDirectory(ClientRequest, tag="get-directory", frozen=True, kw_only=True):
+    """Where the workers of a job can be called, for a client that is none of them. Answered by `JobDirectory`, at
+    once."""
+
+    job: str
+    after_revision: int = -1
+    """The revision that the client has: its entries need not be sent again."""
 
 
 class MasterAnswer(Value, tag_field="type", frozen=True, kw_only=True):
@@ -197,11 +215,25 @@ class LogChunk(MasterAnswer, tag="log-chunk", frozen=True, kw_only=True):
     path: str = ""
 
 
+class JobDirectory(MasterAnswer, tag="job-directory", frozen=True, kw_only=True):
+    """The workers of a job, and which of them live where."""
+
+    job_id: str
+    revision: int
+    """Another number: the entries are others."""
+    relay: str
+    """Address of the bus relay; empty if there is none."""
+    roles: dict[str, list[str]]
+    """Full names of each role's workers, by rank."""
+    entries: list[DirectoryEntry] | None = None
+    """All of them; None: those of the revision that the client has."""
+
+
 class Story(MasterAnswer, tag="story", frozen=True, kw_only=True):
     events: list[EventRecord]
 
 
-ClientToMaster = SubmitJob | ListJobs | GetJob | ListNodes | ReadLog | StopJob | RestartWorkers | Explain
-MasterToClient = Accepted | Done | Refused | JobStatus | JobList | NodeList | LogChunk | Story
+ClientToMaster = SubmitJob | ListJobs | GetJob | ListNodes | ReadLog | StopJob | RestartWorkers | Explain | GetDirectory
+MasterToClient = Accepted | Done | Refused | JobStatus | JobList | NodeList | LogChunk | Story | JobDirectory
 client_to_master: Codec[ClientToMaster] = Codec(ClientToMaster)
 master_to_client: Codec[MasterToClient] = Codec(MasterToClient)

@@ -18,6 +18,8 @@ from unified.protocol.records import Inbox
 
 Bytes = bytes | bytearray | memoryview
 BUS_VERSION = 3
+OUTSIDE = "outside:"
+"""The names of callers that are no workers, such as the driver of a job, begin with it; no worker's can."""
 MAX_ENVELOPE_BYTES = 8192
 """Names are short; a first frame longer than this is no envelope and is not looked at."""
 

@@ -36,6 +36,7 @@ class MasterCore:
     def __init__(self, intervals: Intervals, relay: str = "") -> None:
         self.relay = relay
         self.cluster = Cluster(intervals)
+        self.cluster.relay = relay
 
     @property
     def next_deadline(self) -> float | None:

@@ -12,7 +12,9 @@ from unified.protocol.client_master import (
     ClientToMaster,
     Done,
     Explain,
+    GetDirectory,
     GetJob,
+    JobDirectory,
     JobList,
     ListJobs,
     ListNodes,
@@ -26,7 +28,7 @@ from unified.protocol.client_master import (
     SubmitJob,
 )
 from unified.protocol.records import Stage, WorkerState
-from unified_master.core import jobs, queue, status, stopping
+from unified_master.core import directory, jobs, queue, status, stopping
 from unified_master.core.restart import restart, restart_job
 from unified_master.core.state import STORE, JobRecord, LifeKey, ParkedPoll, ParkedRead, WorkerRecord
 from unified_master.core.turn import Turn
@@ -49,7 +51,7 @@ def answer(turn: Turn, peer: bytes, request_id: int, request: ClientToMaster) ->
         case ListNodes():
             nodes = turn.cluster.nodes
             return NodeList(nodes=[status.node_status(turn.now, nodes[name]) for name in sorted(nodes)])
-        case GetJob() | ReadLog() | StopJob() | RestartWorkers() | Explain():
+        case GetJob() | ReadLog() | StopJob() | RestartWorkers() | Explain() | GetDirectory():
             job = find_job(turn, request.job)
             return job if isinstance(job, Refused) else _about(turn, peer, request_id, request, job)
         case _:
@@ -156,7 +158,7 @@ def _about(
     turn: Turn,
     peer: bytes,
     request_id: int,
-    request: GetJob | ReadLog | StopJob | RestartWorkers | Explain,
+    request: GetJob | ReadLog | StopJob | RestartWorkers | Explain | GetDirectory,
     job: JobRecord,
 ) -> Answer:
     match request:
@@ -171,8 +173,24 @@ def _about(
         case Explain():
             worker = find_worker(job, request.worker) if request.worker else None
             return worker if isinstance(worker, Refused) else status.story(turn.cluster, job, worker, request.limit)
+        case GetDirectory():
+            return _directory(turn, request, job)
         case _:
             assert_never(request)
+
+
+def _directory(turn: Turn, request: GetDirectory, job: JobRecord) -> Answer:
+    if job.stage is Stage.STOPPED:
+        code = "" if job.exit_code is None else f" with exit code {job.exit_code}"
+        return Refused(code="ended", reason=f"job {job.job_id} has ended{code}: nobody is there to be called.")
+    revision = turn.cluster.first_number + job.revision
+    return JobDirectory(
+        job_id=job.job_id,
+        revision=revision,
+        relay=turn.cluster.relay,
+        roles={role.name: [worker.name for worker in job.ranks(role.name)] for role in job.spec.roles},
+        entries=None if request.after_revision == revision else directory.whole(job),
+    )
 
 
 def _submit(turn: Turn, request: SubmitJob) -> Answer:

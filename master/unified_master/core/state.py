@@ -309,6 +309,8 @@ class Cluster:
 
     def __init__(self, intervals: Intervals) -> None:
         self.intervals = intervals
+        self.relay = ""
+        """Address of the bus relay; empty if there is none."""
         self.reign = 0
         """Lives of the master before this one; keeps generations and versions rising."""
         self.next_sequence = 1

@@ -1,0 +1,166 @@
+"""Calls to a running job from its driver and from the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unified.api.builder import DLJobBuilder
+from unified.bus.curve import new_key
+from unified.bus.streams import RpcStream
+from unified.client.handle import JobHandle
+from unified.errors import RefusedError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
+from unified.keys import write_key
+from unified.testing import LocalCluster
+
+pytestmark = pytest.mark.cluster
+
+SERVICE = """
+import os, threading
+import numpy as np
+from unified import current_worker, rpc
+from unified.bus.inbound import current_call
+
+class Service:
+    def __init__(self):
+        self.rate = 0.5
+        self.stopped = threading.Event()
+
+    @rpc()
+    def rank(self):
+        return current_worker().actor_info.rank
+
+    @rpc()
+    def set_rate(self, rate, *, scale=1):
+        self.rate, old = rate * scale, self.rate
+        return {"old": old, "new": self.rate, "caller": current_call().worker}
+
+    @rpc()
+    def array(self, size):
+        return np.arange(size, dtype=np.float32)
+
+    @rpc()
+    def count(self, to):
+        yield from range(to)
+
+    @rpc()
+    def fail(self):
+        raise KeyError("no such weight")
+
+    @rpc()
+    def thing(self):
+        return Service
+
+    @rpc()
+    def hang(self):
+        self.stopped.wait(60)
+
+    @rpc()
+    def die(self):
+        os._exit(7)
+
+    @rpc()
+    def stop(self):
+        self.stopped.set()
+
+def drive():
+    current_worker().on_stop(lambda: None)
+    threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def handle(
+    local_cluster: Callable[..., LocalCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[JobHandle]:
+    write_key(tmp_path / "cluster.key", new_key())
+    monkeypatch.setenv("UNIFIED_KEY_FILE", str(tmp_path / "cluster.key"))
+    (tmp_path / "outside_service.py").write_text(SERVICE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    builder = DLJobBuilder().node_num(1).device_per_node(4).device_type("CPU")
+    builder.workload("driver", "outside_service.drive").resource(cpu=0.1)
+    builder.workload("service", "outside_service.Service").total(2).resource(cpu=0.1).not_driver()
+    with local_cluster(nodes=1, devices=4).submit(builder.build(), "outside", stop_grace_s=1) as handle:
+        yield handle
+
+
+def unified(handle: JobHandle, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "unified", "call", "outside", *words],
+        env={**os.environ, "UNIFIED_MASTER": handle.connection.address},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_calls_from_the_driver_and_from_the_command_line(handle: JobHandle) -> None:
+    from_the_driver(handle)
+    from_the_command_line(handle)
+    deaths_and_ends(handle)
+
+
+def from_the_driver(handle: JobHandle) -> None:
+    assert handle.call("service-1", "rank").result(30) == 1  # the first waits until the job is up
+    group = handle.group("service")
+    assert group.call("rank").result(30) == [0, 1]
+    assert group.call_rank0("rank").result(30) == 0
+    assert [worker.call("rank").result(30) for worker in group] == [0, 1]
+    changed = handle.call("service-0", "set_rate", 0.25, scale=2).result(30)
+    assert (changed["old"], changed["new"]) == (0.5, 0.5)
+    assert changed["caller"].startswith("outside:")
+    np.testing.assert_array_equal(handle.call("service-0", "array", 100_000).result(30), np.arange(100_000))
+    stream = handle.call("service-0", "count", 40).result(30)
+    assert isinstance(stream, RpcStream)
+    assert list(stream) == list(range(40))
+    with pytest.raises(KeyError, match="no such weight"):
+        handle.call("service-0", "fail").result(30)
+    with pytest.raises(RpcNotFoundError, match=r"no rpc method 'rnak'\. Did you mean 'rank'\?"):
+        handle.call("service-0", "rnak").result(30)
+    with pytest.raises(RpcTimeoutError):
+        handle.call("service-0", "hang", _timeout=0.2).result(30)
+    with pytest.raises(UsageError, match=r"has no role 'sevice'\. Did you mean 'service'\?"):
+        handle.group("sevice")
+    with pytest.raises(UsageError, match=r"has no worker 'service-2'\. Role service has ranks 0 to 1\."):
+        handle.call("service-2", "rank")
+    with pytest.raises(UsageError, match="role service of job outside-1 has 2 workers: name one, such as service-0"):
+        handle.call("service", "rank")
+
+
+def from_the_command_line(handle: JobHandle) -> None:
+    assert unified(handle, "service", "rank").stdout == "[0,1]\n"
+    assert unified(handle, "service-1", "array", "3").stdout == "[0.0,1.0,2.0]\n"
+    assert unified(handle, "service-1", "count", "3").stdout == "0\n1\n2\n"
+    assert '"new":6' in unified(handle, "service-1", "set_rate", "3", "scale=2").stdout
+    failed = unified(handle, "service-0", "fail")
+    assert failed.returncode == 1
+    assert "KeyError: 'no such weight'" in failed.stderr
+    assert 'raise KeyError("no such weight")' in failed.stderr
+    for words, code, message in (
+        (["service-0", "rnak"], 2, "Did you mean 'rank'?"),
+        (["sevice", "rank"], 2, "has no worker 'sevice'. Did you mean 'service'?"),
+        (["service-0", "set_rate", "half"], 2, "the argument 'half' is not JSON"),
+        (["service-0", "thing"], 1, "it holds a Python object, and this program reads plain data and arrays alone"),
+        (["service-0", "hang", "--timeout", "0.5"], 1, "did not answer"),
+    ):
+        ran = unified(handle, *words)
+        assert (ran.returncode, ran.stdout) == (code, "")
+        assert message in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+
+def deaths_and_ends(handle: JobHandle) -> None:
+    handle.call("service-0", "stop").result(30)
+    with pytest.raises(WorkerDiedError):
+        handle.call("service-1", "die").result(30)
+    assert handle.call("service-1", "rank").result(30) == 1  # its next life
+    handle.stop()
+    handle.wait(30)
+    with pytest.raises(RefusedError, match=r"job outside-1 has ended with exit code 130: nobody is there"):
+        handle.group("service")

@@ -1,0 +1,94 @@
+"""``unified call``: call an rpc method of a running job from outside it, and print what it returns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from unified.cli.options import Job, Master, connect
+from unified.errors import RemoteError, RpcNotFoundError, UsageError
+
+EXIT_WRONG = 2
+
+
+def call(
+    job: Job,
+    target: Annotated[str, typer.Argument(metavar="ROLE[-RANK]", help="A role, for all its workers, or one of them.")],
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="The name under which it is registered.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="JSON", help='Arguments: 3, "text", [1,2], or by name: lr=0.1')
+    ] = None,
+    master: Master = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to the deadline of the call.", min=0.001)] = 60.0,
+) -> None:
+    """Call a method of a job's workers and print the result as JSON: of a role a list, by rank."""
+    args, kwargs = parse_arguments(arguments or [])
+    from unified.bus.pickling import without_pickles
+    from unified.bus.streams import RpcStream
+    from unified.client.outside import OutsideCaller
+
+    with connect(master) as connection, without_pickles():  # what comes back may be of anybody's job
+        caller = OutsideCaller(connection, job)
+        try:
+            called = caller.group(target) if caller.has_role(target) else caller.worker(target)
+            result = called.call(method, *args, _timeout=timeout, **kwargs).result()
+            for value in result if isinstance(result, RpcStream) else [result]:
+                print(to_json(value))
+        except RpcNotFoundError as error:
+            print(f"unified: {error}", file=sys.stderr)
+            raise typer.Exit(EXIT_WRONG) from None
+        except RemoteError as error:
+            print(f"unified: {error.type_name}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+            raise typer.Exit(1) from None
+        finally:
+            caller.close()
+
+
+def parse_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional arguments and those by name.
+
+    Raises:
+        UsageError: one is not JSON, or a positional one follows one by name.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        is_named = bool(equals) and name.isidentifier()
+        try:
+            value = msgspec.json.decode(text if is_named else word)
+        except msgspec.DecodeError:
+            raise UsageError(
+                f"the argument {word!r} is not JSON: a text is written '\"text\"', in quotes that the shell leaves."
+            ) from None
+        if is_named:
+            kwargs[name] = value
+        elif kwargs:
+            raise UsageError(f"the argument {word!r} comes behind one that is given by name: put it in front.")
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def to_json(value: object) -> str:
+    """One line; arrays and tensors as nested lists, bytes in base64.
+
+    Raises:
+        UsageError: it holds something else.
+    """
+    try:
+        return msgspec.json.encode(value, enc_hook=_plain).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the result cannot be printed as JSON: {error}. Return plain data or arrays.") from None
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # an array, a tensor, or a number of either
+        return value.tolist()
+    if isinstance(value, complex):
+        return [value.real, value.imag]
+    raise TypeError(f"it holds a {type(value).__name__}")

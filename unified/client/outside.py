@@ -1,0 +1,301 @@
+"""Calls to the workers of a job from a process that is none of them: its driver, or ``unified call``.
+
+They go through the bus relay in the master, and so reach every worker wherever it runs, with the cluster key if the
+cluster has one. Meant for monitoring and control: each has a deadline, and a round trip takes about a millisecond.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, overload
+
+from unified.bus.endpoint import BusEndpoint
+from unified.bus.futures import RpcFuture, gather
+from unified.bus.registry import MethodRegistry
+from unified.client.connection import MasterConnection
+from unified.errors import ClusterError, RpcError, UnifiedError, UsageError, nearest
+from unified.job.names import parse_worker
+from unified.protocol.client_master import GetDirectory, JobDirectory
+from unified.protocol.envelope import OUTSIDE
+from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+
+DEADLINE_S = 60.0
+"""Of a call that names none."""
+REFRESH_S = 1.0
+"""So old the directory may be while calls are open."""
+RELAY_WITHIN_S = 10.0
+_PING = "unified.ping"
+
+
+class OutsideWorker:
+    """One worker of a job, to be called from outside.
+
+    Attributes:
+        name: full name.
+        role: its role.
+        rank: in its role.
+    """
+
+    def __init__(self, caller: OutsideCaller, name: str, role: str, rank: int) -> None:
+        self._caller = caller
+        self.name = name
+        self.role = role
+        self.rank = rank
+
+    def __repr__(self) -> str:
+        return f"OutsideWorker({self.name!r})"
+
+    def call(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcFuture[Any]:
+        """Call one of its `@rpc` methods and return at once, as `RoleActor.call` does in a worker.
+
+        Args:
+            method: the name under which it is registered.
+            _timeout: seconds to the deadline; None: 60.
+
+        Raises:
+            UsageError: (a ValueError) an argument cannot be sent.
+            ClusterError: the master or the relay cannot be reached, or the job has ended.
+        """
+        return self._caller.call([self.name], method, args, kwargs, _timeout)[0]
+
+
+class OutsideGroup(Sequence[OutsideWorker]):
+    """The workers of a role by rank, to be called from outside the job."""
+
+    def __init__(self, caller: OutsideCaller, role: str, names: Sequence[str]) -> None:
+        self._caller = caller
+        self.role = role
+        self._workers = [OutsideWorker(caller, name, role, rank) for rank, name in enumerate(names)]
+
+    @overload
+    def __getitem__(self, index: int) -> OutsideWorker: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[OutsideWorker]: ...
+    def __getitem__(self, index: int | slice) -> OutsideWorker | list[OutsideWorker]:
+        return self._workers[index]
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __repr__(self) -> str:
+        return f"OutsideGroup({self.role!r}, {len(self)} workers)"
+
+    def call(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcFuture[list[Any]]:
+        """Call a method of every worker; the results come by rank, or the first error at once.
+
+        For the arguments and errors see `OutsideWorker.call`.
+        """
+        names = [worker.name for worker in self._workers]
+        futures = self._caller.call(names, method, args, kwargs, _timeout)
+        return gather(futures, f"the call of {method!r} to role {self.role}")
+
+    def call_rank0(self, method: str, /, *args: Any, **kwargs: Any) -> RpcFuture[Any]:
+        """Call a method of the first worker only, as `OutsideWorker.call` does."""
+        if not self._workers:
+            raise UsageError(f"role {self.role} has no workers.")
+        return self._workers[0].call(method, *args, **kwargs)
+
+
+class OutsideCaller:
+    """The bus of a job, for one process outside it. Nothing is opened before the first use; `close` it then.
+
+    Args:
+        connection: to the job's master.
+        job: its id, or its name for the newest job of that name.
+    """
+
+    def __init__(self, connection: MasterConnection, job: str) -> None:
+        self._connection = connection
+        self._job = job
+        self._lock = threading.Lock()
+        self._directory: JobDirectory | None = None
+        self._asked_at = 0.0
+        self._bus: BusEndpoint | None = None
+        self._has_calls = threading.Event()
+        self._is_closed = threading.Event()
+        self._open: set[Future[Any]] = set()
+
+    def has_role(self, role: str) -> bool:
+        """Whether the job has a role of this name."""
+        return role in self._known().roles
+
+    def group(self, role: str) -> OutsideGroup:
+        """The workers of a role.
+
+        Raises:
+            UsageError: (a ValueError) the job has no such role.
+            RefusedError: there is no such job, or it has ended.
+            MasterUnreachableError: the master did not answer.
+        """
+        found = self._known()
+        if role not in found.roles:
+            raise UsageError(f"job {found.job_id} has no role {role!r}.{_hint(role, found)}")
+        return OutsideGroup(self, role, found.roles[role])
+
+    def worker(self, name: str) -> OutsideWorker:
+        """A worker by its full name or as ``role-rank``, or the only one of a role by the role's name.
+
+        Raises:
+            UsageError: (a ValueError) the job has no such worker, or several.
+            RefusedError, MasterUnreachableError: as for `group`.
+        """
+        found = self._known()
+        if name in found.roles:
+            group = self.group(name)
+            if len(group) != 1:
+                raise UsageError(
+                    f"role {name} of job {found.job_id} has {len(group)} workers: name one, such as {name}-0, or call "
+                    "all of them as a group."
+                )
+            return group[0]
+        for role, names in found.roles.items():
+            if name in names:
+                return OutsideWorker(self, name, role, names.index(name))
+        try:
+            role, rank = parse_worker(name)
+        except UsageError:
+            role, rank = name, -1
+        names = found.roles.get(role, [])
+        if not 0 <= rank < len(names):
+            reason = f" Role {role} has ranks 0 to {len(names) - 1}." if names else _hint(role, found)
+            raise UsageError(f"job {found.job_id} has no worker {name!r}.{reason}")
+        return OutsideWorker(self, names[rank], role, rank)
+
+    def call(
+        self,
+        targets: Sequence[str],
+        method: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+    ) -> list[RpcFuture[Any]]:
+        """Call a method of these workers (full names)."""
+        bus = self._started()
+        futures = bus.call_many(targets, method, args, kwargs, timeout=DEADLINE_S if timeout is None else timeout)
+        for future in futures:
+            self._open.add(future)
+            future.on_end(self._open.discard)
+        self._has_calls.set()
+        return futures
+
+    def close(self) -> None:
+        """End what is open, with RpcCancelledError. The connection is its owner's."""
+        with self._lock:
+            bus, self._bus = self._bus, None
+            self._is_closed.set()
+            self._has_calls.set()
+        if bus is not None:
+            bus.close()
+
+    def _known(self) -> JobDirectory:
+        """The directory as it is now."""
+        with self._lock:
+            return self._asked()
+
+    def _asked(self) -> JobDirectory:
+        """Under the lock: ask the master."""
+        revision = -1 if self._directory is None else self._directory.revision
+        found = self._connection.ask(GetDirectory(job=self._job, after_revision=revision), JobDirectory)
+        self._asked_at = time.monotonic()
+        self._job = found.job_id  # a name may mean another job a moment later
+        self._directory = found
+        if self._bus is not None and found.entries is not None:
+            self._bus.update_directory(found.entries)
+        return found
+
+    def _started(self) -> BusEndpoint:
+        with self._lock:
+            if self._is_closed.is_set():
+                raise UsageError("this JobHandle was closed: calls need one that is open.")
+            is_fresh = time.monotonic() - self._asked_at < REFRESH_S
+            found = self._directory if self._directory is not None and is_fresh else self._asked()
+            if self._bus is not None:
+                return self._bus
+            if not found.relay:
+                raise ClusterError("the master has no bus relay, through which calls from outside a job go.")
+            bus = BusEndpoint(
+                job_id=found.job_id,
+                worker=f"{OUTSIDE}{_me()}",
+                incarnation=0,
+                node=socket.gethostname(),
+                host_id="",
+                run_dir="",
+                address="",
+                relay=found.relay,
+                route="relay",
+                registry=MethodRegistry({_PING: bool}),
+                key=self._connection.key,
+            )
+            try:
+                _meet_relay(bus, found.relay)
+            except BaseException:
+                bus.close()
+                raise
+            bus.update_directory(found.entries or [])
+            self._bus = bus
+            threading.Thread(target=self._watch, name="unified-outside", daemon=True).start()
+            return bus
+
+    def _watch(self) -> None:
+        """While calls are open, hear of the deaths and new lives of those who were called."""
+        while not self._is_closed.is_set():
+            self._has_calls.wait()
+            if not self._open:
+                self._has_calls.clear()
+                if not self._open:
+                    continue
+            if self._is_closed.wait(REFRESH_S):
+                return
+            try:
+                self._known()
+            except UnifiedError as error:  # the job has ended, or the master is away: deadlines do the rest
+                self._on_no_news(error)
+
+    def _on_no_news(self, error: UnifiedError) -> None:
+        bus, found = self._bus, self._directory
+        if bus is None or found is None or getattr(error, "code", "") != "ended":
+            return
+        lives = [(name, bus.life_of(name)) for names in found.roles.values() for name in names]
+        bus.update_directory(
+            [
+                DirectoryEntry(
+                    worker=name,
+                    incarnation=0 if life is None else life.incarnation,
+                    state=Reachability.ENDED,
+                    reason=str(error),
+                )
+                for name, life in lives
+            ]
+        )
+
+
+def _meet_relay(bus: BusEndpoint, relay: str) -> None:
+    """Wait until the relay knows this inbox: an answer that came before would be lost."""
+    inbox: Inbox = bus.start()
+    bus.open()
+    bus.update_directory([DirectoryEntry(worker=bus.worker, incarnation=0, state=Reachability.ALIVE, inbox=inbox)])
+    try:
+        bus.call(bus.worker, _PING, (), {}, timeout=RELAY_WITHIN_S).result()
+    except RpcError:
+        raise ClusterError(
+            f"the bus relay at {relay} did not answer within {RELAY_WITHIN_S:g} s. Calls from outside a job go through "
+            "it: does its port (--relay-bind of the master) let this host connect?"
+        ) from None
+
+
+def _me() -> str:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # nobody of that number is known here
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}-{os.getpid()}"
+
+
+def _hint(role: str, found: JobDirectory) -> str:
+    return nearest(role, found.roles) or f" Its roles are {', '.join(found.roles)}."
