@@ -70,7 +70,9 @@ def seen_devices(spec: JobSpec, worker: DesiredWorker, node: NodeFacts) -> list[
     """What the worker may see: without automatic visibility the node's devices, else its group's, else its own."""
     if not spec.role(worker.role).auto_visible_devices:
         return list(node.resources.devices)
-    return devices_of(spec, worker.group_devices or worker.devices, node)
+    seen = devices_of(spec, worker.group_devices or worker.devices, node)
+    # CANN finds no device at all where the list of its variable does not ascend.
+    return sorted(seen, key=lambda device: device.index if device.kind == "npu" else 0)
 
 
 def worker_environment(

@@ -113,6 +113,11 @@ def test_a_worker_sees_the_devices_of_its_group_and_takes_its_own() -> None:
     assert [device.index for device in launch.devices] == [1]
 
 
+def test_ascend_devices_are_listed_in_ascending_order() -> None:
+    env = worker_environment(job(), msgspec.structs.replace(WORKER, group_devices=[0, 2, 1, 3]), node("npu"))
+    assert (env["ASCEND_RT_VISIBLE_DEVICES"], env["ACCELERATE_TORCH_DEVICE"]) == ("0,1,2,3", "npu:1")
+
+
 def test_without_automatic_visibility_a_worker_sees_the_whole_node() -> None:
     worker = msgspec.structs.replace(WORKER, group_devices=[3, 1])
     env = worker_environment(job(msgspec.structs.replace(ROLE, auto_visible_devices=False)), worker, node())
