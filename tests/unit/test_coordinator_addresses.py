@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+from typing import Literal
+
 import pytest
 
+from unified.checkpoint import CheckpointManager
 from unified.coordinator_address import parse_coordinator
 from unified.data.client import RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
@@ -168,3 +173,22 @@ def test_times_that_cannot_be(seconds: float) -> None:
         TrainingOrchestrator(coordinator_url="local", heartbeat_timeout_s=seconds)
     with pytest.raises(UsageError, match="heartbeat_interval_s"):
         TrainingOrchestrator(coordinator_url="local", heartbeat_interval_s=seconds)
+
+
+@pytest.mark.parametrize("backend", ["local", "s3"])
+def test_the_address_of_a_coordinator_is_no_place_of_checkpoints(
+    backend: Literal["local", "s3"], tmp_path: Path
+) -> None:
+    with contextlib.chdir(tmp_path), pytest.raises(UsageError, match=r"'http://head:50051' is neither"):
+        CheckpointManager("http://head:50051", backend)
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_are_in_no_other_store(tmp_path: Path) -> None:
+    registry = DatasetRegistry("local", rank=0, world_size=1)
+    for path in ("http://head:50051", "gs://bucket/x"):
+        with pytest.raises(UsageError, match=r"here and in buckets of S3 .*, not at"):
+            registry.register("d", path, "jsonl")
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
+    registry.register("in-a-file", f"file://{tmp_path}/a.jsonl", "jsonl")
+    assert registry.get_shard("in-a-file") == [str(tmp_path / "a.jsonl")]

@@ -56,12 +56,14 @@ def open_place(
     if backend == "local" and not path.startswith("s3://"):
         # Not by `open_storage`, which would take a name with brackets for a pattern.
         path = path.removeprefix("file://")
+        _check_no_address(path)
         if not path:
             raise UsageError("Checkpoints are kept in a directory, and '' is none.")
         local = LocalBackend(path)
         _check_can_be_made(local.root)
         return Place(local, within, joined(str(local.root), within), True)
     if not path.startswith("s3://"):
+        _check_no_address(path)
         bucket = bucket or settings.bucket
         if not bucket:
             raise UsageError(
@@ -71,6 +73,13 @@ def open_place(
         path = f"s3://{bucket}/{path.strip('/')}"
     storage, prefix = open_storage(path, region=settings.region or None)
     return Place(storage, joined(prefix.strip("/"), within), joined(path.rstrip("/"), within), True)
+
+
+def _check_no_address(path: str) -> None:
+    if "://" in path:
+        raise UsageError(
+            f"Checkpoints are kept in a directory or a bucket (s3://BUCKET/PREFIX), and {path!r} is neither."
+        )
 
 
 def is_local(storage: StorageBackend) -> bool:

@@ -109,10 +109,9 @@ class DataFiles:
             UsageError: no such format or order.
         """
         check_format(format)
-        if "://" in path and not is_remote(path):
-            raise UsageError(f"data files are read here and in buckets of S3 (s3://bucket/path), not at {path!r}.")
         if order not in ("natural", "lexical"):
             raise UsageError(f"files are in 'natural' or 'lexical' order, not {order!r}.")
+        path = absolute(path)
         found = self._in_bucket(path, format) if is_remote(path) else _here(path, format)
         return sorted(found, key=natural_key if order == "natural" else None)
 
@@ -172,6 +171,20 @@ class DataFiles:
 def is_remote(path: str) -> bool:
     """Whether it is in a bucket."""
     return path.startswith("s3://")
+
+
+def absolute(path: str) -> str:
+    """The path as it is from everywhere on this host; ``file://`` is left away, and ``s3://`` stays.
+
+    Raises:
+        UsageError: it is in another kind of store.
+    """
+    if is_remote(path):
+        return path
+    path = path.removeprefix("file://")
+    if "://" in path:
+        raise UsageError(f"data files are read here and in buckets of S3 (s3://bucket/path), not at {path!r}.")
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def check_format(format: str) -> None:  # noqa: A002
@@ -279,7 +292,6 @@ def _no_match(path: str) -> str:
 
 
 def _here(path: str, format: str) -> list[str]:  # noqa: A002
-    path = os.path.abspath(os.path.expanduser(path))
     if os.path.isdir(path):
         names = []
         for folder, folders, files in os.walk(path, followlinks=True, onerror=_refuse):

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from unified.data.client import Coordinator
+from unified.data.files import absolute
 from unified.data.registration import dataset_files, is_registered_as
 from unified.data.restored_position import restore_request
 from unified.data.shard_source import DatasetShards
@@ -128,9 +129,7 @@ class DatasetRegistry:
             UsageError: no such format; or the files do not hold `total_samples`.
             CoordinatorError: it is known already, with other values; says which.
         """
-        where = os.fspath(path)
-        if not where.startswith("s3://"):
-            where = os.path.abspath(os.path.expanduser(where))
+        where = absolute(os.fspath(path))
         if shard_size is None:
             shard_size = settings().dataset.default_shard_size
         known = self._find(dataset_id)
