@@ -68,6 +68,29 @@ def test_max_restart_0_ends_the_job_at_the_first_failure() -> None:
     assert bench.limit() == "max_restart"
 
 
+@pytest.mark.parametrize("failure", [CRASH, USER])
+def test_role_max_restart_bounds_the_group_whoever_fails_and_wherever(failure: Failure) -> None:
+    bench = Bench(elastic(max_restart=6, role_max_restart=6), job_max_restart=2)
+    for attempt in range(6):
+        bench.end("e", attempt % 2, failure)
+        bench.running()
+        assert bench.lives() == {"e-0": attempt + 1, "e-1": attempt + 1}
+        bench.world.run(2)
+    assert bench.job.excluded == []
+    bench.end("e", 1, failure)
+    assert bench.limit() == "role_max_restart"
+
+
+def test_a_role_without_it_is_limited_for_each_worker_and_node() -> None:
+    bench = Bench(elastic(max_restart=6))
+    for attempt in range(3):
+        bench.end("e", attempt % 2, CRASH)
+        bench.running()
+        bench.world.run(2)
+    bench.end("e", 1, CRASH)
+    assert bench.limit() == "per_node_max_failure"
+
+
 def test_a_node_with_too_many_failures_is_excluded_and_its_group_moves() -> None:
     bench = Bench(elastic(total=1, accelerator=1, per_node_max_failure=0), nodes=2, devices=1)
     assert bench.worker("e").node == "n1"

@@ -55,6 +55,10 @@ class Communication(Value, frozen=True, kw_only=True):
     auto_setup: bool = True
     backend: str = "auto"
     timeout_s: float | None = None
+    port: int = 0
+    """Of each round's store, on the store host's node; 0: any that is free."""
+    run_id: str = ""
+    """What ``TORCHELASTIC_RUN_ID`` says; empty: the job's id."""
 
 
 class RoleSpec(Value, frozen=True, kw_only=True):
@@ -73,6 +77,9 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     config: Blob = Blob()
     is_driver: bool = True
     max_restart: int = 10
+    role_max_restart: int | None = None
+    """Restarts of the role as a whole, whichever worker failed. Given, it alone bounds what the role's own failures may
+    cost: neither `per_node_max_failure` nor the job's limit counts them."""
     per_node_max_failure: int = 3
     restart_alone: bool = False
     """A worker that fails is started again alone, unless the job's strategies forbid any restart. Not if elastic."""

@@ -74,6 +74,7 @@ def _role(name: str, job: DLConfig, working_dir: str | None, driver: Driver) -> 
         config=payload.encode(workload.config, f"config of role {name}"),
         is_driver=workload.is_driver,
         max_restart=workload.max_restart,
+        role_max_restart=elastic.role_max_restart if elastic else None,
         per_node_max_failure=workload.per_node_max_failure,
         restart_alone=isinstance(workload, IndependentWorkloadDesc) and workload.restart_alone,
         rank_based_gpu_selection=workload.rank_based_gpu_selection,
@@ -105,4 +106,6 @@ def _communication(workload: WorkloadDesc | BaseWorkloadDesc) -> Communication:
         auto_setup=workload.comm_auto_setup_process_group,
         backend=workload.comm_backend,
         timeout_s=workload.comm_timeout_s,
+        port=workload.comm_port,
+        run_id=workload.comm_run_id,
     )

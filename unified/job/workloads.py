@@ -200,6 +200,13 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
     """`auto`: nccl with CUDA, else gloo; or any name that torch takes."""
     comm_timeout_s: Seconds | None = Field(default=None, gt=0)
     """Of the process group, in seconds; None: torch's own default."""
+    comm_port: int = Field(default=0, ge=0, le=65535)
+    """`MASTER_PORT` of every round; 0: any port that is free."""
+    comm_run_id: str = ""
+    """`TORCHELASTIC_RUN_ID` of every rank; empty: the job's id."""
+    role_max_restart: int | None = Field(default=None, ge=0)
+    """Restarts of the role as a whole, whichever worker failed and wherever, past which the job fails. Given, it alone
+    bounds the role's own failures: `per_node_max_failure` and the job's `job_max_restart` do not count them."""
     min_nodes: int | None = Field(default=None, ge=1)
     max_nodes: int | None = Field(default=None, ge=1)
 

@@ -117,8 +117,13 @@ def _budgets(job: JobRecord) -> Iterator[str]:
     for node, losses in job.node_losses.items():
         if losses > job.spec.node_max_restart + allowed:
             yield f"job {job.job_id} survived {losses} losses of node {node}"
+    for record in job.roles.values():
+        limit = job.spec.role(record.name).role_max_restart
+        if limit is not None and record.num_failures > limit + allowed:
+            yield f"role {record.name} of {job.job_id} was charged {record.num_failures} failures and goes on"
     for worker in job.workers.values():
-        if worker.kind == "worker" and worker.num_failures > job.spec.role(worker.role).max_restart + allowed:
+        role = job.spec.role(worker.role) if worker.kind == "worker" else None
+        if role and role.role_max_restart is None and worker.num_failures > role.max_restart + allowed:
             yield f"{worker.name} of {job.job_id} was charged {worker.num_failures} failures and goes on"
 
 

@@ -93,7 +93,8 @@ def judge(turn: Turn, job: JobRecord, worker: WorkerRecord, *, is_due: bool = Fa
         if (refusal := _charge(turn, job, role, worker)) is not None:
             stopping.end_badly(turn, job, worker, failure, *refusal)
             return
-        is_excluding = job.roles[role.name].node_failures[worker.node] > role.per_node_max_failure
+        num_on_node = job.roles[role.name].node_failures[worker.node]
+        is_excluding = role.role_max_restart is None and num_on_node > role.per_node_max_failure
         if is_excluding:
             _exclude(turn, job, role, worker)
     _repair(turn, job, worker, failure, _scope(job, role), is_excluding=is_excluding)
@@ -179,8 +180,9 @@ def _repair(
     role = job.spec.role(worker.role)
     delay = BACKOFF.delay_s(max(0, job.roles[role.name].num_quick - 1))
     after = f" after {delay:g} s" if delay else ""
+    is_role_limited = role.role_max_restart is not None and failure.category != "node"
     if scope == "job":
-        if (refusal := _job_refusal(job)) is not None:
+        if not is_role_limited and (refusal := _job_refusal(job)) is not None:
             stopping.end_badly(turn, job, worker, failure, *refusal)
             return
         what, whom = "job", ("", "")
@@ -195,7 +197,7 @@ def _repair(
         stopping.end_badly(turn, job, worker, failure, "per_node_max_failure", limit)
         return
     if scope == "job":
-        job.num_charged_restarts += 1
+        job.num_charged_restarts += not is_role_limited
         count_job(job)
     turn.decide(f"{scope}-restarts", why, job, *whom)
     begin(turn, job, seated, delay)
@@ -220,7 +222,11 @@ def _cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
     if failure.category == "node":
         losses = job.node_losses.get(worker.node, 0)
         return f"{failure.summary} (loss {losses} of that node, {job.spec.node_max_restart} allowed)"
-    allowed = job.spec.role(worker.role).max_restart
+    role = job.spec.role(worker.role)
+    if role.role_max_restart is not None:
+        counted = f"failure {job.roles[role.name].num_failures} of the role, {role.role_max_restart} allowed"
+        return f"{worker.name} on {worker.node}: {failure.summary} ({counted})"
+    allowed = role.max_restart
     return f"{worker.name} on {worker.node}: {failure.summary} (failure {worker.num_failures}, {allowed} allowed)"
 
 
@@ -265,9 +271,15 @@ def _charge(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) ->
     is_quick = worker.running_at is None or turn.now - worker.running_at < QUICK_S
     record.num_quick = record.num_quick + 1 if is_quick else 0
     record.node_failures[worker.node] = record.node_failures.get(worker.node, 0) + 1
+    record.num_failures += 1
     worker.num_failures += 1
     turn.touch_worker(job, worker)
     turn.touch_job(job)
+    if role.role_max_restart is not None:
+        if record.num_failures <= role.role_max_restart:
+            return None
+        limit = f"role_max_restart={role.role_max_restart}"
+        return Refusal("role_max_restart", f"the limit {limit} (--max-restarts) of role {role.name} is used up")
     if worker.num_failures > role.max_restart:
         return Refusal("max_restart", f"the limit max_restart={role.max_restart} of role {role.name} is used up")
     return None

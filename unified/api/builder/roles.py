@@ -187,6 +187,14 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         self._fields["nproc_per_node"] = num
         return self
 
+    def role_max_restart(self, num: int) -> Self:
+        """Restarts of the role as a whole, whichever worker failed: torchrun's `--max-restarts`.
+
+        No other limit counts the role's own failures then.
+        """
+        self._fields["role_max_restart"] = num
+        return self
+
     def communication(self, backend: str = "auto", timeout: float | timedelta | None = None) -> Self:
         """Of the process group: `auto` is nccl with CUDA and else gloo; the timeout is in seconds, None is torch's."""
         self._fields.update(comm_backend=backend, comm_timeout_s=timeout)
