@@ -154,7 +154,7 @@ class AgentDaemon:
         try:
             streams = self._output.open(order.life)
             launch = structs.replace(order.launch, key=self._options.key)
-            self._processes.start(order.life, launch, order.python, order.is_fresh, streams)
+            self._processes.start(order.life, launch, order.python, order.is_fresh, order.env, streams)
         except OSError as error:
             failure = Failure(category="crash", summary=f"could not be started: {error.strerror}")
             self._events.append(WorkerNotStarted(life=order.life, failure=failure))
@@ -163,7 +163,15 @@ class AgentDaemon:
         for result in self._output.take():
             match result:
                 case OutputClosed():
-                    self._events.append(WorkerExited(life=result.life, code=result.code, last_lines=result.last_lines))
+                    self._events.append(
+                        WorkerExited(
+                            life=result.life,
+                            code=result.code,
+                            last_lines=result.last_lines,
+                            error=result.error.message if result.error else "",
+                            traceback=result.error.traceback if result.error else "",
+                        )
+                    )
                 case SliceRead():
                     self._answer_log(result)
                 case OutputFailed():

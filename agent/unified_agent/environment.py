@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from unified.job.spec import JobSpec, Value
 from unified.protocol.agent_master import DesiredWorker
@@ -19,6 +19,20 @@ for each packet that a name server loses: long enough to be taken for a hang. Tw
 
 TUNABLES = "GLIBC_TUNABLES"
 _PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold"
+
+_READ_AT_START = (
+    *("PYTHON", "TORCH", "PYTORCH_", "LD_", "MALLOC_", "GLIBC_"),
+    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "ATEN_"),
+)
+"""Beginnings of names. What is read later needs no interpreter of its own, which costs seconds."""
+_READ_LATER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CUDA_", "TORCH_FR_")
+_READ_LATER = frozenset(
+    """
+    PYTHONPATH PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONIOENCODING PYTHONBREAKPOINT PYTHONFAULTHANDLER
+    OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TORCH_HOME TORCH_EXTENSIONS_DIR
+    """.split()  # noqa: SIM905
+)
+"""As `PYTHONPATH`, which a forked worker reads anew, and numbers of threads, which it sets anew."""
 
 _TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
 
@@ -81,11 +95,13 @@ def worker_environment(
     node: NodeFacts,
     *,
     num_local_workers: int = 1,
+    num_host_workers: int = 0,
 ) -> dict[str, str]:
     """What the node says in a worker's `os.environ`. The worker adds what its role sets, which wins, and who it is.
 
     Args:
         num_local_workers: workers that share this node's CPUs.
+        num_host_workers: those of all agents of this host, which share the host's; 0: of this agent alone.
     """
     env = {"UNIFIED_WORKER": marker_of(worker)}
     if "RES_OPTIONS" not in node.inherited:
@@ -95,9 +111,28 @@ def worker_environment(
     env |= _network_environment(node)
     env |= _device_environment(devices_of(spec, worker.devices, node), seen_devices(spec, worker, node), node)
     if "OMP_NUM_THREADS" not in node.inherited:  # as torchrun does, but with a share of the node instead of 1
-        cpus = int(min(node.resources.cpu, node.host_cpus))
-        env["OMP_NUM_THREADS"] = str(max(1, cpus // max(1, num_local_workers)))
+        of_node = node.resources.cpu / max(1, num_local_workers)
+        of_host = node.host_cpus / max(1, num_local_workers, num_host_workers)
+        env["OMP_NUM_THREADS"] = str(max(1, int(min(of_node, of_host))))
     return env
+
+
+def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """Those of a role's variables that an interpreter, a C library or torch reads when it starts, and that the agent's
+    zygote was not started with: its workers need interpreters of their own.
+
+    Args:
+        envs: of the role.
+        inherited: the agent's own environment, which is the zygote's.
+    """
+    return {
+        name: value
+        for name, value in envs.items()
+        if name.startswith(_READ_AT_START)
+        and not name.startswith(_READ_LATER_PREFIXES)
+        and name not in _READ_LATER
+        and inherited.get(name) != value
+    }
 
 
 def marker_of(worker: DesiredWorker) -> str:

@@ -17,6 +17,8 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from unified import error_file
+from unified.error_file import WrittenError
 from unified.protocol.agent_master import ReadAgentLog
 from unified_agent.core.events import Life
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
@@ -35,6 +37,8 @@ class OutputClosed(NamedTuple):
     life: Life
     code: int
     last_lines: str
+    error: WrittenError | None = None
+    """What it wrote into its error file."""
 
 
 class SliceRead(NamedTuple):
@@ -165,7 +169,9 @@ class OutputReader:
                 case _Watch():
                     self._watch(order)
                 case _Finish():
-                    self._answer(OutputClosed(order.life, order.code, self._close_streams(order.life)))
+                    last = self._close_streams(order.life)
+                    written = error_file.read(error_file.beside(str(self._path(order.life, "err"))))
+                    self._answer(OutputClosed(order.life, order.code, last, written))
                 case _Read():
                     self._answer(SliceRead(order.request_id, self._slice(order.order)))
         return True
@@ -174,12 +180,12 @@ class OutputReader:
         self._results.append(result)
         os.eventfd_write(self.ready, 1)
 
+    def _path(self, life: Life, suffix: str) -> Path:
+        return self._log_dir / life.job_id / life.name / f"{life.incarnation}.{suffix}"
+
     def _watch(self, order: _Watch) -> None:
-        folder = self._log_dir / order.life.job_id / order.life.name
         streams = [
-            _Stream(
-                descriptor, LogFile(folder / f"{order.life.incarnation}.{suffix}", self._max_bytes, self._max_files)
-            )
+            _Stream(descriptor, LogFile(self._path(order.life, suffix), self._max_bytes, self._max_files))
             for descriptor, suffix in ((order.out, "out"), (order.err, "err"))
         ]
         for stream in streams:

@@ -112,9 +112,18 @@ class Processes:
             self._close_if_idle(python)
 
     def start(
-        self, life: Life, launch: Launch, python: str | None, is_fresh: bool, descriptors: tuple[int, int]
+        self,
+        life: Life,
+        launch: Launch,
+        python: str | None,
+        is_fresh: bool,
+        env: Mapping[str, str],
+        descriptors: tuple[int, int],
     ) -> None:
         """Have a worker's process made. `descriptors`, its stdout and stderr, are closed here in every case.
+
+        Args:
+            env: of a fresh interpreter, above its zygote's environment.
 
         Raises:
             OSError: there are no descriptors left.
@@ -128,7 +137,7 @@ class Processes:
         link = Link(ours)
         self._count += 1
         marker = f"UNIFIED_WORKER={launch.env.get('UNIFIED_WORKER', '')}"
-        order = Fork(child=self._count, fresh=is_fresh, marker=marker)
+        order = Fork(child=self._count, fresh=is_fresh, marker=marker, env=dict(env))
         child = _Child(life, link, order, [theirs.detach(), *descriptors])
         self._children[order.child] = child
         self._numbers[life] = order.child

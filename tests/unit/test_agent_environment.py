@@ -11,7 +11,14 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
 from unified_agent.core.launching import launch_of
-from unified_agent.environment import RESOLVER, NodeFacts, devices_of, tunables, worker_environment
+from unified_agent.environment import (
+    RESOLVER,
+    NodeFacts,
+    devices_of,
+    starting_variables,
+    tunables,
+    worker_environment,
+)
 
 ENTRY = EntryPoint(kind="attribute", target="m")
 ROLE = RoleSpec(name="trainer", kind="elastic", entry_point=ENTRY, total=4, per_group=2)
@@ -169,3 +176,24 @@ def test_large_copies_of_workers_write_past_the_caches_unless_the_operator_says_
     theirs = "glibc.cpu.x86_non_temporal_threshold=0x4040"
     assert tunables(theirs, 32 << 20) == theirs
     assert tunables("", 0) == ""
+
+
+def test_threads_are_the_host_s_cores_over_all_its_workers_however_many_agents_it_has() -> None:
+    def threads(host_cpus: float, offered: float, own: int, on_host: int) -> str:
+        facts = node()
+        resources = msgspec.structs.replace(facts.resources, cpu=offered)
+        facts = msgspec.structs.replace(facts, host_cpus=host_cpus, resources=resources)
+        env = worker_environment(job(), WORKER, facts, num_local_workers=own, num_host_workers=on_host)
+        return env["OMP_NUM_THREADS"]
+
+    assert threads(host_cpus=16, offered=16, own=2, on_host=2) == "8"
+    assert threads(host_cpus=16, offered=16, own=2, on_host=8) == "2"
+    assert threads(host_cpus=16, offered=4, own=2, on_host=8) == "2"  # what this agent offers is its share of the host
+    assert threads(host_cpus=2, offered=2, own=2, on_host=8) == "1"
+
+
+def test_what_is_read_at_the_start_of_an_interpreter_needs_one_that_starts_with_it() -> None:
+    early = {"PYTHONHASHSEED": "0", "TORCH_LOGS": "+dynamo", "OMP_PROC_BIND": "close", "LD_PRELOAD": "/x.so"}
+    late = {"FOO": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": "/p", "TORCH_HOME": "/h", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    assert starting_variables({**early, **late}, {}) == early
+    assert starting_variables({**early, **late}, {**early, "PYTHONHASHSEED": "1"}) == {"PYTHONHASHSEED": "0"}

@@ -21,6 +21,8 @@ from unified.errors import OptionError
 from unified.job import ElasticWorkloadDesc
 from unified.job.entrypoint import parse
 from unified.job.spec import EntryPoint
+from unified.protocol.client_master import NodeStatus
+from unified.protocol.records import Device, NodeResources, NodeState
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 Reader = Callable[[str], DLJob]
@@ -130,6 +132,36 @@ def test_without_max_restarts_nothing_is_restarted_as_with_torchrun(read: Reader
 
 
 @both_readers
+def test_max_restarts_bounds_the_group(read: Reader) -> None:
+    for cmd in ("torchrun --max-restarts=6 train.py", "dlrover-run --max-restarts=6 train.py"):
+        assert (only_role(read(cmd)).max_restart, only_role(read(cmd)).role_max_restart) == (6, 6)
+    assert only_role(read("torchrun train.py")).role_max_restart == 0
+
+
+@both_readers
+def test_a_dlrover_run_line_keeps_that_launcher_s_defaults(read: Reader) -> None:
+    workload = only_role(read("dlrover-run train.py"))
+    assert (workload.max_restart, workload.role_max_restart) == (10, None)
+    assert workload.comm_auto_setup_process_group
+
+
+@both_readers
+def test_rdzv_id_and_master_port_do_what_they_say(read: Reader) -> None:
+    workload = only_role(read("torchrun --rdzv-id=exp7 --master-port=29511 train.py"))
+    assert (workload.comm_run_id, workload.comm_port) == ("exp7", 29511)
+    workload = only_role(read("torchrun train.py"))
+    assert (workload.comm_run_id, workload.comm_port) == ("", 0)
+
+
+@both_readers
+@pytest.mark.parametrize("script", ["train", "./train", "folder/", "job.zip", "a.b", "dir/tool"])
+def test_a_script_may_have_any_name(read: Reader, script: str) -> None:
+    entry = parse(only_role(read(f"torchrun {script} --lr 1")).entry_point)
+    assert (entry.kind, entry.argv) == ("script", ["--lr", "1"])
+    assert os.path.normpath(entry.target) == os.path.normpath(script)
+
+
+@both_readers
 def test_quotes_in_the_scripts_arguments_are_kept(read: Reader) -> None:
     cmd = """torchrun 'my dir/train.py' --prompt "two  words" """
     cmd += """--json '{"a": "b c"}' --nproc-per-node 7 '' -m --x='$HOME'"""
@@ -173,11 +205,11 @@ def test_options_of_dlrover_run_are_accepted(read: Reader) -> None:
 
 @both_readers
 def test_what_the_master_does_is_ignored_and_told(read: Reader, caplog: pytest.LogCaptureFixture) -> None:
-    cmd = "torchrun --rdzv-backend=c10d --rdzv_endpoint=h:1 --rdzv-id 7 --rdzv-conf a=1 --master-port 29500 -t 3 t.py"
+    cmd = "torchrun --rdzv-backend=c10d --rdzv_endpoint=h:1 --rdzv-conf a=1 --local-addr h -t 3 t.py"
     with caplog.at_level(logging.WARNING):
         assert only_role(read(cmd)).total == 1
     (record,) = caplog.records
-    for name in ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-port", "-t"):
+    for name in ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--local-addr", "-t"):
         assert name in record.getMessage()
 
 
@@ -201,7 +233,9 @@ def test_nothing_is_told_where_nothing_is_ignored(read: Reader, caplog: pytest.L
         ("torchrun --nproc-per-node=many train.py", "must be a number above 0, or cpu, gpu or auto"),
         ("torchrun --nproc-per-node=0 train.py", "must be a number above 0"),
         ("torchrun --max-restarts=-1 train.py", "max_restart"),
-        ("torchrun ./train", "ends in .py"),
+        ("torchrun --nnodes=2 --node-rank=1 train.py", "--node-rank=1 has nothing to start"),
+        ("torchrun --nnodes=2 --node-rank=1 --rdzv-id=7 train.py", "--node-rank=1 has nothing to start"),
+        ("torchrun --master-port=70000 train.py", "comm_port"),
     ],
 )
 def test_wrong_commands_are_value_errors(read: Reader, cmd: str, said: str) -> None:
@@ -262,6 +296,21 @@ def test_counting_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = 2
     assert num_workers("gpu") == 2
     assert num_workers("auto") == 2
+
+
+def test_with_a_master_the_cluster_is_counted() -> None:
+    def node(num_gpus: int, cpu: float, state: NodeState = NodeState.ALIVE) -> NodeStatus:
+        devices = [Device(index=index, kind="cuda") for index in range(num_gpus)] or [Device(index=0, kind="virtual")]
+        has = NodeResources(cpu=cpu, memory_mb=1, disk_mb=1, devices=devices)
+        return NodeStatus(node="n", state=state, hostname="", address="", resources=has, free=has)
+
+    cluster = [node(8, 64), node(4, 32), node(0, 16), node(1, 1, NodeState.LOST)]
+    assert [num_workers(word, cluster) for word in ("2", "gpu", "auto", "cpu")] == [2, 4, 4, 16]
+    assert [num_workers(word, cluster[2:3]) for word in ("auto", "cpu")] == [16, 16]
+    with pytest.raises(ValueError, match="no node of the cluster has a GPU"):
+        num_workers("gpu", cluster[2:3])
+    with pytest.raises(ValueError, match="the cluster has no node to count"):
+        num_workers("auto", cluster[3:])
 
 
 def test_cpu_workers_make_a_cpu_job() -> None:

@@ -8,18 +8,20 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from typing import Literal
 
 import pytest
 
-from unified.cli.naming import job_name
+from unified.api.builder.torchrun_hosts import check_hosts, common_key
+from unified.cli.naming import chosen_name, job_name
 from unified.cli.quick import quick_spec
 from unified.cli.run import full_spec, run_parser
-from unified.errors import JobNameError, OptionError
+from unified.errors import JobNameError, OptionError, UsageError
 from unified.job.driver import Driver
+from unified.job.names import check_job_name
+from unified.job.node_range import with_nodes
 from unified.job.spec import JobSpec
 
-DRIVER = Driver(working_dir="/here", sys_path=["/here"], submitted_by="me@host:1")
+DRIVER = Driver(working_dir="/here", sys_path=["/here"], submitted_by="me@host:1", env={"FOO": "1"})
 
 
 @pytest.fixture(autouse=True)
@@ -64,19 +66,18 @@ def test_a_job_is_named_after_its_script(script: str, stem: str) -> None:
     assert first.rpartition("-")[0] == stem
 
 
-def quick(line: str, kind: Literal["CPU", "GPU"] = "CPU", env: Mapping[str, str] | None = None) -> JobSpec | None:
+def quick(line: str, env: Mapping[str, str] | None = None) -> JobSpec | None:
     parser = run_parser({})
-    return quick_spec(own_taken(parser, line), parser, "name", kind, DRIVER, env or {})
+    return quick_spec(own_taken(parser, line), parser, "name", DRIVER, env or {})
 
 
 def own_taken(parser: ArgumentParser, line: str) -> Namespace:
     parsed = parser.parse_args(shlex.split(line))
-    for name in ("master", "name", "detach", "no_wait"):
+    for name in ("master", "name", "detach", "no_wait", "env"):
         delattr(parsed, name)
     return parsed
 
 
-@pytest.mark.parametrize("kind", ["CPU", "GPU"])
 @pytest.mark.parametrize(
     "line",
     [
@@ -87,11 +88,11 @@ def own_taken(parser: ArgumentParser, line: str) -> Namespace:
         "--run-path train.py",
     ],
 )
-def test_the_quick_way_makes_the_same_job_as_the_models(line: str, kind: Literal["CPU", "GPU"]) -> None:
-    spec = quick(line, kind, {"UNIFIED_MASTER": "tcp://a:1", "UNIFIED_LEASE_S": "3"})
+def test_the_quick_way_makes_the_same_job_as_the_models(line: str) -> None:
+    spec = quick(line, {"UNIFIED_MASTER": "tcp://a:1", "UNIFIED_LEASE_S": "3"})
     assert spec is not None
     parser = run_parser({})
-    assert (spec, True) == full_spec(own_taken(parser, line), parser, "name", kind, DRIVER)
+    assert (spec, True) == full_spec(own_taken(parser, line), parser, "name", DRIVER)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +113,79 @@ def test_what_is_out_of_the_ordinary_is_left_to_the_models(line: str, env: dict[
     assert quick(line, env=env) is None
 
 
+def told(line: str) -> Namespace:
+    return run_parser({}).parse_args([*line.split(), "train.py"])
+
+
+TWO_HOSTS = "--nnodes=2 --node-rank=1 --master-addr=h0 --master-port=29500"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        TWO_HOSTS,
+        TWO_HOSTS.replace("rank=1", "rank=0"),
+        "--nnodes=2",
+        "--node-rank=1",
+        "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=h0:29400 --rdzv-id=7",
+        "--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=h0 --rdzv-id=7",
+        "--standalone --nnodes=2 --node-rank=1",
+    ],
+)
+def test_torchrun_s_way_on_several_hosts_needs_a_master(line: str) -> None:
+    with pytest.raises(UsageError, match=r"unified run: --nnodes=.* without a master: .*--master or UNIFIED_MASTER"):
+        check_hosts(told(line), "unified run", has_master=False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--nnodes=1 --node-rank=0 --master-addr=h0 --rdzv-endpoint=h0:1",
+        "--nnodes=1:2 --rdzv-endpoint=localhost:29400 --rdzv-id=7",
+        "--standalone --nnodes=2",
+    ],
+)
+def test_one_host_needs_none(line: str) -> None:
+    check_hosts(told(line), "unified run", has_master=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        (TWO_HOSTS, "h0:29500"),
+        (TWO_HOSTS.replace(" --master-port=29500", ""), "h0:29500"),
+        ("--nnodes=1:2 --rdzv-endpoint=h0:29400 --rdzv-id=7", "7"),
+        ("--nnodes=2 --rdzv-endpoint=h0:29400", "h0:29400"),
+        ("--nnodes=1 --rdzv-endpoint=h0:29400 --rdzv-id=7", ""),
+        ("--nnodes=2 --rdzv-endpoint=localhost:29400", ""),
+    ],
+)
+def test_with_a_master_commands_on_several_hosts_have_a_name_in_common(line: str, key: str) -> None:
+    assert common_key(told(line)) == key
+    check_hosts(told(line), "unified run", has_master=True)
+    if key:
+        name = chosen_name(None, "train.py", {}, key=key)
+        assert name == chosen_name(None, "train.py", {}, key=key) == check_job_name(name)
+
+
+def test_a_later_node_without_a_name_in_common_is_refused() -> None:
+    with pytest.raises(UsageError, match="--node-rank=1 has nothing to start"):
+        check_hosts(told("--nnodes=2 --node-rank=1"), "unified run", has_master=True)
+
+
+def test_a_range_of_nodes_is_what_the_cluster_has() -> None:
+    parser = run_parser({})
+    spec, _ = full_spec(own_taken(parser, "--nnodes=2:4 --nproc-per-node=3 train.py"), parser, "name", DRIVER)
+    found = [with_nodes(spec, number) for number in (1, 3, 9)]
+    assert [job.roles[0].total for job in found] == [6, 9, 12]
+    assert [job.node_num for job in found] == [2, 3, 4]
+
+
 def test_the_quick_way_refuses_what_the_models_refuse() -> None:
     parser = run_parser({})
     with pytest.raises(JobNameError):
-        quick_spec(own_taken(parser, "train.py"), parser, "a/b", "CPU", DRIVER, {})
+        quick_spec(own_taken(parser, "train.py"), parser, "a/b", DRIVER, {})
 
 
 def test_nothing_slow_is_loaded_before_the_job_is_sent() -> None:

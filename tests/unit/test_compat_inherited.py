@@ -43,5 +43,5 @@ def test_quick_way_of_unified_run_leaves_it_to_the_long_one() -> None:
     """The quick one does not look at what workers inherit."""
     parser = run_parser({})
     parsed = parser.parse_args(["--nproc-per-node=1", "train.py"])
-    assert quick_spec(parsed, parser, "j", "CPU", PLACE, {}) is not None
-    assert quick_spec(parsed, parser, "j", "CPU", PLACE, {"UNIFIED_COMPAT": "1"}) is None
+    assert quick_spec(parsed, parser, "j", PLACE, {}) is not None
+    assert quick_spec(parsed, parser, "j", PLACE, {"UNIFIED_COMPAT": "1"}) is None

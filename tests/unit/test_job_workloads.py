@@ -141,6 +141,9 @@ def test_defaults_of_a_workload() -> None:
         "comm_auto_setup_process_group": True,
         "comm_backend": "auto",
         "comm_timeout_s": None,
+        "comm_port": 0,
+        "comm_run_id": "",
+        "role_max_restart": None,
         "min_nodes": None,
         "max_nodes": None,
     }

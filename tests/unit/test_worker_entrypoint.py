@@ -2,6 +2,7 @@
 
 import os
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,37 @@ def test_missing_program_module(module: Path) -> None:
         program("wk_nothing")
     with pytest.raises(EntryPointError, match="no module 'wk_nothing'"):
         program("wk_nothing.tool")
+
+
+def test_a_script_may_have_any_name(module: Path) -> None:
+    path = module / "wk_tool"
+    path.write_text("import sys\nseen = (__name__, sys.argv[1:])\n")
+    entry = script(path, "--lr", "1")
+    run(entry)
+    assert entry.module.seen == ("__main__", ["--lr", "1"])
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_a_folder_or_a_zip_file_with_a_main_runs(module: Path, kind: str) -> None:
+    path = module / "wk_app"
+    path.mkdir()
+    (path / "__main__.py").write_text(
+        "import wk_inside_app, sys\nseen = (__name__, wk_inside_app.value, sys.path[0])\n"
+    )
+    (path / "wk_inside_app.py").write_text("value = 7\n")
+    if kind == "zip":
+        with zipfile.ZipFile(module / "wk_app.pyz", "w") as file:
+            for name in ("__main__.py", "wk_inside_app.py"):
+                file.write(path / name, name)
+        path = module / "wk_app.pyz"
+    entry = script(path)
+    try:
+        run(entry)
+        assert entry.module.seen == ("__main__", 7, str(path))
+    finally:
+        sys.modules.pop("wk_inside_app", None)
+
+
+def test_a_folder_without_a_main_says_so(module: Path) -> None:
+    with pytest.raises(EntryPointError, match=r"is a folder without a __main__\.py"):
+        script(module)

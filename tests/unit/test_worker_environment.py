@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from unified.errors import EntryPointError
-from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.job.spec import Communication, EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
 from unified.worker import environment
@@ -130,3 +130,41 @@ def test_a_working_directory_that_was_chosen_comes_first_on_the_module_path(tmp_
 def test_threads(given: str, expected: int | None) -> None:
     cores = len(os.sched_getaffinity(0))
     assert environment.thread_count({"OMP_NUM_THREADS": given}) == (expected or cores)
+
+
+SCRIPT = EntryPoint(kind="script", target="train.py")
+
+
+def test_a_script_s_path_has_neither_the_driver_s_folders_in_front_nor_the_working_directory(tmp_path: Path) -> None:
+    driver, work = str(tmp_path / "driver"), str(tmp_path / "work")
+    for folder in (driver, work):
+        Path(folder).mkdir()
+    given = launch(spec={"sys_path": [driver, work]}, role={"entry_point": SCRIPT, "envs": {"PYTHONPATH": "/opt/a"}})
+    assert environment.new_path_entries(given, Path(work), ["/usr"], {}) == ["/opt/a"]
+    assert environment.new_path_entries(given, Path(work), ["/usr"], {"DLROVER_WORKING_DIR": work}) == [work, "/opt/a"]
+    assert environment.last_path_entries(given, ["/usr", work]) == [driver]
+    assert environment.last_path_entries(launch(spec={"sys_path": [driver]}), []) == []
+
+
+def test_a_script_s_own_name_role_and_job_are_not_overwritten() -> None:
+    users = {"NAME": "mine", "RANK": "9"}
+    variables = environment.variables(launch(role={"entry_point": SCRIPT, "envs": users}), {"ROLE": "theirs"})
+    assert {name: variables.get(name) for name in ("NAME", "ROLE", "JOB", "RANK")} == {
+        "NAME": "mine",
+        "ROLE": None,
+        "JOB": "job",
+        "RANK": "3",
+    }
+    assert environment.variables(launch(role={"envs": users}), {"ROLE": "theirs"})["NAME"] == "trainer_4-3_2-1"
+
+
+def test_a_launcher_s_run_id_limit_and_error_file_reach_the_ranks() -> None:
+    communication = Communication(run_id="exp7")
+    given = launch(role={"communication": communication, "role_max_restart": 6}, log_file="/logs/job-1/w/1.err")
+    order = RunOrder(round=2, rank=1, world_size=2)
+    variables = environment.elastic(given, given.spec.role("trainer"), order, 4711)
+    assert variables["TORCHELASTIC_RUN_ID"] == "exp7"
+    assert variables["TORCHELASTIC_MAX_RESTARTS"] == "6"
+    assert variables["TORCHELASTIC_ERROR_FILE"] == "/logs/job-1/w/1.error.json"
+    plain = launch()
+    assert environment.elastic(plain, plain.spec.role("trainer"), order, 1)["TORCHELASTIC_RUN_ID"] == "job-1"

@@ -32,7 +32,6 @@ def quick_spec(
     parsed: Namespace,
     parser: ArgumentParser,
     name: str,
-    accelerator_type: Literal["GPU", "CPU"],
     driver: Driver,
     env: Mapping[str, str],
 ) -> JobSpec | None:
@@ -52,10 +51,9 @@ def quick_spec(
         return None
     return JobSpec(
         name=check_job_name(name),
-        roles=[_role(entry, num_nodes * per_node, per_node, parsed.max_restarts)],
+        roles=[_role(entry, num_nodes * per_node, per_node, parsed.max_restarts, driver.env)],
         node_num=num_nodes,
         device_per_node=per_node,
-        accelerator_type=accelerator_type,
         failover_exec=2,
         user_config=_NO_CONFIG,
         working_dir=driver.working_dir,
@@ -64,7 +62,7 @@ def quick_spec(
     )
 
 
-def _role(entry: EntryPoint, total: int, per_node: int, max_restarts: int) -> RoleSpec:
+def _role(entry: EntryPoint, total: int, per_node: int, max_restarts: int, env: Mapping[str, str]) -> RoleSpec:
     return RoleSpec(
         name=_ROLE,
         kind="elastic",
@@ -72,8 +70,10 @@ def _role(entry: EntryPoint, total: int, per_node: int, max_restarts: int) -> Ro
         total=total,
         per_group=per_node,
         resources=Resources(accelerator=1.0),
+        envs=dict(env),
         config=_NO_CONFIG,
         max_restart=max_restarts,
+        role_max_restart=max_restarts,
         communication=Communication(pre_check=False, auto_setup=False),  # the script calls init_process_group itself
     )
 

@@ -11,44 +11,61 @@ from unified.client.address import connect_seconds, find_master
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
 from unified.client.signals import ending_at_once
+from unified.errors import RefusedError
+from unified.job.node_range import has_range, with_nodes
 from unified.job.spec import JobSpec
 from unified.keys import find_key
-from unified.protocol.client_master import Accepted, SubmitJob
+from unified.protocol.client_master import Accepted, GetJob, JobStatus, ListNodes, NodeList, SubmitJob
+from unified.protocol.records import NodeState
 
 if TYPE_CHECKING:
-    from unified.client.embedded import EmbeddedCluster
+    pass
 
 
 @overload
 def submit_job(
-    spec: JobSpec, *, master: str | None = None, blocking: Literal[True] = True, wait: bool = True
+    spec: JobSpec,
+    *,
+    master: str | None = None,
+    blocking: Literal[True] = True,
+    wait: bool = True,
+    joins: bool = False,
 ) -> int: ...
 
 
 @overload
 def submit_job(
-    spec: JobSpec, *, master: str | None = None, blocking: Literal[False], wait: bool = True
+    spec: JobSpec,
+    *,
+    master: str | None = None,
+    blocking: Literal[False],
+    wait: bool = True,
+    joins: bool = False,
 ) -> JobHandle: ...
 
 
 @overload
-def submit_job(spec: JobSpec, *, master: str | None = None, blocking: bool, wait: bool = True) -> int | JobHandle: ...
+def submit_job(
+    spec: JobSpec, *, master: str | None = None, blocking: bool, wait: bool = True, joins: bool = False
+) -> int | JobHandle: ...
 
 
 def submit_job(
-    spec: JobSpec, *, master: str | None = None, blocking: bool = True, wait: bool = True
+    spec: JobSpec, *, master: str | None = None, blocking: bool = True, wait: bool = True, joins: bool = False
 ) -> int | JobHandle:
     """Submit a job.
 
     Args:
         master: ``tcp://HOST:PORT``; None means ``UNIFIED_MASTER``, and without that an embedded cluster of
-            `spec.node_num` agents with `spec.device_per_node` virtual devices each, which ends with the job. (A GPU
+            `spec.node_num` agents with `spec.device_per_node` virtual devices each, which ends with the job. (A range
+            of nodes is its lower end there. A GPU
             job for one node, on a host that has accelerators, gets the real ones.) Its workers share the host's CPUs,
             however many they ask for.
         blocking: show progress and output until the job has ended. Ctrl-C or SIGTERM stops it in order, a second one
             ends it, and this process, at once (`SystemExit`).
         wait: let a job that does not fit now wait for its place; False has it refused, and so has an embedded cluster,
             where no place can come free.
+        joins: where a job of this name and these workers runs already, be in front of that one instead.
 
     Returns:
         The exit code (0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM) if `blocking`, else a
@@ -61,27 +78,40 @@ def submit_job(
         KeyFileError: the cluster key cannot be read, or others may read it.
     """
     if not blocking:
-        return _hand_over(spec, master, wait)
+        return _hand_over(spec, master, wait, joins)
     with ending_at_once():  # where there is no job yet to be stopped in order, or none any more
-        handle = _hand_over(spec, master, wait)
+        handle = _hand_over(spec, master, wait, joins)
         from unified.client.foreground import run_in_foreground
 
         return run_in_foreground(handle)
 
 
-def _hand_over(spec: JobSpec, master: str | None, wait: bool) -> JobHandle:
+def _hand_over(spec: JobSpec, master: str | None, wait: bool, joins: bool) -> JobHandle:
     address = find_master(master)
-    return _send(spec, address, wait) if address is not None else _send_embedded(spec)
-
-
-def _send(spec: JobSpec, address: str, wait: bool, cluster: EmbeddedCluster | None = None) -> JobHandle:
+    if address is None:
+        return _send_embedded(with_nodes(spec, 1))
     connection = MasterConnection(address, key=find_key(address), timeout_s=connect_seconds())
     try:
-        accepted = connection.ask(SubmitJob(spec=spec, wait=wait), Accepted)
+        if any(has_range(role) for role in spec.roles):
+            nodes = connection.ask(ListNodes(), NodeList).nodes
+            spec = with_nodes(spec, sum(node.state == NodeState.ALIVE for node in nodes))
+        return JobHandle(connection, _submit(connection, spec, wait, joins))
     except BaseException:
         connection.close()
         raise
-    return JobHandle(connection, accepted.job_id, cluster=cluster)
+
+
+def _submit(connection: MasterConnection, spec: JobSpec, wait: bool, joins: bool) -> str:
+    """The id of the job, or of the one that it joins."""
+    try:
+        return connection.ask(SubmitJob(spec=spec, wait=wait), Accepted).job_id
+    except RefusedError as refusal:
+        if not joins or refusal.code != "name-taken":
+            raise
+        status = connection.ask(GetJob(job=spec.name), JobStatus)
+        if {role.name: role.total for role in status.roles} != {role.name: role.total for role in spec.roles}:
+            raise
+        return status.job_id
 
 
 def _send_embedded(spec: JobSpec) -> JobHandle:
@@ -99,8 +129,10 @@ def _send_embedded(spec: JobSpec) -> JobHandle:
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"starting an embedded cluster; its logs: {cluster.home}", file=sys.stderr)
     cluster.start()
+    connection = MasterConnection(cluster.address, key=find_key(cluster.address), timeout_s=connect_seconds())
     try:
-        return _send(spec, cluster.address, wait=False, cluster=cluster)
+        return JobHandle(connection, _submit(connection, spec, wait=False, joins=False), cluster=cluster)
     except BaseException:
+        connection.close()
         cluster.stop(timeout_s=1.0)
         raise

@@ -10,8 +10,10 @@ from unified.job.enums import WorkloadEntrypointType
 from unified.job.spec import EntryPoint
 
 _FORMS = (
-    "Write 'module.function', 'module::Class', 'path/to/script.py --its arguments', or '-m module --its arguments'."
+    "Write 'module.function', 'module::Class', 'path/to/script.py --its arguments', or '-m module --its arguments'. "
+    "The path of a script without .py, or of a folder or zip file with a __main__.py, needs a /: './train'."
 )
+_LAUNCHERS = ("torchrun", "dlrover-run")
 
 
 def get_entrypoint_type(entry_point: str) -> WorkloadEntrypointType | None:
@@ -41,7 +43,7 @@ def parse(entry_point: str) -> EntryPoint:
         words = shlex.split(text)
     except ValueError as error:
         raise EntryPointError(f"entry point {text!r}: {error}. Each quote needs its partner.") from None
-    if words and words[0].endswith(".py"):
+    if words and (words[0].endswith(".py") or ("/" in words[0] and not _is_program(words[0]))):
         return EntryPoint(kind="script", target=words[0], argv=words[1:])
     if len(words) > 1 and words[0] == "-m" and all(map(_is_name, words[1].split("."))):
         return EntryPoint(kind="module", target=words[1], argv=words[2:])
@@ -68,16 +70,20 @@ def _is_dotted(text: str) -> bool:
     return len(names) > 1 and names[-1] != "py" and all(map(_is_name, names))
 
 
+def _is_program(path: str) -> bool:
+    """Whether it looks like an interpreter or a launcher, which is not for here."""
+    name = path.rsplit("/", 1)[-1]
+    return name.startswith("python") or name in _LAUNCHERS
+
+
 def _why(words: list[str]) -> str:
     if not words:
         return ": it is empty"
     first = words[0].rsplit("/", 1)[-1]
     if first.startswith("python"):
         return ": leave the interpreter out (`python=` of submit chooses it)"
-    if first in ("torchrun", "dlrover-run"):
+    if first in _LAUNCHERS:
         return ": a launcher's command line goes to by_dlrover_run_cmd()"
     if len(words) == 1 and _is_name(words[0]):
         return ": it names no module"
-    if "/" in words[0]:
-        return ": a script's name ends in .py"
     return ""

@@ -41,7 +41,8 @@ class EntryPoint(Value, frozen=True, kw_only=True):
     """What a worker runs."""
 
     kind: Literal["attribute", "script", "module"]
-    """`attribute`: a function or class. `script`: a .py file as `__main__`. `module`: as `python -m`."""
+    """`attribute`: a function or class. `script`: a file, or a folder or zip file with a `__main__.py`, as `__main__`.
+    `module`: as `python -m`."""
     target: str
     """Module path for `attribute` and `module`, file path for `script`."""
     attribute: str = ""

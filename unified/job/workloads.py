@@ -121,7 +121,8 @@ class BaseWorkloadDesc(Description):
     per_group: int = Field(default=1, ge=1)
     """Workers of the role in one group, that is on one node."""
     entry_point: str = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
-    """`module.attr`, `module::attr`, `file.py arguments`, or `-m module arguments`; or a pair, `(module, attr)`."""
+    """`module.attr`, `module::attr`, `file.py arguments`, `./path arguments`, `-m module arguments`; or a pair,
+    `(module, attr)`."""
     config: Annotated[dict[str, Any], BeforeValidator(plain_config)] = Field(default_factory=dict)
     """Of the role alone: its workers read it as `current_worker().actor_info.spec.config`."""
     rank_based_gpu_selection: bool = False
@@ -185,8 +186,9 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
     """Workers that train together under torch.distributed, and start a new round together after a loss.
 
     `nnodes` and `nproc_per_node` may be given instead of `total` and `per_group`: ``total = nnodes * nproc_per_node``.
-    `nnodes` may be a range, ``"2:8"``: `total` is then that of the *largest* number of nodes, and so many are started;
-    `min_nodes` and `max_nodes` carry the range for the master, which does not yet run a job with less than the largest.
+    `nnodes` may be a range, ``"2:8"``: `total` is then that of the *largest* number of nodes until the job is
+    submitted, when it becomes that of as many nodes of the range as the cluster has, or without a master of the lower
+    end.
     """
 
     input_names: ClassVar[frozenset[str]] = frozenset({"nnodes", "nproc_per_node"})

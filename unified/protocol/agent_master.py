@@ -180,6 +180,8 @@ class DesiredWorkers(MasterOrder, tag="desired-workers", frozen=True, kw_only=Tr
     generation: int
     workers: list[DesiredWorker]
     jobs: list[DesiredJob]
+    num_elsewhere: int = 0
+    """Workers that other agents of this host have, with which these share its CPUs."""
 
 
 class DirectoryChanged(MasterOrder, tag="directory-changed", frozen=True, kw_only=True):

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import pkgutil
 import sys
 import sysconfig
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -252,6 +255,8 @@ class _Program(Entry):
 
 def _load_script(entry: EntryPoint) -> Entry:
     path = Path(entry.target).absolute()
+    if path.is_dir() or zipfile.is_zipfile(path):
+        return _load_container(entry, path)
     try:
         source = path.read_bytes()
     except OSError as error:
@@ -262,6 +267,20 @@ def _load_script(entry: EntryPoint) -> Entry:
         ) from None
     module = _new_main(str(path))
     return _Program(_compile(source, str(path)), module, [entry.target, *entry.argv], str(path.parent))
+
+
+def _load_container(entry: EntryPoint, path: Path) -> Entry:
+    """A folder or a zip file, whose `__main__.py` runs and whose modules it may import."""
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [str(path)])
+    if spec is None or spec.loader is None:
+        raise EntryPointError(
+            f"{entry.target} is a {'folder' if path.is_dir() else 'zip file'} without a __main__.py, so there is "
+            f"nothing in it to run. It was looked for at {path}."
+        )
+    code = _code_of(spec)
+    module = _new_main(spec.origin or str(path))
+    module.__spec__, module.__package__, module.__loader__ = spec, "", spec.loader
+    return _Program(code, module, [entry.target, *entry.argv], str(path))
 
 
 def _load_module(entry: EntryPoint) -> Entry:
@@ -277,18 +296,23 @@ def _load_module(entry: EntryPoint) -> Entry:
         raise EntryPointError(f"the package of {name!r} cannot be imported: {_first_line(error)}") from error
     if spec is None:
         raise EntryPointError(_missing(name, name))
-    get_code = getattr(spec.loader, "get_code", None)
-    try:
-        code = None if get_code is None else get_code(name)
-    except SyntaxError as error:
-        raise EntryPointError(_syntax(error)) from error
-    if code is None:
-        raise EntryPointError(f"module {name!r} has no Python code that could run as a program.")
+    code = _code_of(spec)
     module = _new_main(spec.origin or name)
     module.__spec__ = spec  # multiprocessing's spawn reads it to import this program again
     module.__package__ = spec.parent
     module.__loader__ = spec.loader
     return _Program(code, module, [spec.origin or name, *entry.argv], None)
+
+
+def _code_of(spec: ModuleSpec) -> CodeType:
+    get_code = getattr(spec.loader, "get_code", None)
+    try:
+        code: CodeType | None = None if get_code is None else get_code(spec.name)
+    except SyntaxError as error:
+        raise EntryPointError(_syntax(error)) from error
+    if code is None:
+        raise EntryPointError(f"module {spec.name!r} has no Python code that could run as a program.")
+    return code
 
 
 def _new_main(file: str) -> ModuleType:

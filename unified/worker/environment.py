@@ -11,17 +11,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
+from unified import error_file
 from unified.errors import EntryPointError
 from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
 
+_SHORT_NAMES = ("JOB", "NAME", "ROLE")
+
 
 def apply(launch: Launch) -> None:
     """Put a launch into this process: variables, directory, module path."""
     environ = os.environ
-    given = variables(launch)
+    given = variables(launch, environ)
     environ.update(given)
     if "TZ" in given:
         time.tzset()
@@ -29,17 +33,24 @@ def apply(launch: Launch) -> None:
     if directory is not None:
         os.chdir(directory)
     sys.path[:0] = new_path_entries(launch, directory, sys.path, environ)
+    sys.path += last_path_entries(launch, sys.path)
     importlib.invalidate_caches()  # the zygote may have looked into these directories before the user wrote there
 
 
-def variables(launch: Launch) -> dict[str, str]:
+def variables(launch: Launch, inherited: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """All that a launch sets: what the node says, what the user set for the role, and who the worker is.
 
-    The later wins: nobody may set a rank, and the user may set anything else.
+    The later wins: nobody may set a rank, and the user may set anything else. A script, which was written for any
+    launcher, may have a `NAME`, a `ROLE` or a `JOB` of its own.
     """
     if launch.kind == "store":
         return dict(launch.env)
-    return {**launch.env, **launch.spec.role(launch.role).envs, **identity(launch)}
+    role = launch.spec.role(launch.role)
+    who = identity(launch)
+    if _is_program(role):
+        users = {**inherited, **role.envs}
+        who = {name: value for name, value in who.items() if name not in _SHORT_NAMES or name not in users}
+    return {**launch.env, **role.envs, **who}
 
 
 def identity(launch: Launch) -> dict[str, str]:
@@ -69,8 +80,9 @@ def elastic(launch: Launch, role: RoleSpec, order: RunOrder, store_port: int) ->
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client: the store is not in rank 0
         "TORCHELASTIC_RESTART_COUNT": str(launch.incarnation),
-        "TORCHELASTIC_MAX_RESTARTS": str(role.max_restart),
-        "TORCHELASTIC_RUN_ID": launch.job_id,
+        "TORCHELASTIC_MAX_RESTARTS": str(role.max_restart if role.role_max_restart is None else role.role_max_restart),
+        "TORCHELASTIC_RUN_ID": role.communication.run_id or launch.job_id,
+        "TORCHELASTIC_ERROR_FILE": error_file.beside(launch.log_file),  # where torch's @record writes what broke
     }
 
 
@@ -82,6 +94,11 @@ def _ranks(launch: Launch, rank: int, world_size: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(launch.local_world_size),
         "NODE_RANK": str(launch.node_rank),
     }
+
+
+def _is_program(role: RoleSpec) -> bool:
+    """Whether the role runs a script or a module as `__main__`."""
+    return role.entry_point.kind != "attribute"
 
 
 def device(environ: Mapping[str, str]) -> str:
@@ -112,20 +129,38 @@ def new_path_entries(
 ) -> list[str]:
     """What goes in front of `sys.path`: the driver's path, the working directory, and the job's own PYTHONPATH.
 
+    A script finds its own folder there, as in plain Python, and neither of the first two, which could hide a library;
+    but for a working directory that ``DLROVER_WORKING_DIR`` chose.
+
     The driver's path begins with its script's folder, as in plain Python, so that a module that happens to lie in the
     working directory does not hide one that lies beside the script. A working directory that was chosen (by
     ``DLROVER_WORKING_DIR``, or because it is none of the driver's) comes first all the same.
 
     A forked worker's interpreter was started before its environment was known, so PYTHONPATH is read here.
     """
-    driver = [entry for entry in launch.spec.sys_path if Path(entry).exists()]
-    if directory is not None and str(directory) not in driver:
+    role = launch.spec.role(launch.role)
+    is_chosen = directory is not None and directory == Path(environ.get("DLROVER_WORKING_DIR", ""))
+    driver = _driver_path(launch)
+    if role.entry_point.kind == "script":
+        driver = [str(directory)] if is_chosen else []
+    elif directory is not None and str(directory) not in driver:
         driver.insert(0, str(directory))
-    elif directory is not None and directory == Path(environ.get("DLROVER_WORKING_DIR", "")):
+    elif is_chosen:
         driver.sort(key=lambda entry: entry != str(directory))
     front = list(dict.fromkeys(driver))
-    own = launch.spec.role(launch.role).envs.get("PYTHONPATH", "").split(os.pathsep)
+    own = role.envs.get("PYTHONPATH", "").split(os.pathsep)
     return front + [entry for entry in dict.fromkeys(own) if entry and entry not in (*front, *path)]
+
+
+def last_path_entries(launch: Launch, path: Sequence[str]) -> list[str]:
+    """What goes behind `sys.path`: for a script the driver's path, where a value of the driver's may have its class."""
+    if launch.spec.role(launch.role).entry_point.kind != "script":
+        return []
+    return [entry for entry in dict.fromkeys(_driver_path(launch)) if entry not in path]
+
+
+def _driver_path(launch: Launch) -> list[str]:
+    return [entry for entry in launch.spec.sys_path if Path(entry).exists()]
 
 
 def thread_count(environ: Mapping[str, str]) -> int:

@@ -9,6 +9,9 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
+from unified import error_file
 from unified.errors import EntryPointError, RemoteError, WorkerDiedError
 from unified.protocol.records import Failure
 
@@ -67,6 +70,15 @@ def describe(error: BaseException, *, category: str = "user", has_process_group:
         traceback="" if shown is None else render(shown),
         is_collateral=_is_collateral(error, has_process_group),
     )
+
+
+def with_written(failure: Failure, path: str) -> Failure:
+    """The failure with the reason that the worker itself wrote down in its error file, if it did."""
+    written = error_file.read(path) if path else None
+    if written is None or written.message == failure.summary:
+        return failure
+    code = f" (exited with code {failure.exit_code})" if failure.exit_code is not None else ""
+    return msgspec.structs.replace(failure, summary=_clip(f"{written.message}{code}", _MAX_SUMMARY))
 
 
 def exit_code(error: SystemExit) -> int:

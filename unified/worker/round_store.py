@@ -17,7 +17,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from unified.errors import ClusterError
@@ -40,10 +42,12 @@ class RoundStores:
 
     Args:
         address: of this node, by which ranks everywhere reach it.
+        ports: by role, of the stores of its rounds; 0, or no such role: any port that is free.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, ports: Mapping[str, int] = MappingProxyType({})) -> None:
         self._address = address
+        self._fixed = ports
         self._main = self._open()
         self._slot = 1
         self._main.set(_NEXT_SLOT, "1")
@@ -57,7 +61,7 @@ class RoundStores:
 
     def serve_one(self, within: timedelta = timedelta(days=1)) -> bool:
         """Wait for the next request and answer it; False if none came in time."""
-        from torch.distributed import DistStoreError
+        from torch.distributed import DistNetworkError, DistStoreError
 
         try:
             self._main.wait([_slot(self._slot)], within)
@@ -67,17 +71,29 @@ class RoundStores:
         self._slot += 1
         self._main.set(_NEXT_SLOT, str(self._slot))
         if prefix not in self._ports:
-            store = self._open()
-            self._ports[prefix] = store.port
-            self._stores.setdefault(role, deque(maxlen=KEPT_ROUNDS)).append(store)
+            try:
+                self._ports[prefix] = self._open_round(role)
+            except DistNetworkError as error:
+                reason = f"port {self._fixed.get(role, 0)} of {self._address} cannot be used: {error}"
+                self._main.set(_port_key(prefix), reason.splitlines()[0])
+                return True
         self._main.set(_port_key(prefix), str(self._ports[prefix]))
         return True
 
-    def _open(self) -> TCPStore:
+    def _open_round(self, role: str) -> int:
+        """Open the store of a role's next round; its port."""
+        kept = self._stores.setdefault(role, deque(maxlen=KEPT_ROUNDS))
+        port = self._fixed.get(role, 0)
+        if port:
+            kept.clear()  # the last round's has that port
+        kept.append(self._open(port))
+        return int(kept[-1].port)
+
+    def _open(self, port: int = 0) -> TCPStore:
         import torch.distributed as distributed
 
         return distributed.TCPStore(  # type: ignore[attr-defined]  # as above
-            self._address, 0, is_master=True, wait_for_workers=False
+            self._address, port, is_master=True, wait_for_workers=False
         )
 
 
@@ -96,7 +112,7 @@ def open_round(order: RunOrder, role: str, timeout_s: float) -> int:
         connected_s = time.monotonic() - begun
         if order.rank == 0:
             _ask(main, f"{role}\n{order.store_prefix}")
-        port = int(main.get(_port_key(order.store_prefix)))
+        answer = main.get(_port_key(order.store_prefix)).decode()
     except DistError as error:
         raise ClusterError(
             f"round {order.round} of role {role} did not begin: rank {order.rank} waited {timeout_s:g} s for the job's "
@@ -108,7 +124,9 @@ def open_round(order: RunOrder, role: str, timeout_s: float) -> int:
             "so a name server that does not answer is the usual cause (put the nodes into /etc/hosts).",
             file=sys.stderr,
         )
-    return port
+    if not answer.isdecimal():
+        raise ClusterError(f"round {order.round} of role {role} did not begin: {answer}. Choose another --master-port.")
+    return int(answer)
 
 
 def connect(host: str, port: int, timeout_s: float = STORE_WITHIN_S) -> TCPStore:

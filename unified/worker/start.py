@@ -15,7 +15,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from unified import compat, process
+from unified import compat, error_file, process
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.late_exports import LateExports
 from unified.bus.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
@@ -29,7 +29,7 @@ from unified.worker import environment, process_group
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.entrypoint import Entry, load
-from unified.worker.failure import describe, exit_code
+from unified.worker.failure import describe, exit_code, with_written
 from unified.worker.inherited import disown_finalizers, renew_randomness, settle_libraries
 from unified.worker.leave import leave, leave_fork
 from unified.worker.memory import keep_freed
@@ -218,6 +218,7 @@ class _Life:
         failure = describe(
             error, category=self._category, has_process_group=self._has_group or process_group.is_set_up()
         )
+        failure = with_written(failure, error_file.beside(self._launch.log_file))
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it; the failure is told all the same
             if failure.is_collateral:  # the one that broke first is worth reading; this one can be asked for
                 print(f"unified: another worker broke this one: {failure.summary}", file=sys.stderr)

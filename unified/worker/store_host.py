@@ -26,7 +26,8 @@ def serve_stores(channel: ControlChannel, launch: Launch) -> NoReturn:
     )
     os.environ.update(variables(launch))  # before torch resolves its first name
     try:
-        stores = RoundStores(launch.address)
+        ports = {role.name: role.communication.port for role in launch.spec.roles}
+        stores = RoundStores(launch.address, ports)
         channel.send(Hello(pid=os.getpid(), store_port=stores.port))
         while True:
             stores.serve_one()

@@ -180,7 +180,7 @@ class Zygote:
         try:
             pid = os.fork()
             if pid == 0:
-                self._be_child(is_fresh, descriptors, own_pid, mask)
+                self._be_child(order.env if is_fresh else None, descriptors, own_pid, mask)
         except OSError as error:
             self._say(ForkFailed(child=order.child, error=f"fork: {error.strerror}"))
         else:
@@ -192,8 +192,12 @@ class Zygote:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _be_child(self, is_fresh: bool, descriptors: list[int], zygote: int, mask: set[int]) -> NoReturn:
-        """The forked child's life. Nothing of the zygote's may run after it, so it ends here in every case."""
+    def _be_child(self, env: Mapping[str, str] | None, descriptors: list[int], zygote: int, mask: set[int]) -> NoReturn:
+        """The forked child's life. Nothing of the zygote's may run after it, so it ends here in every case.
+
+        Args:
+            env: more environment of a new interpreter; None: it is this one that runs the worker.
+        """
         code = 1
         try:
             os.setsid()
@@ -203,8 +207,8 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             control = self._keep_only(descriptors)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            if is_fresh:
-                self._exec(control)
+            if env is not None:
+                self._exec(control, env)
             code = self._run_entry(control)
         except BaseException:
             traceback.print_exc()
@@ -223,11 +227,12 @@ class Zygote:
         process.close_all_but([control])
         return control
 
-    def _exec(self, control: int) -> NoReturn:
+    def _exec(self, control: int, env: Mapping[str, str]) -> NoReturn:
         if control != FDS_PER_FORK:
             os.dup2(control, FDS_PER_FORK)
             os.close(control)
         os.set_inheritable(FDS_PER_FORK, True)
+        os.environ.update(env)
         os.environ["UNIFIED_CONTROL_FD"] = str(FDS_PER_FORK)
         os.execv(sys.executable, [sys.executable, "-m", self._module])
 

@@ -28,6 +28,8 @@ class StartWorker(Value, frozen=True):
     python: str | None = None
     is_fresh: bool = False
     """A new interpreter instead of a fork."""
+    env: dict[str, str] = {}
+    """Of a new interpreter: what has to be there before it starts."""
 
 
 class TellWorker(Value, frozen=True):

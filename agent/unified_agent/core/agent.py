@@ -54,7 +54,7 @@ from unified_agent.core.membership import Membership, Standing
 from unified_agent.core.shutdown import MARGIN_S, Shutdown
 from unified_agent.core.turn import AgentTurn, Timer
 from unified_agent.core.worker import LocalWorker
-from unified_agent.environment import NodeFacts
+from unified_agent.environment import NodeFacts, starting_variables
 
 OBSERVE_DELAY_S = 0.002
 """Changes this close together are told in one message."""
@@ -78,6 +78,7 @@ class AgentCore:
         self.jobs: dict[str, DesiredJob] = {}
         self.directories: dict[str, JobDirectory] = {}
         self.generation = 0
+        self._num_elsewhere = 0
         self._floor = 0
         self._pythons: list[str] = []
         self._observe_at: float | None = None
@@ -152,6 +153,7 @@ class AgentCore:
             self._turn.report("desired-ignored", text, level="debug")
             return
         self.generation = self._floor = message.generation
+        self._num_elsewhere = message.num_elsewhere
         self.desired = {Life(w.job_id, w.name, w.worker_incarnation): w for w in message.workers}
         self.jobs = {job.job_id: job for job in message.jobs}
         for job in message.jobs:
@@ -191,13 +193,16 @@ class AgentCore:
             job.spec,
             self.facts,
             neighbours=list(self.desired.values()),
+            num_elsewhere=self._num_elsewhere,
             relay=self.membership.relay,
             directory=self._directory(life.job_id).entries,
         )
         python = None if job.spec.python == self.facts.python else job.spec.python
         self.workers[life] = LocalWorker(life, wanted, job.spec.stop_grace_s, launch.log_file, python)
-        is_fresh = job.spec.start_method == "spawn"
-        self._turn.act(StartWorker(life=life, launch=launch, python=python, is_fresh=is_fresh))
+        envs = job.spec.role(wanted.role).envs if wanted.kind == "worker" else {}
+        env = starting_variables(envs, self.facts.inherited)
+        is_fresh = job.spec.start_method == "spawn" or bool(env)
+        self._turn.act(StartWorker(life=life, launch=launch, python=python, is_fresh=is_fresh, env=env))
         self._turn.arm(Timer("start", life), self.intervals.start_s)
         self._turn.report("worker-starting", f"desired by generation {self.generation}", life)
         self._observe_soon()
@@ -311,7 +316,7 @@ class AgentCore:
         if worker is None or worker.is_ended:
             return
         self._blame_shutdown(worker)
-        worker.exit(event.code, event.last_lines)
+        worker.exit(event.code, event.traceback or event.last_lines, event.error)
         self._after_end(worker)
 
     def _blame_shutdown(self, worker: LocalWorker) -> None:

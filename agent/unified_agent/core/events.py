@@ -69,6 +69,10 @@ class WorkerExited(Value, frozen=True):
     """Exit code, or minus the signal."""
     last_lines: str = ""
     """The end of its stderr."""
+    error: str = ""
+    """What it wrote into its error file, in one line."""
+    traceback: str = ""
+    """From there, too."""
 
 
 class StopAsked(Value, frozen=True):

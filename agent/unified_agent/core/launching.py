@@ -17,6 +17,7 @@ def launch_of(
     node: NodeFacts,
     *,
     neighbours: Sequence[DesiredWorker],
+    num_elsewhere: int = 0,
     relay: str,
     directory: list[DirectoryEntry],
 ) -> Launch:
@@ -24,7 +25,9 @@ def launch_of(
 
     Args:
         neighbours: all that is desired on this node, itself included.
+        num_elsewhere: workers of other agents of this host.
     """
+    num_local_workers = sum(other.kind == "worker" for other in neighbours)
     return Launch(
         job_id=wanted.job_id,
         spec=spec,
@@ -49,7 +52,8 @@ def launch_of(
             spec,
             wanted,
             node,
-            num_local_workers=sum(other.kind == "worker" for other in neighbours),
+            num_local_workers=num_local_workers,
+            num_host_workers=num_local_workers + num_elsewhere,
         ),
         directory=directory,
     )

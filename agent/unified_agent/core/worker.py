@@ -76,12 +76,12 @@ class LocalWorker:
         if self.state is old:
             self.move(new)
 
-    def exit(self, code: int, last_lines: str) -> None:
-        """Its process is gone: settle how the life ended."""
+    def exit(self, code: int, last_lines: str, error: str = "") -> None:
+        """Its process is gone: settle how the life ended. `error` is what it wrote of it."""
         if self.failure is None and not self._ended_well(code):
             self.failure = Failure(
                 category="crash",
-                summary=self._summary(code),
+                summary=f"{error} ({self._summary(code)})" if error else self._summary(code),
                 traceback=last_lines,
                 exit_code=code if code >= 0 else None,
                 signal=-code if code < 0 else None,

@@ -41,6 +41,12 @@ def desired_workers(turn: Turn, node: NodeRecord) -> DesiredWorkers:
         generation=node.generation,
         workers=workers,
         jobs=[_job(job, is_told=told.get(job.job_id) == job.revision) for job in known],
+        num_elsewhere=sum(
+            worker.kind == "worker"
+            for other in turn.cluster.nodes_of_host(node.info.host_id)
+            if other is not node
+            for worker in other.lives.values()
+        ),
     )
 
 

@@ -151,6 +151,7 @@ def forget(turn: Turn, name: str) -> None:
     """A node that was lost long ago is shown no more."""
     node = turn.cluster.nodes.get(name)
     if node is not None and node.state is NodeState.LOST:
+        turn.cluster.hosts.get(node.info.host_id, set()).discard(name)
         del turn.cluster.nodes[name]
         turn.save("node", name, None)
 
@@ -200,6 +201,7 @@ def _join(turn: Turn, known: NodeRecord | None, info: RegisterAgent, peer: bytes
     if known is None or node.info.incarnation != info.incarnation:
         node.has_reported = True  # a new life of an agent has no workers
     node.info = info
+    turn.cluster.hosts.setdefault(info.host_id, set()).add(node.name)
     node.peer = peer
     node.told.clear()
     node.seen_at = turn.now

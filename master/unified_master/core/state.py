@@ -319,6 +319,8 @@ class Cluster:
         self.next_event = 1
         self.next_read = 1
         self.nodes: dict[str, NodeRecord] = {}
+        self.hosts: dict[str, set[str]] = {}
+        """By host id, the nodes that have registered from there; some may be elsewhere by now."""
         self.jobs: dict[str, JobRecord] = {}
         self.events: dict[str, deque[EventRecord]] = {}
         self.timers: TimerTable[TimerKey] = TimerTable()
@@ -341,6 +343,11 @@ class Cluster:
     def alive_nodes(self) -> list[NodeRecord]:
         """Those believed alive, heard from in this reign or not."""
         return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].state is NodeState.ALIVE]
+
+    def nodes_of_host(self, host_id: str) -> list[NodeRecord]:
+        """Those whose agent runs on this host."""
+        names = sorted(self.hosts.get(host_id, ()))
+        return [self.nodes[name] for name in names if name in self.nodes and self.nodes[name].info.host_id == host_id]
 
     def leaving_of(self, job_id: str) -> list[Leaving]:
         return [

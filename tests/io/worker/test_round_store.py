@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import pytest
 
@@ -19,8 +21,8 @@ pytest.importorskip("torch")
 class Host:
     """A store host that answers so many requests."""
 
-    def __init__(self) -> None:
-        self.stores = RoundStores("127.0.0.1")
+    def __init__(self, ports: Mapping[str, int] = MappingProxyType({})) -> None:
+        self.stores = RoundStores("127.0.0.1", ports)
         self._threads: list[threading.Thread] = []
 
     def answer(self, requests: int) -> None:
@@ -95,3 +97,21 @@ def test_ranks_wait_until_the_groups_of_all_are_up(host: Host) -> None:
 def test_rank_whose_peers_do_not_come_is_told_how_many_did(host: Host) -> None:
     with pytest.raises(ClusterError, match=r"rank 1 waited 0\.2 s .* of all 2 ranks, and those of 1 are up"):
         wait_for_all(connect("127.0.0.1", host.stores.port, 10), host.order("a", rank=1), 0.2)
+
+
+def test_a_port_that_was_chosen_is_that_of_every_round() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    host = Host({"trainer": port})
+    host.answer(3)
+    rounds = [open_round(host.order(prefix), "trainer", 10) for prefix in ("a", "b")]
+    assert rounds == [port, port]
+    connect("127.0.0.1", port, 10).set("address", "fresh")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        host.stores._fixed = {"trainer": taken.getsockname()[1]}
+        with pytest.raises(ClusterError, match=r"port \d+ of 127.0.0.1 cannot be used: .*Choose another --master-port"):
+            open_round(host.order("c"), "trainer", 10)
+    host.join()

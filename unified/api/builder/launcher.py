@@ -12,13 +12,21 @@ from importlib.util import find_spec
 from pathlib import PurePath
 
 from unified.api.builder.builder import DLJobBuilder
+from unified.api.builder.torchrun_hosts import check_hosts, common_key, run_id
 from unified.api.builder.torchrun_options import LAUNCHERS, add_own_options, refuse, table_parser
 from unified.errors import UsageError, nearest
 from unified.job.workloads import parse_nnodes
+from unified.protocol.client_master import NodeStatus
+from unified.protocol.records import NodeState
 
 _log = logging.getLogger(__name__)
 
-_USED = {"nnodes", "nproc_per_node", "max_restarts", "role", "module", "no_python", "run_path", "standalone"}
+_USED = {
+    *("nnodes", "nproc_per_node", "max_restarts", "role", "module", "no_python", "run_path", "standalone"),
+    *("node_rank", "master_port", "rdzv_id"),
+}
+_JOINING = {"rdzv_backend", "rdzv_endpoint", "master_addr"}
+"""Used where they name what commands on several hosts have in common."""
 _CHECKS = {"node_check", "precheck", "comm_perf_test", "exclude_straggler"}
 _SCRIPT = {"training_script", "training_script_args"}
 
@@ -39,7 +47,9 @@ def apply_command(builder: DLJobBuilder, cmd: str) -> None:
             f"Only 'dlrover-run' and 'torchrun' commands are supported, got {launcher!r}.{nearest(launcher, LAUNCHERS)}"
         )
     parser = _torch_parser(launcher) if find_spec("torch") else table_parser(launcher, os.environ)
-    describe(builder, parser.parse_args(words[1:]), parser, launcher)
+    arguments = parser.parse_args(words[1:])
+    check_hosts(arguments, launcher, has_master=True, can_join=False)
+    describe(builder, arguments, parser, launcher)
 
 
 def parse_run(argv: Sequence[str], launcher: str = "torchrun", prog: str | None = None) -> DLJobBuilder:
@@ -56,19 +66,31 @@ def parse_run(argv: Sequence[str], launcher: str = "torchrun", prog: str | None 
         SystemExit: ``--help``.
     """
     parser = table_parser(launcher, os.environ, prog)
+    arguments = parser.parse_args(list(argv))
+    check_hosts(arguments, parser.prog, has_master=True, can_join=False)
     builder = DLJobBuilder()
-    describe(builder, parser.parse_args(list(argv)), parser, launcher)
+    describe(builder, arguments, parser, launcher)
     return builder
 
 
-def describe(builder: DLJobBuilder, args: Namespace, parser: ArgumentParser, launcher: str) -> None:
-    """Add the role that parsed arguments describe, and the nodes and devices it needs."""
+def describe(
+    builder: DLJobBuilder,
+    args: Namespace,
+    parser: ArgumentParser,
+    launcher: str,
+    nodes: Sequence[NodeStatus] | None = None,
+) -> None:
+    """Add the role that parsed arguments describe, and the nodes and devices it needs.
+
+    Args:
+        nodes: of the cluster that the job goes to, if that is known: where ``gpu`` and the like are counted.
+    """
     if args.no_python:
         raise UsageError(
             f"{parser.prog}: --no-python is not supported: workers run Python. Give a .py script, or -m with a module."
         )
     _report_ignored(args, parser)
-    nproc = num_workers(args.nproc_per_node)
+    nproc = num_workers(args.nproc_per_node, nodes)
     _, max_nodes = parse_nnodes(args.nnodes)
     builder.node_num(max_nodes).device_per_node(nproc)
     if args.nproc_per_node == "cpu":
@@ -76,20 +98,30 @@ def describe(builder: DLJobBuilder, args: Namespace, parser: ArgumentParser, lau
     if args.role != "default":
         builder.role(args.role)
     role = builder.train(_entry_point(args))
-    role.nnodes(args.nnodes).nproc_per_node(nproc).max_restart(args.max_restarts)
-    builder.no_setup_process_group()  # a launcher's script calls init_process_group itself
-    if launcher == "dlrover-run" and not any(getattr(args, name) for name in _CHECKS):
+    role.nnodes(args.nnodes).nproc_per_node(nproc)
+    if args.max_restarts is not None:
+        role.max_restart(args.max_restarts).role_max_restart(args.max_restarts)
+    if args.master_port or run_id(args):
+        role.rendezvous(args.master_port or 0, run_id(args))
+    if launcher == "torchrun":
+        builder.no_setup_process_group()  # its scripts call init_process_group themselves
+    elif not any(getattr(args, name) for name in _CHECKS):
         builder.skip_node_check()
 
 
-def num_workers(nproc_per_node: str) -> int:
-    """Workers on each node. ``cpu``, ``gpu`` and ``auto`` count what the submitting machine has, as torchrun does.
+def num_workers(nproc_per_node: str, nodes: Sequence[NodeStatus] | None = None) -> int:
+    """Workers on each node. ``cpu``, ``gpu`` and ``auto`` count what nodes have: each must have room for so many.
+
+    Args:
+        nodes: of the cluster; None: this machine is counted.
 
     Raises:
-        UsageError: it is none of these nor a number, or ``gpu`` and there is no GPU here.
+        UsageError: it is none of these nor a number, or ``gpu`` and there is no GPU, or no node to count.
     """
     if nproc_per_node.isdecimal() and int(nproc_per_node) > 0:
         return int(nproc_per_node)
+    if nodes is not None and nproc_per_node in ("cpu", "gpu", "auto"):
+        return _count_in_cluster(nproc_per_node, nodes)
     cpus = len(os.sched_getaffinity(0))
     match nproc_per_node:
         case "cpu":
@@ -105,17 +137,31 @@ def num_workers(nproc_per_node: str) -> int:
     raise UsageError(f"--nproc-per-node={nproc_per_node} must be a number above 0, or cpu, gpu or auto.")
 
 
+def _count_in_cluster(word: str, nodes: Sequence[NodeStatus]) -> int:
+    """The number that the smallest node has; of GPUs, the smallest node that has any."""
+    alive = [node.resources for node in nodes if node.state == NodeState.ALIVE]
+    if not alive:
+        raise UsageError(f"--nproc-per-node={word}: the cluster has no node to count. Give the number that each has.")
+    gpus = [sum(device.kind != "virtual" for device in node.devices) for node in alive]
+    if word != "cpu" and any(gpus):
+        return min(number for number in gpus if number)
+    if word == "gpu":
+        raise UsageError("--nproc-per-node=gpu: no node of the cluster has a GPU. Give the number of workers of each.")
+    return max(1, int(min(node.cpu for node in alive)))
+
+
 def _entry_point(args: Namespace) -> str:
     words = [args.training_script, *args.training_script_args]
+    if not args.module and "/" not in words[0] and not words[0].endswith(".py"):
+        words[0] = f"./{words[0]}"  # a file or a folder, whatever its name looks like
     return shlex.join(["-m", *words] if args.module else words)
 
 
 def _report_ignored(args: Namespace, parser: ArgumentParser) -> None:
     names = {action.dest: action.option_strings for action in parser._actions}
+    known = _USED | _CHECKS | _SCRIPT | (_JOINING if common_key(args) else set())
     ignored = [
-        names[dest][0]
-        for dest, value in vars(args).items()
-        if dest not in _USED | _CHECKS | _SCRIPT and value != parser.get_default(dest)
+        names[dest][0] for dest, value in vars(args).items() if dest not in known and value != parser.get_default(dest)
     ]
     if ignored:
         _log.warning("%s: ignored, since the master and the agents see to it: %s", parser.prog, ", ".join(ignored))

@@ -175,7 +175,8 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         The workers of a group share a node, and a node that has room for several groups may get them all. For one
         group on each node say so with the job's `device_per_node`: the devices of one group, and no more.
 
-        A range, ``"2:8"``, is kept for elastic membership; so far the job is started with its larger end.
+        A range, ``"2:8"``, becomes a number when the job is submitted: as many of them as the cluster has nodes then,
+        and without a master its lower end, since there is but this host.
         """
         self._fields.pop("total", None)
         self._fields["nnodes"] = num
@@ -193,6 +194,16 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         No other limit counts the role's own failures then.
         """
         self._fields["role_max_restart"] = num
+        return self
+
+    def rendezvous(self, port: int = 0, run_id: str = "") -> Self:
+        """What ranks are told of their rendezvous: torchrun's `--master-port` and `--rdzv-id`.
+
+        Args:
+            port: `MASTER_PORT`; 0: any that is free. Two jobs that meet on one node need different ones.
+            run_id: `TORCHELASTIC_RUN_ID`; empty: the job's id.
+        """
+        self._fields.update(comm_port=port, comm_run_id=run_id)
         return self
 
     def communication(self, backend: str = "auto", timeout: float | timedelta | None = None) -> Self:

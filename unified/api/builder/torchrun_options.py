@@ -39,17 +39,20 @@ def _both(name: str) -> tuple[str, str]:
 
 
 _HERE = "Accepted; the master does this here."
+_JOINS = "With --nnodes above 1, the same command on several hosts is one job of the master's."
 _LOGS = "Accepted; see `unified logs`."
 
 TORCHRUN = (
     Option(("--nnodes",), "1:1", "Nodes, or a range of them, MIN:MAX."),
     Option(_both("nproc-per-node"), "1", "Workers on each node: a number, cpu, gpu, or auto."),
     Option(_both("rdzv-backend"), "static", _HERE),
-    Option(_both("rdzv-endpoint"), "", _HERE),
-    Option(_both("rdzv-id"), "none", _HERE),
+    Option(_both("rdzv-endpoint"), "", _JOINS),
+    Option(_both("rdzv-id"), "none", "TORCHELASTIC_RUN_ID of the ranks. " + _JOINS),
     Option(_both("rdzv-conf"), "", _HERE),
-    Option(("--standalone",), False, "Accepted; no rendezvous server is needed."),
-    Option(_both("max-restarts"), 0, "Restarts of a worker before the job fails.", type=int),
+    Option(
+        ("--standalone",), False, "This host alone: without a master, with several nodes on it if --nnodes says so."
+    ),
+    Option(_both("max-restarts"), 0, "Restarts of all workers together before the job fails.", type=int),
     Option(_both("monitor-interval"), 0.1, "Accepted; workers are watched, not polled.", type=float),
     Option(
         _both("start-method"),
@@ -68,9 +71,11 @@ TORCHRUN = (
     Option(_both("local-ranks-filter"), "", _LOGS),
     Option(_both("duplicate-stdout-filters"), [], _LOGS, type=list),
     Option(_both("duplicate-stderr-filters"), [], _LOGS, type=list),
-    Option(_both("node-rank"), 0, _HERE, type=int),
-    Option(_both("master-addr"), "127.0.0.1", _HERE),
-    Option(_both("master-port"), None, _HERE, type=int),
+    Option(
+        _both("node-rank"), 0, "Accepted where --rdzv-id, --rdzv-endpoint or --master-addr names the job.", type=int
+    ),
+    Option(_both("master-addr"), "127.0.0.1", _JOINS),
+    Option(_both("master-port"), None, "MASTER_PORT of the ranks; by default any that is free.", type=int),
     Option(_both("local-addr"), None, "Accepted; the agent knows its address."),
     Option(_both("logs-specs"), None, _LOGS, env=False),
     Option(
@@ -149,6 +154,8 @@ def add_own_options(parser: ArgumentParser, launcher: str, env: Mapping[str, str
     """Add what the launcher has beyond torchrun's options."""
     for option in LAUNCHERS[launcher]:
         add_option(parser, option, env)
+    if launcher == "dlrover-run" and "PET_MAX_RESTARTS" not in env:
+        parser.set_defaults(max_restarts=None)  # that launcher's own default is the default of a role
 
 
 def add_option(parser: ArgumentParser, option: Option, env: Mapping[str, str]) -> None:

@@ -1,0 +1,47 @@
+"""torch's error file: what `torch.distributed.elastic`'s `@record` writes where ``TORCHELASTIC_ERROR_FILE`` says.
+
+A worker that breaks may say there why, in JSON: ``{"message": {"message": ..., "extraInfo": {"py_callstack": ...}}}``,
+or a plain ``{"message": "..."}``. Whoever started it shows that as the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAX_BYTES = 1024 * 1024
+MAX_MESSAGE = 300
+MAX_TRACEBACK = 24_000
+
+
+class WrittenError(NamedTuple):
+    """What the file says."""
+
+    message: str
+    """One line."""
+    traceback: str = ""
+
+
+def beside(log_file: str) -> str:
+    """Path of the error file of the life with this log: ``…/0.error.json`` for ``…/0.err``."""
+    return f"{log_file.removesuffix('.err')}.error.json" if log_file else ""
+
+
+def read(path: str) -> WrittenError | None:
+    """What was written there; None where nothing was, or nothing that can be read."""
+    try:
+        with Path(path).open("rb") as file:
+            said = json.loads(file.read(MAX_BYTES))
+    except (OSError, ValueError):
+        return None
+    message: Any = said.get("message") if isinstance(said, dict) else None
+    traceback: Any = ""
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        traceback = extra.get("py_callstack") if isinstance(extra, dict) else ""
+        message = message.get("message")
+    if not isinstance(message, str) or not message.strip():
+        return None
+    line = message.strip().splitlines()[0][:MAX_MESSAGE]
+    return WrittenError(line, traceback[-MAX_TRACEBACK:] if isinstance(traceback, str) else "")
