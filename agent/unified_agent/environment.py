@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from unified.job.spec import JobSpec, Value
@@ -33,6 +34,8 @@ _READ_LATER = frozenset(
     """.split()  # noqa: SIM905
 )
 """As `PYTHONPATH`, which a forked worker reads anew, and numbers of threads, which it sets anew."""
+_OF_IMAGES = re.compile(r"PYTHON_(?!GIL|JIT|CPU_COUNT|FROZEN_MODULES|PERF)|.*_(VERSION|SHA256|URL|BUILD\w*)\Z")
+"""What container images say of themselves, and no library reads."""
 
 _TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
 
@@ -131,6 +134,7 @@ def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) ->
         if name.startswith(_READ_AT_START)
         and not name.startswith(_READ_LATER_PREFIXES)
         and name not in _READ_LATER
+        and not _OF_IMAGES.match(name)
         and inherited.get(name) != value
     }
 

@@ -194,6 +194,13 @@ def test_threads_are_the_host_s_cores_over_all_its_workers_however_many_agents_i
 
 def test_what_is_read_at_the_start_of_an_interpreter_needs_one_that_starts_with_it() -> None:
     early = {"PYTHONHASHSEED": "0", "TORCH_LOGS": "+dynamo", "OMP_PROC_BIND": "close", "LD_PRELOAD": "/x.so"}
-    late = {"FOO": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": "/p", "TORCH_HOME": "/h", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    late = {"PYTHON_VERSION": "3.12", "PYTORCH_BUILD_VERSION": "2.9", "PYTHON_GET_PIP_URL": "x"}
+    late |= {
+        "FOO": "1",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": "/p",
+        "TORCH_HOME": "/h",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+    }
     assert starting_variables({**early, **late}, {}) == early
     assert starting_variables({**early, **late}, {**early, "PYTHONHASHSEED": "1"}) == {"PYTHONHASHSEED": "0"}

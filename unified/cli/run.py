@@ -9,7 +9,6 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from unified.api.builder.torchrun_hosts import check_hosts, common_key
 from unified.api.builder.torchrun_options import table_parser
@@ -21,9 +20,6 @@ from unified.errors import UsageError
 from unified.job.driver import Driver
 from unified.job.driver_environment import asked_for, passed_on
 from unified.job.spec import JobSpec
-
-if TYPE_CHECKING:
-    from unified.protocol.client_master import NodeStatus
 
 _OWN = ("master", "name", "detach", "no_wait", "env")
 _ENV_HELP = "A variable of the workers, several times if need be; without a value, this shell's."
@@ -101,24 +97,14 @@ def full_spec(
     """The job as the models make it, options from the environment included, and whether it may wait for its place."""
     from unified.api.builder.builder import DLJobBuilder
     from unified.api.builder.launcher import describe
+    from unified.client.submission import cluster_nodes
     from unified.job.options import submit_options
     from unified.job.to_spec import to_spec
 
     builder = DLJobBuilder().skip_node_check()
-    counts_nodes = master is not None and not arguments.nproc_per_node.isdecimal()
-    describe(builder, arguments, parser, "torchrun", _nodes(master) if master and counts_nodes else None)
+    counts_nodes = not arguments.nproc_per_node.isdecimal()
+    describe(builder, arguments, parser, "torchrun", cluster_nodes(master) if master and counts_nodes else None)
     config = submit_options(builder.build(), {"job_name": name}, os.environ)
     if "failover_exec_strategy" not in config.model_fields_set:
         config = config.model_copy(update={"failover_exec_strategy": 2})  # --max-restarts is the one limit
     return to_spec(config, driver), config.wait
-
-
-def _nodes(master: str) -> list[NodeStatus]:
-    """The nodes of the cluster that the job goes to."""
-    from unified.client.address import connect_seconds
-    from unified.client.connection import MasterConnection
-    from unified.keys import find_key
-    from unified.protocol.client_master import ListNodes, NodeList
-
-    with MasterConnection(master, key=find_key(master), timeout_s=connect_seconds()) as connection:
-        return connection.ask(ListNodes(), NodeList).nodes

@@ -15,7 +15,7 @@ from unified.errors import RefusedError
 from unified.job.node_range import has_range, with_nodes
 from unified.job.spec import JobSpec
 from unified.keys import find_key
-from unified.protocol.client_master import Accepted, GetJob, JobStatus, ListNodes, NodeList, SubmitJob
+from unified.protocol.client_master import Accepted, GetJob, JobStatus, ListNodes, NodeList, NodeStatus, SubmitJob
 from unified.protocol.records import NodeState
 
 if TYPE_CHECKING:
@@ -84,6 +84,16 @@ def submit_job(
         from unified.client.foreground import run_in_foreground
 
         return run_in_foreground(handle)
+
+
+def cluster_nodes(master: str) -> list[NodeStatus]:
+    """The nodes that a master knows.
+
+    Raises:
+        MasterUnreachableError: no master answers there.
+    """
+    with MasterConnection(master, key=find_key(master), timeout_s=connect_seconds()) as connection:
+        return connection.ask(ListNodes(), NodeList).nodes
 
 
 def _hand_over(spec: JobSpec, master: str | None, wait: bool, joins: bool) -> JobHandle:

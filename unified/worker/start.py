@@ -299,6 +299,8 @@ def _prepare_output() -> None:
 
 def _spawned() -> NoReturn:
     process.die_with_parent(signal.SIGKILL, os.getppid())
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]  # put there by `-m`: where the agent keeps its sockets
     main(socket.socket(fileno=int(os.environ.pop("UNIFIED_CONTROL_FD"))))
 
 

@@ -204,7 +204,8 @@ class AgentCore:
         is_fresh = job.spec.start_method == "spawn" or bool(env)
         self._turn.act(StartWorker(life=life, launch=launch, python=python, is_fresh=is_fresh, env=env))
         self._turn.arm(Timer("start", life), self.intervals.start_s)
-        self._turn.report("worker-starting", f"desired by generation {self.generation}", life)
+        anew = f", in an interpreter that starts with {', '.join(sorted(env))}" if env else ""
+        self._turn.report("worker-starting", f"desired by generation {self.generation}{anew}", life)
         self._observe_soon()
 
     def _run_if_told(self, worker: LocalWorker, wanted: DesiredWorker) -> None:
