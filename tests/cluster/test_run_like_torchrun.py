@@ -102,6 +102,7 @@ def test_the_same_command_on_two_hosts_is_one_job_with_the_submitter_s_environme
         assert facts["path"] == [str(folder), *plain_path]
         assert (facts["argv"], facts["secret"]) == (["--lr", "1"], None)
     assert "MY_TOKEN" in told[0][1]
+    assert sum("this command joins it" in err for _, err in told) == 1
 
 
 def _is_running(cluster: LocalCluster) -> bool:

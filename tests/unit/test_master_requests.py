@@ -100,6 +100,17 @@ def test_a_bad_job_is_refused(world: World, bad: JobSpec, text: str) -> None:
     assert world.core.cluster.jobs == {}
 
 
+def test_the_same_job_from_another_host_is_joined_and_another_of_its_name_is_not(world: World) -> None:
+    first = world.request(SubmitJob(spec=spec("j", role(total=2), submitted_by="me@h0:1"), joins=True))
+    assert isinstance(first, Accepted)
+    assert first.submitted_by == ""
+    again = world.request(SubmitJob(spec=spec("j", role(total=2), submitted_by="me@h1:2"), joins=True))
+    assert again == Accepted(job_id=first.job_id, submitted_by="me@h0:1")
+    assert refusal(world, SubmitJob(spec=spec("j", role(total=3)), joins=True)).code == "name-taken"
+    assert refusal(world, SubmitJob(spec=spec("j", role(total=2)))).code == "name-taken"
+    assert len(world.core.cluster.jobs) == 1
+
+
 def test_job_ids_count_up_and_names_find_the_newest(world: World) -> None:
     running(world)
     assert refusal(world, SubmitJob(spec=spec())).code == "name-taken"

@@ -11,11 +11,10 @@ from unified.client.address import connect_seconds, find_master
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
 from unified.client.signals import ending_at_once
-from unified.errors import RefusedError
 from unified.job.node_range import has_range, with_nodes
 from unified.job.spec import JobSpec
 from unified.keys import find_key
-from unified.protocol.client_master import Accepted, GetJob, JobStatus, ListNodes, NodeList, NodeStatus, SubmitJob
+from unified.protocol.client_master import Accepted, ListNodes, NodeList, NodeStatus, SubmitJob
 from unified.protocol.records import NodeState
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def submit_job(
             ends it, and this process, at once (`SystemExit`).
         wait: let a job that does not fit now wait for its place; False has it refused, and so has an embedded cluster,
             where no place can come free.
-        joins: where a job of this name and these workers runs already, be in front of that one instead.
+        joins: where a job of this name with the same workers runs already, be in front of that one instead.
 
     Returns:
         The exit code (0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM) if `blocking`, else a
@@ -113,15 +112,10 @@ def _hand_over(spec: JobSpec, master: str | None, wait: bool, joins: bool) -> Jo
 
 def _submit(connection: MasterConnection, spec: JobSpec, wait: bool, joins: bool) -> str:
     """The id of the job, or of the one that it joins."""
-    try:
-        return connection.ask(SubmitJob(spec=spec, wait=wait), Accepted).job_id
-    except RefusedError as refusal:
-        if not joins or refusal.code != "name-taken":
-            raise
-        status = connection.ask(GetJob(job=spec.name), JobStatus)
-        if {role.name: role.total for role in status.roles} != {role.name: role.total for role in spec.roles}:
-            raise
-        return status.job_id
+    accepted = connection.ask(SubmitJob(spec=spec, wait=wait, joins=joins), Accepted)
+    if accepted.submitted_by:
+        print(f"{accepted.job_id}  was submitted by {accepted.submitted_by}; this command joins it", file=sys.stderr)
+    return accepted.job_id
 
 
 def _send_embedded(spec: JobSpec) -> JobHandle:

@@ -26,6 +26,8 @@ class SubmitJob(ClientRequest, tag="submit-job", frozen=True, kw_only=True):
     spec: JobSpec
     wait: bool = True
     """False: refuse a job that does not fit now, instead of letting it wait."""
+    joins: bool = False
+    """A living job of this name with the same workers is the one that is meant: torchrun's way, a command a host."""
 
 
 class ListJobs(ClientRequest, tag="list-jobs", frozen=True, kw_only=True):
@@ -93,6 +95,8 @@ class MasterAnswer(Value, tag_field="type", frozen=True, kw_only=True):
 
 class Accepted(MasterAnswer, tag="accepted", frozen=True, kw_only=True):
     job_id: str
+    submitted_by: str = ""
+    """Of a job that was joined; empty for a new one."""
 
 
 class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):

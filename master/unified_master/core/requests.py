@@ -6,6 +6,7 @@ from typing import assert_never
 
 from unified.errors import UsageError, nearest
 from unified.job.names import parse_worker
+from unified.job.spec import EntryPoint, JobSpec
 from unified.protocol.agent_master import LogRead, ReadAgentLog
 from unified.protocol.client_master import (
     Accepted,
@@ -199,6 +200,8 @@ def _submit(turn: Turn, request: SubmitJob) -> Answer:
         return Refused(code="bad-request", reason=" ".join(faults[:5]))
     for other in turn.cluster.jobs.values():
         if other.spec.name == spec.name and other.stage is not Stage.STOPPED:
+            if request.joins and _work(other.spec) == _work(spec):
+                return Accepted(job_id=other.job_id, submitted_by=other.spec.submitted_by or "another host")
             reason = (
                 f"job {other.job_id} has this name and is {other.stage}: choose another name, "
                 f"or stop it with `unified stop {other.job_id}`."
@@ -207,6 +210,11 @@ def _submit(turn: Turn, request: SubmitJob) -> Answer:
     if not request.wait and (why := _why_not_now(turn, request)):
         return Refused(code="does-not-fit", reason=f"job {spec.name} does not fit now: {why}.")
     return Accepted(job_id=jobs.accept(turn, spec).job_id)
+
+
+def _work(spec: JobSpec) -> list[tuple[str, int, EntryPoint]]:
+    """What two submissions of one job have in common, from whichever host they come."""
+    return [(role.name, role.total, role.entry_point) for role in spec.roles]
 
 
 def _why_not_now(turn: Turn, request: SubmitJob) -> str:
