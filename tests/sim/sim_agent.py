@@ -73,8 +73,10 @@ class SimAgent:
         incarnation: str = "a",
         host_id: str = "",
         delays: Delays | None = None,
+        labels: dict[str, str] | None = None,
     ) -> None:
         self.node = node
+        self.labels = labels or {}
         self.resources = resources
         self.incarnation = incarnation
         self.host_id = host_id or f"host-{node}"
@@ -167,6 +169,7 @@ class SimAgent:
             address=f"10.0.0.{self.node[1:] or 0}",
             pid=1,
             resources=self.resources,
+            labels=self.labels,
         )
 
     def _converge(self, now: float, message: DesiredWorkers) -> list[Said]:

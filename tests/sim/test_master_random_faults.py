@@ -106,6 +106,8 @@ class Chaos:
             job_max_restart=rng.choice((0, 2, 10)),
             node_max_restart=rng.choice((0, 2, 10)),
             worker_isolation_resource=rng.choice(("", "", "MR")),
+            master_isolation_resource=rng.choice(("", "", "MR")),
+            master_cpu=rng.choice((0, 0, 1)),
             stop_grace_s=rng.choice((0.0, 1.0, 5.0)),
         )
         self.world.ask(SubmitJob(spec=spec, wait=rng.random() < 0.9))

@@ -87,7 +87,8 @@ class Transcript:
     def _submit(self, words: list[str], options: dict[str, str]) -> None:
         """``submit NAME ROLE=TOTAL,elastic,device=1,max_restart=1 … failover_exec=2``."""
         known = {"node_num", "failover_exec", "failover_trigger", "node_max_restart", "job_max_restart", "stop_grace_s"}
-        numbers: dict[str, int] = {"node_num": 9} | {key: int(value) for key, value in options.items() if key in known}
+        numbers = {key: int(value) for key, value in options.items() if key in known}
+        numbers.setdefault("node_num", max(1, len(self.world.agents)))
         roles = [_role(name, value) for name, value in options.items() if name not in known and name != "wait"]
         spec = JobSpec(name=words[0], roles=roles, **numbers)  # type: ignore[arg-type]  # names checked above
         self.world.ask(SubmitJob(spec=spec, wait=options.get("wait") != "no"))

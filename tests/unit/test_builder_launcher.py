@@ -103,7 +103,7 @@ def test_nothing_is_added_that_was_not_said(read: Reader) -> None:
     assert job.config == {}
     assert job.env == {}
     assert only_role(job).envs == {}
-    assert (job.node_num, job.device_per_node, only_role(job).total) == (2, 4, 8)
+    assert (job.node_num, job.device_per_node, only_role(job).total) == (2, 8, 8)
 
 
 @both_readers

@@ -200,3 +200,11 @@ def test_description_of_a_role_is_read_back_from_its_record() -> None:
 def test_description_of_a_role_has_the_environment_of_its_job() -> None:
     (role,) = spec_of({"a": {"envs": {"A": "role"}}}, global_envs={"A": "job", "B": "job"}).roles
     assert workload_of(role).envs == {"A": "role", "B": "job"}
+
+
+def test_only_what_is_given_is_reserved_for_the_store_host() -> None:
+    job = DLConfig(workloads={"a": {"entry_point": "m.f"}})
+    spec = to_spec(JobConfig(job_name="j", dl_config=job))
+    assert (spec.master_cpu, spec.master_memory_mb) == (0, 0)
+    spec = to_spec(JobConfig(job_name="j", dl_config=job, master_cpu=2, master_mem=512))
+    assert (spec.master_cpu, spec.master_memory_mb) == (2, 512)

@@ -10,7 +10,8 @@ import pytest
 
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.records import Device, NodeResources
-from unified_master.core.placement import Plan, plan, units_of
+from unified_master.core.packing import Plan, plan
+from unified_master.core.placement import all_units, units_of
 from unified_master.core.room import Room, Unit
 from unified_master.core.state import SeatClaim
 
@@ -53,7 +54,7 @@ def rooms(spec: JobSpec, nodes: Sequence[NodeResources]) -> list[Room]:
 
 
 def place(spec: JobSpec, *nodes: NodeResources) -> Plan:
-    return plan(units_of(spec), rooms(spec, nodes))
+    return plan(all_units(spec), lambda: rooms(spec, nodes))
 
 
 def seats(found: Plan) -> dict[str, tuple[str, list[int]]]:
@@ -221,11 +222,11 @@ def test_what_does_not_matter_is_not_counted() -> None:
 
 
 def test_a_job_without_workers_fits_nowhere_and_everywhere() -> None:
-    assert plan(units_of(job(role("a", 0))), []).fits
+    assert plan(units_of(job(role("a", 0))), list).fits
 
 
 def test_no_nodes_no_place() -> None:
-    assert not plan(units_of(job(role("a", 1))), []).fits
+    assert not plan(units_of(job(role("a", 1))), list).fits
 
 
 def test_claims_of_others_make_a_room_smaller() -> None:
@@ -261,3 +262,111 @@ def test_a_large_job_looks_at_each_room_once_and_then_at_those_that_change(monke
     assert found.fits, found.reason
     assert {len([one for one in found.seats if one.node == f"n{number}"]) for number in range(1, 51)} == {10}
     assert len(looks) <= 2 * 50 + 2 * 500
+
+
+def on_at_most(number: int, spec: JobSpec, *nodes: NodeResources) -> Plan:
+    return plan(all_units(spec), lambda: rooms(spec, nodes), number)
+
+
+def nodes_of(found: Plan) -> list[str]:
+    return [node for node, _ in seats(found).values()]
+
+
+def trainer(groups: int, per_group: int = 2, **more: Any) -> RoleSpec:
+    return msgspec.structs.replace(role("t", groups * per_group, 1, per_group=per_group, **more), kind="elastic")
+
+
+def test_no_more_nodes_are_used_than_node_num() -> None:
+    four = [node(devices=2)] * 4
+    assert set(nodes_of(on_at_most(2, job(role("a", 4, 1)), *four))) == {"n1", "n2"}
+    assert set(nodes_of(on_at_most(1, job(role("a", 4)), *four))) == {"n1"}
+    assert on_at_most(1, job(role("a", 4, 1)), *four).reason == "it fits on 2 nodes, and may use 1 (node_num)"
+    assert on_at_most(1, job(role("a", 9, 1)), *four).reason.startswith("role a needs 9 groups of 1 device; there is")
+
+
+def test_the_nodes_are_chosen_that_hold_all_of_the_job() -> None:
+    """Where the best node for its first unit has no room for the others."""
+    spec = job(role("a", 4, 1), role("b", 2, cpu=1))
+    small, large = node(devices=1), node(devices=4)
+    assert set(nodes_of(on_at_most(1, spec, small, large, node(devices=8), small))) == {"n2"}
+    assert set(nodes_of(on_at_most(2, job(role("a", 9, 1)), small, large, small, node(devices=6)))) == {"n2", "n4"}
+    mixed = job(role("a", 2, 2), role("big", 1, 4), role("c", 4, cpu=4))
+    assert len(set(nodes_of(on_at_most(2, mixed, *[node(devices=2)] * 3, node(devices=4), node(devices=4))))) == 2
+
+
+def test_nodes_that_the_job_is_on_count() -> None:
+    spec = job(role("a", 1, 1))
+
+    def opened() -> list[Room]:
+        found = rooms(spec, [node(devices=4), node(devices=2), node(devices=2)])
+        found[0].note_own("a")
+        return found
+
+    assert set(nodes_of(plan(all_units(spec), opened, 1))) == {"n1"}
+    assert set(nodes_of(plan(all_units(spec), opened, 2))) == {"n2"}
+
+
+def test_groups_of_an_elastic_role_are_spread() -> None:
+    eights = [node(devices=8)] * 3
+    assert nodes_of(on_at_most(2, job(trainer(2)), *eights)) == ["n1", "n1", "n2", "n2"]
+    assert nodes_of(on_at_most(1, job(trainer(2)), *eights)) == ["n1"] * 4
+    assert sorted(nodes_of(on_at_most(3, job(trainer(4)), *eights))) == ["n1"] * 4 + ["n2"] * 2 + ["n3"] * 2
+    assert nodes_of(on_at_most(2, job(trainer(2)), node(devices=4), node(devices=1))) == ["n1"] * 4
+
+
+def test_groups_are_not_spread_where_the_rest_of_the_job_would_not_fit() -> None:
+    spec = job(trainer(2, per_group=3), role("a", 3, 2))
+    found = seats(place(spec, node(devices=6), node(devices=6)))
+    assert {where for worker, (where, _) in found.items() if worker[0] == "t"} == {"n1"}
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("pool", {"n2", "n3"}), ("pool=b", {"n3"}), ("MR", {"n4"}), ("MR=1", set()), ("x", set())]
+)
+def test_isolation_takes_a_resource_a_label_or_a_label_with_its_value(word: str, expected: set[str]) -> None:
+    spec = job(role("a", 2), isolation=word)
+    labels: list[dict[str, str]] = [{}, {"pool": "a"}, {"pool": "b", "y": "MR"}, {}]
+
+    def opened() -> list[Room]:
+        found = [Room(f"n{number}", node(), "GPU", 8, known) for number, known in enumerate(labels[:3], 1)]
+        return [*found, Room("n4", node(MR=2), "GPU", 8)]
+
+    found = plan(all_units(spec), opened)
+    if expected:
+        assert set(nodes_of(found)) == expected
+        assert all(seat.claim.user_defined == ({"MR": 1.0} if word == "MR" else {}) for seat in found.seats)
+    else:
+        pair = "label" if "=" in word else "resource or label"
+        assert found.reason == f"role a may only be on a node with the {pair} {word!r}, and there is none"
+
+
+def control(*roles: RoleSpec, **more: Any) -> JobSpec:
+    return msgspec.structs.replace(job(*roles), **more)
+
+
+def test_what_the_store_host_needs_is_reserved() -> None:
+    spec = control(role("s", 1, cpu=6), trainer(1), master_cpu=2, master_memory_mb=300)
+    found = place(spec, node(cpu=8, devices=2))
+    (store,) = (seat for seat in found.seats if seat.worker == "store")
+    assert (store.node, store.claim) == ("n1", SeatClaim(cpu=2, memory_mb=300))
+    assert place(spec, node(cpu=7, devices=2)).reason == (
+        "the store host of the job needs 2 CPU cores; the largest free node n1 has 1"
+    )
+    assert not any(seat.worker == "store" for seat in place(control(role("s", 1), master_cpu=2), node()).seats)
+    assert not any(seat.worker == "store" for seat in place(control(trainer(1)), node(devices=2)).seats)
+
+
+def test_the_store_host_goes_where_it_may_and_does_not_count_among_the_nodes() -> None:
+    spec = control(trainer(1), master_isolation_resource="HEAD")
+    found = on_at_most(1, spec, node(devices=2), node(HEAD=1))
+    assert {seat.worker.split("_")[0]: seat.node for seat in found.seats} == {"t": "n1", "store": "n2"}
+    assert place(spec, node(devices=2)).reason == (
+        "the store host of the job may only be on a node with the resource or label 'HEAD', and there is none"
+    )
+
+
+def test_the_store_host_is_placed_first_where_it_would_find_no_room_last() -> None:
+    spec = control(role("a", 2, cpu=4), trainer(1), master_cpu=5)
+    found = place(spec, node(cpu=8, devices=2), node(cpu=8))
+    assert found.fits, found.reason
+    assert len({seat.node for seat in found.seats if seat.worker.startswith("a_")}) == 1

@@ -41,7 +41,13 @@ def main(args: Sequence[str] | None = None, blocking: bool = True) -> int | JobH
     args = sys.argv[1:] if args is None else args
     if not args:
         raise UsageError("a job is needed, as JSON: what JobConfig(…).model_dump_json() gives.")
-    return submit(JobConfig.model_validate_json(args[0]), blocking)
+    config = JobConfig.model_validate_json(args[0])
+    # Such a document has every field, so one that is at its default was not asked for.
+    fields = JobConfig.model_fields
+    config.model_fields_set.difference_update(
+        {name for name in fields if getattr(config, name) == fields[name].default}
+    )
+    return submit(config, blocking)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def quick_spec(
         name=check_job_name(name),
         roles=[_role(entry, num_nodes * per_node, per_node, parsed.max_restarts, driver.env)],
         node_num=num_nodes,
-        device_per_node=per_node,
+        device_per_node=per_node * num_nodes,
         failover_exec=2,
         user_config=_NO_CONFIG,
         working_dir=driver.working_dir,

@@ -176,9 +176,10 @@ class JobConfig(Description):
     wait: bool = True
     """False: an error at once, rather than a place in the queue, if the job does not fit now."""
     master_cpu: float = Field(default=2, ge=0)
-    """Cores to set aside for the master."""
+    """Cores reserved for the job's store host on its node. Only what is given: the default reserves nothing, because
+    the store host needs next to nothing, and there is none without an elastic role."""
     master_mem: int = Field(default=4096, ge=0, validation_alias=AliasChoices("master_mem", "master_memory"))
-    """MB to set aside for the master."""
+    """MB reserved likewise."""
     master_create_timeout: Seconds = Field(
         default=600.0, gt=0, validation_alias=AliasChoices("master_create_timeout", "timeout")
     )
@@ -191,9 +192,11 @@ class JobConfig(Description):
     """Restarts of the master of a cluster of its own, with its state; the job goes on. Any other master is restarted by
     whatever supervises it: see Operations."""
     master_isolation_schedule_resource: str = ""
-    """A resource or label that the master's node must have; empty: any."""
+    """Where what the job's control needs on a node, its store host, may be: on nodes with this resource, of which it
+    takes 1, or with this label, also as `key=value`. Empty: any. It does not count in `node_num`."""
     worker_isolation_schedule_resource: str = ""
-    """A resource or label that every worker's node must have; empty: any."""
+    """Where workers may be: on nodes with this resource, of which each takes 1, or with this label, also as
+    `key=value`. Empty: any."""
     failover_trigger_strategy: Literal[0, 1, 2] = 2
     """When any failure of a worker, a killed process or a lost node is acted on: 0 never, so the job fails, 1 when the
     other workers of the role are done, 2 now."""

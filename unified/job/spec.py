@@ -113,6 +113,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     name: str
     roles: list[RoleSpec]
     node_num: int = 1
+    """At most this many nodes are used by the job's workers."""
     device_per_node: int = 8
     """At most this many devices of one node are used by the job."""
     accelerator_type: Literal["GPU", "CPU", "TPU"] = "GPU"
@@ -122,10 +123,14 @@ class JobSpec(Value, frozen=True, kw_only=True):
     node_max_restart: int = 10
     job_max_restart: int = 10
     master_max_restart: int = 10
-    master_cpu: float = 2
-    master_memory_mb: float = 4096
+    master_cpu: float = 0
+    """Cores reserved for the job's store host on its node."""
+    master_memory_mb: float = 0
+    """Memory reserved for the job's store host on its node."""
     master_isolation_resource: str = ""
+    """A resource (of which it takes 1), a label, or ``label=value``, that the node of its store host must have."""
     worker_isolation_resource: str = ""
+    """The same, of the nodes of the workers, each of which takes 1 if it is a resource."""
     failover_trigger: Literal[0, 1, 2] = 2
     """0 never, 1 when the other workers of the role are done, 2 now."""
     failover_exec: Literal[0, 1, 2] = 1

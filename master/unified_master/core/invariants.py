@@ -72,6 +72,9 @@ def _seats(cluster: Cluster, job: JobRecord) -> Iterator[str]:
             yield f"{worker.life} is desired without a place"
         if worker.claim is not None:
             devices.setdefault(worker.node, set()).update(worker.claim.devices)
+    used = {worker.node for worker in job.workers.values() if worker.kind == "worker" and worker.claim is not None}
+    if len(used) > job.spec.node_num:
+        yield f"job {job.job_id} uses {sorted(used)}; node_num={job.spec.node_num}"
     for name, keys in devices.items():
         if len(keys) > job.spec.device_per_node:
             yield f"job {job.job_id} uses {len(keys)} devices of {name}; device_per_node={job.spec.device_per_node}"

@@ -32,6 +32,10 @@ def faults_of(spec: JobSpec) -> Iterator[str]:
         yield f"job {spec.name} has no role."
     if len(set(names)) != len(names):
         yield f"job {spec.name} has two roles of one name."
+    if spec.node_num < 1:
+        yield f"job {spec.name}: node_num must be at least 1."
+    if not all(math.isfinite(amount) and amount >= 0 for amount in (spec.master_cpu, spec.master_memory_mb)):
+        yield f"job {spec.name}: master_cpu and master_memory_mb must be numbers from 0 upwards."
     if spec.device_per_node < 1:
         yield f"job {spec.name}: device_per_node must be at least 1."
     if not math.isfinite(spec.stop_grace_s) or spec.stop_grace_s < 0:

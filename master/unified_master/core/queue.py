@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 from unified.protocol.records import JOB_MOVES, Stage, WorkerState
 from unified_master.core import lives, rendezvous
-from unified_master.core.placement import Plan, Seat, place, units_of
-from unified_master.core.state import Cluster, JobRecord
-from unified_master.core.turn import Turn
+from unified_master.core.packing import Plan, Seat
+from unified_master.core.placement import all_units, place
+from unified_master.core.state import STORE, Cluster, JobRecord
+from unified_master.core.turn import Turn, count
 
 MAX_NAMED = 16
 """Nodes that a sentence lists by name."""
@@ -40,12 +41,12 @@ def schedule(turn: Turn) -> None:
 
 
 def plan_for(cluster: Cluster, job: JobRecord) -> Plan:
-    return place(cluster, job, units_of(job.spec))
+    return place(cluster, job, all_units(job.spec))
 
 
 def could_ever_fit(cluster: Cluster, job: JobRecord) -> bool:
     """The job would fit if nothing else ran on the nodes that are alive."""
-    return place(cluster, job, units_of(job.spec), is_empty=True).fits
+    return place(cluster, job, all_units(job.spec), is_empty=True).fits
 
 
 def blocker(cluster: Cluster) -> JobRecord | None:
@@ -61,9 +62,12 @@ def launch(turn: Turn, job: JobRecord, seats: Iterable[Seat]) -> None:
     """Take the seats and begin a life of every worker."""
     job.is_placed = True
     for seat in seats:
-        lives.take_seat(turn, job, job.workers[seat.worker], turn.cluster.nodes[seat.node], seat.claim)
-    counts = Counter(worker.node for worker in job.workers.values() if worker.claim is not None)
-    turn.decide("job-placed", f"placed on {_where(counts)}", job)
+        worker = rendezvous.store_of(job) if seat.worker == STORE else job.workers[seat.worker]
+        lives.take_seat(turn, job, worker, turn.cluster.nodes[seat.node], seat.claim)
+    seated = [worker for worker in job.workers.values() if worker.claim is not None]
+    counts = Counter(worker.node for worker in seated if worker.kind == "worker")
+    control = "".join(f"; its store host on {worker.node}" for worker in seated if worker.kind == "store")
+    turn.decide("job-placed", f"placed on {_where(counts)}{control}{_sharing(job)}", job)
     for worker in list(job.workers.values()):
         if worker.claim is not None and worker.kind == "worker":
             lives.begin_life(turn, job, worker, "the job was placed")
@@ -96,6 +100,16 @@ def _where(counts: Counter[str]) -> str:
     if len(counts) > MAX_NAMED:
         return f"{len(counts)} nodes ({counts.total()} workers)"
     return ", ".join(f"{node} ({number})" for node, number in sorted(counts.items()))
+
+
+def _sharing(job: JobRecord) -> str:
+    """Which elastic roles share nodes although the job may use more, because there was no room."""
+    shared = []
+    for role in job.elastic_roles():
+        num_nodes = len({worker.node for worker in job.ranks(role.name)})
+        if num_nodes < min(role.num_groups, job.spec.node_num):
+            shared.append(f"; the {role.num_groups} groups of role {role.name} share {count(num_nodes, 'node')}")
+    return "".join(f"{text}, for want of room on others" for text in shared)
 
 
 def _wait(turn: Turn, job: JobRecord, reason: str) -> None:

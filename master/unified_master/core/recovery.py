@@ -8,7 +8,7 @@ from unified.core.backoff import Backoff
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.records import Failure, NodeState, Stage, WorkerState
 from unified_master.core import directory, lives, queue, stopping
-from unified_master.core.placement import Plan
+from unified_master.core.packing import Plan
 from unified_master.core.restart import (
     all_workers,
     begin,

@@ -6,32 +6,41 @@ from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import WorkerState
 from unified_master.core import lives
+from unified_master.core.placement import control_unit
 from unified_master.core.state import STORE, JobRecord, SeatClaim, WorkerRecord
 from unified_master.core.turn import Turn, count
 
 
 def settle_store(turn: Turn, job: JobRecord, reason: str) -> None:
-    """See that a job with elastic roles has a store host, on the node of its first elastic worker.
+    """See that a job with elastic roles has a store host: in the place that was found for it where the job says what it
+    needs, else on the node of its first elastic worker.
 
     One that lives stays where it is: moving it would cost every elastic role a round.
     """
     elastic = job.elastic_roles()
     if not elastic:
         return
-    store = job.workers.get(STORE)
-    if store is None:
-        store = WorkerRecord(job_id=job.job_id, name=STORE, kind="store")
-        job.workers[STORE] = store
+    store = store_of(job)
     if store.is_desired and store.state is not WorkerState.EXITED:
         return
-    seated = [worker for role in elastic for worker in job.ranks(role.name) if worker.claim is not None]
-    if not seated:
+    if control_unit(job.spec) is None:
+        seated = [worker for role in elastic for worker in job.ranks(role.name) if worker.claim is not None]
+        if not seated:
+            return
+        lives.end_life(turn, job, store)
+        lives.take_seat(turn, job, store, turn.cluster.nodes[seated[0].node], SeatClaim())
+    elif store.claim is None:
         return
-    lives.end_life(turn, job, store)
-    node = turn.cluster.nodes[seated[0].node]
-    lives.take_seat(turn, job, store, node, SeatClaim())
     lives.begin_life(turn, job, store, reason)
-    turn.report("store-starts", f"the torch store starts on {node.name}: {reason}", job, worker=STORE, node=node.name)
+    where = store.node
+    turn.report("store-starts", f"the torch store starts on {where}: {reason}", job, worker=STORE, node=where)
+
+
+def store_of(job: JobRecord) -> WorkerRecord:
+    """The record of the job's store host, made when it is first needed."""
+    if STORE not in job.workers:
+        job.workers[STORE] = WorkerRecord(job_id=job.job_id, name=STORE, kind="store")
+    return job.workers[STORE]
 
 
 def is_store_ready(job: JobRecord) -> bool:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from unified.protocol.records import JOB_MOVES, NodeState, Stage, WorkerState
 from unified_master.core import lives, rendezvous
-from unified_master.core.placement import Plan, place, units_of
+from unified_master.core.packing import Plan
+from unified_master.core.placement import control_unit, place, units_of
 from unified_master.core.room import Unit
 from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.turn import Turn
@@ -35,7 +36,7 @@ def seat(turn: Turn, job: JobRecord, names: Iterable[str], reason: str) -> Seate
     for worker in workers:
         worker.reason = reason  # first, because callers are told it
         lives.end_life(turn, job, worker)
-    return Seated(workers, _move(turn, job, moving))
+    return Seated(workers, _move(turn, job, [*moving, *_moving_store(turn, job)]))
 
 
 def begin(turn: Turn, job: JobRecord, seated: Seated, delay_s: float = 0.0) -> None:
@@ -133,6 +134,15 @@ def unfinished_elastic(job: JobRecord) -> set[str]:
         for worker in job.ranks(role.name)
         if not all(peer.is_done for peer in job.ranks(role.name))
     }
+
+
+def _moving_store(turn: Turn, job: JobRecord) -> list[Unit]:
+    """The store host, if the job says what it needs and it has to go to another node."""
+    unit, store = control_unit(job.spec), job.store
+    if unit is None or store is None or not is_store_lost(job) or _has_good_seat(turn, job, store):
+        return []
+    lives.end_life(turn, job, store)
+    return [unit]
 
 
 def _in(unit: Unit, names: set[str]) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Mapping
 
 from unified.errors import InvariantError
+from unified.job.names import parse_worker
 from unified.job.spec import Resources, Value
 from unified.protocol.records import NodeResources
-from unified_master.core.state import DeviceKey, NodeRecord, SeatClaim
+from unified_master.core.state import STORE, DeviceKey, NodeRecord, SeatClaim
 
 EPSILON = 1e-6
 
@@ -30,6 +33,13 @@ class Unit(Value, frozen=True, kw_only=True):
     count: int
     """Units with this label."""
     members: tuple[Member, ...]
+    isolation: str = ""
+    """Nodes that it may be on: those with this resource, of which each member takes 1, or with this label, which may be
+    written ``key=value``. Empty: all."""
+    elastic: tuple[str, ...] = ()
+    """Elastic roles among its members'."""
+    is_control: bool = False
+    """It is the job's store host, which does not count among the nodes that the job uses."""
 
     def total(self, field: str) -> float:
         return float(sum(getattr(member.needs, field) for member in self.members))
@@ -46,8 +56,16 @@ class Unit(Value, frozen=True, kw_only=True):
 class Room:
     """The free part of a node, as one job sees it. `take` makes it smaller."""
 
-    def __init__(self, node: str, resources: NodeResources, accelerator_type: str, device_cap: int) -> None:
+    def __init__(
+        self,
+        node: str,
+        resources: NodeResources,
+        accelerator_type: str,
+        device_cap: int,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
         self.node = node
+        self.labels = labels or {}
         self.resources = resources
         """All that the node has, taken or not."""
         self.device_cap = device_cap
@@ -61,6 +79,39 @@ class Room:
         """Wholly free ones among them."""
         self.own: set[DeviceKey] = set()
         """Devices that the job uses already."""
+        self.is_used = False
+        """The job has workers here."""
+        self.ranks: dict[str, int] = {}
+        """How many of them, by role."""
+
+    def copy(self) -> Room:
+        """The same room, for a trial."""
+        other = copy.copy(self)
+        other.user_defined, other.devices = dict(self.user_defined), dict(self.devices)
+        other.own, other.ranks = set(self.own), dict(self.ranks)
+        return other
+
+    def grants(self, isolation: str) -> dict[str, float] | None:
+        """What each member of a unit with this `isolation` takes of the node for it; None if the node will not do."""
+        key, is_pair, value = isolation.partition("=")
+        if is_pair:
+            return {} if self.labels.get(key) == value else None
+        if isolation in self.resources.user_defined:
+            return {isolation: 1.0}
+        return {} if not isolation or isolation in self.labels else None
+
+    def settle(self, unit: Unit, claims: Mapping[str, SeatClaim]) -> None:
+        """Take what a unit of the job holds here, as `seat` said."""
+        for claim in claims.values():
+            self.take(claim, is_own=True)
+        if not unit.is_control:
+            for member in unit.members:
+                self.note_own(member.role)
+
+    def note_own(self, role: str) -> None:
+        """A worker of the job is here."""
+        self.is_used = True
+        self.ranks[role] = self.ranks.get(role, 0) + 1
 
     def take(self, claim: SeatClaim, *, is_own: bool) -> None:
         """Subtract what a worker holds; `is_own` if it is of the job that looks for room."""
@@ -84,22 +135,24 @@ class Room:
 
     def seat(self, unit: Unit) -> dict[str, SeatClaim] | None:
         """What each worker of the unit would hold, or None if the unit does not fit. Nothing is taken."""
-        if not self._has_amounts(unit):
+        granted = self.grants(unit.isolation)
+        if granted is None or not self._has_amounts(unit, granted):
             return None
         chosen = self.choose_devices(unit)
         if chosen is None:
             return None
-        return {member.worker: _claim(member, chosen[member.worker]) for member in unit.members}
+        return {member.worker: _claim(member, chosen[member.worker], granted) for member in unit.members}
 
-    def _has_amounts(self, unit: Unit) -> bool:
+    def _has_amounts(self, unit: Unit, granted: Mapping[str, float]) -> bool:
         for field in ("cpu", "memory_mb", "disk_mb"):
             need = unit.total(field)
             if need > 0 and need > getattr(self, field) + EPSILON:
                 return False
+        wanted = unit.user_total()
+        for name, amount in granted.items():
+            wanted[name] = wanted.get(name, 0.0) + amount * len(unit.members)
         return all(
-            amount <= self.user_defined.get(name, 0.0) + EPSILON
-            for name, amount in unit.user_total().items()
-            if amount > 0
+            amount <= self.user_defined.get(name, 0.0) + EPSILON for name, amount in wanted.items() if amount > 0
         )
 
     def choose_devices(self, unit: Unit) -> dict[str, tuple[DeviceKey, ...]] | None:
@@ -141,10 +194,12 @@ def share_of(accelerator: float) -> float:
 
 def open_room(node: NodeRecord, job_id: str, accelerator_type: str, device_cap: int, *, is_empty: bool) -> Room:
     """The room of a node for a job; with `is_empty`, as if nothing ran there."""
-    room = Room(node.name, node.info.resources, accelerator_type, device_cap)
+    room = Room(node.name, node.info.resources, accelerator_type, device_cap, node.info.labels)
     if not is_empty:
-        for (owner, _), claim in node.claims.items():
+        for (owner, worker), claim in node.claims.items():
             room.take(claim, is_own=owner == job_id)
+            if owner == job_id and worker != STORE:
+                room.note_own(parse_worker(worker).role)
         for leaving in node.leaving.values():
             if leaving.claim is not None and leaving.life[:2] not in node.claims:
                 room.take(leaving.claim, is_own=False)
@@ -189,13 +244,14 @@ def _within_cap(candidates: list[DeviceKey], count: int, own: set[DeviceKey], ca
     return tuple(taken) if len(taken) == count else None
 
 
-def _claim(member: Member, devices: tuple[DeviceKey, ...]) -> SeatClaim:
+def _claim(member: Member, devices: tuple[DeviceKey, ...], granted: Mapping[str, float]) -> SeatClaim:
     needs = member.needs
+    user_defined = {**needs.user_defined, **{name: needs.user_defined.get(name, 0.0) + 1 for name in granted}}
     return SeatClaim(
         cpu=needs.cpu,
         memory_mb=needs.memory_mb,
         disk_mb=needs.disk_mb,
-        user_defined=needs.user_defined,
+        user_defined=user_defined,
         devices=devices,
         share=share_of(needs.accelerator) if devices else 0.0,
     )

@@ -10,7 +10,7 @@ import msgspec
 
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
-from unified.job.spec import JobSpec, Resources, RoleSpec, Value
+from unified.job.spec import JobSpec, RoleSpec, Value
 from unified.protocol.agent_master import RegisterAgent, RunOrder
 from unified.protocol.client_master import EndReport
 from unified.protocol.records import (
@@ -356,12 +356,3 @@ class Cluster:
             for leaving in node.leaving.values()
             if leaving.life.job_id == job_id
         ]
-
-
-def needs_of(spec: JobSpec, role: RoleSpec) -> Resources:
-    """What one worker of a role needs, the job's isolation resource included."""
-    if not spec.worker_isolation_resource:
-        return role.resources
-    user_defined = dict(role.resources.user_defined)
-    user_defined[spec.worker_isolation_resource] = user_defined.get(spec.worker_isolation_resource, 0.0) + 1.0
-    return msgspec.structs.replace(role.resources, user_defined=user_defined)

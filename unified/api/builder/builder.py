@@ -53,7 +53,7 @@ class DLJobBuilder:
         self._elastic_fields: dict[str, Any] = {}
 
     def node_num(self, num: int = 1) -> Self:
-        """How many nodes the job may use."""
+        """How many nodes the job may use: its workers are never on more, and it waits where that has no room."""
         self._fields["node_number"] = num
         return self
 

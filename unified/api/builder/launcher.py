@@ -95,7 +95,7 @@ def describe(
     _report_ignored(args, parser)
     nproc = num_workers(args.nproc_per_node, nodes)
     _, max_nodes = parse_nnodes(args.nnodes)
-    builder.node_num(max_nodes).device_per_node(nproc)
+    builder.node_num(max_nodes).device_per_node(nproc * max_nodes)  # groups share a node where there is no other room
     if args.nproc_per_node == "cpu":
         builder.device_type("CPU")
     if args.role != "default":

@@ -172,8 +172,8 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
     def nnodes(self, num: int | str) -> Self:
         """How many groups of `nproc_per_node` workers: ``total = nnodes * nproc_per_node``, whichever is said first.
 
-        The workers of a group share a node, and a node that has room for several groups may get them all. For one
-        group on each node say so with the job's `device_per_node`: the devices of one group, and no more.
+        The workers of a group share a node. Groups go to nodes of their own, as many as the job may use (`node_num`);
+        they share nodes only where there is no room on others, and `unified explain` says so.
 
         A range, ``"2:8"``, becomes a number when the job is submitted: as many of them as the cluster has nodes then,
         and without a master its lower end, since there is but this host.

@@ -1,0 +1,238 @@
+"""Units of workers into rooms: the largest unit first, each on the node that suits it best."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+
+from unified.job.spec import Resources, Value
+from unified_master.core.room import EPSILON, Room, Unit
+from unified_master.core.shortage import shortage, whole_devices
+from unified_master.core.state import SeatClaim
+from unified_master.core.turn import count
+
+Fitness = tuple[float, float, float, str]
+"""Of a room for a unit, lower is better; the room's node is last."""
+Shape = tuple[str, tuple[str, ...], list[tuple[int, Resources]]]
+"""What makes two units fit and suit the same rooms."""
+MAX_LOOKED_AT = 16
+"""Rooms that are filled on trial for each node that a job may still begin to use."""
+
+
+class Seat(Value, frozen=True, kw_only=True):
+    """A place for one worker."""
+
+    worker: str
+    node: str
+    claim: SeatClaim
+
+
+class Plan(Value, frozen=True, kw_only=True):
+    """Seats for every worker asked for, or none and the reason."""
+
+    seats: tuple[Seat, ...] = ()
+    reason: str = ""
+    """Why it does not fit; empty if it does."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.reason
+
+    @property
+    def num_nodes(self) -> int:
+        return len({seat.node for seat in self.seats})
+
+
+def plan(units: Sequence[Unit], open_rooms: Callable[[], list[Room]], max_nodes: int | None = None) -> Plan:
+    """Seats for all units, or none and a sentence that says why.
+
+    Units of an elastic role are spread over nodes as long as all of them find a place so. Other units with devices are
+    packed, those without are spread.
+
+    Args:
+        open_rooms: gives the nodes that may be used, each call anew: an attempt that fails has used them up in part.
+        max_nodes: how many of them the job's workers may be on; None: all. Those that they are on already count.
+    """
+    if not (rooms := open_rooms()):
+        return Plan(reason="no node may take it" if units else "")
+    is_bound = max_nodes is not None and max_nodes < len(rooms)
+    bound = max_nodes if max_nodes is not None and is_bound else len(rooms)
+    has_control = any(unit.is_control for unit in units)
+    failed: Plan | None = None
+    orders = (False, True) if has_control else (False,)
+    for control_first in orders:
+        for is_spread in (True, False) if any(unit.elastic for unit in units) else (False,):
+            found = _attempt(units, rooms or open_rooms(), bound, is_spread=is_spread, control_first=control_first)
+            if found.fits:
+                return found
+            failed, rooms = failed or found, []
+    if not is_bound:
+        assert failed is not None
+        return failed
+    if not (everywhere := plan(units, open_rooms)).fits:
+        return everywhere
+    if _may_fit(units, open_rooms(), bound):
+        for control_first in orders:
+            if (found := _few_nodes(units, open_rooms(), bound, control_first=control_first)).fits:
+                return found
+    return Plan(reason=f"it fits on {count(everywhere.num_nodes, 'node')}, and may use {bound} (node_num)")
+
+
+def _attempt(units: Sequence[Unit], rooms: list[Room], bound: int, *, is_spread: bool, control_first: bool) -> Plan:
+    """Each unit in the room that suits it best. Once the job uses as many nodes as it may, those alone are left."""
+    every = {room.node: room for room in rooms}
+    left = _within(every, bound)
+    seats: list[Seat] = []
+    placed: dict[str, int] = {}
+    shape: Shape | None = None
+    offers: list[Fitness] = []
+    for unit in _in_order(units, control_first=control_first):
+        if unit.is_control:
+            room = _room_for_control(every.values(), unit)
+            if room is None:
+                return Plan(reason=shortage(unit, units, rooms, 0))
+            seats += _take(room, unit)
+            shape = None
+            continue
+        # Units of one shape come in a row, and a seat changes one room alone: each room is looked at once a shape and
+        # once a seat, not once a unit.
+        if (its_shape := _shape(unit)) != shape:
+            shape = its_shape
+            offers = [offer for room in left.values() if (offer := _offer(room, unit, is_spread=is_spread)) is not None]
+            heapq.heapify(offers)
+        if not offers:
+            return Plan(reason=shortage(unit, units, list(left.values()), placed.get(unit.label, 0)))
+        room = left[heapq.heappop(offers)[-1]]
+        is_new = not room.is_used
+        seats += _take(room, unit)
+        placed[unit.label] = placed.get(unit.label, 0) + 1
+        if is_new and len(within := _within(every, bound)) < len(left):
+            left, shape = within, None
+        elif (offer := _offer(room, unit, is_spread=is_spread)) is not None:
+            heapq.heappush(offers, offer)
+    return Plan(seats=tuple(seats))
+
+
+def _few_nodes(units: Sequence[Unit], rooms: list[Room], bound: int, *, control_first: bool) -> Plan:
+    """Each node filled as far as it goes: first those in use, then again and again the one that takes the most."""
+    control = next((unit for unit in units if unit.is_control), None)
+    left = _by_shape([unit for unit in _in_order(units, control_first=False) if not unit.is_control])
+    seats: list[Seat] = []
+    if control is not None and control_first and (room := _room_for_control(rooms, control)) is not None:
+        seats += _take(room, control)
+    used = [room for room in rooms if room.is_used]
+    for room in used:
+        left = _fill(room, left, seats)
+    while left and len(used) < bound:
+        best = _roomiest([room for room in rooms if not room.is_used], left)
+        if best is None:
+            break
+        left = _fill(best, left, seats)
+        used.append(best)
+    if control is not None and not control_first and (room := _room_for_control(rooms, control)) is not None:
+        seats += _take(room, control)
+    is_whole = len(seats) == sum(len(unit.members) for unit in units)
+    return Plan(seats=tuple(seats)) if is_whole else Plan(reason="it needs more nodes")
+
+
+def _may_fit(units: Sequence[Unit], rooms: list[Room], bound: int) -> bool:
+    """Whether the nodes with the most devices and cores have enough; a quick no saves a search."""
+    devices = sum(whole_devices(unit) for unit in units)
+    cpu = sum(unit.total("cpu") for unit in units if not unit.is_control)
+    has_devices = sum(heapq.nlargest(bound, (room.free_devices for room in rooms)))
+    has_cpu = sum(heapq.nlargest(bound, (room.cpu for room in rooms)))
+    return devices <= has_devices and (cpu <= 0 or cpu <= has_cpu + EPSILON)
+
+
+def _by_shape(units: list[Unit]) -> list[list[Unit]]:
+    """Units that need the same, each kind in a list of its own; the last is the next to be seated."""
+    found: list[list[Unit]] = []
+    shape = None
+    for unit in units:
+        if (its_shape := _shape(unit)) != shape:
+            shape = its_shape
+            found.append([])
+        found[-1].append(unit)
+    return [alike[::-1] for alike in found]
+
+
+def _shape(unit: Unit) -> Shape:
+    return (unit.isolation, unit.elastic, [(member.local_rank, member.needs) for member in unit.members])
+
+
+def _roomiest(rooms: list[Room], left: list[list[Unit]]) -> Room | None:
+    """The room that takes the most of the units, and of those that take all of them the one with the least to spare."""
+    units = [unit for alike in left for unit in alike]
+    devices = sum(whole_devices(unit) for unit in units)
+    cpu = sum(unit.total("cpu") for unit in units)
+    by_free = sorted(rooms, key=lambda room: (room.num_free, room.num_workers, room.node))
+    may_hold = [room for room in by_free if room.free_devices >= devices and (room.cpu + EPSILON >= cpu or cpu <= 0)]
+    best, most = None, 0
+    for room in [*may_hold[:MAX_LOOKED_AT], *by_free[: -MAX_LOOKED_AT - 1 : -1]]:
+        taken = len(units) - sum(map(len, _fill(room.copy(), left, [])))
+        if taken > most:
+            best, most = room, taken
+        if most == len(units):
+            break
+    return best
+
+
+def _fill(room: Room, left: list[list[Unit]], seats: list[Seat]) -> list[list[Unit]]:
+    """Seat what fits; returns what does not."""
+    over = []
+    for alike in left:
+        number = len(alike)
+        while number and room.seat(alike[number - 1]) is not None:
+            number -= 1
+            seats += _take(room, alike[number])
+        if number:
+            over.append(alike[:number])
+    return over
+
+
+def _take(room: Room, unit: Unit) -> list[Seat]:
+    """Seat a unit that fits."""
+    claims = room.seat(unit) or {}
+    room.settle(unit, claims)
+    return [Seat(worker=worker, node=room.node, claim=claim) for worker, claim in claims.items()]
+
+
+def _room_for_control(rooms: Iterable[Room], unit: Unit) -> Room | None:
+    """Where the job's own workers are, if it can be."""
+    fitting = (room for room in rooms if room.seat(unit) is not None)
+    return min(fitting, key=lambda room: (not room.is_used, room.num_workers, room.node), default=None)
+
+
+def _within(rooms: dict[str, Room], bound: int) -> dict[str, Room]:
+    """All rooms, or only those in use when there are as many as may be."""
+    used = {node: room for node, room in rooms.items() if room.is_used}
+    return used if len(used) >= bound else rooms
+
+
+def _in_order(units: Sequence[Unit], *, control_first: bool) -> list[Unit]:
+    """The largest first, because small ones find a place later; units of one shape in a row."""
+    largest_first = sorted(units, key=_size, reverse=True)
+    return sorted(largest_first, key=lambda unit: unit.is_control != control_first)
+
+
+def _size(unit: Unit) -> tuple[float, float, float, float]:
+    scarce = sum(unit.user_total().values()) + (len(unit.members) if unit.isolation else 0)
+    return (scarce, unit.total("accelerator"), unit.total("cpu"), unit.total("memory_mb"))
+
+
+def _offer(room: Room, unit: Unit, *, is_spread: bool) -> Fitness | None:
+    """How well the unit would sit in this room; None if it does not fit."""
+    if whole_devices(unit) > room.free_devices:  # most rooms of a full cluster are ruled out by this alone
+        return None
+    claims = room.seat(unit)
+    return None if claims is None else _fitness(room, unit, claims, is_spread=is_spread)
+
+
+def _fitness(room: Room, unit: Unit, claims: dict[str, SeatClaim], *, is_spread: bool) -> Fitness:
+    """Lower is better."""
+    mates = float(max((room.ranks.get(role, 0) for role in unit.elastic), default=0)) if is_spread else 0.0
+    if unit.total("accelerator") <= 0:
+        return (mates, float(room.num_workers), 0.0, room.node)
+    begun = {key for claim in claims.values() for key in claim.devices}
+    whole = sum(1 for key in begun if room.devices[key] > 1 - EPSILON)
+    return (mates, float(room.num_free - whole), -float(len(room.own)), room.node)
