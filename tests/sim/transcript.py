@@ -20,7 +20,8 @@ from unified.protocol.agent_master import (
     RegisterAgent,
 )
 from unified.protocol.client_master import Accepted, Done, Refused, RestartWorkers, StopJob, SubmitJob
-from unified.protocol.records import EventRecord, Failure, Stage
+from unified.protocol.records import EventRecord, Failure, Stage, WorkerState
+from unified_master.core.state import JobRecord
 
 LINE = "----"
 
@@ -101,6 +102,8 @@ class Transcript:
             self.world.until(lambda: all(one.round == number for one in ranks), f"round {number}")
         else:
             self.world.until_stage(words[0], Stage(words[1]))
+            if words[1] == "RUNNING":  # which the job is before its workers have their orders
+                self.world.until(lambda: _all_run(self.world.job(words[0])), "all workers to run")
 
     def _kill(self, words: list[str], options: dict[str, str]) -> None:
         failure = Failure(summary="killed by SIGKILL", category="crash", signal=9)
@@ -221,6 +224,11 @@ class Transcript:
         for life in sorted(before.keys() - after.keys()):
             if not before[life].startswith("EXITED"):
                 self._write(f"{node}      {life} is gone")
+
+
+def _all_run(job: JobRecord) -> bool:
+    workers = [worker for worker in job.workers.values() if worker.kind == "worker"]
+    return all(worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) for worker in workers)
 
 
 def _orders(one: DesiredWorker) -> str:

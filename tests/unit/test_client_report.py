@@ -118,19 +118,19 @@ def test_a_role_is_summed_up_in_one_line() -> None:
 
 def test_a_role_without_workers_says_that_it_waits() -> None:
     status = ended(None, roles=[RoleStatus(name="actor", kind="simple", total=4, is_driver=False)])
-    assert summarise(status)[0].text == "actor: 4 WAITING"
+    assert summarise(status)[0].text == "actor: 4 PENDING"
 
 
 def test_workers_without_a_place_do_not_start() -> None:
     roles = [RoleStatus(name="trainer", kind="elastic", total=2, is_driver=True)]
-    workers = [worker(rank, WorkerState.STARTING) for rank in range(2)]
+    workers = [worker(rank, WorkerState.PENDING) for rank in range(2)]
     waiting = ended(None, stage=Stage.INIT, roles=roles, workers=workers)
-    assert summarise(waiting)[0].text == "trainer: 2 WAITING"
+    assert summarise(waiting)[0].text == "trainer: 2 PENDING"
     assert [line.split()[:3] for line in status_lines(waiting, 0.0)[-2:]] == [
-        ["trainer-0", "0", "WAITING"],
-        ["trainer-1", "0", "WAITING"],
+        ["trainer-0", "0", "PENDING"],
+        ["trainer-1", "0", "PENDING"],
     ]
-    placed = [msgspec.structs.replace(one, node="n1") for one in workers]
+    placed = [worker(rank, WorkerState.STARTING) for rank in range(2)]
     assert summarise(ended(None, stage=Stage.INIT, roles=roles, workers=placed))[0].text == "trainer: 2 STARTING"
     assert summarise(ended(130, roles=roles, workers=workers))[0].text == "trainer: 2 UNSTARTED"
 

@@ -177,6 +177,7 @@ def test_a_job_without_workers_is_done_at_once(world: World) -> None:
 
 def test_a_poll_is_answered_by_news_or_in_time(world: World) -> None:
     job = running(world)
+    world.run(1)
     number = world.ask(GetJob(job="job", after_version=job.version, wait_s=30))
     world.run(5)
     assert world.answer(number) is None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from unified.client.connection import MasterConnection
 from unified.client.logs import LogReader
+from unified.client.restarting import restart_workers
 from unified.errors import ClusterError, MasterUnreachableError
 from unified.protocol.client_master import GetJob, JobStatus, StopJob
 from unified.protocol.records import Stage
@@ -124,6 +125,22 @@ class JobHandle:
             RefusedError: the master does not know it. (Stopping a job that has ended does nothing.)
         """
         self.connection.request(StopJob(job=self.job_id, force=force, reason="asked by its driver"))
+
+    def restart(self, *workers: str, timeout: float | None = None) -> None:
+        """Restart the job, or only some of its workers, and return when the new lives are READY.
+
+        No limit of restarts is charged. A rank of an elastic role restarts with its role.
+
+        Args:
+            workers: full names or ``role-rank``; none means the whole job.
+            timeout: seconds; None waits as long as the job lives.
+
+        Raises:
+            RefusedError: the job ends or has ended (code ``ended``), or the master does not know it or a worker.
+            TimeoutError: not all were READY after `timeout`; the restart goes on.
+            MasterUnreachableError: the master did not answer.
+        """
+        restart_workers(self.connection.ask, self.job_id, workers, timeout=timeout)
 
     def close(self) -> None:
         """Let go of the job: close the connection, and end the embedded cluster if there is one."""

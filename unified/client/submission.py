@@ -123,7 +123,7 @@ def _send_embedded(spec: JobSpec) -> JobHandle:
 
     # One agent may have the host's real devices; several would each take all of them.
     is_real = spec.accelerator_type == "GPU" and spec.node_num == 1 and settings.has_accelerator()
-    cpus = sum(role.total * role.resources.cpu for role in spec.roles)
+    cpus = spec.master_cpu + sum(role.total * role.resources.cpu for role in spec.roles)
     cluster = EmbeddedCluster(
         spec.node_num,
         None if is_real else spec.device_per_node,

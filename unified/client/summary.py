@@ -8,7 +8,6 @@ from typing import NamedTuple
 from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
 from unified.protocol.records import Progress, Stage, WorkerState
 
-WAITING = "WAITING"
 UNSTARTED = "UNSTARTED"
 
 
@@ -62,7 +61,7 @@ def _summarise_role(status: JobStatus, role: RoleStatus) -> RoleSummary:
     progress = next((each for each in reported if each.step is not None or each.metrics), Progress())
     return RoleSummary(
         name=role.name,
-        states=_states_text(status, workers) or f"{role.total} {WAITING}",
+        states=_states_text(status, workers) or f"{role.total} {WorkerState.PENDING}",
         round=role.round,
         num_restarts=role.num_restarts,
         step=progress.step,
@@ -72,16 +71,15 @@ def _summarise_role(status: JobStatus, role: RoleStatus) -> RoleSummary:
 
 
 def state_text(status: JobStatus, worker: WorkerStatus) -> str:
-    """The worker's state; ``WAITING`` before its job has a place, ``UNSTARTED`` if it never had one."""
-    if worker.state is WorkerState.STARTING and not worker.node:
-        return WAITING if status.stage is Stage.INIT else UNSTARTED
-    return worker.state.value
+    """The worker's state; ``UNSTARTED`` if its job ended before it began."""
+    is_over = status.stage in (Stage.STOPPING, Stage.STOPPED)
+    return UNSTARTED if is_over and worker.state is WorkerState.PENDING else worker.state.value
 
 
 def _states_text(status: JobStatus, workers: list[WorkerStatus]) -> str:
     """How many workers are in each state, in the order of a worker's life."""
     counts = Counter(state_text(status, worker) for worker in workers)
-    return ", ".join(f"{counts[state]} {state}" for state in (WAITING, UNSTARTED, *WorkerState) if counts[state])
+    return ", ".join(f"{counts[state]} {state}" for state in (UNSTARTED, *WorkerState) if counts[state])
 
 
 def short_name(worker: WorkerStatus) -> str:

@@ -103,6 +103,8 @@ class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
     """It was done, or will be."""
 
     note: str = ""
+    lives: dict[str, int] = {}
+    """Of a restart: the incarnation that begins, or will, of each worker that it concerns, by full name."""
 
 
 class Refused(MasterAnswer, tag="refused", frozen=True, kw_only=True):
@@ -172,6 +174,8 @@ class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
     roles: list[RoleStatus] = []
     workers: list[WorkerStatus] = []
     end: EndReport | None = None
+    outcome: int | None = None
+    """Exit code to be, known from STOPPING on."""
 
 
 class JobLine(Value, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ class Stage(StrEnum):
     READY = "READY"
     """Placed, and every worker has answered."""
     RUNNING = "RUNNING"
+    """Its workers have their orders to run, so whoever runs sees this."""
     STOPPING = "STOPPING"
     """Its outcome is decided; workers are being stopped."""
     STOPPED = "STOPPED"
@@ -39,6 +40,8 @@ JOB_MOVES = TransitionTable(
 class WorkerState(StrEnum):
     """One life (incarnation) of a worker, as its agent sees it."""
 
+    PENDING = "PENDING"
+    """It is not begun: the worker waits for a place, or for the end of a back-off. Only the master says so."""
     STARTING = "STARTING"
     """The process is being made, or has not said hello yet."""
     READY = "READY"
@@ -53,6 +56,7 @@ class WorkerState(StrEnum):
 WORKER_MOVES = TransitionTable(
     "worker",
     {
+        WorkerState.PENDING: (WorkerState.STARTING,),
         WorkerState.STARTING: (WorkerState.READY, WorkerState.STOPPING, WorkerState.EXITED),
         WorkerState.READY: (WorkerState.RUNNING, WorkerState.STOPPING, WorkerState.EXITED),
         WorkerState.RUNNING: (WorkerState.FINISHED, WorkerState.STOPPING, WorkerState.EXITED),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from unified.errors import JobNameError
 from unified.job.names import check_job_name
 from unified.job.spec import JobSpec, RoleSpec
-from unified.protocol.records import JOB_MOVES, Stage, WorkerState, raw
+from unified.protocol.records import JOB_MOVES, Stage, raw
 from unified_master.core import recovery, rendezvous, stopping
 from unified_master.core.state import JobRecord, RoleRecord, WorkerRecord
 from unified_master.core.turn import Turn, count
@@ -96,7 +96,7 @@ def advance(turn: Turn, job: JobRecord) -> None:
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.READY)
         turn.decide("job-ready", f"{count(len(workers), 'worker')} answered", job)
     rendezvous.give_orders(turn, job)
-    if job.stage is Stage.READY and not any(_is_starting(worker) for worker in workers):
+    if job.stage is Stage.READY:  # before the orders leave, so that an entry point that asks is told RUNNING
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.RUNNING)
         job.started_at = job.started_at or turn.now
         turn.decide("job-running", "all workers run", job)
@@ -124,10 +124,6 @@ def prune(turn: Turn) -> None:
 
 def _description_kb(spec: JobSpec) -> int:
     return sum(len(blob.data) for blob in (spec.user_config, *(role.config for role in spec.roles))) // 1024
-
-
-def _is_starting(worker: WorkerRecord) -> bool:
-    return worker.is_held or worker.state in (WorkerState.STARTING, WorkerState.READY)
 
 
 def _is_done(job: JobRecord) -> bool:

@@ -318,7 +318,14 @@ def _restart(turn: Turn, request: RestartWorkers, job: JobRecord) -> Answer:
         names.append(worker.name)
     why = f"restarted on request: {', '.join(names) if names else 'the whole job'}"
     turn.decide("restart-asked", why, job)
+    before = {worker.name: worker.incarnation for worker in job.workers.values() if worker.kind == "worker"}
     found = restart(turn, job, names, why) if names else restart_job(turn, job, why)
     if not found.fits:
         queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
-    return Done(note=why)
+    coming = {name: number + 1 for name, number in before.items() if _is_to_come(job, job.workers[name], number)}
+    return Done(note=why, lives=coming)
+
+
+def _is_to_come(job: JobRecord, worker: WorkerRecord, before: int) -> bool:
+    """Another life than that `before` has begun, or will."""
+    return worker.incarnation > before or worker.is_held or job.is_waiting

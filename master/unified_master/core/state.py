@@ -85,7 +85,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     """Its next life waits for a back-off."""
     is_seen: bool = False
     """The agent has reported this life."""
-    state: WorkerState = WorkerState.STARTING
+    state: WorkerState = WorkerState.PENDING
     pid: int = 0
     round: int = 0
     inbox: Inbox | None = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from unified.job.spec import JobSpec
 from unified.protocol.client_master import JobLine, JobStatus, NodeStatus, RoleStatus, Story, WorkerStatus
-from unified.protocol.records import EventRecord, NodeResources
+from unified.protocol.records import EventRecord, NodeResources, WorkerState
 from unified_master.core.room import EPSILON
 from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
 
@@ -34,10 +33,9 @@ def job_status(cluster: Cluster, job: JobRecord) -> JobStatus:
             )
             for role in job.spec.roles
         ],
-        workers=[
-            _worker_status(cluster, job.spec, worker) for worker in job.workers.values() if worker.kind == "worker"
-        ],
+        workers=[_worker_status(cluster, job, worker) for worker in job.workers.values() if worker.kind == "worker"],
         end=job.end,
+        outcome=job.outcome,
     )
 
 
@@ -85,8 +83,14 @@ def _concerns(event: EventRecord, worker: WorkerRecord) -> bool:
     return not event.role or event.role == worker.role
 
 
-def _worker_status(cluster: Cluster, spec: JobSpec, worker: WorkerRecord) -> WorkerStatus:
-    role = spec.role(worker.role)
+def _state(job: JobRecord, worker: WorkerRecord) -> WorkerState:
+    """Of its newest life, or PENDING if another is to come and has not begun."""
+    is_coming = worker.is_held or job.is_waiting or worker.incarnation < 0
+    return WorkerState.PENDING if is_coming else worker.state
+
+
+def _worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> WorkerStatus:
+    role = job.spec.role(worker.role)
     node = cluster.nodes.get(worker.node)
     return WorkerStatus(
         name=worker.name,
@@ -95,7 +99,7 @@ def _worker_status(cluster: Cluster, spec: JobSpec, worker: WorkerRecord) -> Wor
         local_rank=worker.rank % role.per_group,
         node_rank=worker.rank // role.per_group,
         incarnation=max(0, worker.incarnation),
-        state=worker.state,
+        state=_state(job, worker),
         node=worker.node,
         address=node.info.address if node is not None else "",
         pid=worker.pid,

@@ -10,6 +10,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 from unified.api.runtime.actors import actor_named, actors_of
 from unified.client.connection import MasterConnection
+from unified.client.restarting import restart_workers
 from unified.job.enums import MasterStage
 from unified.keys import ClusterKey
 from unified.protocol.client_master import (
@@ -21,7 +22,7 @@ from unified.protocol.client_master import (
     RestartWorkers,
     StopJob,
 )
-from unified.protocol.records import Stage
+from unified.protocol.records import DirectoryEntry, Reachability, Stage
 from unified.worker.context import ActorInfo, current_worker
 
 P = ParamSpec("P")
@@ -80,10 +81,17 @@ def get_all_roles() -> dict[str, list[ActorInfo]]:
 
 
 def restart_actors(names: Iterable[str] = (), *, actor_names: Iterable[str] = ()) -> None:
-    """Give these workers (full names or ``role-rank``) a new life each. `actor_names` is another word for `names`."""
+    """Give these workers (full names or ``role-rank``) a new life each, and return when those are READY.
+
+    A rank of an elastic role restarts with its role. No call that begins afterwards meets an old life. `actor_names` is
+    another word for `names`.
+
+    Raises:
+        RefusedError: the job ends meanwhile.
+    """
     workers = [actor_named(name).name for name in (*names, *actor_names)]
     if workers:  # to the master an empty list means all
-        _ask(RestartWorkers(job=_job_id(), workers=workers), Done)
+        restart_workers(_ask, _job_id(), workers, asked=_bury)
 
 
 def restart() -> None:
@@ -97,13 +105,18 @@ def stop() -> None:
 
 
 def wait() -> int:
-    """Wait until the job has ended, and return its exit code.
+    """Wait until the job's outcome is decided, and return its exit code.
 
-    A driver's own entry point must return before that can be: this is for the workers beside it.
+    From then on the job is STOPPING, and this worker is stopped with it: it has the job's `stop_grace_s` to act on the
+    answer. STOPPED, when no worker is left, is not for a worker to see. A driver's own entry point must return before
+    that can be: this is for the workers beside it.
     """
+    current_worker().on_stop(lambda: None)  # so that it is not ended at once, before it has the answer
     version = -1
     while True:
         job = _ask(GetJob(job=_job_id(), after_version=version, wait_s=POLL_S), JobStatus)
+        if job.outcome is not None:
+            return job.outcome
         if job.stage is Stage.STOPPED:
             return job.exit_code or 0
         version = job.version
@@ -126,6 +139,18 @@ class PrimeMasterApi:
     restart = MasterCall(restart)
     stop = MasterCall(stop)
     wait = MasterCall(wait)
+
+
+def _bury(lives: dict[str, int]) -> None:
+    """Take lives for ended that are about to be, and whose end this worker has not heard of."""
+    worker = current_worker()
+    dead = [
+        DirectoryEntry(worker=name, incarnation=number - 1, state=Reachability.DEAD, reason="restarted on request")
+        for name, number in lives.items()
+        if number > 0 and name != worker.actor_info.name
+    ]
+    if dead:
+        worker.bus.update_directory(dead)
 
 
 def _job_id() -> str:

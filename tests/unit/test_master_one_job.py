@@ -1,4 +1,4 @@
-"""The nodes that one job uses: how many, for its workers and its store host, and what it says and does without."""
+"""One job: the nodes that it uses, and what it says of its workers, its stage and its outcome."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 
 from tests.sim.sim_agent import SimAgent, resources
 from tests.sim.world import World
-from tests.unit.master_bench import Bench, elastic, simple
+from tests.unit.master_bench import USER, Bench, elastic, simple
 from unified.job.spec import JobSpec, Resources, RoleSpec
-from unified.protocol.client_master import Refused, SubmitJob
+from unified.protocol.agent_master import DesiredWorkers
+from unified.protocol.client_master import Done, GetJob, JobStatus, Refused, RestartWorkers, SubmitJob
 from unified.protocol.records import Stage
 from unified_master.core.jobs import faults_of
 
@@ -118,3 +119,69 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         "job job: node_num must be at least 1.",
         "job job: master_cpu and master_memory_mb must be numbers from 0 upwards.",
     ]
+
+
+def states(of: World, name: str) -> dict[str, str]:
+    answer = of.request(GetJob(job=name))
+    assert isinstance(answer, JobStatus)
+    return {f"{worker.role}-{worker.rank}": str(worker.state) for worker in answer.workers}
+
+
+def test_a_worker_that_waits_for_a_place_or_a_back_off_is_pending() -> None:
+    cluster = world(n1={"devices": 1})
+    submit(cluster, elastic(accelerator=1), failover_exec=2)
+    assert states(cluster, "job") == {"e-0": "PENDING", "e-1": "PENDING"}
+    cluster.add(SimAgent("n1", resources(devices=2), incarnation="b"))
+    cluster.run(0.01)
+    assert states(cluster, "job") == {"e-0": "STARTING", "e-1": "STARTING"}
+    cluster.run(1)
+    assert states(cluster, "job") == {"e-0": "RUNNING", "e-1": "RUNNING"}
+    for _ in range(2):  # fails at once, so that the second restart waits
+        agent = cluster.agents["n1"]
+        assert isinstance(agent, SimAgent)
+        cluster.say("n1", agent.end("job-1", "e_2-0_1-0", USER))
+        cluster.run(0.3)
+    assert states(cluster, "job") == {"e-0": "PENDING", "e-1": "PENDING"}
+    cluster.kill_agent("n1")
+    cluster.until(lambda: cluster.job("job").is_waiting, "the job to wait")
+    assert states(cluster, "job") == {"e-0": "PENDING", "e-1": "PENDING"}
+
+
+def test_an_order_to_run_is_sent_by_a_job_that_is_running() -> None:
+    cluster = world(n1={"devices": 0})
+    stages: list[str] = []
+
+    def watch(_now: float, _who: str, what: object) -> None:
+        if isinstance(what, DesiredWorkers) and any(worker.run for worker in what.workers):
+            stages.append(str(cluster.job("job").stage))
+
+    cluster.watch = watch
+    submit(cluster, simple(), elastic())
+    cluster.run(1)
+    assert set(stages) == {"RUNNING"}
+
+
+def test_the_outcome_is_known_before_the_last_worker_is_gone() -> None:
+    cluster = world(n1={"devices": 0})
+    submit(cluster, simple(), simple("service", is_driver=False))
+    cluster.run(1)
+    agent = cluster.agents["n1"]
+    assert isinstance(agent, SimAgent)
+    agent.is_stuck = True
+    cluster.say("n1", agent.finish("job-1", "s_1-0_1-0"))
+    cluster.run(0.1)
+    answer = cluster.request(GetJob(job="job"))
+    assert isinstance(answer, JobStatus)
+    assert (answer.stage, answer.exit_code, answer.outcome) == (Stage.STOPPING, None, 0)
+
+
+def test_a_restart_on_request_says_which_lives_will_be() -> None:
+    cluster = world(n1={"devices": 0})
+    submit(cluster, elastic(), simple(total=2))
+    cluster.run(1)
+    done = cluster.request(RestartWorkers(job="job", workers=["e-1"]))
+    assert isinstance(done, Done)
+    assert done.lives == {"e_2-0_1-0": 1, "e_2-1_1-0": 1}
+    done = cluster.request(RestartWorkers(job="job", workers=[]))
+    assert isinstance(done, Done)
+    assert done.lives == {"e_2-0_1-0": 2, "e_2-1_1-0": 2, "s_2-0_1-0": 1, "s_2-1_1-0": 1}

@@ -1,0 +1,77 @@
+"""A job that restarts and watches itself, and one that its driver restarts, on real daemons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unified.api.builder import DLJobBuilder
+from unified.testing import LocalCluster, eventually
+
+pytestmark = pytest.mark.cluster
+
+Cluster = Callable[..., LocalCluster]
+
+CODE = """
+import json, os, time
+from unified import PrimeMasterApi, RoleGroup, current_worker, rpc
+
+def note(name, value):
+    folder = current_worker().job_info.user_config["folder"]
+    path = os.path.join(folder, name)
+    with open(path + ".part", "w") as file:
+        json.dump(value, file)
+    os.replace(path + ".part", path)
+
+class Service:
+    @rpc
+    def life(self):
+        return current_worker().incarnation
+
+def watcher():
+    note("outcome", PrimeMasterApi.wait())
+
+def driver():
+    stage = PrimeMasterApi.get_status().stage
+    services = RoleGroup("service")
+    lives = [[service.call("life").result() for service in services]]
+    for _ in range(3):
+        PrimeMasterApi.restart_actors(["service-0"])
+        lives.append([service.call("life").result() for service in services])
+    note(f"driver-{current_worker().incarnation}", [stage, *lives])
+    while not os.path.exists(os.path.join(current_worker().job_info.user_config["folder"], "end")):
+        time.sleep(0.02)
+    raise SystemExit(3 if current_worker().incarnation else 0)
+"""
+
+
+def test_restarts_from_inside_and_outside_and_the_outcome(
+    local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`restart_actors` and `JobHandle.restart` return when the new lives are there, and no call meets an old one."""
+    (tmp_path / "control_job.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    builder: Any = DLJobBuilder().device_per_node(1).device_type("CPU").config({"folder": str(tmp_path)})
+    builder = builder.workload("driver", "control_job.driver").resource(cpu=0.1).max_restart(0)
+    builder = builder.workload("service", "control_job.Service").total(2).resource(cpu=0.1).not_driver()
+    builder = builder.workload("watcher", "control_job.watcher").resource(cpu=0.1).not_driver()
+    handle = local_cluster(nodes=1, devices=1).submit(builder.build(), "control")
+
+    def noted(name: str) -> Any:
+        return eventually(lambda: (tmp_path / name).exists() and json.loads((tmp_path / name).read_text()), timeout=40)
+
+    assert noted("driver-0") == ["RUNNING", [0, 0], [1, 0], [2, 0], [3, 0]]
+    handle.restart("service-1", timeout=40)
+    lives = {f"{worker.role}-{worker.rank}": worker.incarnation for worker in handle.status().workers}
+    assert lives == {"driver-0": 0, "service-0": 3, "service-1": 1, "watcher-0": 0}
+    handle.restart(timeout=40)
+    lives = {f"{worker.role}-{worker.rank}": worker.incarnation for worker in handle.status().workers}
+    assert (lives["driver-0"], lives["service-1"], lives["watcher-0"]) == (1, 2, 1)
+    assert noted("driver-1") == ["RUNNING", [4, 2], [5, 2], [6, 2], [7, 2]]
+    (tmp_path / "end").touch()
+    assert handle.wait(timeout=40) == 1
+    assert json.loads((tmp_path / "outcome").read_text()) == 1
