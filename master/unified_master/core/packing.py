@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from unified.job.spec import Resources, Value
 from unified_master.core.room import EPSILON, Room, Unit
 from unified_master.core.shortage import shortage, whole_devices
-from unified_master.core.state import SeatClaim
+from unified_master.core.state import STORE, SeatClaim
 from unified_master.core.turn import count
 
 Fitness = tuple[float, float, float, str]
@@ -40,7 +40,8 @@ class Plan(Value, frozen=True, kw_only=True):
 
     @property
     def num_nodes(self) -> int:
-        return len({seat.node for seat in self.seats})
+        """Nodes with workers."""
+        return len({seat.node for seat in self.seats if seat.worker != STORE})
 
 
 def plan(units: Sequence[Unit], open_rooms: Callable[[], list[Room]], max_nodes: int | None = None) -> Plan:
@@ -75,13 +76,16 @@ def plan(units: Sequence[Unit], open_rooms: Callable[[], list[Room]], max_nodes:
         for control_first in orders:
             if (found := _few_nodes(units, open_rooms(), bound, control_first=control_first)).fits:
                 return found
-    return Plan(reason=f"it fits on {count(everywhere.num_nodes, 'node')}, and may use {bound} (node_num)")
+    packed = _attempt(units, open_rooms(), len(open_rooms()), is_spread=False, control_first=False)
+    nodes = count((packed if packed.fits else everywhere).num_nodes, "node")
+    return Plan(reason=f"it fits on {nodes}, and may use {bound} (node_num)")
 
 
 def _attempt(units: Sequence[Unit], rooms: list[Room], bound: int, *, is_spread: bool, control_first: bool) -> Plan:
     """Each unit in the room that suits it best. Once the job uses as many nodes as it may, those alone are left."""
     every = {room.node: room for room in rooms}
-    left = _within(every, bound)
+    num_used = sum(room.is_used for room in rooms)
+    left = every if num_used < bound else _used(every)
     seats: list[Seat] = []
     placed: dict[str, int] = {}
     shape: Shape | None = None
@@ -103,11 +107,12 @@ def _attempt(units: Sequence[Unit], rooms: list[Room], bound: int, *, is_spread:
         if not offers:
             return Plan(reason=shortage(unit, units, list(left.values()), placed.get(unit.label, 0)))
         room = left[heapq.heappop(offers)[-1]]
-        is_new = not room.is_used
+        is_last = not room.is_used and num_used + 1 == bound
+        num_used += not room.is_used
         seats += _take(room, unit)
         placed[unit.label] = placed.get(unit.label, 0) + 1
-        if is_new and len(within := _within(every, bound)) < len(left):
-            left, shape = within, None
+        if is_last:
+            left, shape = _used(every), None
         elif (offer := _offer(room, unit, is_spread=is_spread)) is not None:
             heapq.heappush(offers, offer)
     return Plan(seats=tuple(seats))
@@ -203,10 +208,9 @@ def _room_for_control(rooms: Iterable[Room], unit: Unit) -> Room | None:
     return min(fitting, key=lambda room: (not room.is_used, room.num_workers, room.node), default=None)
 
 
-def _within(rooms: dict[str, Room], bound: int) -> dict[str, Room]:
-    """All rooms, or only those in use when there are as many as may be."""
-    used = {node: room for node, room in rooms.items() if room.is_used}
-    return used if len(used) >= bound else rooms
+def _used(rooms: dict[str, Room]) -> dict[str, Room]:
+    """Those that the job has workers in."""
+    return {node: room for node, room in rooms.items() if room.is_used}
 
 
 def _in_order(units: Sequence[Unit], *, control_first: bool) -> list[Unit]:
