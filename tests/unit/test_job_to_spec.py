@@ -181,7 +181,7 @@ ROLES: dict[str, dict[str, Any]] = {
         "comm_backend": "gloo",
         "comm_timeout_s": 8,
     },
-    "simple": {"entry_point": "-m pkg.mod --lr 1"},
+    "simple": {"entry_point": "-m pkg.mod --lr 1", "restart_alone": True},
     "custom": {"module_name": "pkg.mod", "class_name": "C", "resource": {"cpu": 1}},
     **{f"shared{number}": {} for number in range(3)},
 }

@@ -52,6 +52,7 @@ def workload_of(role: RoleSpec) -> WorkloadDesc:
             min_nodes=role.min_nodes,
             max_nodes=role.max_nodes,
         )
+    fields["restart_alone"] = role.restart_alone
     if role.kind == "custom":
         return CustomWorkloadDesc.model_construct(
             **fields, module_name=role.entry_point.target, class_name=role.entry_point.attribute
