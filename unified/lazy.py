@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from unified.errors import nearest
+from unified.extras import needed_by
 
 
 def exports(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -23,7 +24,8 @@ def exports(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[
         if name not in home_of:
             hint = "" if name.startswith("_") else nearest(name, home_of)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
-        value = getattr(import_module(home_of[name]), name)
+        with needed_by(f"{package}.{name}"):
+            value = getattr(import_module(home_of[name]), name)
         setattr(sys.modules[package], name, value)  # the next look-up does not come here
         return value
 

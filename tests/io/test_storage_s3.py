@@ -402,7 +402,7 @@ def test_a_refusal_to_replace_comes_before_the_work(s3_environment: S3Server) ->
             store.write("a", pieces(), if_absent=True)  # type: ignore[arg-type]
 
 
-def test_importing_is_cheap_and_a_missing_boto3_is_named() -> None:
+def test_importing_is_cheap_and_a_missing_botocore_is_named() -> None:
     script = (
         "import sys; sys.modules['botocore.session'] = None\n"
         "from unified.storage import S3Backend, LocalBackend, open_storage\n"

@@ -34,6 +34,7 @@ from unified.checkpoint.store import Order
 from unified.core.backoff import Backoff
 from unified.data.client import Coordinator
 from unified.errors import UsageError
+from unified.extras import needed_by
 from unified.runtime_settings import RuntimeSettings
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class CheckpointManager(Loads):
         payload = BytesPayload(data)
         return self._save("bytes", step, lambda: payload, payload.nbytes, metadata, force)
 
+    @needed_by("CheckpointManager.save()")
     def save(
         self,
         state: Any,

@@ -14,6 +14,7 @@ from unified.checkpoint.loading import LoadReport, Wanted, load
 from unified.checkpoint.manifest import Kind, Manifest, check_step
 from unified.checkpoint.rank_group import lead, ranks_here
 from unified.checkpoint.run_files import RunFiles
+from unified.extras import needed_by
 from unified.worker.rank_group import Alone, Ranks
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class Loads(RunFiles):
         """As `load`, for code that is not async."""
         return bytes(self._load(step, {"bytes": self.store.read, "state": self.store.read}, exact=exact))
 
+    @needed_by("CheckpointManager.load_state()")
     def load_state(
         self, step: Wanted = None, *, exact: bool = False, map_location: Any = "cpu", weights_only: bool = True
     ) -> Any:
@@ -74,6 +76,7 @@ class Loads(RunFiles):
 
         return self._load(step, {"bytes": of_one, "state": of_one, "sharded": of_many}, exact=exact)
 
+    @needed_by("CheckpointManager.load_state_into()")
     def load_state_into(
         self,
         state: dict[str, Any],

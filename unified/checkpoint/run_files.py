@@ -24,6 +24,7 @@ from unified.checkpoint.retention import is_whole
 from unified.checkpoint.store import CheckpointStore, Order, describe
 from unified.checkpoint.writers import Writer
 from unified.errors import CheckpointCorruptError, CheckpointNotFoundError, UsageError
+from unified.extras import needed_by
 
 CONFIG_NAME = "run.json"
 
@@ -129,6 +130,7 @@ class RunFiles(ABC):
             tell_of_damage(self.store, skipped, "There is none before.")
         return None
 
+    @needed_by("CheckpointManager.materialize_checkpoint()")
     def materialize_checkpoint(
         self, checkpoint: Manifest | Wanted = None, directory: str | os.PathLike[str] | None = None
     ) -> Path:

@@ -39,7 +39,7 @@ class S3Backend(StorageBackend):
         timeout_s: for a connection, and for the next bytes of an answer.
 
     Raises:
-        ImportError: boto3 is not installed.
+        ImportError: botocore is not installed.
         UsageError: an argument that cannot be. What is wrong with the store is said by the first request.
     """
 

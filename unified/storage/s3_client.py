@@ -37,7 +37,7 @@ _DENIED = {
 }
 _FULL = {"EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
 _BUSY = {"ConditionalRequestConflict", "InternalError", "OperationAborted", "RequestTimeout", "SlowDown", "Throttling"}
-NOT_INSTALLED = "S3 needs boto3: pip install 'unified-runtime[s3]'"
+NOT_INSTALLED = "S3 needs botocore: pip install 'unified-runtime[s3]'"
 _CREDENTIALS = "the environment, the AWS configuration files, or the machine's role"
 
 
@@ -53,7 +53,7 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_installed() -> None:
-    """ImportError if boto3 is not; nothing of it is imported."""
+    """ImportError if botocore is not; nothing of it is imported."""
     if "botocore" not in sys.modules and importlib.util.find_spec("botocore") is None:
         raise ImportError(NOT_INSTALLED)
 
@@ -62,7 +62,7 @@ def make_client(settings: S3Settings) -> Any:
     """A new client. Credentials come from the standard chain when the first request is made.
 
     Raises:
-        ImportError: boto3 is not installed.
+        ImportError: botocore is not installed.
         UsageError: the region or endpoint is none.
     """
     try:
@@ -127,7 +127,7 @@ def check_endpoint(url: str | None) -> str | None:
 
 @contextlib.contextmanager
 def s3_errors(bucket: str, key: str, action: str) -> Iterator[None]:
-    """Errors of boto3 as errors of a store. `key` is the whole one; none: it is about the bucket."""
+    """Errors of botocore as errors of a store. `key` is the whole one; none: it is about the bucket."""
     from botocore import exceptions as boto
 
     what = f"cannot {action} s3://{bucket}/{key}"

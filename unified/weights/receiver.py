@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from unified.errors import UsageError
+from unified.extras import needed_by
 from unified.worker.context import current_worker
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class WeightsReceiver:
     """
 
     def __init__(self, name: str = "default", *, copy: bool | None = None, bus: BusEndpoint | None = None) -> None:
-        from unified.weights.reception import Reception  # imports torch
+        with needed_by("WeightsReceiver"):
+            from unified.weights.reception import Reception  # imports torch
 
         if not isinstance(name, str) or not name:
             raise UsageError(f"WeightsReceiver({name!r}): a name is wanted.")

@@ -17,6 +17,7 @@ from unified.bus.futures import RpcFuture, gather
 from unified.bus.registry import method_name
 from unified.bus.streams import RpcStream
 from unified.errors import UsageError
+from unified.extras import needed_by
 from unified.weights.plan import BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -264,7 +265,8 @@ class RoleGroup(Sequence[RoleActor]):
             WeightsError: somebody cannot have it; or the version before, which was not waited for, did not arrive.
             UsageError: (a ValueError) ``No actors in the role group.``, or `weights` cannot be sent.
         """
-        from unified.weights.sync import Order, sync_weights  # imports torch
+        with needed_by("RoleGroup.sync_weights()"):
+            from unified.weights.sync import Order, sync_weights  # imports torch
 
         order = Order(version, dtype, bucket_bytes, timeout, wait, force, collective)
         return sync_weights(self.name, [actor.info for actor in self.actors], weights, name, order)

@@ -1,0 +1,81 @@
+"""What is imported is declared, by the distribution that has it and not by one that brings it; and the reverse."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"unified": ROOT / "unified", "unified_agent": ROOT / "agent", "unified_master": ROOT / "master"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FOR_DEVELOPERS = {"test", "examples"}
+NOT_YET = {"http", "hf", "k8s", "nemo"}
+"""Extras that docs/concepts.md lists as missing; see pyproject.toml."""
+OF_ITS_CALLER = {"unified/testing.py": {"pytest"}}
+"""A plugin is imported by what it is a plugin of."""
+
+
+STANDARD = sys.stdlib_module_names | {"annotationlib"}
+"""Of the newest Python, whichever runs this."""
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """Each file, and a module outside the standard library that it imports, anywhere in it."""
+    for package, folder in PACKAGES.items():
+        for file in sorted((folder / package if folder.name != package else folder).rglob("*.py")):
+            where = str(file.relative_to(ROOT))
+            for node in ast.walk(ast.parse(file.read_text())):
+                names: list[str] = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+                    names = [node.module]
+                for name in names:
+                    top = name.partition(".")[0]
+                    if top not in STANDARD | PACKAGES.keys() | OF_ITS_CALLER.get(where, set()):
+                        yield where, top
+
+
+def declared(*extras: str) -> set[str]:
+    """Names of the distributions that the core, or these extras, need."""
+    lists = [PROJECT["optional-dependencies"][extra] for extra in extras] or [PROJECT["dependencies"]]
+    names = {re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0] for each in lists for text in each}
+    return {normal(name) for name in names} - {PROJECT["name"]}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@cache
+def having() -> Mapping[str, Sequence[str]]:
+    return packages_distributions()
+
+
+def distributions(module: str) -> set[str]:
+    return {normal(name) for name in having().get(module, [module])}
+
+
+USED = [*PROJECT["optional-dependencies"].keys() - FOR_DEVELOPERS - NOT_YET]
+
+
+def test_what_is_imported_is_declared() -> None:
+    known = declared() | declared(*USED)
+    missing = {f"{where} imports {module}" for where, module in imported() if not distributions(module) & known}
+    assert not missing
+
+
+def test_what_is_declared_is_imported() -> None:
+    used = {name for _, module in imported() for name in distributions(module)}
+    assert not (declared() | declared(*USED)) - used
+
+
+def test_daemons_need_the_core_alone() -> None:
+    daemons = {module for where, module in imported() if where.startswith(("agent/", "master/"))}
+    assert not {module for module in daemons if not distributions(module) & declared()}

@@ -1,0 +1,50 @@
+"""The lowest versions that pyproject.toml allows do what the suite wants of them, beside those that `make` installs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = [
+    *("tests/unit/test_job_config.py", "tests/unit/test_job_workloads.py", "tests/unit/test_job_to_spec.py"),
+    *("tests/unit/test_job_payload.py", "tests/unit/test_builder_job.py", "tests/unit/test_spec_builder_blocks.py"),
+    *("tests/unit/test_compat_blocks.py", "tests/unit/test_compat_names.py", "tests/unit/test_worker_context.py"),
+    "tests/io/test_checkpoint_run_layout.py",
+]
+COMMANDS = ["tests/unit/test_cli_main.py", "tests/unit/test_cli_run.py"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "tests", "warnings"),
+    [
+        ("omegaconf==2.3.0", CONFIGS, "error"),
+        ("omegaconf==2.4.0", CONFIGS, "error"),
+        ("typer==0.16.0", COMMANDS, "default"),  # it imports what click has deprecated since
+    ],
+)
+def test_suite_with_another_version(requirement: str, tests: list[str], warnings: str, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    done = subprocess.run(
+        [*pip, "--target", str(tmp_path / "site"), requirement], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip(f"{requirement} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    name, _, version = requirement.partition("==")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    used = subprocess.run(
+        [sys.executable, "-c", f"from importlib.metadata import version; print(version({name!r}))"],
+        capture_output=True, text=True, env=env, check=True,
+    )  # fmt: skip
+    assert used.stdout.strip() == version
+    suite = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", warnings, "-p", "no:cacheprovider", *tests],
+        capture_output=True, text=True, cwd=ROOT, env=env, check=False,
+    )  # fmt: skip
+    assert suite.returncode == 0, suite.stdout
