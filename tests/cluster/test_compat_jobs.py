@@ -1,8 +1,9 @@
 """Whole programs that import upstream's names alone, run by ``python -m unified.compat``: script, job and workers.
 
-The code of documents 1 and 3 about life inside a worker is that of `test_spec_documents`, with the documents' own
-import prefix put back; the jobs of documents 1 and 2 are the blocks of `test_compat_blocks`. The cluster's daemons know
-nothing of the aliases: its workers have them because the job says so.
+Those of the documents' jobs are run natively as well, with our import prefix. The code of documents 1 and 3 about life
+inside a worker is that of `test_spec_documents`, with the documents' own prefix put back; the jobs of documents 1 and 2
+are the blocks of `test_document_blocks`. The cluster's daemons know nothing of the aliases: its workers have them
+because the job says so.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from tests.cluster import test_spec_documents as documents
-from tests.unit import test_compat_blocks as blocks
+from tests.unit import test_document_blocks as blocks
 from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -89,17 +91,24 @@ def upstream(text: str) -> str:
     return text.replace("from unified.api", "from dlrover.python.unified.api")
 
 
-def run(folder: Path, script: str, *, env: dict[str, str], **modules: str) -> subprocess.CompletedProcess[str]:
-    """Run a program by ``python -m unified.compat``, modules beside it (dots in a name: folders)."""
+UPSTREAM = "dlrover.python.unified"
+Door = Literal["native", "compat"]
+both_doors = pytest.mark.parametrize("door", ["native", "compat"])
+
+
+def run(
+    folder: Path, script: str, *, env: dict[str, str], door: Door = "compat", **modules: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program by ``python -m unified.compat``, or natively, modules beside it (dots in a name: folders)."""
     for name, text in {"program": script, **modules}.items():
         own = text.replace("dlrover.python.unified", "").replace("dlrover/python/unified", "")
         assert "unified" not in own.replace("examples.unified", "")
         path = folder / f"{name.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text))
+        path.write_text(textwrap.dedent(text if door == "compat" else text.replace(UPSTREAM, "unified")))
     inherited = {name: value for name, value in os.environ.items() if name != "UNIFIED_COMPAT"}
     return subprocess.run(
-        [sys.executable, "-m", "unified.compat", "program.py"],
+        [sys.executable, *(["-m", "unified.compat"] if door == "compat" else []), "program.py"],
         cwd=folder,
         env={**inherited, "UNIFIED_PROGRESS": "plain", **env},
         capture_output=True,
@@ -120,16 +129,22 @@ def succeeded(done: subprocess.CompletedProcess[str], job_name: str = "") -> str
     return done.stdout
 
 
-def test_first_example_of_the_guide(local_cluster: Cluster, tmp_path: Path) -> None:
+@both_doors
+def test_first_example_of_the_guide(local_cluster: Cluster, tmp_path: Path, door: Door) -> None:
     """Its `xxx` is a name like any other; its gap `...` is left out."""
     cluster = local_cluster(nodes=1, devices=4)
     done = run(
-        tmp_path / "project", blocks.FIRST_EXAMPLE, env={"UNIFIED_MASTER": cluster.address}, xxx=TRAINER_OF_THE_GUIDE
+        tmp_path / "project",
+        blocks.FIRST_EXAMPLE,
+        env={"UNIFIED_MASTER": cluster.address},
+        door=door,
+        xxx=TRAINER_OF_THE_GUIDE,
     )
     assert succeeded(done) == "[TRAINER-0] trainer with v1 on node-1\n"
 
 
-def test_single_role(local_cluster: Cluster, tmp_path: Path) -> None:
+@both_doors
+def test_single_role(local_cluster: Cluster, tmp_path: Path, door: Door) -> None:
     """`torch` and `args` are given; the document's own `args` is a dict, which has no `__dict__`."""
     cluster = local_cluster(nodes=2, devices=2)
     given = "import torch\nfrom argparse import Namespace\nargs = Namespace(data_dir='data/nanogpt/', batch_size=16)\n"
@@ -137,6 +152,7 @@ def test_single_role(local_cluster: Cluster, tmp_path: Path) -> None:
         tmp_path / "project",
         given + textwrap.dedent(blocks.SINGLE_ROLE),
         env={"UNIFIED_MASTER": cluster.address},
+        door=door,
         **{"examples.unified.elastic.nanogpt.train": TRAIN_OF_FOUR_RANKS},
     )
     assert sorted(succeeded(done, "nanogpt").splitlines()) == [
@@ -144,7 +160,8 @@ def test_single_role(local_cluster: Cluster, tmp_path: Path) -> None:
     ]
 
 
-def test_several_roles(local_cluster: Cluster, tmp_path: Path) -> None:
+@both_doors
+def test_several_roles(local_cluster: Cluster, tmp_path: Path, door: Door) -> None:
     """The outline's names are given, and it ends before a submit."""
     cluster = local_cluster(nodes=2, devices=4)
     given = "from dlrover.python.unified.api.builder import DLJobBuilder\n"
@@ -153,6 +170,7 @@ def test_several_roles(local_cluster: Cluster, tmp_path: Path) -> None:
         tmp_path / "project",
         given + textwrap.dedent(blocks.OUTLINE) + "job.submit()\n",
         env={"UNIFIED_MASTER": cluster.address},
+        door=door,
         **{"module.a": SAYS_ITS_ROLE, "module.b": SAYS_ITS_ROLE, "entrypoint": SAYS_ITS_ROLE},
     )
     assert sorted(succeeded(done).splitlines()) == [
@@ -163,13 +181,15 @@ def test_several_roles(local_cluster: Cluster, tmp_path: Path) -> None:
     ]
 
 
-def test_reinforcement_learning_on_a_laptop(tmp_path: Path) -> None:
+@both_doors
+def test_reinforcement_learning_on_a_laptop(tmp_path: Path, door: Door) -> None:
     """It asks for 18 CPUs: a cluster of its own shares out those that there are."""
     given = "from omegaconf import DictConfig\nfrom dlrover.python.unified.api.builder import DLJobBuilder\n"
     done = run(
         tmp_path / "project",
         given + "args = {'lr': 0.5}\n" + textwrap.dedent(blocks.RL),
         env={"UNIFIED_HOME": str(tmp_path / "home"), "UNIFIED_MASTER": ""},
+        door=door,
         **{f"module.{role}": SAYS_ITS_ROLE for role in ("trainer", "rollout", "reward")},
     )
     assert sorted(succeeded(done, "rl_job").splitlines()) == sorted(
@@ -241,3 +261,25 @@ def test_command_line_of_another_launcher_on_a_cluster_of_its_own(tmp_path: Path
     done = run(tmp_path / "project", given + textwrap.dedent(blocks.COMMAND), env=env)
     said = "worker of test_cmd_api with ['--test', '0'] unified.job.config unified.compat.dtruntime"
     assert said in succeeded(done, "test_cmd_api")
+
+
+def test_a_job_as_json(local_cluster: Cluster, tmp_path: Path) -> None:
+    """As ``python -m dlrover.python.unified.driver.main`` takes it, on a cluster that knows nothing of upstream."""
+    from unified.api.builder import DLJobBuilder
+    from unified.job import JobConfig
+
+    cluster = local_cluster(nodes=1, devices=1)
+    (tmp_path / "module.py").write_text(SAYS_ITS_ROLE + "    print(worker.actor_info.spec.config)\n")
+    job = (
+        DLJobBuilder().device_type("CPU").config({"lr": 0.5}).workload("a", ("module", "run")).config({"k": 1}).build()
+    )
+    config = JobConfig(job_name="from-json", dl_config=job)
+    done = subprocess.run(
+        [sys.executable, "-m", "unified.compat", "-m", "dlrover.python.unified.driver.main", config.model_dump_json()],
+        cwd=tmp_path,
+        env={**os.environ, "UNIFIED_PROGRESS": "plain", "UNIFIED_MASTER": cluster.address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[a-0] a 0 {'lr': 0.5} -\n[a-0] {'k': 1}\n"), done.stderr

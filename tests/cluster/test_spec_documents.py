@@ -100,15 +100,16 @@ def test_function_and_class_entry_points(local_cluster: Cluster, project: Projec
     assert len([line for line in printed if "ELASTIC" in line and "entries" in line]) == 2
 
 
-# Document 3, "Remote call pattern". The interface's bodies are `...` there, for the reader to fill.
+# Document 3, "Remote call pattern": the interface, with its own bodies, `...`, bound to the role that provides it.
 INTERFACE = """
-from unified.api.runtime import FutureSequence, RoleGroup
+from unified.api.runtime import FutureSequence
+from unified.api.runtime.remote_call import bind
 
-def vllm_wakeup() -> None:
-    RoleGroup("actor").call(vllm_wakeup).result()
+@bind("actor")
+def vllm_wakeup() -> None: ...
 
-def vllm_generate(prompt_token_ids, params) -> FutureSequence:
-    return RoleGroup("actor").call_batch(vllm_generate, len(prompt_token_ids), prompt_token_ids, params)
+@bind("actor")
+def vllm_generate(prompt_token_ids, params) -> FutureSequence: ...
 """
 
 PROVIDER = """

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CONFIGS = [
     *("tests/unit/test_job_config.py", "tests/unit/test_job_workloads.py", "tests/unit/test_job_to_spec.py"),
-    *("tests/unit/test_job_payload.py", "tests/unit/test_builder_job.py", "tests/unit/test_spec_builder_blocks.py"),
-    *("tests/unit/test_compat_blocks.py", "tests/unit/test_compat_names.py", "tests/unit/test_worker_context.py"),
+    *("tests/unit/test_job_payload.py", "tests/unit/test_builder_job.py", "tests/unit/test_document_blocks.py"),
+    *("tests/unit/test_compat_names.py", "tests/unit/test_worker_context.py"),
     "tests/io/test_checkpoint_run_layout.py",
 ]
 COMMANDS = ["tests/unit/test_cli_main.py", "tests/unit/test_cli_run.py"]

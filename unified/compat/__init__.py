@@ -2,10 +2,12 @@
 
     python -m unified.compat script.py [args]
 
-runs a script with the aliases in place; its job's workers have them too, and so have the processes that it starts. With
-``UNIFIED_COMPAT=1`` in the environment the aliases are there as soon as anything imports `unified`. An alias is the
-very module it stands for, so that a class is one class under both names. A `dlrover` or `dtruntime` that is installed
-is left alone unless the aliases are forced (``UNIFIED_COMPAT=force``, ``--force``).
+runs a script with the aliases in place, and with ``-m`` a module; its job's workers have them too, and so have the
+processes that it starts. With ``UNIFIED_COMPAT=1`` in the environment the aliases are there from the interpreter's
+start where `unified` is installed, by ``unified_compat.pth``, and else as soon as anything imports `unified`. An alias
+is the very module it stands for, or one whose names are ours, so that a class is one class under both names. A
+`dlrover` or `dtruntime` that is installed is left alone unless the aliases are forced (``UNIFIED_COMPAT=force``,
+``--force``).
 """
 
 from __future__ import annotations

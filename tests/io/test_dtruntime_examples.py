@@ -49,6 +49,14 @@ async def execute(block: str, **names: Any) -> dict[str, Any]:
     return names
 
 
+# What the document's first block of each class calls it with: signatures, and no code.
+
+SIGNATURES = {
+    "DatasetRegistry": ["coordinator_url"],
+    "CheckpointManager": ["storage_path", "backend"],
+    "TrainingOrchestrator": ["worker_id", "coordinator_url", "world_size", "rank"],
+}
+
 # `DatasetRegistry`
 
 REGISTER = """
@@ -112,6 +120,12 @@ BARRIER = """
     for batch in dataloader:
         train_step(model, batch)
 """
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_classes_take_the_documents_arguments(library: Any, name: str) -> None:
+    has = inspect.signature(getattr(library, name)).parameters
+    assert list(has)[: len(SIGNATURES[name])] == SIGNATURES[name], "in this order, and by these names"
 
 
 async def test_registry(library: Any, tmp_path: Path) -> None:
