@@ -40,6 +40,10 @@ def plain_config(value: Any) -> Any:
     return value
 
 
+PlainConfig = Annotated[dict[str, Any], BeforeValidator(plain_config)]
+"""A config of a role; see `plain_config`."""
+
+
 class Description(BaseModel):
     """Base of the models. A field may have several names (aliases); one of them may be given."""
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
     AliasChoices,
-    BeforeValidator,
     Discriminator,
     Field,
     Tag,
@@ -17,7 +16,7 @@ from pydantic import (
 )
 
 from unified.job import entrypoint
-from unified.job.description import Description, Envs, Seconds, plain_config
+from unified.job.description import Description, Envs, PlainConfig, Seconds
 from unified.job.enums import WorkloadEntrypointType
 
 RAY_KEEPS_DEVICES = "RAY_EXPERIMENTAL_NOSET_"
@@ -95,10 +94,6 @@ class NodeGroupFailoverDesc(Description):
         return value
 
 
-def _or_default(value: Any) -> Any:
-    return NodeGroupFailoverDesc() if value is None else value
-
-
 class BaseWorkloadDesc(Description):
     """What the workloads of all kinds have in common."""
 
@@ -123,15 +118,13 @@ class BaseWorkloadDesc(Description):
     entry_point: str = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
     """`module.attr`, `module::attr`, `file.py arguments`, `./path arguments`, `-m module arguments`; or a pair,
     `(module, attr)`."""
-    config: Annotated[dict[str, Any], BeforeValidator(plain_config)] = Field(default_factory=dict)
+    config: PlainConfig = Field(default_factory=dict)
     """Of the role alone: its workers read it as `current_worker().actor_info.spec.config`."""
     rank_based_gpu_selection: bool = False
     """Every worker sees all devices of its group and takes the one of its local rank."""
     is_driver: bool = True
     """The job waits for this role. False suits roles that serve rpc until the drivers are done."""
-    node_group_failover: Annotated[NodeGroupFailoverDesc, BeforeValidator(_or_default)] = Field(
-        default_factory=NodeGroupFailoverDesc
-    )
+    node_group_failover: NodeGroupFailoverDesc = Field(default_factory=NodeGroupFailoverDesc)
     """Not enabled by default."""
     sub_stage: list[str] = Field(default_factory=list)
     auto_visible_devices: bool = True
@@ -146,6 +139,11 @@ class BaseWorkloadDesc(Description):
         envs: Any = next((data[name] for name in ("envs", "env", "environment") if data.get(name)), {})
         asks = isinstance(envs, Mapping) and any(str(name).startswith(RAY_KEEPS_DEVICES) for name in envs)
         return {**data, "auto_visible_devices": False} if asks else data
+
+    @field_validator("node_group_failover", mode="before")
+    @classmethod
+    def _none_is_not_enabled(cls, value: Any) -> Any:
+        return NodeGroupFailoverDesc() if value is None else value
 
     @field_validator("entry_point", mode="before")
     @classmethod
@@ -242,7 +240,12 @@ class IndependentWorkloadDesc(BaseWorkloadDesc):
 class SimpleWorkloadDesc(IndependentWorkloadDesc):
     """Workers that run side by side; none waits for another unless their code does."""
 
-    backend: Annotated[Literal["simple"], BeforeValidator(lambda value: value or "simple")] = "simple"
+    backend: Literal["simple"] = "simple"
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _none_is_simple(cls, value: Any) -> Any:
+        return "simple" if value is None else value  # so upstream's documents may have it
 
 
 class CustomWorkloadDesc(IndependentWorkloadDesc):
