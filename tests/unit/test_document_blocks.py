@@ -304,6 +304,16 @@ def test_class_that_document_2_names_for_all_options(prefix: str) -> None:
     assert importlib.import_module(home).JobConfig is JobConfig
 
 
+def test_config_said_after_a_role_is_warned_of_where_upstream_gives_it_to_the_job(
+    prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    DLJobBuilder().workload("a", "m.f").config({"k": 1}).build()
+    assert ("is that of role a alone" in caplog.text) == (prefix == UPSTREAM)
+    caplog.clear()
+    DLJobBuilder().config({"lr": 1}).workload("a", "m.f").config({"k": 1}).build()
+    assert not caplog.text
+
+
 # Document 2, the table of environment variables: the suffix, and a value to set.
 VARIABLES = {
     "JOB_NAME": ("job_name", "mine"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from unified import compat
 from unified.api.builder.roles import (
     ElasticRoleBuilder,
     EntryPoint,
@@ -19,6 +21,8 @@ from unified.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from unified.api.builder.dljob import DLJob
+
+_log = logging.getLogger(__name__)
 
 RoleT = TypeVar("RoleT", bound=RoleBuilder[Any])
 
@@ -190,7 +194,18 @@ class DLJobBuilder:
         """
         from unified.api.builder.dljob import DLJob
 
+        self._warn_of_misplaced_config()
         return DLJob.model_validate(self.description())
+
+    def _warn_of_misplaced_config(self) -> None:
+        """Upstream's roles have no config of their own: what a script for it says after a role is the job's."""
+        roles = [name for name, role in self._roles.items() if "config" in role.description()]
+        if roles and "user_config" not in self._fields and compat.is_installed():
+            _log.warning(
+                "the config is that of role %s alone, and the job has none. If it is meant for the job, "
+                "give it before the first role, or after end().",
+                " and ".join(roles),
+            )
 
     def _all_but(self, exclude: tuple[str, ...]) -> set[str]:
         """A name to leave out that no role has stays in, so that `build()` refuses it."""

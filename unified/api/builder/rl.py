@@ -90,6 +90,7 @@ class RLJobBuilder(DLJobBuilder):
 
     def build(self) -> RLJob:
         """As `DLJobBuilder.build`; the roles must be those of an RL job, with an actor."""
+        self._warn_of_misplaced_config()
         return RLJob.model_validate(self.description())
 
 
