@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXTRA_OF = {"torch": "torch", "numpy": "torch", "pyarrow": "data", "google_crc32c": "data", "botocore": "s3", "zstandard": "zstd"}
+EXTRA_OF = {
+    "torch": "torch",
+    "numpy": "torch",
+    "pyarrow": "data",
+    "google_crc32c": "data",
+    "botocore": "s3",
+    "zstandard": "zstd",
+}
 """Module → extra."""
 
 
