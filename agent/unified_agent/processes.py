@@ -167,13 +167,13 @@ class Processes:
             self._sources.unwatch_link(child.link)
             self.signal(life, "kill")
 
-    def signal(self, life: Life, how: Literal["terminate", "kill"]) -> None:
-        """SIGTERM to a worker's process, or SIGKILL to its whole group."""
+    def signal(self, life: Life, how: Literal["terminate", "interrupt", "kill"]) -> None:
+        """SIGTERM or SIGINT to a worker's process, or SIGKILL to its whole group."""
         child = self._of(life)
         if child is None:
             return
-        if how == "terminate":
-            self._signal_pidfd(child, signal.SIGTERM)
+        if how != "kill":
+            self._signal_pidfd(child, signal.SIGTERM if how == "terminate" else signal.SIGINT)
             return
         child.is_kill_asked = True
         if child.descriptors:

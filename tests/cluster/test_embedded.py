@@ -35,8 +35,16 @@ def fail():
 
 def pause():
     print("up", flush=True)
-    while True:
-        signal.pause()
+    try:
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        raise
+
+def leave():
+    hello()
+    os._exit(0)
 
 def meet():
     from pathlib import Path
@@ -49,7 +57,7 @@ def job_of(function):
     return DLJobBuilder().device_type("CPU").device_per_node(2).workload("worker", f"jobs_of_test.{function}").total(2)
 
 good, bad, endless = job_of("hello"), job_of("fail"), job_of("pause")
-meeting = job_of("meet")
+meeting, leaving = job_of("meet"), job_of("leave")
 busy, huge = job_of("share").resource(cpu=5000), job_of("hello").resource(memory=10**9)
 """
 
@@ -88,11 +96,12 @@ def cluster_processes(tmp_path: Path) -> list[str]:
     return [str(process) for process in found]
 
 
+@pytest.mark.parametrize("what", ["good", "leaving"])
 def test_a_job_file_runs_to_its_end_and_nothing_is_left(
-    tmp_path: Path, run_dir: Path, driver_env: dict[str, str]
+    tmp_path: Path, run_dir: Path, driver_env: dict[str, str], what: str
 ) -> None:
     before = Belongings()
-    with submit(tmp_path, driver_env, "good") as driver:
+    with submit(tmp_path, driver_env, what) as driver:
         out, err = driver.communicate(timeout=50)
     assert driver.returncode == 0, err
     assert sorted(out.splitlines()) == ["[worker-0] hello", "[worker-1] hello"]
@@ -183,8 +192,9 @@ def test_ctrl_c_and_sigterm_end_an_embedded_cluster_and_all_in_it(
         assert driver.stdout is not None
         assert driver.stdout.readline().endswith("up\n")
         driver.send_signal(number)
-        _, said = driver.communicate(timeout=40)
+        out, said = driver.communicate(timeout=40)
     assert driver.returncode == code
+    assert out.count("interrupted\n") == (2 if number == signal.SIGINT else 0)
     assert "was stopped" in said.splitlines()[-1]
     assert "Traceback" not in said
     assert cluster_processes(tmp_path) == []

@@ -106,7 +106,6 @@ def test_a_worker_lives_from_start_to_stop(start: Start, master: PlayedMaster) -
     ("mode", "summary", "category", "traceback"),
     [
         ("exit:3", "exited with code 3", "crash", "this is the end"),
-        ("exit:0", "exited with code 0 before its entry point returned", "crash", "this is the end"),
         ("kill", "killed by SIGKILL", "crash", ""),
         ("fail", "ValueError: no", "user", ""),
     ],
@@ -120,6 +119,13 @@ def test_how_a_life_ended_is_told(
     failure = master.reaches("w-0#0", WorkerState.EXITED).failure
     assert failure is not None
     assert (failure.summary, failure.category, failure.traceback) == (summary, category, traceback)
+
+
+def test_a_worker_that_ends_itself_with_code_0_ended_well(start: Start, master: PlayedMaster) -> None:
+    start()
+    master.welcome()
+    master.desire(a_worker(), jobs=[a_job("exit:0")])
+    assert master.reaches("w-0#0", WorkerState.EXITED).failure is None
 
 
 def test_the_next_life_starts_when_the_last_is_gone(start: Start, master: PlayedMaster) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.unit.agent_driver import STORE, W0, W1, Driver, next_life, started, wanted
+from tests.unit.agent_driver import SPEC, STORE, W0, W1, Driver, next_life, started, wanted
 from unified.protocol.agent_master import (
     AgentRegistered,
+    DesiredJob,
     RegisterAgain,
     RunOrder,
 )
@@ -163,7 +164,6 @@ CRASHES = [
     (-9, "killed by SIGKILL", None, 9),
     (-11, "killed by SIGSEGV", None, 11),
     (3, "exited with code 3", 3, None),
-    (0, "exited with code 0 before its entry point returned", 0, None),
 ]
 
 
@@ -181,6 +181,22 @@ def test_an_end_without_a_word_is_a_crash(
     assert driver.observed()[f"{W0.name}#0"].failure == Failure(
         category="crash", summary=summary, exit_code=exit_code, signal=signal, traceback="oh no"
     )
+
+
+def test_an_exit_with_code_0_is_success_for_who_runs_and_a_crash_before() -> None:
+    """`os._exit(0)` in a script is what it is under torchrun."""
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.say(W0, Running(round=1))
+    driver.step(WorkerExited(life=W0, code=0))
+    assert driver.observed()[f"{W0.name}#0"].failure is None
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.start(W0)
+    driver.step(WorkerExited(life=W0, code=0))
+    failure = driver.observed()[f"{W0.name}#0"].failure
+    assert failure == Failure(category="crash", summary="exited with code 0 before it was told to run", exit_code=0)
 
 
 def test_what_a_worker_says_of_its_failure_counts_more_than_its_exit_code() -> None:
@@ -336,6 +352,34 @@ def test_a_worker_that_is_still_starting_is_killed_without_ado() -> None:
     assert driver.notable() == [SignalWorker(life=W0, how="kill")]
     driver.step(WorkerExited(life=W0, code=-9))
     assert driver.observed()[f"{W0.name}#0"].failure is None
+
+
+def test_ctrl_c_is_sigint() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.take()
+    driver.desire(jobs=[DesiredJob(job_id="job-1", spec=SPEC, is_interrupted=True)])
+    told, signalled = driver.notable()
+    assert isinstance(told, TellWorker)
+    assert told.message == Stop(grace_s=10, reason="it is no longer desired", interrupt=True)
+    assert signalled == SignalWorker(life=W0, how="interrupt")
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_end_that_a_stop_cut_short_is_a_failure(is_told: bool) -> None:
+    driver = stopping(grace_s=2)
+    driver.say(W0, Running(round=0, is_ending=True))
+    if is_told:
+        driver.say(W0, Failed(failure=Failure(summary="its end was cut short", is_cut=True)))
+    driver.pass_time(2.1)
+    driver.step(WorkerExited(life=W0, code=-9))
+    failure = driver.observed()[f"{W0.name}#0"].failure
+    assert failure is not None
+    assert failure.is_cut
+    assert failure.summary.startswith(
+        "its end was cut short" if is_told else "its end took longer than 2 s and was cut"
+    )
 
 
 def test_what_fails_while_it_stops_did_not_fail() -> None:

@@ -8,8 +8,8 @@ import pytest
 from tests.sim.sim_agent import SimAgent, resources
 from tests.unit.master_bench import CRASH, Bench, elastic, simple
 from unified.job.spec import Blob, JobSpec
-from unified.protocol.agent_master import AgentLeaving, AgentRefused, RegisterAgent
-from unified.protocol.client_master import Refused, SubmitJob
+from unified.protocol.agent_master import AgentLeaving, AgentRefused, DesiredWorkers, RegisterAgent
+from unified.protocol.client_master import Refused, StopJob, SubmitJob
 from unified.protocol.records import Failure, NodeState, Stage
 from unified_master.core.actions import Send
 from unified_master.core.events import Received
@@ -100,3 +100,23 @@ def test_a_job_too_heavy_for_the_control_connection_is_refused_by_name() -> None
     answer = bench.world.request(SubmitJob(spec=JobSpec(name="heavy", roles=[simple()], user_config=config)))
     assert isinstance(answer, Refused)
     assert "the job's config has 8.0" in answer.reason
+
+
+def test_a_job_whose_stop_cuts_the_end_of_a_program_short_has_failed() -> None:
+    bench = Bench(simple("d"), simple("s", is_driver=False))
+    agent = bench.world.agents["n1"]
+    assert isinstance(agent, SimAgent)
+    agent.is_stuck = True
+    bench.finish("d")
+    assert bench.job.stage is Stage.STOPPING
+    bench.end("s", 0, Failure(summary="its end was cut short after 9.0 s", is_cut=True))
+    assert bench.limit() == "stop_grace_s=10"
+    assert bench.job.reason.startswith("failed: s_1-0_1-0 on n1: its end was cut short after 9.0 s; stop_grace_s=10 is")
+
+
+def test_ctrl_c_reaches_the_agents_as_such() -> None:
+    bench = Bench(simple())
+    stop = Received(peer=b"client", message=StopJob(job="job", interrupt=True))
+    sent = [action.message for action in bench.world.core.step(bench.world.now, stop) if isinstance(action, Send)]
+    [order] = [message for message in sent if isinstance(message, DesiredWorkers)]
+    assert [job.is_interrupted for job in order.jobs] == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from queue import Empty
@@ -159,7 +160,10 @@ class Watch:
         if not self._stops_job:
             raise SystemExit(exit_code(number))
         name = signal_name(number)
-        request = StopJob(job=self._job_id, force=is_second, reason=f"{name} in its driver")
+        is_interrupt = self._stopped_by == signal.SIGINT
+        request = StopJob(
+            job=self._job_id, force=is_second, reason=f"{name} in its driver", interrupt=is_interrupt
+        )  # fmt: skip
         if is_second:
             self._display.note(f"{self._job_id}  ended at once")
             try:

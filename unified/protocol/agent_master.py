@@ -172,6 +172,8 @@ class DesiredJob(Value, frozen=True, kw_only=True):
     """Seconds from SIGTERM to SIGKILL for workers that are no longer desired; None: the spec's. 0 kills at once, also
     those whose stop has begun, so a job that is stopped by force stays listed without workers. An agent that itself
     stops gives its workers the spec's, unless this is 0."""
+    is_interrupted: bool = False
+    """Somebody pressed Ctrl-C: its workers are stopped by SIGINT and not by SIGTERM."""
 
 
 class DesiredWorkers(MasterOrder, tag="desired-workers", frozen=True, kw_only=True):

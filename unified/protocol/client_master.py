@@ -64,6 +64,8 @@ class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
     force: bool = False
     """True: SIGKILL at once."""
     reason: str = "asked by the user"
+    interrupt: bool = False
+    """Ctrl-C: the workers are stopped by SIGINT and not by SIGTERM."""
 
 
 class RestartWorkers(ClientRequest, tag="restart-workers", frozen=True, kw_only=True):

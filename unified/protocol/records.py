@@ -48,7 +48,7 @@ class WorkerState(StrEnum):
     """It said hello: it has an inbox and waits for its order to run."""
     RUNNING = "RUNNING"
     FINISHED = "FINISHED"
-    """Its entry point returned; the process stays to answer calls until it is stopped."""
+    """Its entry point returned, and its program has ended; the process stays to answer calls until it is stopped."""
     STOPPING = "STOPPING"
     EXITED = "EXITED"
 
@@ -92,6 +92,8 @@ class Failure(Value, frozen=True, kw_only=True):
     signal: int | None = None
     is_collateral: bool = False
     """The worker believes that it failed because a peer did (a broken collective), so it is not the root cause."""
+    is_cut: bool = False
+    """The program was ending (threads, `atexit`), and a stop cut that short."""
 
 
 class Progress(Value, frozen=True, kw_only=True):

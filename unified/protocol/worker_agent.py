@@ -66,6 +66,8 @@ class Stop(AgentOrder, tag="stop", frozen=True, kw_only=True):
 
     grace_s: float
     reason: str
+    interrupt: bool = False
+    """Somebody pressed Ctrl-C: the signal that comes with it is SIGINT."""
 
 
 class WorkerWord(Value, tag_field="type", frozen=True, kw_only=True):
@@ -84,6 +86,8 @@ class Running(WorkerWord, tag="running", frozen=True, kw_only=True):
     """The order to run was taken."""
 
     round: int
+    is_ending: bool = False
+    """Said when a stop comes: the entry point has returned, and the program is ending, which takes time."""
 
 
 class Reported(WorkerWord, tag="reported", frozen=True, kw_only=True):
@@ -99,7 +103,7 @@ class Claimed(WorkerWord, tag="claimed", frozen=True, kw_only=True):
 
 
 class Finished(WorkerWord, tag="finished", frozen=True, kw_only=True):
-    """The entry point returned; the process stays for calls."""
+    """The entry point returned and, unless others may call it, the program has ended; the process stays."""
 
 
 class Failed(WorkerWord, tag="failed", frozen=True, kw_only=True):

@@ -147,7 +147,8 @@ class Worker:
 
     def _finish(self) -> None:
         """The entry point has returned."""
-        for callback in self._finishers:
+        finishers, self._finishers = self._finishers, []
+        for callback in finishers:
             try:
                 callback()
             except Exception:  # the others are still owed their call

@@ -88,6 +88,12 @@ def exit_code(error: SystemExit) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
+def where(error: BaseException) -> str:
+    """`` in train, train.py:12``: where it was raised; empty if that is not known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
 def render(error: BaseException) -> str:
     """Its traceback without our own frames, with the far side's if it came from there; cut in the middle if long."""
     frames = _skip_ours(error.__traceback__)

@@ -7,33 +7,49 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from unified.worker import ending
 from unified.worker.failure import exit_code
 from unified.worker.stop import flush_output
 
 WITHIN_S = 5.0
-"""For a worker that ends by itself; one that is stopped has its grace period."""
+"""For a worker that has failed; one that is stopped has its grace period."""
+EXIT_CUT = 1
+LOOK_S = 0.1
 
 
-def leave(code: int, *, within_s: float | None = None, last: Callable[[], None] = lambda: None) -> NoReturn:
-    """Join non-daemon threads, run `atexit` functions, then `last`, flush, and end with `code`.
-
-    After `within_s` seconds (default `WITHIN_S`) it ends all the same.
+def leave(
+    code: int,
+    *,
+    left_s: Callable[[], float] | None = None,
+    last: Callable[[], None] = lambda: None,
+    clear: Callable[[], None] = lambda: None,
+    on_cut: Callable[[str], None] = lambda text: None,
+) -> NoReturn:
+    """End the program as Python does, and the process with `code`.
 
     A forked worker must not unwind into the zygote's stack, so this never returns and never raises. It leaves the
     interpreter standing (as multiprocessing does): destructors of libraries that hang at exit get no chance to.
+
+    Args:
+        left_s: how many seconds there are left, by now, before it ends all the same; default: `WITHIN_S` in all.
+        last: called when threads have been joined and `atexit` functions run.
+        clear: lets go of the program's globals; called after that.
+        on_cut: told what the end was waiting for, if it is cut short.
     """
-    within_s = WITHIN_S if within_s is None else within_s
+    until = time.monotonic() + WITHIN_S
     try:
         try:
-            _watch(code, within_s)
-            # These two are what the interpreter itself calls; there is no public name for either.
-            threading._shutdown()  # type: ignore[attr-defined]  # unknown to typeshed
-            atexit._run_exitfuncs()
+            cut_after(left_s or (lambda: until - time.monotonic()), code or EXIT_CUT, on_cut)
+            ending.finish_program()
             last()
+            clear()
+            atexit._run_exitfuncs()
+            ending.flush_files()
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
         flush_output(within_s=1.0)
@@ -61,19 +77,21 @@ def leave_fork(error: BaseException | None) -> NoReturn:
         os._exit(code)
 
 
-def _watch(code: int, within_s: float) -> None:
-    watchdog = threading.Timer(within_s, _cut, args=(code, within_s))
-    watchdog.daemon = True
-    watchdog.name = "unified-exit-watchdog"
+def cut_after(left_s: Callable[[], float], code: int, on_cut: Callable[[str], None]) -> None:
+    """End the process with `code` as soon as no seconds are left, whatever it does then."""
+    watchdog = threading.Thread(target=_cut, args=(left_s, code, on_cut), name="unified-exit-watchdog", daemon=True)
     with contextlib.suppress(RuntimeError):  # no more threads for this user; the agent has a deadline of its own
         watchdog.start()
 
 
-def _cut(code: int, within_s: float) -> None:
-    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"]
-    threads = f" Threads still running: {', '.join(names)}." if names else ""
+def _cut(left_s: Callable[[], float], code: int, on_cut: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    while (left := left_s()) > 0:
+        time.sleep(min(left, LOOK_S))
+    text = f"its end was cut short after {time.monotonic() - began:.1f} s: it was waiting for {ending.waited_for()}"
     try:
-        print(f"unified: the exit took longer than {within_s:g} s and was cut short.{threads}", file=sys.stderr)
+        on_cut(text)
+        print(f"unified: {text}. What that had not written is lost.", file=sys.stderr)
         flush_output(within_s=0.2)
     finally:
         os._exit(code)

@@ -13,6 +13,8 @@ import queue
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from traceback import clear_frames
 from typing import NoReturn
 
 from unified import compat, error_file, process
@@ -23,19 +25,19 @@ from unified.errors import EntryPointError
 from unified.job import by_value
 from unified.log_level import asked_level, log_from
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, Progress
+from unified.protocol.records import DirectoryEntry, Failure, Inbox, NameClaims, Progress
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Launch, Reported, Running, Stop
-from unified.worker import environment, process_group
+from unified.worker import ending, environment, process_group
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.entrypoint import Entry, load
-from unified.worker.failure import describe, exit_code, with_written
+from unified.worker.failure import describe, exit_code, where, with_written
 from unified.worker.inherited import disown_finalizers, renew_randomness, settle_libraries
-from unified.worker.leave import leave, leave_fork
+from unified.worker.leave import EXIT_CUT, cut_after, leave, leave_fork
 from unified.worker.memory import keep_freed
 from unified.worker.reporting import Reporter
 from unified.worker.round_store import open_round
-from unified.worker.stop import StopState, flush_output
+from unified.worker.stop import EXIT_INTERRUPTED, StopState, flush_output
 from unified.worker.store_host import serve_stores
 
 SWITCH_S = 0.001
@@ -73,10 +75,18 @@ class _Life:
         self._launch = launch
         self._role = launch.spec.role(launch.role)
         self._orders: queue.SimpleQueue[RunOrder | None] = queue.SimpleQueue()
-        self._stop = StopState(clean_up=self._forget_sockets, on_settled=lambda: self._orders.put(None))
+        self._stop = StopState(
+            clean_up=self._forget_sockets,
+            on_settled=lambda: self._orders.put(None),
+            grace_s=launch.spec.stop_grace_s,
+        )
         self._reporter = Reporter(self._send_progress)
         self._bus: BusEndpoint | None = None
         self._inbox: Inbox | None = None
+        self._entry: Entry | None = None
+        self._main = ""
+        """Name of the entry point's module."""
+        self._own_methods: set[str] = set()
         self._category = "crash"
         """Of an error that happens now: the runtime's until user code runs."""
         self._has_group = False
@@ -88,14 +98,14 @@ class _Life:
     def live(self) -> NoReturn:
         try:
             worker = self._be_born()
-            entry = self._load()
+            self._load()
             self._end_fork()
             order = self._orders.get()
             if order is None:
-                self._leave(0, self._stop.grace_s)
+                self._leave(0, is_stopped=True)
             self._channel.send(Running(round=order.round))
             self._join(worker, order)
-            self._run(worker, entry)
+            self._run(worker)
         except SystemExit as error:
             self._end_fork(error)
             if exit_code(error) != 0:
@@ -149,15 +159,18 @@ class _Life:
         set_current_worker(worker)
         self._channel.start(Handlers(on_run=self._orders.put, on_directory=on_directory, on_stop=self._on_stop))
         self._channel.send(Hello(pid=os.getpid(), inbox=self._inbox))
+        self._own_methods = set(RPC_REGISTRY)
         return worker
 
-    def _load(self) -> Entry:
+    def _load(self) -> None:
         """Import the user's code while the master gathers the other workers: it need not wait for the order to run."""
         if self._role.kind == "elastic":
             process_group.require_torch(self._role.name)
         if all(role.entry_point == self._role.entry_point for role in self._launch.spec.roles):
             by_value.all_run_this_script()
-        return load(self._role.entry_point, is_driver=self._role.is_driver)
+        with self._stop.user_code():
+            self._entry = load(self._role.entry_point, is_driver=self._role.is_driver)
+        self._main = self._entry.module.__name__
 
     def _join(self, worker: Worker, order: RunOrder) -> None:
         worker._begin_round(order)
@@ -170,23 +183,25 @@ class _Life:
         if communication.auto_setup:
             process_group.set_up(order, port, communication, worker.device)
 
-    def _run(self, worker: Worker, entry: Entry) -> None:
+    def _run(self, worker: Worker) -> None:
+        assert self._entry is not None
         self._category = "user"
-        self._only_serves = entry.only_serves
-        entry.construct()
-        self._end_fork()
-        _export(entry)
-        late = LateExports(entry.module) if entry.is_program else None
-        worker.bus.open()
-        try:
-            entry.run(lambda: worker.job_info.user_config)
-        except SystemExit as error:
-            self._end_fork(error)
-            if exit_code(error) != 0:
-                raise
-        self._end_fork()
+        self._only_serves = self._entry.only_serves
+        with self._stop.user_code():
+            self._entry.construct()
+            self._end_fork()
+            _export(self._entry)
+            late = LateExports(self._entry.module) if self._entry.is_program else None
+            worker.bus.open()
+            try:
+                self._entry.run(lambda: worker.job_info.user_config)
+            except SystemExit as error:
+                self._end_fork(error)
+                if exit_code(error) != 0:
+                    raise
+            self._end_fork()
         if late is not None:
-            _export(entry, late)
+            _export(self._entry, late)
 
     def _end_fork(self, error: BaseException | None = None) -> None:
         """User code may fork, and its child may come back here, where all that follows is the worker's own to do."""
@@ -194,9 +209,17 @@ class _Life:
             leave_fork(error)
 
     def _finish(self) -> None:
-        self._stop.finish()
+        self._stop.on_stop(self._hasten_end)
         current_worker()._finish()
+        if not (goes_on := self._goes_on()):
+            ending.finish_program()
+        elif not self._only_serves:
+            ending.finish_work()
         self._tell_unread(settle=True)
+        if not goes_on:
+            self._clear()
+            ending.flush_files()
+        self._stop.finish()
         self._reporter.flush()
         flush_output(within_s=1.0)
         self._channel.send(Finished())
@@ -205,22 +228,43 @@ class _Life:
 
     def _end(self) -> NoReturn:
         """End in order when the job says so: `atexit` functions first, then the process group, then the bus."""
-        grace_s = self._stop.wait()
+        self._stop.wait()
 
         def last() -> None:
-            process_group.destroy(min(process_group.DESTROY_WITHIN_S, grace_s / 2))
+            process_group.destroy(min(process_group.DESTROY_WITHIN_S, self._stop.left_s / 2))
             self._close_bus()
 
-        self._stop.leave()
-        leave(0, within_s=grace_s, last=last)
+        self._leave(0, is_stopped=True, last=last)
+
+    def _goes_on(self) -> bool:
+        """Do others need what the program has made: its rpc methods, a queue that it owns, threads of its own?"""
+        return self._only_serves or not self._own_methods.issuperset(RPC_REGISTRY)
+
+    def _hasten_end(self) -> None:
+        """The stop came while the program was ending: it has the grace period for that."""
+        if not self._stop.is_finished:
+            self._channel.send(Running(round=0, is_ending=True))
+            cut_after(self._time_left, EXIT_CUT, self._say_cut)
+
+    def _say_cut(self, text: str) -> None:
+        self._channel.send(Failed(failure=Failure(summary=text, is_cut=True)))
+
+    def _clear(self) -> None:
+        self._entry = None
+        main, self._main = self._main, ""
+        if main:
+            ending.clear_program(main)
 
     def _fail(self, error: BaseException) -> NoReturn:
+        self._stop.leave()
         failure = describe(
             error, category=self._category, has_process_group=self._has_group or process_group.is_set_up()
         )
         failure = with_written(failure, error_file.beside(self._launch.log_file))
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it; the failure is told all the same
-            if failure.is_collateral:  # the one that broke first is worth reading; this one can be asked for
+            if isinstance(error, KeyboardInterrupt) and self._stop.is_asked:  # a traceback of each rank is too much
+                print(f"unified: interrupted{where(error)}", file=sys.stderr)
+            elif failure.is_collateral:  # the one that broke first is worth reading; this one can be asked for
                 print(f"unified: another worker broke this one: {failure.summary}", file=sys.stderr)
             else:
                 print(failure.traceback, end="", file=sys.stderr)
@@ -230,11 +274,19 @@ class _Life:
         flush_output(within_s=1.0)
         self._reporter.flush()
         self._channel.send(Failed(failure=failure))
-        self._leave(exit_code(error) if isinstance(error, SystemExit) else 1)
+        clear_frames(error.__traceback__)  # what their variables hold ends as the globals do
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        self._leave(exit_code(error) if isinstance(error, SystemExit) else code, is_stopped=self._stop.is_asked)
 
-    def _leave(self, code: int, within_s: float | None = None) -> NoReturn:
+    def _leave(self, code: int, *, is_stopped: bool = False, last: Callable[[], None] | None = None) -> NoReturn:
         self._stop.leave()
-        leave(code, within_s=within_s, last=self._close_bus)
+        last = last or self._close_bus
+        if is_stopped:
+            leave(code, left_s=self._time_left, last=last, clear=self._clear, on_cut=self._say_cut)
+        leave(code, last=last, clear=self._clear)
+
+    def _time_left(self) -> float:
+        return self._stop.left_s
 
     def _tell_unread(self, *, settle: bool) -> None:
         """Have the errors of calls logged and counted that user code never read."""
@@ -248,7 +300,7 @@ class _Life:
     def _on_stop(self, stop: Stop) -> None:
         if self._bus is not None:
             self._bus.unread.is_stopping = True
-        self._stop.request(stop.grace_s)
+        self._stop.request(stop.grace_s, is_interrupt=stop.interrupt)
 
     def _send_progress(self, progress: Progress) -> None:
         self._channel.send(Reported(progress=progress))

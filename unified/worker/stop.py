@@ -7,6 +7,9 @@ Who waits? User code that reads `should_stop`, registers a callback or brings it
 time to end by itself, and gets it: SIGKILL comes from the agent when the grace period is over. Anybody else would only
 waste that time, so the process ends at once. After the entry point has returned nobody computes any more, and a stop is
 a normal exit of the interpreter.
+
+Where it was Ctrl-C, SIGINT comes in the place of SIGTERM. In user code it is what it is in any program: a
+KeyboardInterrupt in the main thread, which is given its time.
 """
 
 from __future__ import annotations
@@ -17,11 +20,16 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+_MARGIN = 0.1
+"""Of the grace period, which the agent counts too: what a worker has to say at its end shall come before SIGKILL."""
 
 
 class StopState:
@@ -30,15 +38,22 @@ class StopState:
     Args:
         clean_up: called before the process is ended at once; must be quick and must not block.
         on_settled: called when a stop was asked for and all callbacks have run.
+        grace_s: of a stop that says no other.
     """
 
     def __init__(
-        self, clean_up: Callable[[], None] = lambda: None, on_settled: Callable[[], None] = lambda: None
+        self,
+        clean_up: Callable[[], None] = lambda: None,
+        on_settled: Callable[[], None] = lambda: None,
+        grace_s: float = 10.0,
     ) -> None:
         self.clean_up = clean_up
         self.on_settled = on_settled
-        self.grace_s = 10.0
+        self.grace_s = grace_s
         self._is_asked = False
+        self._asked_at = 0.0
+        self._is_interrupt = False
+        self._is_in_user_code = False
         self._is_watched = False
         self._is_finished = False
         self._is_leaving = False
@@ -60,6 +75,17 @@ class StopState:
         """As `should_stop`, for the runtime: reading it promises nothing."""
         return self._is_asked
 
+    @property
+    def is_finished(self) -> bool:
+        """The program has ended."""
+        return self._is_finished
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the grace period that are left, less a margin; all of it before a stop was asked for."""
+        past_s = time.monotonic() - self._asked_at if self._is_asked else 0.0
+        return max(0.0, self.grace_s * (1 - _MARGIN) - past_s)
+
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Run `callback` when a stop is asked for; at once if it was already."""
         with self._deciding:
@@ -71,8 +97,9 @@ class StopState:
             callback()
 
     def install(self) -> None:
-        """Take SIGTERM and start the thread that carries a stop out. Main thread only."""
+        """Take SIGTERM and SIGINT, and start the thread that carries a stop out. Main thread only."""
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_interrupt)
         # A process that user code forks (a data loader) is not this worker: SIGTERM shall just end it. The signal is
         # held back while it is born, because Python forgets one that a handler took before the hook below ran.
         os.register_at_fork(
@@ -80,10 +107,23 @@ class StopState:
         )
         threading.Thread(target=self._serve, name="unified-stop", daemon=True).start()
 
-    def request(self, grace_s: float | None = None) -> None:
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Inside, SIGINT is Python's own KeyboardInterrupt, or whatever the user makes of it. Main thread only."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._is_in_user_code = True
+        try:
+            yield
+        finally:
+            self._is_in_user_code = False
+            signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def request(self, grace_s: float | None = None, *, is_interrupt: bool = False) -> None:
         """Ask for a stop; a second time changes nothing. Any thread."""
         if grace_s is not None:
             self.grace_s = grace_s
+        self._is_interrupt = self._is_interrupt or is_interrupt
+        self._asked_at = self._asked_at or time.monotonic()
         self._is_asked = True
         self._requests.put(None)
 
@@ -92,10 +132,9 @@ class StopState:
         with self._deciding:
             self._is_finished = True
 
-    def wait(self) -> float:
-        """Block until a stop was asked for and the callbacks have run; the grace period in seconds."""
+    def wait(self) -> None:
+        """Block until a stop was asked for and the callbacks have run."""
         self._settled.wait()
-        return self.grace_s
 
     def leave(self) -> None:
         """The process is on its way out: a further SIGTERM says nothing new."""
@@ -127,13 +166,15 @@ class StopState:
             self._is_watched
             or self._is_finished
             or self._is_leaving
+            or (self._is_interrupt and self._is_in_user_code)
             or signal.getsignal(signal.SIGTERM) != self._on_signal
         )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_leaving:
             return
-        if self._is_watched or self._is_finished:
+        # A handler of the user's that calls the one before it, ours, ends the program itself if it wants to.
+        if self._is_watched or self._is_finished or signal.getsignal(signal.SIGTERM) != self._on_signal:
             self.request()
             return
         # Nobody cares: end as SIGTERM ends a program by default, so that whoever looks sees the signal. No thread is
@@ -142,6 +183,10 @@ class StopState:
         _flush()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_leaving:
+            self.request()
 
     def _end_now(self) -> None:
         self.clean_up()
@@ -157,6 +202,8 @@ class StopState:
     def _forget_signal(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == self._on_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._release_signal()
 
 

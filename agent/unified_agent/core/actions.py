@@ -38,10 +38,10 @@ class TellWorker(Value, frozen=True):
 
 
 class SignalWorker(Value, frozen=True):
-    """`terminate`: SIGTERM to the process. `kill`: SIGKILL to its whole group."""
+    """`terminate`: SIGTERM to the process, `interrupt`: SIGINT. `kill`: SIGKILL to its whole group."""
 
     life: Life
-    how: Literal["terminate", "kill"]
+    how: Literal["terminate", "interrupt", "kill"]
 
 
 class KeepInterpreters(Value, frozen=True):

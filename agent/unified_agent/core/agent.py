@@ -330,7 +330,7 @@ class AgentCore:
         self.timers.cancel(Timer("start", worker.life))
         self.timers.cancel(Timer("kill", worker.life))
         if worker.failure is None:
-            how = "it was stopped" if worker.is_stop_asked else "it had finished"
+            how = "it was stopped" if worker.is_stop_asked else "it had finished or ended itself with code 0"
             self._turn.report("worker-exited", how, worker.life)
         else:
             how = worker.failure.summary
@@ -372,8 +372,11 @@ class AgentCore:
             self._kill(worker)
             return
         if worker.failure is None:  # else it is on its way out, and writes its traceback
-            self._turn.act(TellWorker(life=worker.life, message=Stop(grace_s=grace_s, reason=reason)))
-            self._turn.act(SignalWorker(life=worker.life, how="terminate"))
+            job = self.jobs.get(worker.job_id)
+            is_interrupt = job is not None and job.is_interrupted and not self.shutdown.has_begun
+            stop = Stop(grace_s=grace_s, reason=reason, interrupt=is_interrupt)
+            self._turn.act(TellWorker(life=worker.life, message=stop))
+            self._turn.act(SignalWorker(life=worker.life, how="interrupt" if is_interrupt else "terminate"))
         self._turn.arm(Timer("kill", worker.life), grace_s)
 
     def _hasten(self, worker: LocalWorker, grace_s: float) -> None:

@@ -34,6 +34,8 @@ class LocalWorker:
         self.is_finished = False
         self.is_stop_asked = False
         """We asked it to end, so that however it ends, it ended well."""
+        self.is_ending = False
+        """The stop found it at the end of its program: threads that it joins, `atexit` functions that it runs."""
         self.is_killed = False
         self.stop_began_at = 0.0
 
@@ -58,6 +60,7 @@ class LocalWorker:
                 self._advance(WorkerState.STARTING, WorkerState.READY)
             case Running():
                 self.round = max(self.round, word.round)
+                self.is_ending = self.is_ending or word.is_ending
                 self._advance(WorkerState.READY, WorkerState.RUNNING)
             case Reported():
                 self.progress = word.progress
@@ -69,7 +72,8 @@ class LocalWorker:
                     self.is_finished = True
                 self._advance(WorkerState.RUNNING, WorkerState.FINISHED)
             case Failed():
-                if not self.is_stop_asked:  # what breaks in a worker that is told to end is no failure
+                # What breaks in a worker that is told to end is no failure, unless work that was done is lost by it.
+                if not self.is_stop_asked or word.failure.is_cut:
                     self.failure = self.failure or word.failure
 
     def _advance(self, old: WorkerState, new: WorkerState) -> None:
@@ -78,6 +82,9 @@ class LocalWorker:
 
     def exit(self, code: int, last_lines: str, error: str = "") -> None:
         """Its process is gone: settle how the life ended. `error` is what it wrote of it."""
+        if self.failure is None and self.is_ending and self.is_killed:
+            text = f"its end took longer than {self.grace_s:g} s and was cut short: it was killed"
+            self.failure = Failure(summary=text, traceback=last_lines, signal=-code, is_cut=True)
         if self.failure is None and not self._ended_well(code):
             self.failure = Failure(
                 category="crash",
@@ -89,11 +96,14 @@ class LocalWorker:
         self.move(WorkerState.EXITED)
 
     def _ended_well(self, code: int) -> bool:
-        return self.is_stop_asked or (self.is_finished and code == 0)
+        if self.is_stop_asked:
+            return True
+        # A program may end itself where it is, by os._exit(0): that is success, as any exit with code 0.
+        return code == 0 and (self.is_finished or (self.state is WorkerState.RUNNING and self.kind == "worker"))
 
     def _summary(self, code: int) -> str:
         if code == 0:
-            return "exited with code 0 before its entry point returned" if self.kind == "worker" else "exited unasked"
+            return "exited with code 0 before it was told to run" if self.kind == "worker" else "exited unasked"
         return describe_end(code)
 
     def wants(self, order: RunOrder | None) -> bool:

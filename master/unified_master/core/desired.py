@@ -52,7 +52,13 @@ def desired_workers(turn: Turn, node: NodeRecord) -> DesiredWorkers:
 
 def _job(job: JobRecord, *, is_told: bool) -> DesiredJob:
     entries = [] if is_told else directory.whole(job)
-    return DesiredJob(job_id=job.job_id, spec=job.spec, directory=entries, stop_grace_s=_stop_grace_s(job))
+    return DesiredJob(
+        job_id=job.job_id,
+        spec=job.spec,
+        directory=entries,
+        stop_grace_s=_stop_grace_s(job),
+        is_interrupted=job.is_interrupted,
+    )
 
 
 def _stop_grace_s(job: JobRecord) -> float | None:

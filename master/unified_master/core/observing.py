@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unified.protocol.agent_master import ObservedWorker, ObservedWorkers
 from unified.protocol.records import Failure, WorkerState
-from unified_master.core import directory, lives, names, recovery
+from unified_master.core import directory, lives, names, recovery, stopping
 from unified_master.core.nodes import catch_up
 from unified_master.core.state import JobRecord, LifeKey, NodeRecord, TimerKey, WorkerRecord
 from unified_master.core.turn import Turn
@@ -26,6 +26,8 @@ def observe(turn: Turn, node: NodeRecord, report: ObservedWorkers) -> None:
         if life in node.lives:
             _update(turn, turn.cluster.jobs[life.job_id], node.lives[life], observed)
         elif observed.state is WorkerState.EXITED:
+            if observed.failure is not None and observed.failure.is_cut:
+                stopping.cut_short(turn, life, node, observed.failure)
             lives.confirm_gone(turn, node, life)
         elif life not in node.leaving:
             _meet_stranger(turn, node, life)

@@ -301,6 +301,7 @@ def _stop(turn: Turn, request: StopJob, job: JobRecord) -> Answer:
             turn.touch_node(leaving.node)
     if job.stage is Stage.STOPPING:
         return Done(note=f"job {job.job_id} is being stopped{' by force' if job.is_forced else ''}.")
+    job.is_interrupted = request.interrupt
     stopping.begin_stop(turn, job, stopping.EXIT_STOPPED, f"stopped: {request.reason}")
     return Done(note=f"job {job.job_id} stops{' by force' if request.force else ''}.")
 

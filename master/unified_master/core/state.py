@@ -170,6 +170,8 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     exit_code: int | None = None
     reason: str = ""
     is_forced: bool = False
+    is_interrupted: bool = False
+    """It is stopped by SIGINT."""
     submitted_at: float = 0.0
     started_at: float | None = None
     ended_at: float | None = None

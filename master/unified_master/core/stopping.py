@@ -5,7 +5,7 @@ from __future__ import annotations
 from unified.protocol.client_master import EndReport
 from unified.protocol.records import JOB_MOVES, Failure, NodeState, Stage, WorkerState
 from unified_master.core import directory, lives
-from unified_master.core.state import JobRecord, WorkerRecord
+from unified_master.core.state import JobRecord, LifeKey, NodeRecord, WorkerRecord
 from unified_master.core.turn import Turn
 
 EXIT_FAILED = 1
@@ -36,7 +36,29 @@ def begin_stop(turn: Turn, job: JobRecord, outcome: int, reason: str) -> None:
 
 def end_badly(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure, limit: str, why: str) -> None:
     """Stop a job because of a failure that nothing may repair; `limit` names what forbade it."""
-    job.end = EndReport(
+    job.end = _end_report(worker, failure, limit)
+    begin_stop(turn, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary.rstrip('.')}; {why}")
+
+
+def cut_short(turn: Turn, life: LifeKey, node: NodeRecord, failure: Failure) -> None:
+    """A stop has cut short what a program does at its end: a job that went well so far did not."""
+    job = turn.cluster.jobs.get(life.job_id)
+    worker = job.workers.get(life.worker) if job is not None else None
+    if job is None or worker is None or life not in node.leaving:
+        return
+    text = f"incarnation {life.incarnation} on {node.name}: {failure.summary}"
+    turn.report("worker-failed", text, job, worker.role, worker.name, node.name)
+    if job.stage is not Stage.STOPPING or job.outcome != 0 or worker.incarnation != life.incarnation:
+        return
+    job.outcome = EXIT_FAILED
+    limit = f"stop_grace_s={job.spec.stop_grace_s:g}"
+    job.end = _end_report(worker, failure, limit)
+    why = f"{failure.summary.rstrip('.')}; {limit} is what a stop gives it"
+    turn.decide("job-failed", f"failed: {worker.name} on {node.name}: {why}", job)
+
+
+def _end_report(worker: WorkerRecord, failure: Failure, limit: str) -> EndReport:
+    return EndReport(
         worker=worker.name,
         incarnation=max(0, worker.incarnation),
         node=worker.node,
@@ -44,7 +66,6 @@ def end_badly(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure
         limit=limit,
         log_file=worker.log_file,
     )
-    begin_stop(turn, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary.rstrip('.')}; {why}")
 
 
 def settle_stop(turn: Turn, job: JobRecord) -> None:

@@ -70,9 +70,9 @@ class Talk:
         return self._words.pop(0)
 
     def expect(self, kind: type[W]) -> W:
-        """The next word but progress, which must be of this kind."""
+        """The next word but progress, and but that it is ending, which must be of this kind."""
         word = self.next_word()
-        while isinstance(word, Reported) and kind is not Reported:
+        while kind is not type(word) and (isinstance(word, Reported) or (isinstance(word, Running) and word.is_ending)):
             word = self.next_word()
         assert isinstance(word, kind), f"{word}\n{self.errors.read_text()}"
         return word
@@ -91,6 +91,11 @@ class Talk:
             assert not self.has_hung_up(), self.errors.read_text()
             assert time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.005)  # a file tells nobody when it grows
+
+    def has_said_anything(self) -> bool:
+        """Is there a word that was not taken yet, or the end of the channel?"""
+        has_something, _, _ = select.select([self._control], [], [], 0)
+        return bool(self._words or has_something)
 
     def has_hung_up(self) -> bool:
         has_something, _, _ = select.select([self._control], [], [], 0)

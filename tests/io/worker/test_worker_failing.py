@@ -132,7 +132,9 @@ def test_threads_of_a_failed_worker_do_not_keep_it(agent: Agent) -> None:
     child.run()
     child.failure()
     assert child.exit_code() == 1
-    assert "cut short. Threads still running: forgotten" in child.errors.read_text()
+    said = child.errors.read_text()
+    assert "its end was cut short after 0." in said
+    assert "it was waiting for threads forgotten" in said
 
 
 FORKS = """

@@ -1,0 +1,163 @@
+"""The end of a program inside a worker: what the interpreter does at its own end, in a process that goes on.
+
+Python's order is kept: threads and executors are joined, `atexit` functions run, globals are cleared, so that files are
+flushed and closed and `__del__` runs. What the runtime itself has to do at exit is left for the end of the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import gc
+import io
+import sys
+import sysconfig
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from unified.bus import shm_loan, shm_pool
+
+NOTICE_S = 10.0
+"""An end that takes longer says what it waits for."""
+_RUNTIMES: tuple[Callable[[], object], ...] = (shm_pool._close_all, shm_loan._leave_all)
+"""Exit functions that would take away what other workers still read."""
+_EXECUTORS = ("concurrent.futures.thread", "concurrent.futures.process")
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def finish_program() -> None:
+    """Join non-daemon threads and executors, then run the user's `atexit` functions. Takes as long as they take."""
+    with _saying_what_it_waits_for():
+        _run(threading._shutdown)  # type: ignore[attr-defined]  # there is no public name; unknown to typeshed
+        for function in _RUNTIMES:
+            atexit.unregister(function)
+        atexit._run_exitfuncs()
+        for function in _RUNTIMES:
+            atexit.register(function)
+
+
+def finish_work() -> None:
+    """For a program that goes on answering calls: wait for its non-daemon threads, and for what its executors have to
+    do, as of now. They go on, and its `atexit` functions run when its process ends."""
+    pooled = _pooled_threads()
+    threads = [thread for thread in _unended_threads() if thread not in pooled]
+    kinds = [getattr(module, "_WorkItem", None) for module in _executors()]  # what an executor has begun or will
+    items = [each for each in gc.get_objects() if type(each) in kinds]
+    if not threads and not items:
+        return
+    with _saying_what_it_waits_for():
+        for thread in threads:
+            thread.join()
+        concurrent.futures.wait([item.future for item in items])
+
+
+def clear_program(main: str) -> None:
+    """Clear the globals of the user's modules, the newest first.
+
+    Whatever refers to them should have let go before. Threads that run on do so without them, as at Python's own end.
+
+    Args:
+        main: name of the entry point's module.
+    """
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    threading.excepthook = lambda args: None
+    cleared = []
+    for name, module in reversed(list(sys.modules.items())):
+        if name == main or _is_users(name, module):
+            cleared.append(weakref.ref(_Globals(vars(module))))
+            sys.modules[name] = ModuleType(name) if name == "__main__" else None  # type: ignore[assignment]  # as Python does
+        del module
+    flush_files()  # a collection may close a file's inner buffer before its outer one has written to it
+    gc.collect()  # with their globals intact, which a `__del__` may need
+    for reference in cleared:
+        if (survivor := reference()) is not None:
+            _clear(survivor.names)
+    gc.collect()
+
+
+def flush_files() -> None:
+    """Flush every file that is open for writing, whoever still refers to it."""
+    for each in gc.get_objects():
+        if issubclass(type(each), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+            _run(each.flush, is_quiet=True)
+
+
+def waited_for() -> str:
+    """What the end of a program is waiting for, for a message."""
+    threads = dict.fromkeys([*_unended_threads(), *_pooled_threads()])  # those of an executor may be daemons
+    names = [thread.name for thread in threads if thread.is_alive()]
+    return f"threads {', '.join(names)}" if names else "its exit functions"
+
+
+def _unended_threads() -> list[threading.Thread]:
+    main = threading.main_thread()
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
+
+
+def _executors() -> list[ModuleType]:
+    return [sys.modules[name] for name in _EXECUTORS if name in sys.modules]
+
+
+def _pooled_threads() -> list[threading.Thread]:
+    return [thread for module in _executors() for thread in list(getattr(module, "_threads_queues", ()))]
+
+
+class _Globals:
+    """Lives as long as the globals of a module, which themselves cannot be referred to weakly."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+        names["__unified_globals__"] = self
+
+
+def _is_users(name: str, module: ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or name.partition(".")[0] in ("unified", "unified_agent", "unified_master"):
+        return False
+    is_packaged = "site-packages" in file or "dist-packages" in file or file.startswith(_LIBRARIES)
+    return not is_packaged and not Path(file).is_relative_to(_OWN)
+
+
+_OWN = Path(__file__).parent.parent
+"""Also under the names that `unified.compat` gives it."""
+
+
+def _clear(names: dict[str, Any]) -> None:
+    """As the interpreter clears a module that something still holds, but objects before the code that they may need."""
+    code = (ModuleType, FunctionType, type)
+    for is_code in (False, True):
+        for name, value in list(names.items()):
+            if name != "__builtins__" and isinstance(value, code) == is_code:
+                names[name] = None
+        value = None
+
+
+def _run(function: Callable[[], object], *, is_quiet: bool = False) -> None:
+    try:
+        function()
+    except BaseException as error:
+        if not is_quiet:
+            sys.excepthook(type(error), error, error.__traceback__)
+
+
+@contextlib.contextmanager
+def _saying_what_it_waits_for() -> Iterator[None]:
+    def say() -> None:
+        print(f"unified: the program has come to its end and waits for {waited_for()}.", file=sys.stderr, flush=True)
+
+    notice = threading.Timer(NOTICE_S, say)
+    notice.daemon, notice.name = True, "unified-exit-notice"
+    with contextlib.suppress(RuntimeError):  # no more threads for this user
+        notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
