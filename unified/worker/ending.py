@@ -11,11 +11,12 @@ import concurrent.futures
 import contextlib
 import gc
 import io
+import os
 import sys
 import sysconfig
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -28,6 +29,8 @@ _RUNTIMES: tuple[Callable[[], object], ...] = (shm_pool._close_all, shm_loan._le
 """Exit functions that would take away what other workers still read."""
 _EXECUTORS = ("concurrent.futures.thread", "concurrent.futures.process")
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_OWN = ("unified", "unified_agent", "unified_master")
+_NOT_USERS = (*_LIBRARIES, str(Path(__file__).parent.parent) + os.sep)  # ours also under names of `unified.compat`
 
 
 def finish_program() -> None:
@@ -56,13 +59,14 @@ def finish_work() -> None:
         concurrent.futures.wait([item.future for item in items])
 
 
-def clear_program(main: str) -> None:
+def clear_program(main: str, known: Collection[str]) -> None:
     """Clear the globals of the user's modules, the newest first.
 
     Whatever refers to them should have let go before. Threads that run on do so without them, as at Python's own end.
 
     Args:
         main: name of the entry point's module.
+        known: names of modules that were there before the program began.
     """
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):
@@ -71,7 +75,7 @@ def clear_program(main: str) -> None:
     threading.excepthook = lambda args: None
     cleared = []
     for name, module in reversed(list(sys.modules.items())):
-        if name == main or _is_users(name, module):
+        if name == main or (name not in known and _is_users(name, module)):
             cleared.append(weakref.ref(_Globals(vars(module))))
             sys.modules[name] = ModuleType(name) if name == "__main__" else None  # type: ignore[assignment]  # as Python does
         del module
@@ -120,14 +124,9 @@ class _Globals:
 
 def _is_users(name: str, module: ModuleType | None) -> bool:
     file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or name.partition(".")[0] in ("unified", "unified_agent", "unified_master"):
+    if not isinstance(file, str) or not os.path.isabs(file) or name.partition(".")[0] in _OWN:
         return False
-    is_packaged = "site-packages" in file or "dist-packages" in file or file.startswith(_LIBRARIES)
-    return not is_packaged and not Path(file).is_relative_to(_OWN)
-
-
-_OWN = Path(__file__).parent.parent
-"""Also under the names that `unified.compat` gives it."""
+    return not ("site-packages" in file or "dist-packages" in file or file.startswith(_NOT_USERS))
 
 
 def _clear(names: dict[str, Any]) -> None:

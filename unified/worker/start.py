@@ -87,6 +87,8 @@ class _Life:
         self._main = ""
         """Name of the entry point's module."""
         self._own_methods: set[str] = set()
+        self._own_modules: set[str] = set()
+        """What was there before the user's code."""
         self._category = "crash"
         """Of an error that happens now: the runtime's until user code runs."""
         self._has_group = False
@@ -159,7 +161,7 @@ class _Life:
         set_current_worker(worker)
         self._channel.start(Handlers(on_run=self._orders.put, on_directory=on_directory, on_stop=self._on_stop))
         self._channel.send(Hello(pid=os.getpid(), inbox=self._inbox))
-        self._own_methods = set(RPC_REGISTRY)
+        self._own_methods, self._own_modules = set(RPC_REGISTRY), set(sys.modules)
         return worker
 
     def _load(self) -> None:
@@ -217,6 +219,8 @@ class _Life:
             ending.finish_work()
         self._tell_unread(settle=True)
         if not goes_on:
+            self._stop.forget_callbacks()
+            self._stop.on_stop(self._hasten_end)
             self._clear()
             ending.flush_files()
         self._stop.finish()
@@ -253,7 +257,7 @@ class _Life:
         self._entry = None
         main, self._main = self._main, ""
         if main:
-            ending.clear_program(main)
+            ending.clear_program(main, self._own_modules)
 
     def _fail(self, error: BaseException) -> NoReturn:
         self._stop.leave()

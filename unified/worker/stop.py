@@ -96,6 +96,11 @@ class StopState:
         if is_late:
             callback()
 
+    def forget_callbacks(self) -> None:
+        """The program has ended: there is nobody to be told of a stop."""
+        with self._deciding:
+            self._callbacks.clear()
+
     def install(self) -> None:
         """Take SIGTERM and SIGINT, and start the thread that carries a stop out. Main thread only."""
         signal.signal(signal.SIGTERM, self._on_signal)
