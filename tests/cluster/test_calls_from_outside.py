@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from unified.api.builder import DLJobBuilder
 from unified.bus.curve import new_key
 from unified.bus.streams import RpcStream
+from unified.cli.main import main
 from unified.client.handle import JobHandle
 from unified.errors import RefusedError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.keys import write_key
@@ -90,19 +89,29 @@ def handle(
         yield handle
 
 
-def unified(handle: JobHandle, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "unified", "call", "outside", *words],
-        env={**os.environ, "UNIFIED_MASTER": handle.connection.address},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+class Ran(NamedTuple):
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
 
 
-def test_calls_from_the_driver_and_from_the_command_line(handle: JobHandle) -> None:
+@pytest.fixture
+def unified(handle: JobHandle, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """``unified call outside …``"""
+
+    def run(*words: str) -> Ran:
+        capsys.readouterr()
+        code = main(["call", "outside", *words, "--master", handle.connection.address])
+        return Ran(code, *capsys.readouterr())
+
+    return run
+
+
+def test_calls_from_the_driver_and_from_the_command_line(handle: JobHandle, unified: Callable[..., Ran]) -> None:
     from_the_driver(handle)
-    from_the_command_line(handle)
+    from_the_command_line(unified)
     deaths_and_ends(handle)
 
 
@@ -133,15 +142,15 @@ def from_the_driver(handle: JobHandle) -> None:
         handle.call("service", "rank")
 
 
-def from_the_command_line(handle: JobHandle) -> None:
-    assert unified(handle, "service", "rank").stdout == "[0,1]\n"
-    assert unified(handle, "service-1", "array", "3").stdout == "[0.0,1.0,2.0]\n"
-    assert unified(handle, "service-1", "count", "3").stdout == "0\n1\n2\n"
-    assert '"new":6' in unified(handle, "service-1", "set_rate", "3", "scale=2").stdout
-    failed = unified(handle, "service-0", "fail")
-    assert failed.returncode == 1
-    assert "KeyError: 'no such weight'" in failed.stderr
-    assert 'raise KeyError("no such weight")' in failed.stderr
+def from_the_command_line(unified: Callable[..., Ran]) -> None:
+    assert unified("service", "rank") == (0, "[0,1]\n", "")
+    assert unified("service-1", "array", "3").out == "[0.0,1.0,2.0]\n"
+    assert unified("service-1", "count", "3").out == "0\n1\n2\n"
+    assert '"new":6' in unified("service-1", "set_rate", "3", "scale=2").out
+    failed = unified("service-0", "fail")
+    assert failed.code == 1
+    assert "KeyError: 'no such weight'" in failed.err
+    assert 'raise KeyError("no such weight")' in failed.err
     for words, code, message in (
         (["service-0", "rnak"], 2, "Did you mean 'rank'?"),
         (["sevice", "rank"], 2, "has no worker 'sevice'. Did you mean 'service'?"),
@@ -149,10 +158,10 @@ def from_the_command_line(handle: JobHandle) -> None:
         (["service-0", "thing"], 1, "it holds a Python object, and this program reads plain data and arrays alone"),
         (["service-0", "hang", "--timeout", "0.5"], 1, "did not answer"),
     ):
-        ran = unified(handle, *words)
-        assert (ran.returncode, ran.stdout) == (code, "")
-        assert message in ran.stderr
-        assert "Traceback" not in ran.stderr
+        ran = unified(*words)
+        assert (ran.code, ran.out) == (code, "")
+        assert message in ran.err
+        assert "Traceback" not in ran.err
 
 
 def deaths_and_ends(handle: JobHandle) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, overload
 
+from msgspec.structs import replace
+
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.futures import RpcFuture, gather
 from unified.bus.registry import MethodRegistry
@@ -204,9 +206,11 @@ class OutsideCaller:
         found = self._connection.ask(GetDirectory(job=self._job, after_revision=revision), JobDirectory)
         self._asked_at = time.monotonic()
         self._job = found.job_id  # a name may mean another job a moment later
+        if found.entries is None and self._directory is not None:
+            found = replace(found, entries=self._directory.entries)
+        elif self._bus is not None:
+            self._bus.update_directory(found.entries or [])
         self._directory = found
-        if self._bus is not None and found.entries is not None:
-            self._bus.update_directory(found.entries)
         return found
 
     def _started(self) -> BusEndpoint:
