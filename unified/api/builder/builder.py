@@ -166,11 +166,16 @@ class DLJobBuilder:
     def by_dlrover_run_cmd(self, cmd: str) -> Self:
         """Describe an elastic role by a command line of `torchrun` or `dlrover-run`.
 
-        Sets nodes, workers a node, the entry point with its arguments, and `--max-restarts`; options that are the
-        master's business here (rendezvous, addresses) are ignored and reported in the log.
+        Sets nodes, workers a node, the entry point with its arguments, `--max-restarts`, `--rdzv-id` and
+        `--master-port`; options that are the master's business here (rendezvous, addresses) are ignored and reported in
+        the log. A script of `torchrun` sets up its process group itself; for one of `dlrover-run` that is done, and
+        without `--max-restarts` it has the limits of any role.
 
         Raises:
-            ValueError: another launcher, an option that does not exist, or `--no-python`.
+            ValueError: another launcher, an option that does not exist, `--no-python`, or `--node-rank` above 0: a job
+                is submitted once, for all its nodes.
+            MasterUnreachableError: `--nproc-per-node` is to be counted in the cluster of ``UNIFIED_MASTER``, and no
+                master answers there.
         """
         from unified.api.builder import launcher
 
