@@ -15,7 +15,6 @@ from unified.api.builder.builder import DLJobBuilder
 from unified.api.builder.torchrun_hosts import check_hosts, common_key, run_id
 from unified.api.builder.torchrun_options import LAUNCHERS, add_own_options, refuse, table_parser
 from unified.client.address import find_master
-from unified.client.submission import cluster_nodes
 from unified.errors import UsageError, nearest
 from unified.job.workloads import parse_nnodes
 from unified.protocol.client_master import NodeStatus
@@ -51,8 +50,12 @@ def apply_command(builder: DLJobBuilder, cmd: str) -> None:
     parser = _torch_parser(launcher) if find_spec("torch") else table_parser(launcher, os.environ)
     arguments = parser.parse_args(words[1:])
     check_hosts(arguments, launcher, has_master=True, can_join=False)
-    master = None if arguments.nproc_per_node.isdecimal() else find_master(None)
-    describe(builder, arguments, parser, launcher, cluster_nodes(master) if master else None)
+    nodes = None
+    if not arguments.nproc_per_node.isdecimal() and (master := find_master(None)):
+        from unified.client.submission import cluster_nodes  # loads zmq, which describing a job does without
+
+        nodes = cluster_nodes(master)
+    describe(builder, arguments, parser, launcher, nodes)
 
 
 def parse_run(argv: Sequence[str], launcher: str = "torchrun", prog: str | None = None) -> DLJobBuilder:
