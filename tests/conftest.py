@@ -11,7 +11,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("unified", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("unified")
 
 # torch's TCPStore looks up its peers' names; a packet that the name server loses would cost 5 s (see RESOLVER in
 # unified_agent.environment). Set here, before anything resolves a name.
