@@ -283,7 +283,8 @@ class DatasetRegistry:
         self._epochs[dataset_id] = request.epoch
 
     def register_worker(self, dataset_id: str, worker_rank: int | str | None = None) -> None:
-        """Spread the unfinished shards of a dataset over this worker, too.
+        """Spread the unfinished shards of a dataset over this worker, too. One that is not this process leaves again if
+        the coordinator hears nothing of it for its heartbeat time-out.
 
         Raises:
             CoordinatorError: there is no such dataset.
