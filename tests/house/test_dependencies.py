@@ -36,7 +36,12 @@ def imported() -> Iterator[tuple[str, str]]:
                     names = [alias.name for alias in node.names]
                 elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
                     names = [node.module]
-                for name in names:
+                elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                    texts = [
+                        each.value for arg in node.args[:1] for each in ast.walk(arg) if isinstance(each, ast.Constant)
+                    ]
+                    names = [text for text in texts if isinstance(text, str)]
+                for name in filter(None, names):
                     top = name.partition(".")[0]
                     if top not in STANDARD | PACKAGES.keys() | OF_ITS_CALLER.get(where, set()):
                         yield where, top
