@@ -170,7 +170,7 @@ class LocalCluster:
         from unified.job.spec import JobSpec
 
         if isinstance(job, JobSpec):
-            handle = submit_job(job, master=self.address, blocking=False, **options)
+            handle: JobHandle = submit_job(job, master=self.address, blocking=False, **options)
         else:
             handle = job.submit(name, blocking=False, master=self.address, **options)
         self._handles.append(handle)

@@ -152,7 +152,7 @@ class AgentDaemon:
 
     def _start(self, order: StartWorker) -> None:
         try:
-            streams = self._output.open(order.life)
+            streams = self._output.open(order.life, is_followed=order.launch.spec.is_output_followed)
             launch = structs.replace(order.launch, key=self._options.key)
             self._processes.start(order.life, launch, order.python, order.is_fresh, order.env, streams)
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +24,12 @@ class LogFile:
 
     def __init__(self, path: Path, max_bytes: int, max_files: int) -> None:
         self.path = path
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._max_files = max_files
         self._base = 0
         self._size = 0
+        self._older: deque[int] = deque(maxlen=max_files - 1)
+        """Sizes of the rotated files, oldest first."""
         self._is_refused = False
         self._descriptor = -1
         try:
@@ -36,15 +39,28 @@ class LogFile:
             self._refuse(error)
         self._open()
 
-    def write(self, data: bytes) -> None:
+    @property
+    def room(self) -> int:
+        """Bytes until the next rotation; 0 where the next write begins with it."""
+        return max(0, self.max_bytes - self._size)
+
+    @property
+    def start_after_rotation(self) -> int:
+        """Offset of the first byte that the next rotation keeps."""
+        kept = [*self._older, self._size]
+        num_kept = min(len(kept), self._max_files - 1)
+        return self._base + self._size - sum(kept[len(kept) - num_kept :])
+
+    def write(self, data: bytes, *, may_rotate: bool = True) -> None:
+        """Append. Without `may_rotate` the file grows past its size, and nothing that was written is lost."""
         view = memoryview(data)
         while view:
-            if self._size >= self._max_bytes:
+            if may_rotate and self._size >= self.max_bytes:
                 self._rotate()
             if self._descriptor < 0:
                 return
             try:
-                count = os.write(self._descriptor, view[: self._max_bytes - self._size])
+                count = os.write(self._descriptor, view[: self.room] if may_rotate else view)
             except OSError as error:
                 self._refuse(error)
                 return
@@ -67,6 +83,7 @@ class LogFile:
     def _rotate(self) -> None:
         self.close()
         self._base += self._size
+        self._older.append(self._size)
         self._size = 0
         try:
             for number in range(self._max_files - 1, 0, -1):

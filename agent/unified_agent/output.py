@@ -1,7 +1,10 @@
 """What workers print: one thread reads every pipe, writes files, rotates them, and reads them back.
 
 The pipes are read as fast as the disk takes it, so that a worker never waits for its own output for long, and at most
-`max_bytes` times `max_files` of each stream is kept. All file work of the agent is done here, never in its loop.
+`max_bytes` times `max_files` of each stream is kept. A stream whose reader wants every byte (`ReadAgentLog.keep`) is
+the exception: where a rotation would remove what was not read yet, its pipe is left alone until it was, so that the
+worker waits in `write`, as it would in front of a slow pipe.
+All file work of the agent is done here, never in its loop.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import os
 import queue
 import selectors
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +31,8 @@ from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
 log = logging.getLogger("unified_agent")
 PIPE_BYTES = 256 * 1024
 CLOSE_S = 5.0
+KEEP_S = 30.0
+"""For so long after it last asked, a reader that wants every byte is waited for."""
 _CHUNK_BYTES = 65536
 _LAST_BYTES = 16 * 1024 * 1024
 """At most this much is taken from the pipe of a dead worker, which a stray of its own may still be filling."""
@@ -52,15 +59,34 @@ class OutputFailed(NamedTuple):
     """The thread has ended by a defect: workers would soon block on full pipes."""
 
 
-class _Stream(NamedTuple):
-    descriptor: int
-    file: LogFile
+class _Stream:
+    """One pipe and its file.
+
+    Args:
+        keep_until: until then (monotonic) nothing may be rotated away that was not read; 0: there is no such reader.
+    """
+
+    def __init__(self, descriptor: int, file: LogFile, keep_until: float) -> None:
+        self.descriptor = descriptor
+        self.file = file
+        self.keep_until = keep_until
+        self.read_to = 0
+        """Offset up to which that reader has everything."""
+
+    def must_wait(self, now: float) -> bool:
+        """Whether the next write would remove what the reader has not read."""
+        return self.keep_until > now and not self.file.room and self.file.start_after_rotation > self.read_to
+
+    def chunk_bytes(self) -> int:
+        """How much may be copied before that question is asked again."""
+        return min(_CHUNK_BYTES, self.file.room or self.file.max_bytes) if self.keep_until else _CHUNK_BYTES
 
 
 class _Watch(NamedTuple):
     life: Life
     out: int
     err: int
+    is_followed: bool
 
 
 class _Finish(NamedTuple):
@@ -76,10 +102,13 @@ class _Read(NamedTuple):
 class OutputReader:
     """Owns the thread. Everything public is called from the daemon's loop and returns at once."""
 
-    def __init__(self, log_dir: Path, *, max_bytes: int, max_files: int) -> None:
+    def __init__(
+        self, log_dir: Path, *, max_bytes: int, max_files: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._log_dir = log_dir
         self._max_bytes = max_bytes
         self._max_files = max_files
+        self._clock = clock
         self._orders: queue.SimpleQueue[_Watch | _Finish | _Read | None] = queue.SimpleQueue()
         self._results: deque[OutputClosed | SliceRead | OutputFailed] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -88,11 +117,16 @@ class OutputReader:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._streams: dict[Life, tuple[_Stream, _Stream]] = {}
+        self._waiting: set[_Stream] = set()
+        """Their pipes are left alone until a reader has caught up."""
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def open(self, life: Life) -> tuple[int, int]:
+    def open(self, life: Life, *, is_followed: bool = False) -> tuple[int, int]:
         """Pipes for a life's stdout and stderr; the ends to write to are the caller's.
+
+        Args:
+            is_followed: a reader that wants every byte will ask within `KEEP_S`.
 
         Raises:
             OSError: there are no descriptors left.
@@ -104,7 +138,7 @@ class OutputReader:
             os.close(out_read)
             os.close(out_write)
             raise
-        self._order(_Watch(life, out_read, err_read))
+        self._order(_Watch(life, out_read, err_read, is_followed))
         return out_write, err_write
 
     def finish(self, life: Life, code: int) -> None:
@@ -149,12 +183,24 @@ class OutputReader:
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._patience_s()):
                 if key.fd == self._wake:
                     if not self._obey():
                         return
                 elif self._selector.get_map().get(key.fd) is key:  # an order of this turn may have given it to another
                     self._copy(key.data)
+            if self._waiting:
+                self._resume()
+
+    def _patience_s(self) -> float | None:
+        return max(0.0, min(each.keep_until for each in self._waiting) - self._clock()) if self._waiting else None
+
+    def _resume(self) -> None:
+        """Take up the pipes whose reader has caught up, or has not asked for too long."""
+        now = self._clock()
+        for stream in [stream for stream in self._waiting if not stream.must_wait(now)]:
+            self._waiting.remove(stream)
+            self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
 
     def _obey(self) -> bool:
         os.eventfd_read(self._wake)
@@ -185,21 +231,30 @@ class OutputReader:
 
     def _watch(self, order: _Watch) -> None:
         streams = [
-            _Stream(descriptor, LogFile(self._path(order.life, suffix), self._max_bytes, self._max_files))
+            _Stream(
+                descriptor,
+                LogFile(self._path(order.life, suffix), self._max_bytes, self._max_files),
+                self._clock() + KEEP_S if order.is_followed else 0.0,
+            )
             for descriptor, suffix in ((order.out, "out"), (order.err, "err"))
         ]
         for stream in streams:
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
         self._streams[order.life] = (streams[0], streams[1])
 
-    def _copy(self, stream: _Stream) -> int:
-        """Copy one chunk; 0 when there is none now, or nobody is left to write one."""
+    def _copy(self, stream: _Stream, *, is_last: bool = False) -> int:
+        """Copy one chunk; 0 when there is none now, or it has to wait, or nobody is left to write one."""
+        now = self._clock()
+        if not is_last and stream.must_wait(now):
+            self._selector.unregister(stream.descriptor)
+            self._waiting.add(stream)
+            return 0
         try:
-            data = os.read(stream.descriptor, _CHUNK_BYTES)
+            data = os.read(stream.descriptor, _CHUNK_BYTES if is_last else stream.chunk_bytes())
         except BlockingIOError:
             return 0
         if data:
-            stream.file.write(data)
+            stream.file.write(data, may_rotate=not (is_last and stream.keep_until > now))
         else:
             self._selector.unregister(stream.descriptor)
         return len(data)
@@ -210,9 +265,12 @@ class OutputReader:
         if streams is None:
             return ""
         for stream in streams:
+            if stream in self._waiting:
+                self._waiting.remove(stream)
+                self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
             num_bytes = 0
             while stream.descriptor in self._selector.get_map() and num_bytes < _LAST_BYTES:
-                count = self._copy(stream)
+                count = self._copy(stream, is_last=True)
                 if not count:
                     break
                 num_bytes += count
@@ -230,8 +288,17 @@ class OutputReader:
             return LogSlice(
                 error="stdout and stderr are two files: read 'out' and 'err', each with an offset of its own"
             )
+        if order.keep:
+            self._keep(order)
         path = self._log_dir / order.job_id / order.worker / f"{order.worker_incarnation}.{order.stream}"
         return read_slice(path, order.offset, order.max_bytes, self._max_files)
+
+    def _keep(self, order: ReadAgentLog) -> None:
+        streams = self._streams.get(Life(order.job_id, order.worker, order.worker_incarnation))
+        if streams is not None:
+            stream = streams[order.stream == "err"]
+            stream.read_to = max(stream.read_to, order.offset)
+            stream.keep_until = self._clock() + KEEP_S
 
 
 def _pipe() -> tuple[int, int]:

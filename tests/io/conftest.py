@@ -22,6 +22,8 @@ from unified.protocol.client_master import (
 from unified.protocol.framing import Codec
 from unified_master.relay import BusRelay
 
+from .played_job import job  # noqa: F401 - a fixture
+
 A = TypeVar("A")
 Respond = Callable[[ClientToMaster], MasterAnswer | list[bytes] | None]
 

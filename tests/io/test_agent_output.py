@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +15,7 @@ import pytest
 from unified.protocol.agent_master import ReadAgentLog
 from unified_agent.core.events import Life
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
-from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead
+from unified_agent.output import KEEP_S, OutputClosed, OutputFailed, OutputReader, SliceRead
 
 PATIENCE_MS = 10_000
 LIFE = Life("job-1", "w-0", 2)
@@ -22,8 +24,8 @@ LIFE = Life("job-1", "w-0", 2)
 class Desk:
     """An `OutputReader` with a test at it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.reader = OutputReader(folder, max_bytes=1000, max_files=3)
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.reader = OutputReader(folder, max_bytes=1000, max_files=3, clock=clock)
         self._results: list[OutputClosed | SliceRead | OutputFailed] = []
 
     def next(self) -> OutputClosed | SliceRead | OutputFailed:
@@ -35,7 +37,12 @@ class Desk:
         return self._results.pop(0)
 
     def read(
-        self, offset: int = 0, stream: Literal["out", "err", "both"] = "out", life: Life = LIFE, max_bytes: int = 65536
+        self,
+        offset: int = 0,
+        stream: Literal["out", "err", "both"] = "out",
+        life: Life = LIFE,
+        max_bytes: int = 65536,
+        keep: bool = False,
     ) -> LogSlice:
         order = ReadAgentLog(
             job_id=life.job_id,
@@ -44,12 +51,20 @@ class Desk:
             stream=stream,
             offset=offset,
             max_bytes=max_bytes,
+            keep=keep,
         )
         self.reader.read(order, request_id=5)
         answer = self.next()
         assert isinstance(answer, SliceRead)
         assert answer.request_id == 5
         return answer.slice
+
+    def everything(self) -> bytes:
+        """What can be read, in pieces as large as a file."""
+        seen = b""
+        while found := self.read(len(seen)).data:
+            seen += found
+        return seen
 
     def read_until(self, data: bytes, stream: Literal["out", "err"] = "out") -> LogSlice:
         while (found := self.read(stream=stream)).data != data:
@@ -163,3 +178,60 @@ def test_a_disk_that_refuses_costs_the_output_and_nothing_else(
     assert len(caplog.records) == 1
     assert "output is dropped" in caplog.text
     assert last_lines(file.path) == ""
+
+
+def fill(descriptor: int, size: int) -> None:
+    """Print so much in lines of ten bytes, from a thread, as the pipe may be full."""
+    everything = b"".join(b"%09d\n" % number for number in range(size // 10))
+
+    def write() -> None:
+        view = memoryview(everything)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.close(descriptor)
+
+    threading.Thread(target=write, daemon=True).start()
+
+
+def test_a_reader_that_wants_everything_gets_it_however_fast_the_worker_prints(desk: Desk, tmp_path: Path) -> None:
+    out, err = desk.reader.open(LIFE, is_followed=True)
+    size = 500_000
+    fill(out, size)
+    seen = b""
+    while len(seen) < size:
+        found = desk.read(len(seen), keep=True, max_bytes=700)
+        assert found.offset == len(seen)
+        seen += found.data
+    assert seen == b"".join(b"%09d\n" % number for number in range(size // 10))
+    assert sum(file.stat().st_size for file in tmp_path.rglob("2.out*") if file.suffix != ".base") <= 3000
+    os.close(err)
+
+
+def test_what_is_in_the_pipe_at_the_end_is_kept_for_that_reader_too(desk: Desk) -> None:
+    out, err = desk.reader.open(LIFE, is_followed=True)
+    everything = b"".join(b"%09d\n" % number for number in range(10_000))
+    os.write(out, everything)
+    desk.reader.finish(LIFE, -9)
+    desk.next()
+    seen = b""
+    while found := desk.read(len(seen), keep=True).data:
+        seen += found
+    assert seen == everything
+    os.close(out)
+    os.close(err)
+
+
+def test_a_reader_that_asks_no_more_is_not_waited_for(tmp_path: Path) -> None:
+    now = [100.0]
+    desk = Desk(tmp_path, clock=lambda: now[0])
+    out, err = desk.reader.open(LIFE, is_followed=True)
+    fill(out, 1_000_000)
+    while len(desk.everything()) < 3000:  # three files are full, and the worker waits
+        pass
+    assert desk.read(0, keep=True).size == 3000
+    now[0] += KEEP_S + 1
+    while (found := desk.read(-1)).size < 1_000_000:  # whatever it is asked, it looks at the clock
+        pass
+    assert found.data == b"\n"
+    desk.reader.close()
+    os.close(err)

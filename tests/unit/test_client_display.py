@@ -9,6 +9,7 @@ import os
 import pytest
 
 from unified.client.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
+from unified.client.logs import Output, Source, Stream
 from unified.client.streams import lasting, printable
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
@@ -18,6 +19,10 @@ from unified.protocol.records import Progress, Stage, WorkerState
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def said(text: str, stream: Stream = "out") -> list[Output]:
+    return [Output(Source("[trainer-0] ", stream), text)]
 
 
 def running(step: int, restarts: int = 0, reason: str = "all workers run", stage: Stage = Stage.RUNNING) -> JobStatus:
@@ -47,14 +52,14 @@ def test_plain_says_the_stage_once_and_steps_now_and_then(monkeypatch: pytest.Mo
         now[0] += 6
         display.update(running(3))
         display.update(running(4, restarts=1))
-        display.log(["[trainer-0] hello"])
+        display.output(said("hello\n"))
     assert err.getvalue().splitlines() == [
         "gpt-1  RUNNING  all workers run",
         "gpt-1  trainer: 1 RUNNING, round 1, step 1/10, loss 1.5",
         "gpt-1  trainer: 1 RUNNING, round 1, step 3/10, loss 1.5",
         "gpt-1  trainer: 1 RUNNING, round 1, step 4/10, loss 1.5, 1 restart",
     ]
-    assert out.getvalue() == "[trainer-0] hello\n"
+    assert out.getvalue() == "hello\n"
 
 
 @pytest.mark.parametrize("choice", ["plain", "live"])
@@ -72,7 +77,7 @@ def test_live_draws_a_line_a_role_and_lets_output_scroll_above() -> None:
     with open_display({"TERM": "xterm"}, out=terminal, err=terminal) as display:
         assert isinstance(display, LiveDisplay)
         display.update(running(3, reason="it [runs]"))
-        display.log(["[trainer-0] hello [bold]world[/bold]"])
+        display.output(said("hello [bold]world[/bold]\n"))
         display.note("gpt-1  stopping in order")
     text = terminal.getvalue()
     assert "gpt-1  RUNNING  it [runs]" in text
@@ -85,9 +90,23 @@ def test_live_draws_a_line_a_role_and_lets_output_scroll_above() -> None:
 def test_live_writes_output_to_a_file_untouched() -> None:
     out, terminal = io.StringIO(), Terminal()
     with LiveDisplay(out, terminal) as display:
-        display.log(["\x1b[31m[trainer-0] red\x1b[0m"])
-    assert out.getvalue() == "\x1b[31m[trainer-0] red\x1b[0m\n"
+        display.output(said("\x1b[31mred\x1b[0m\n") + said("wrong\n", "err"))
+    assert out.getvalue() == "\x1b[31mred\x1b[0m\n"
     assert "red" not in terminal.getvalue()
+    assert "[trainer-0] wrong" in terminal.getvalue()
+
+
+def test_live_shows_what_is_not_a_whole_line_yet_below_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unified.client.display.LIVE_EVERY_S", 0.0)
+    terminal = Terminal()
+    with LiveDisplay(terminal, terminal) as display:
+        display.update(running(1))
+        display.output(said("\r 10%", "err") + said("name? "))
+        shown = terminal.getvalue()
+        assert shown.index("step 1/10") < shown.index("[trainer-0]  10%") < shown.index("[trainer-0] name? ")
+        display.output(said("\r 20%", "err"))
+        assert "[trainer-0]  20%" in terminal.getvalue()
+    assert terminal.getvalue().count("[trainer-0] name? ") >= 2  # it stays when the block is taken away
 
 
 def test_the_environment_chooses() -> None:
@@ -104,8 +123,8 @@ def test_quiet_says_nothing_about_progress() -> None:
     out, err = io.StringIO(), io.StringIO()
     with QuietDisplay(out, err) as display:
         display.update(running(1))
-        display.log(["[trainer-0] hello"])
-    assert (out.getvalue(), err.getvalue()) == ("[trainer-0] hello\n", "")
+        display.output(said("hello\n"))
+    assert (out.getvalue(), err.getvalue()) == ("hello\n", "")
 
 
 def test_a_terminal_gets_colours_and_tabs_and_nothing_else_that_a_worker_prints() -> None:
@@ -113,9 +132,9 @@ def test_a_terminal_gets_colours_and_tabs_and_nothing_else_that_a_worker_prints(
     assert printable(line) == "a\tb \x1b[31mred\x1b[0m1m"
     assert printable("größe 表") == "größe 表"
     terminal, file = Terminal(), io.StringIO()
-    QuietDisplay(terminal, file).log([line])
-    QuietDisplay(file, terminal).log([line])
-    assert terminal.getvalue() == f"{printable(line)}\n"
+    QuietDisplay(terminal, file).output(said(f"{line}\n"))
+    QuietDisplay(file, terminal).output(said(f"{line}\n"))
+    assert terminal.getvalue() == f"[trainer-0] {printable(line)}\n"
     assert file.getvalue() == f"{line}\n"
 
 
@@ -127,7 +146,7 @@ def test_a_reader_that_goes_away_is_no_error(choice: str) -> None:
         with open_display({"UNIFIED_PROGRESS": choice}, out=pipe, err=pipe) as display:
             display.note("gpt-1  submitted")
             display.update(running(1))
-            display.log(["[trainer-0] hello"])
+            display.output(said("hello\n"))
         assert os.readlink(f"/proc/self/fd/{writing}") == os.devnull  # so that the flush at exit says nothing either
 
 

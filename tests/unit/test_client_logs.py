@@ -1,15 +1,42 @@
-"""A cursor over one stream: lines, skips, ends."""
+"""A cursor over one stream: text, skips, ends; and the lines that are made of it."""
 
 from __future__ import annotations
 
 import pytest
 
-from unified.client.logs import CHUNK_BYTES, IDLE_PAUSE_S, LIVE_PAUSE_S, StreamCursor
+from unified.client.logs import (
+    CHUNK_BYTES,
+    IDLE_PAUSE_S,
+    KEEP_CHUNK_BYTES,
+    LIVE_PAUSE_S,
+    QUIET_S,
+    LineView,
+    Output,
+    Source,
+    StreamCursor,
+)
 from unified.protocol.client_master import LogChunk
 
+SOURCE = Source("[trainer-0] ", "out")
 
-def cursor(*, is_live: bool = True, offset: int = 0) -> StreamCursor:
-    return StreamCursor("trainer_1-0_1-0", 0, "out", "trainer-0", is_live=is_live, offset=offset)
+
+class Lines:
+    """What a cursor says, as lines."""
+
+    def __init__(self, cursor: StreamCursor) -> None:
+        self.cursor = cursor
+        self.view = LineView()
+
+    def take(self, chunk: LogChunk, now: float) -> list[str]:
+        return self.view.feed(self.cursor.take(chunk, now))
+
+
+def cursor(*, is_live: bool = True, keep: bool = False, offset: int = 0) -> StreamCursor:
+    return StreamCursor("trainer_1-0_1-0", 0, SOURCE, is_live=is_live, keep=keep, offset=offset)
+
+
+def lines(*, is_live: bool = True, offset: int = 0) -> Lines:
+    return Lines(cursor(is_live=is_live, offset=offset))
 
 
 def chunk(data: bytes, offset: int = 0, size: int | None = None, *, is_final: bool = False) -> LogChunk:
@@ -27,57 +54,61 @@ def chunk(data: bytes, offset: int = 0, size: int | None = None, *, is_final: bo
 
 
 def test_lines_are_whole_and_carry_the_worker() -> None:
-    stream = cursor()
+    stream = lines()
     assert stream.take(chunk(b"one\ntw"), 0.0) == ["[trainer-0] one"]
     assert stream.take(chunk(b"o\nthree", 6), 0.0) == ["[trainer-0] two"]
     assert stream.take(chunk(b"", 13, is_final=True), 0.0) == ["[trainer-0] three"]
-    assert stream.is_final
+    assert stream.cursor.is_final
 
 
 def test_a_character_cut_in_two_is_put_together() -> None:
     first, second = "é\n".encode()[:1], "é\n".encode()[1:]
-    stream = cursor()
+    stream = lines()
     assert stream.take(chunk(first), 0.0) == []
     assert stream.take(chunk(second, 1), 0.0) == ["[trainer-0] é"]
 
 
 def test_what_a_progress_bar_drew_over_is_left_out() -> None:
-    assert cursor().take(chunk(b"10%\r20%\r30%\nend\r\n"), 0.0) == ["[trainer-0] 30%", "[trainer-0] end"]
+    assert lines().take(chunk(b"10%\r20%\r30%\nend\r\n"), 0.0) == ["[trainer-0] 30%", "[trainer-0] end"]
 
 
 def test_a_line_without_an_end_does_not_grow_for_ever() -> None:
-    stream = cursor()
+    stream = lines()
     assert stream.take(chunk(b"x" * CHUNK_BYTES), 0.0) == ["[trainer-0] " + "x" * CHUNK_BYTES]
-    assert stream.flush() == []
+    assert stream.view.flush() == []
 
 
 def test_a_live_reader_far_behind_skips_and_says_so() -> None:
-    stream = cursor()
+    stream = lines()
     size = 95_000_000
-    lines = stream.take(chunk(b"first\nhalf a li", size=size), 0.0)
+    said = stream.take(chunk(b"first\nhalf a li", size=size), 0.0)
     target = size - CHUNK_BYTES
-    assert lines == ["[trainer-0] first", "[trainer-0] … 95 MB skipped, whole log: /logs/0.out"]
-    assert stream.request("job").offset == target
+    assert said == [
+        "[trainer-0] first",
+        "[trainer-0] half a li",
+        "[trainer-0] … 95 MB skipped, whole log: /logs/0.out",
+    ]
+    assert stream.cursor.request("job").offset == target
     rest = b"ne cut off\nlast\n"
     assert stream.take(chunk(rest, target, size), 0.0) == ["[trainer-0] last"]
 
 
 def test_a_reader_that_is_not_live_skips_nothing() -> None:
     stream = cursor(is_live=False)
-    assert stream.take(chunk(b"a\n", size=95_000_000), 0.0) == ["[trainer-0] a"]
+    assert stream.take(chunk(b"a\n", size=95_000_000), 0.0) == [Output(SOURCE, "a\n")]
     assert stream.request("job").offset == 2
     assert not stream.is_caught_up
 
 
 def test_what_was_rotated_away_is_said() -> None:
-    assert cursor().take(chunk(b"a\n", 5000), 0.0) == [
+    assert lines().take(chunk(b"a\n", 5000), 0.0) == [
         "[trainer-0] … 5 kB skipped, whole log: /logs/0.out",
         "[trainer-0] a",
     ]
 
 
 def test_what_was_begun_before_a_gap_does_not_go_on_behind_it() -> None:
-    stream = cursor()
+    stream = lines()
     assert stream.take(chunk(b"one\nhalf a li"), 0.0) == ["[trainer-0] one"]
     assert stream.take(chunk(b"two\n", 5000), 0.0) == [
         "[trainer-0] half a li",
@@ -98,8 +129,8 @@ def test_reading_what_is_there_ends_although_more_is_printed_all_the_while() -> 
 
 @pytest.mark.parametrize(("start", "expected"), [(0, ["[trainer-0] cut", "[trainer-0] b"]), (50, ["[trainer-0] b"])])
 def test_a_tail_begins_at_a_whole_line(start: int, expected: list[str]) -> None:
-    stream = cursor(is_live=False, offset=-100)
-    assert stream.request("job").offset == -100
+    stream = lines(is_live=False, offset=-100)
+    assert stream.cursor.request("job").offset == -100
     assert stream.take(chunk(b"cut\nb\n", start), 0.0) == expected
 
 
@@ -110,3 +141,38 @@ def test_an_idle_stream_is_asked_less_and_less_often_up_to_a_limit() -> None:
     for _ in range(20):
         stream.nothing(200.0)
     assert stream.due_at == 200.0 + IDLE_PAUSE_S
+
+
+def test_a_reader_that_keeps_asks_for_much_and_has_what_follows_kept() -> None:
+    stream = cursor(is_live=False, keep=True)
+    stream.take(chunk(b"a\n", size=95_000_000), 0.0)
+    request = stream.request("job")
+    assert (request.offset, request.max_bytes, request.keep) == (2, KEEP_CHUNK_BYTES, True)
+    assert stream.due_at == 0.0  # there is more to read
+    assert not cursor().request("job").keep
+
+
+def test_a_line_that_does_not_go_on_is_said_to_be_quiet_once() -> None:
+    stream = cursor()
+    assert stream.take(chunk(b"50%"), 1.0) == [Output(SOURCE, "50%")]
+    assert stream.take(chunk(b"", 3), 1.1) == []
+    assert stream.take(chunk(b"", 3), 1.0 + QUIET_S) == [Output(SOURCE, is_quiet=True)]
+    assert stream.take(chunk(b"", 3), 9.0) == []
+    assert stream.take(chunk(b" done\n", 3), 9.1) == [Output(SOURCE, " done\n")]
+    assert stream.take(chunk(b"", 9), 19.0) == []
+
+
+def test_bytes_that_are_no_text_come_out_as_they_came_in_where_everything_is_kept() -> None:
+    stream = cursor(is_live=False, keep=True)
+    said = stream.take(chunk(b"\xff\xe2\x82"), 0.0) + stream.take(chunk(b"", 3, is_final=True), 0.0)
+    assert "".join(output.text for output in said).encode("utf-8", "surrogateescape") == b"\xff\xe2\x82"
+    assert said[-1].is_end
+
+
+def test_what_was_begun_can_be_looked_at_while_it_grows() -> None:
+    view = LineView()
+    assert view.feed([Output(SOURCE, "one\n10%")]) == ["[trainer-0] one"]
+    assert view.partials() == ["[trainer-0] 10%"]
+    assert view.feed([Output(SOURCE, "\r20%")]) == []
+    assert view.partials() == ["[trainer-0] 20%"]
+    assert LineView(has_prefix=False).feed([Output(SOURCE, "bare\n")]) == ["bare"]

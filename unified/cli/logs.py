@@ -59,7 +59,13 @@ def logs(
         handle = JobHandle(connection, status.job_id)
         tail_bytes = None if tail is None else max(1, tail * LINE_BYTES)
         reader = LogReader(
-            connection, status.job_id, role=role, rank=rank, is_live=follow, tail_bytes=tail_bytes, streams=streams
+            connection,
+            status.job_id,
+            role=role,
+            rank=rank,
+            mode="live" if follow else "once",
+            tail_bytes=tail_bytes,
+            streams=streams,
         )
         reader.update(status)
         is_silent, is_terminal = True, sys.stdout.isatty()
@@ -74,8 +80,7 @@ def logs(
 
 def _lines(reader: LogReader, handle: JobHandle, follow: bool, tail: int | None) -> Iterator[str]:
     if tail is not None:
-        present = [line for lines in reader.read_present() for line in lines]
-        yield from _last(present, tail)
+        yield from _last(reader.read_present(), tail)
     if follow:
         yield from reader.follow(handle.status)
     else:

@@ -10,6 +10,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
+
 from unified.api.builder.torchrun_hosts import check_hosts, common_key
 from unified.api.builder.torchrun_options import table_parser
 from unified.cli.naming import NAME_HELP, chosen_name
@@ -21,9 +23,13 @@ from unified.job.driver import Driver
 from unified.job.driver_environment import asked_for, passed_on
 from unified.job.spec import JobSpec
 
-_OWN = ("master", "name", "detach", "no_wait", "env")
+_OWN = ("master", "name", "detach", "no_wait", "env", "prefix")
 _ENV_HELP = "A variable of the workers, several times if need be; without a value, this shell's."
 _MASTER_HELP = "The master's address; else $UNIFIED_MASTER; else a cluster of its own on this host, for the job's life."
+_PREFIX_HELP = (
+    "Put [ROLE-RANK] before each line that a worker prints; auto: on a terminal. To files goes what was printed, and "
+    "nothing else."
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -48,9 +54,14 @@ def run(argv: Sequence[str]) -> int:
     if spec is None:
         spec, may_wait = full_spec(arguments, parser, name, driver, master)
         waits = waits and may_wait
+    from unified.client.streams import own_stdin
     from unified.client.submission import submit_job
 
-    return outcome(submit_job(spec, master=master, blocking=not own["detach"], wait=waits, joins=bool(key)))
+    if not own["detach"]:
+        spec = structs.replace(spec, stdin=own_stdin())
+    return outcome(
+        submit_job(spec, master=master, blocking=not own["detach"], wait=waits, joins=bool(key), prefix=own["prefix"])
+    )
 
 
 def _driver(arguments: Namespace, asked: Sequence[str], *, is_on_cluster: bool) -> Driver:
@@ -71,7 +82,7 @@ def _driver(arguments: Namespace, asked: Sequence[str], *, is_on_cluster: bool) 
 
 
 def run_parser(env: Mapping[str, str]) -> ArgumentParser:
-    """torchrun's options and five of our own."""
+    """torchrun's options and our own."""
     parser = table_parser("torchrun", env, "unified run")
     parser.description = "Run a script as torchrun would, on a cluster."
     own = parser.add_argument_group("where and how to run it")
@@ -84,6 +95,7 @@ def run_parser(env: Mapping[str, str]) -> ArgumentParser:
         action="store_true",
         help="An error at once if the job does not fit now, as always without a master.",
     )
+    own.add_argument("--prefix", choices=("auto", "always", "never"), default="auto", help=_PREFIX_HELP)
     return parser
 
 

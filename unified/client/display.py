@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from unified.client.streams import lasting, printable
+from unified.client.logs import LineView, Output
+from unified.client.output import OutputWriter, Prefix, WorkerOutput
+from unified.client.streams import lasting, printable, undecodable_replaced
 from unified.client.summary import RoleSummary, restarts_text, summarise
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus
@@ -29,6 +31,8 @@ PROGRESS_VARIABLE = "UNIFIED_PROGRESS"
 PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.1
 BAR_WIDTH = 24
+MAX_BEGUN = 8
+"""Lines that were not ended, such as progress bars, that are shown at a time."""
 NARROW = 110
 """Columns of a terminal in which the bar makes room for the metrics."""
 
@@ -39,8 +43,15 @@ class Display(Protocol):
     def update(self, status: JobStatus) -> None:
         """The job's status, as often as it changes."""
 
-    def log(self, lines: list[str]) -> None:
+    @property
+    def wants_all(self) -> bool:
+        """Whether every line of every worker is shown; else what a person can follow."""
+
+    def output(self, outputs: list[Output]) -> None:
         """Output of workers."""
+
+    def refresh(self) -> None:
+        """Draw what changed since the last time. To be called a few times a second."""
 
     def note(self, text: str) -> None:
         """A sentence of ours."""
@@ -56,9 +67,16 @@ class Display(Protocol):
 
 
 def open_display(
-    env: Mapping[str, str] | None = None, *, out: TextIO | None = None, err: TextIO | None = None
+    env: Mapping[str, str] | None = None,
+    *,
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+    prefix: Prefix = "auto",
 ) -> Display:
     """The display that fits: ``UNIFIED_PROGRESS=0`` shows no progress, ``plain`` never draws, ``live`` always does.
+
+    Args:
+        prefix: whether lines of workers have their worker in front; ``auto``: on a terminal.
 
     Raises:
         UsageError: another value.
@@ -68,20 +86,21 @@ def open_display(
     err = lasting(sys.stderr if err is None else err)
     choice = env.get(PROGRESS_VARIABLE, "")
     if choice == "0":
-        return QuietDisplay(out, err)
+        return QuietDisplay(out, err, prefix)
     if choice == "live" or (choice in ("", "1") and err.isatty() and env.get("TERM") != "dumb"):
-        return LiveDisplay(out, err)
+        return LiveDisplay(out, err, prefix)
     if choice in ("", "1", "plain"):
-        return PlainDisplay(out, err)
+        return PlainDisplay(out, err, prefix)
     raise UsageError(f"{PROGRESS_VARIABLE}={choice!r} is not known: 0 for none, plain, live, or not set.")
 
 
 class QuietDisplay:
     """Output of workers, and nothing about the job but our own sentences."""
 
-    def __init__(self, out: TextIO, err: TextIO) -> None:
-        self._out = out
-        self._err = err
+    def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
+        self._err = lasting(err)
+        self.wants_all = not (out.isatty() and err.isatty())
+        self._writer = WorkerOutput(lasting(out), self._err, prefix)
 
     def __enter__(self) -> Self:
         return self
@@ -92,31 +111,35 @@ class QuietDisplay:
         self.close()
 
     def update(self, status: JobStatus) -> None:
-        """Says nothing."""
+        """Says nothing of it."""
+        self._writer.update(status)
 
-    def log(self, lines: list[str]) -> None:
-        shown = map(printable, lines) if self._out.isatty() else lines
-        self._out.write("".join(f"{line}\n" for line in shown))
-        self._out.flush()
+    def output(self, outputs: list[Output]) -> None:
+        self._writer.write(outputs)
+
+    def refresh(self) -> None:
+        """Nothing is drawn."""
 
     def note(self, text: str) -> None:
+        self._writer.break_line()
         self._err.write(f"{printable(text) if self._err.isatty() else text}\n")
         self._err.flush()
 
     def close(self) -> None:
-        """Nothing is open."""
+        self._writer.close()
 
 
 class PlainDisplay(QuietDisplay):
     """A line when the job's stage, reason or restarts change, one every few seconds while it steps, and its last."""
 
-    def __init__(self, out: TextIO, err: TextIO) -> None:
-        super().__init__(out, err)
+    def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
+        super().__init__(out, err, prefix)
         self._seen: tuple[Stage, str] | None = None
         self._shown: dict[str, RoleSummary] = {}
         self._shown_at = float("-inf")
 
     def update(self, status: JobStatus) -> None:
+        super().update(status)
         headline = (status.stage, status.reason)
         if headline != self._seen:
             self._seen = headline
@@ -136,11 +159,16 @@ class PlainDisplay(QuietDisplay):
 class LiveDisplay:
     """A block at the foot of the terminal, redrawn at most ten times a second; all else scrolls above it."""
 
-    def __init__(self, out: TextIO, err: TextIO) -> None:
+    def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._out = out
+        self.wants_all = not (out.isatty() and err.isatty())
+        self._file = None if out.isatty() else OutputWriter({"out": lasting(out)}, prefix=prefix)
+        self._lines = LineView(has_prefix=prefix != "never")
+        self._status: JobStatus | None = None
+        self._begun: list[str] = []
+        """Lines that were not ended, as they were drawn."""
         self._console: Console = Console(file=err, highlight=False, soft_wrap=True)
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._live.start()
@@ -157,30 +185,52 @@ class LiveDisplay:
 
     def update(self, status: JobStatus) -> None:
         headline = (status.stage, status.reason)
-        now = time.monotonic()
-        if headline != self._headline or now - self._drawn_at >= LIVE_EVERY_S:
-            self._headline, self._drawn_at = headline, now
-            bar_width = BAR_WIDTH if self._console.width >= NARROW else BAR_WIDTH // 3
-            self._live.update(role_table(status, bar_width), refresh=True)
+        self._status = status
+        if headline != self._headline or time.monotonic() - self._drawn_at >= LIVE_EVERY_S:
+            self._headline = headline
+            self._draw()
         if status.stage is Stage.STOPPED:  # the block is taken away
             for summary in summarise(status):
                 if any(summary.progress):
                     self.note(f"{status.job_id}  {summary.text}")
 
-    def log(self, lines: list[str]) -> None:
-        if not self._out.isatty():
-            self._out.write("".join(f"{line}\n" for line in lines))
-            self._out.flush()
-            return
+    def output(self, outputs: list[Output]) -> None:
+        if self._file is not None:
+            self._file.write(output for output in outputs if output.source.stream == "out")
+        self._print(self._lines.feed(each for each in outputs if self._file is None or each.source.stream == "err"))
+        self.refresh()
+
+    def refresh(self) -> None:
+        if time.monotonic() - self._drawn_at >= LIVE_EVERY_S and self._lines.partials() != self._begun:
+            self._draw()
+
+    def _print(self, lines: list[str]) -> None:
         from rich.text import Text
 
         for line in lines:
-            self._console.print(Text.from_ansi(printable(line)))
+            self._console.print(Text.from_ansi(printable(undecodable_replaced(line))))
+
+    def _draw(self) -> None:
+        """The block anew: the job, and below it the lines that are not whole yet, so that a question stands last."""
+        from rich.console import Group
+        from rich.text import Text
+
+        self._drawn_at = time.monotonic()
+        self._begun = self._lines.partials()
+        bar_width = BAR_WIDTH if self._console.width >= NARROW else BAR_WIDTH // 3
+        rows = [Text.from_ansi(printable(undecodable_replaced(line))) for line in self._begun[-MAX_BEGUN:]]
+        for row in rows:
+            row.no_wrap, row.overflow = True, "ellipsis"
+        table = [role_table(self._status, bar_width)] if self._status is not None else []
+        self._live.update(Group(*table, *rows), refresh=True)
 
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False)
 
     def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._print(self._lines.flush())
         self._live.stop()
 
 

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from unified.client.connection import MasterConnection
-from unified.client.logs import DRAIN_S, LogReader
+from unified.client.logs import RENEW_S, LogReader, Output
 from unified.errors import MasterUnreachableError, UnifiedError
 from unified.protocol.client_master import GetJob, JobStatus
 from unified.protocol.records import Stage
@@ -23,14 +23,16 @@ SILENT_S = 2.9
 STATUS_PAUSE_S = 0.05
 """Between two answers, so that a job that reports every step does not flood its driver."""
 MAX_UNSHOWN = 4
+MIN_PAUSE_S = 0.002
+"""Between two rounds of reads, for whoever else has something to do."""
 
 
 class StatusChanged(NamedTuple):
     status: JobStatus
 
 
-class LinesRead(NamedTuple):
-    lines: list[str]
+class OutputRead(NamedTuple):
+    outputs: list[Output]
 
 
 class MasterSilent(NamedTuple):
@@ -62,7 +64,7 @@ class Drained(NamedTuple):
     """No more output will come."""
 
 
-News = StatusChanged | LinesRead | MasterSilent | MasterAnswers | FollowFailed | Interrupted | Drained
+News = StatusChanged | OutputRead | MasterSilent | MasterAnswers | FollowFailed | Interrupted | Drained
 
 
 class Follower:
@@ -85,7 +87,7 @@ class Follower:
             thread.start()
 
     def shown(self) -> None:
-        """The consumer has shown one `LinesRead`: a reader that waits for a slow terminal may go on."""
+        """The consumer has shown one `OutputRead`: a reader that waits for a slow terminal may go on."""
         self._unshown.release()
 
     def request_stop(self) -> None:
@@ -138,21 +140,23 @@ class Follower:
                 status = self._status
                 if status is not None:
                     reader.update(status)
-                self._put_lines(reader.pull())
-                if status is not None and status.stage == Stage.STOPPED:
-                    for lines in reader.drain(DRAIN_S):
-                        self._put_lines(lines)
+                is_over = status is not None and status.stage == Stage.STOPPED
+                for outputs in reader.drain() if is_over else reader.pull():
+                    self._put(reader, outputs)
+                if is_over:
                     break
             except UnifiedError as error:
                 self.news.put(FollowFailed(error))
                 break
-            self._stop.wait(max(reader.pause_s(), 0.01))
+            self._stop.wait(max(reader.pause_s(), MIN_PAUSE_S))
         self.news.put(Drained())
 
-    def _put_lines(self, lines: list[str]) -> None:
-        if not lines:
-            return
+    def _put(self, reader: LogReader, outputs: list[Output]) -> None:
+        renew_at = time.monotonic() + RENEW_S
         while not self._unshown.acquire(timeout=0.1):
             if self._stop.is_set():
                 return
-        self.news.put(LinesRead(lines))
+            if time.monotonic() >= renew_at:
+                reader.renew()
+                renew_at = time.monotonic() + RENEW_S
+        self.news.put(OutputRead(outputs))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unified.client.display import open_display
 from unified.client.handle import JobHandle
+from unified.client.output import Prefix
 from unified.client.report import end_lines
 from unified.client.streams import lasting, printable
 from unified.client.watch import Watch
@@ -16,12 +17,12 @@ from unified.protocol.client_master import Explain, Story
 from unified.protocol.records import EventRecord
 
 
-def run_in_foreground(handle: JobHandle) -> int:
+def run_in_foreground(handle: JobHandle, prefix: Prefix) -> int:
     """Show a job until it has ended, close its handle, and return its exit code."""
     cluster = handle.cluster
     watch: Watch | None = None
     try:
-        with open_display() as display:
+        with open_display(prefix=prefix) as display:
             display.note(_where(handle))
             watch = Watch(
                 handle.connection,

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from unified.client.connection import MasterConnection
 from unified.client.logs import LogReader
@@ -78,7 +78,8 @@ class JobHandle:
             follow: go on until the job has ended; a reader far behind skips ahead, and a line says so.
             role, rank: only those workers.
         """
-        reader = LogReader(self.connection, self.job_id, role=role, rank=rank, is_live=follow)
+        mode: Literal["live", "once"] = "live" if follow else "once"
+        reader = LogReader(self.connection, self.job_id, role=role, rank=rank, mode=mode)
         if follow:
             yield from reader.follow(self.status)
         else:

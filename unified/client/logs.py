@@ -1,16 +1,18 @@
-"""The output of workers, pulled from their agents through the master, as lines with the worker's name in front.
+"""The output of workers, pulled from their agents through the master.
 
-`StreamCursor` is pure: it says what to read next and turns what came into lines. `LogReader` does the asking.
-Reading is pull, so a worker that prints faster than anybody can read costs nothing but its own log file: a live
-reader that falls more than 1 MiB behind skips to the end and says how much it left out and where the whole is.
+`StreamCursor` is pure: it says what to read next and turns what came into text. `LineView` makes lines of it, with the
+worker's name in front. `LogReader` does the asking. Reading is pull, so a worker that prints faster than anybody can
+read costs nothing but its own log file: a live reader that falls more than 1 MiB behind skips to the end and says how
+much it left out and where the whole is. A reader that has to have everything (`keep`) skips nothing, and the worker
+waits for it.
 """
 
 from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
 
 from unified.client.connection import MasterConnection, Reply
 from unified.client.summary import short_name, size_text
@@ -19,16 +21,49 @@ from unified.protocol.client_master import JobStatus, LogChunk, ReadLog, WorkerS
 from unified.protocol.records import Stage
 
 CHUNK_BYTES = 32768
+KEEP_CHUNK_BYTES = 262144
 BEHIND_BYTES = 1 << 20
 MAX_LINE_CHARS = 8192
 LIVE_PAUSE_S = 0.05
 """Between two reads of one stream: with CHUNK_BYTES, what a live reader shows at most is 0.65 MB/s a stream."""
 IDLE_PAUSE_S = 0.5
+MAX_IDLE_READS_S = 400
+"""Reads a second of all streams that say nothing; where there are more streams each is asked less often."""
 MAX_IN_FLIGHT = 32
+KEEP_IN_FLIGHT = 8
+"""Of reads of KEEP_CHUNK_BYTES: 2 MiB are on their way through the master at most."""
 DRAIN_S = 2.0
 """After a job's end, how long a log that does not end is waited for."""
+KEEP_DRAIN_S = 10.0
+QUIET_S = 1.0
+"""A line that was begun and does not go on for so long is shown as it stands."""
+RENEW_S = 5.0
+"""How often a reader that keeps logs, and cannot go on, says that it is still there."""
 
 Stream = Literal["out", "err"]
+
+
+class Source(NamedTuple):
+    """One output stream of one life of one worker."""
+
+    prefix: str
+    """Names the worker in front of a line: ``[trainer-0] ``, ``[trainer-0#1] `` for its second life."""
+    stream: Stream
+    is_prefixed: bool = False
+    """The prefix was asked for, whatever it is written to."""
+
+
+class Output(NamedTuple):
+    """What one stream says next."""
+
+    source: Source
+    text: str = ""
+    note: str = ""
+    """Of ours, about what is missing before `text`."""
+    is_quiet: bool = False
+    """Nothing has followed for a moment: a line that was begun is worth showing."""
+    is_end: bool = False
+    """Nothing follows, however the text ends."""
 
 
 class StreamCursor:
@@ -36,67 +71,81 @@ class StreamCursor:
 
     Args:
         is_live: skip ahead when far behind, and pause between reads.
+        keep: have the agent keep everything until it was read.
         offset: where to begin; negative means that many bytes before the end.
     """
 
     def __init__(
-        self, worker: str, incarnation: int, stream: Stream, prefix: str, *, is_live: bool, offset: int = 0
+        self,
+        worker: str,
+        incarnation: int,
+        source: Source,
+        *,
+        is_live: bool = False,
+        keep: bool = False,
+        offset: int = 0,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
-        self.stream: Stream = stream
-        self.prefix = prefix
+        self.source = source
         self.is_final = False
         self.is_caught_up = False
         """All was read that was there when reading began."""
         self.due_at = 0.0
+        self.idle_s = IDLE_PAUSE_S
+        """The longest pause of a stream that says nothing."""
         self._is_live = is_live
+        self._keep = keep
         self._offset = offset
         self._pause_s = LIVE_PAUSE_S
         self._drop_to_newline = False
-        self._partial = ""
+        self._is_line_begun = False
+        """And nobody was told that it does not go on."""
+        self._text_at = 0.0
         self._present: int | None = None
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # Bytes that are no UTF-8 come out as they came in where they are written to a file.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if keep else "replace")
 
-    def request(self, job: str) -> ReadLog:
+    def request(self, job: str, max_bytes: int = 0) -> ReadLog:
         """What to ask next."""
         return ReadLog(
             job=job,
             worker=self.worker,
             incarnation=self.incarnation,
-            stream=self.stream,
+            stream=self.source.stream,
             offset=self._offset,
-            max_bytes=CHUNK_BYTES,
+            max_bytes=max_bytes or (KEEP_CHUNK_BYTES if self._keep else CHUNK_BYTES),
+            keep=self._keep,
         )
 
-    def take(self, chunk: LogChunk, now: float) -> list[str]:
-        """Lines that are whole now, each with its prefix."""
-        lines: list[str] = []
+    def take(self, chunk: LogChunk, now: float) -> list[Output]:
+        """What came."""
+        found: list[Output] = []
         if self._offset < 0:
             self._drop_to_newline = chunk.offset > 0
-        elif self._offset < chunk.offset:  # rotated away: what was begun before the gap does not go on behind it
-            lines += self.flush()
+        elif self._offset < chunk.offset:  # rotated away
             self._decoder.reset()
-            lines.append(self._skipped(chunk.offset - self._offset, chunk.path))
-        lines += self._cut(self._decoder.decode(chunk.data))
+            found.append(self._skipped(chunk.offset - self._offset, chunk.path))
+        text = self._from_newline(self._decoder.decode(chunk.data))
         self._offset = chunk.next_offset
+        self.is_final = chunk.is_final and self._offset >= chunk.size
+        if self.is_final:
+            text += self._decoder.decode(b"", final=True)
+        if text:
+            self._is_line_begun, self._text_at = not text.endswith("\n"), now
+        is_quiet = self._is_line_begun and now - self._text_at >= QUIET_S
+        if text or is_quiet or self.is_final:
+            self._is_line_begun = self._is_line_begun and not is_quiet
+            found.append(Output(self.source, text, is_quiet=is_quiet, is_end=self.is_final))
         behind = chunk.size - chunk.next_offset
         if self._is_live and behind > BEHIND_BYTES:
             target = chunk.size - CHUNK_BYTES
-            lines.append(self._skipped(target - self._offset, chunk.path))
+            found.append(self._skipped(target - self._offset, chunk.path))
             self._restart_at(target)
         self._present = chunk.size if self._present is None else self._present
         self.is_caught_up = self._offset >= self._present
-        self.is_final = chunk.is_final and self._offset >= chunk.size
-        if self.is_final:
-            lines += self.flush()
         self._pace(bool(chunk.data), now)
-        return lines
-
-    def flush(self) -> list[str]:
-        """The line that was begun and not ended, if there is one."""
-        partial, self._partial = self._partial, ""
-        return [self._line(partial)] if partial else []
+        return found
 
     def nothing(self, now: float) -> None:
         """The log cannot be read now (no such file yet, or its node is away)."""
@@ -105,40 +154,71 @@ class StreamCursor:
 
     def _restart_at(self, offset: int) -> None:
         self._offset = offset
-        self._partial = ""
         self._drop_to_newline = True
         self._decoder.reset()
 
     def _pace(self, has_data: bool, now: float) -> None:
-        self._pause_s = LIVE_PAUSE_S if has_data else min(IDLE_PAUSE_S, self._pause_s * 1.5)
+        self._pause_s = LIVE_PAUSE_S if has_data else min(self.idle_s, self._pause_s * 1.5)
         self.due_at = now + (self._pause_s if self._is_live or not has_data else 0.0)
 
-    def _cut(self, text: str) -> list[str]:
+    def _from_newline(self, text: str) -> str:
         if self._drop_to_newline:
             _, newline, text = text.partition("\n")
-            if not newline:
-                return []
-            self._drop_to_newline = False
-        *whole, self._partial = (self._partial + text).split("\n")
-        if len(self._partial) > MAX_LINE_CHARS:
-            whole.append(self._partial)
-            self._partial = ""
-        return [self._line(line) for line in whole]
+            self._drop_to_newline = not newline
+        return text
 
-    def _line(self, line: str) -> str:
-        # what a progress bar drew over, a terminal would not show either
-        return f"[{self.prefix}] {line.rstrip(chr(13)).rpartition(chr(13))[2]}"
-
-    def _skipped(self, num_bytes: int, path: str) -> str:
+    def _skipped(self, num_bytes: int, path: str) -> Output:
         where = f", whole log: {path}" if path else ""
-        return f"[{self.prefix}] … {size_text(num_bytes)} skipped{where}"
+        return Output(self.source, note=f"{size_text(num_bytes)} skipped{where}")
+
+
+class LineView:
+    """Whole lines of many streams, each with its prefix, if not without."""
+
+    def __init__(self, *, has_prefix: bool = True) -> None:
+        self._has_prefix = has_prefix
+        self._partials: dict[Source, str] = {}
+
+    def feed(self, outputs: Iterable[Output]) -> list[str]:
+        """Lines that are whole now. What a gap or an end cut off is a line too."""
+        return [line for output in outputs for line in self._feed(output)]
+
+    def flush(self) -> list[str]:
+        """The lines that were begun and not ended."""
+        partials, self._partials = self._partials, {}
+        return [self._line(source, text) for source, text in partials.items()]
+
+    def partials(self) -> list[str]:
+        """The same, as they stand now; they go on."""
+        return [self._line(source, text) for source, text in self._partials.items()]
+
+    def _feed(self, output: Output) -> Iterator[str]:
+        source = output.source
+        begun = self._partials.pop(source, "")
+        if output.note:
+            if begun:
+                yield self._line(source, begun)
+            yield f"{source.prefix}… {output.note}"
+            begun = ""
+        *whole, rest = (begun + output.text).split("\n")
+        if rest and (output.is_end or len(rest) > MAX_LINE_CHARS):
+            whole.append(rest)
+        elif rest:
+            self._partials[source] = rest[rest.rstrip("\r").rfind("\r") + 1 :]
+        for line in whole:
+            yield self._line(source, line)
+
+    def _line(self, source: Source, line: str) -> str:
+        # what a progress bar drew over, a terminal would not show either
+        return (source.prefix if self._has_prefix else "") + line.rstrip("\r").rpartition("\r")[2]
 
 
 class LogReader:
     """Reads the output of a job's workers, all of them or one role or one rank.
 
     Args:
-        is_live: for following: skip ahead when far behind.
+        mode: ``once`` reads what is there; ``live`` is for following by a person, and skips ahead when far behind;
+            ``keep`` is for following too, and agents keep everything until it was read.
         max_workers: output of more workers than this is not read; `left_out` says how many.
         tail_bytes: begin that far before the end of each stream; None means at the beginning.
         streams: which of the two.
@@ -151,7 +231,7 @@ class LogReader:
         *,
         role: str | None = None,
         rank: int | None = None,
-        is_live: bool = False,
+        mode: Literal["once", "live", "keep"] = "once",
         max_workers: int | None = None,
         tail_bytes: int | None = None,
         streams: tuple[Stream, ...] = ("out", "err"),
@@ -160,12 +240,13 @@ class LogReader:
         self._job = job
         self._role = role
         self._rank = rank
-        self._is_live = is_live
+        self._mode = mode
         self._max_workers = max_workers
         self._offset = 0 if tail_bytes is None else -tail_bytes
         self._streams = streams
         self._lives: dict[str, int] = {}
         self._cursors: list[StreamCursor] = []
+        self._view = LineView()
         self._is_over = False
         self.left_out = 0
 
@@ -183,43 +264,51 @@ class LogReader:
         self.left_out = left_out
         self._is_over = status.stage == Stage.STOPPED
 
-    def pull(self) -> list[str]:
-        """Read every stream that is due, once; lines come worker by worker."""
+    def pull(self) -> Iterator[list[Output]]:
+        """Read every stream that is due, once, a few at a time; output comes worker by worker."""
         now = time.monotonic()
         due = [cursor for cursor in self._cursors if self._is_over or cursor.due_at <= now]
-        lines: list[str] = []
-        for start in range(0, len(due), MAX_IN_FLIGHT):
-            batch = due[start : start + MAX_IN_FLIGHT]
+        count = KEEP_IN_FLIGHT if self._mode == "keep" else MAX_IN_FLIGHT
+        for start in range(0, len(due), count):
+            batch = due[start : start + count]
             replies = [self._connection.send(cursor.request(self._job)) for cursor in batch]
+            found: list[Output] = []
             for cursor, reply in zip(batch, replies, strict=True):
-                lines += self._finish(cursor, reply)
+                found += self._finish(cursor, reply)
+            if found:
+                yield found
         self._cursors = [cursor for cursor in self._cursors if not cursor.is_final]
-        return lines
+
+    def renew(self) -> None:
+        """Have logs kept although nothing can be read now, because nobody takes what was read."""
+        if self._mode == "keep":
+            for cursor in self._cursors:
+                self._connection.send(cursor.request(self._job, max_bytes=1))
 
     def pause_s(self) -> float:
         """Seconds until a stream is due."""
         now = time.monotonic()
         return max(0.0, min((cursor.due_at - now for cursor in self._cursors), default=LIVE_PAUSE_S))
 
-    def drain(self, timeout_s: float) -> Iterator[list[str]]:
-        """Read what is left after the job's end, for at most `timeout_s` without anything new."""
+    def drain(self) -> Iterator[list[Output]]:
+        """Read what is left after the job's end, for at most `DRAIN_S` without anything new."""
+        timeout_s = KEEP_DRAIN_S if self._mode == "keep" else DRAIN_S
         deadline = time.monotonic() + timeout_s
         while self._cursors and time.monotonic() < deadline:
-            lines = self.pull()
-            if lines:
+            has_news = False
+            for outputs in self.pull():
+                has_news = True
+                yield outputs
+            if has_news:  # whoever takes it may have taken long
                 deadline = time.monotonic() + timeout_s
-                yield lines
             elif self._cursors:
                 time.sleep(LIVE_PAUSE_S)
 
-    def read_present(self) -> Iterator[list[str]]:
-        """Read what was printed so far, once."""
+    def read_present(self) -> Iterator[str]:
+        """Lines that were printed so far, once."""
         while not all(cursor.is_caught_up for cursor in self._cursors):
-            yield self.pull()
-
-    def flush(self) -> list[str]:
-        """Lines that were begun and not ended, of streams still read."""
-        return [line for cursor in self._cursors for line in cursor.flush()]
+            for outputs in self.pull():
+                yield from self._view.feed(outputs)
 
     def follow(self, status: Callable[[], JobStatus]) -> Iterator[str]:
         """Lines as they are printed, until the job has ended and all was read.
@@ -232,38 +321,53 @@ class LogReader:
             self.update(now)
             if now.stage == Stage.STOPPED:
                 break
-            yield from self.pull()
+            for outputs in self.pull():
+                yield from self._view.feed(outputs)
             time.sleep(max(self.pause_s(), LIVE_PAUSE_S))
         yield from self.rest()
 
     def rest(self) -> Iterator[str]:
         """Lines that are there now; all there will ever be, if the job has ended."""
-        for lines in self.drain(DRAIN_S) if self._is_over else self.read_present():
-            yield from lines
-        yield from self.flush()
+        if self._is_over:
+            for outputs in self.drain():
+                yield from self._view.feed(outputs)
+        else:
+            yield from self.read_present()
+        yield from self._view.flush()
 
     def _is_wanted(self, worker: WorkerStatus) -> bool:
-        if not worker.node:  # never had a place, so there is no log
+        if worker.incarnation < 0:  # never lived, so there is no log
             return False
         return (self._role is None or worker.role == self._role) and (self._rank is None or worker.rank == self._rank)
 
     def _meet(self, worker: WorkerStatus) -> None:
         first = self._lives.get(worker.name, worker.incarnation - 1 if self._offset else -1) + 1
+        if first > worker.incarnation:
+            return
         for incarnation in range(first, worker.incarnation + 1):
-            prefix = short_name(worker) + (f"#{incarnation}" if incarnation else "")
+            name = short_name(worker) + (f"#{incarnation}" if incarnation else "")
             for stream in self._streams:
-                self._cursors.append(
-                    StreamCursor(worker.name, incarnation, stream, prefix, is_live=self._is_live, offset=self._offset)
+                cursor = StreamCursor(
+                    worker.name,
+                    incarnation,
+                    Source(f"[{name}] ", stream),
+                    is_live=self._mode == "live",
+                    keep=self._mode == "keep",
+                    offset=self._offset,
                 )
-        self._lives[worker.name] = max(worker.incarnation, self._lives.get(worker.name, -1))
+                self._cursors.append(cursor)
+        for cursor in self._cursors:
+            cursor.idle_s = max(IDLE_PAUSE_S, len(self._cursors) / MAX_IDLE_READS_S)
+        self._lives[worker.name] = worker.incarnation
 
-    def _finish(self, cursor: StreamCursor, reply: Reply) -> list[str]:
+    def _finish(self, cursor: StreamCursor, reply: Reply) -> list[Output]:
         try:
             answer = reply.result()
-        except RefusedError:
+        except RefusedError as refusal:
             cursor.nothing(time.monotonic())
             cursor.is_final = self._is_over
-            return []
+            is_lost = self._is_over and refusal.code == "unavailable"
+            return [Output(cursor.source, note=f"the rest is missing: {refusal}", is_end=True)] if is_lost else []
         except (ClusterError, ProtocolError):  # silent or being replaced: the status tells the user, not the log
             cursor.nothing(time.monotonic())
             return []

@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-from typing import TextIO, cast
+import sys
+from typing import Self, TextIO, cast
+
+from unified import process
+from unified.job.spec import DriverProcess
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Of a pipe without a reader, a terminal that was closed, a descriptor that was. (A full disk is another matter.)"""
@@ -26,6 +30,39 @@ def printable(line: str) -> str:
     return line if line.isprintable() else _UNWANTED.sub(lambda found: found["colour"] or "", line)
 
 
+def undecodable_replaced(text: str) -> str:
+    """A text that was decoded with ``surrogateescape``, with U+FFFD for each byte that is no UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def is_watched() -> bool:
+    """Whether a person looks at all that this process writes: stdout and stderr are both a terminal."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+
+
+def own_stdin() -> DriverProcess | None:
+    """This process, if a worker may read its stdin in its stead; not in the background of a terminal, where the shell
+    reads, nor without one.
+    """
+    try:
+        is_background = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
+        os.fstat(0)
+        return None if is_background else DriverProcess(pid=os.getpid(), pid_space=process.pid_space())
+    except OSError:  # closed, or a system without /proc
+        return None
+
+
+def write_bytes(stream: TextIO, data: bytes) -> None:
+    """Write bytes as they are, behind the text that was written before, and flush."""
+    stream.flush()
+    buffer = getattr(stream, "buffer", None)
+    if buffer is None:  # a text stream of the user's that is no file
+        stream.write(data.decode("utf-8", "replace"))
+    else:
+        buffer.write(data)
+    stream.flush()
+
+
 def lasting(stream: TextIO | None) -> TextIO:
     """The stream, which takes what is written in silence once nobody reads it any more, or if there is none."""
     return stream if isinstance(stream, _LastingStream) else cast("TextIO", _LastingStream(stream))
@@ -34,6 +71,11 @@ def lasting(stream: TextIO | None) -> TextIO:
 class _LastingStream:
     """What a display and rich need of a text stream."""
 
+    @property
+    def buffer(self) -> Self | None:
+        """Takes bytes, where the stream does."""
+        return self if hasattr(self._stream, "buffer") else None
+
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
@@ -41,10 +83,13 @@ class _LastingStream:
     def encoding(self) -> str:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
-    def write(self, text: str) -> int:
+    def write(self, text: str | bytes) -> int:
         if self._stream is not None:
             try:
-                self._stream.write(text)
+                if isinstance(text, str):
+                    self._stream.write(text)
+                else:
+                    self._stream.buffer.write(text)
             except OSError as error:
                 self._give_up(error)
         return len(text)

@@ -6,11 +6,14 @@ import os
 import sys
 from typing import TYPE_CHECKING, Literal, overload
 
+from msgspec import structs
+
 from unified import settings
 from unified.client.address import connect_seconds, find_master
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
 from unified.client.signals import ending_at_once
+from unified.client.streams import is_watched
 from unified.job.node_range import has_range, with_nodes
 from unified.job.spec import JobSpec
 from unified.keys import find_key
@@ -18,7 +21,7 @@ from unified.protocol.client_master import Accepted, ListNodes, NodeList, NodeSt
 from unified.protocol.records import NodeState
 
 if TYPE_CHECKING:
-    pass
+    from unified.client.output import Prefix
 
 
 @overload
@@ -29,6 +32,7 @@ def submit_job(
     blocking: Literal[True] = True,
     wait: bool = True,
     joins: bool = False,
+    prefix: Prefix = "always",
 ) -> int: ...
 
 
@@ -40,17 +44,30 @@ def submit_job(
     blocking: Literal[False],
     wait: bool = True,
     joins: bool = False,
+    prefix: Prefix = "always",
 ) -> JobHandle: ...
 
 
 @overload
 def submit_job(
-    spec: JobSpec, *, master: str | None = None, blocking: bool, wait: bool = True, joins: bool = False
+    spec: JobSpec,
+    *,
+    master: str | None = None,
+    blocking: bool,
+    wait: bool = True,
+    joins: bool = False,
+    prefix: Prefix = "always",
 ) -> int | JobHandle: ...
 
 
 def submit_job(
-    spec: JobSpec, *, master: str | None = None, blocking: bool = True, wait: bool = True, joins: bool = False
+    spec: JobSpec,
+    *,
+    master: str | None = None,
+    blocking: bool = True,
+    wait: bool = True,
+    joins: bool = False,
+    prefix: Prefix = "always",
 ) -> int | JobHandle:
     """Submit a job.
 
@@ -65,6 +82,8 @@ def submit_job(
         wait: let a job that does not fit now wait for its place; False has it refused, and so has an embedded cluster,
             where no place can come free.
         joins: where a job of this name with the same workers runs already, be in front of that one instead.
+        prefix: whether each line of a worker has its name in front while this is `blocking`: ``always``, ``never``, or
+            ``auto``, on a terminal.
 
     Returns:
         The exit code (0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM) if `blocking`, else a
@@ -78,11 +97,13 @@ def submit_job(
     """
     if not blocking:
         return _hand_over(spec, master, wait, joins)
+    if not is_watched():
+        spec = structs.replace(spec, is_output_followed=True)
     with ending_at_once():  # where there is no job yet to be stopped in order, or none any more
         handle = _hand_over(spec, master, wait, joins)
         from unified.client.foreground import run_in_foreground
 
-        return run_in_foreground(handle)
+        return run_in_foreground(handle, prefix)
 
 
 def cluster_nodes(master: str) -> list[NodeStatus]:

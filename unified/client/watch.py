@@ -14,10 +14,10 @@ from unified.client.follow import (
     Follower,
     FollowFailed,
     Interrupted,
-    LinesRead,
     MasterAnswers,
     MasterSilent,
     News,
+    OutputRead,
     StatusChanged,
 )
 from unified.client.handle import MASTER_GRACE_S
@@ -29,7 +29,8 @@ from unified.protocol.client_master import JobStatus, StopJob
 from unified.protocol.records import Stage
 
 DRAINED_S = 5.0
-"""After the job's end, how long its last output may take."""
+"""After the job's end, how long its last output may take on a terminal."""
+REFRESH_S = 0.2
 FORCE_S = 2.0
 MAX_FOLLOWED = 16
 
@@ -56,7 +57,9 @@ class Watch:
         self._display = display
         self._problem = problem
         self._stops_job = stops_job
-        self._reader = LogReader(connection, job_id, is_live=True, max_workers=MAX_FOLLOWED) if with_logs else None
+        self._keep = display.wants_all
+        """Nobody watches: the output is written to the last line, however long that takes."""
+        self._reader = self._open_reader() if with_logs else None
         self._follower = Follower(connection, job_id, self._reader)
         self._ended: JobStatus | None = None
         self._ended_at = 0.0
@@ -80,7 +83,8 @@ class Watch:
             with handled(lambda number: self._follower.news.put(Interrupted(number))):
                 while True:
                     self._take(self._next())
-                    if self._ended and (self._is_drained or time.monotonic() - self._ended_at > DRAINED_S):
+                    self._display.refresh()
+                    if self._ended and (self._is_drained or self._is_drained_too_long()):
                         return self._ended
         finally:
             self._follower.request_stop()
@@ -95,9 +99,17 @@ class Watch:
         """Wait for the threads behind it; call it after the connection was closed, which ends their requests."""
         self._follower.join()
 
+    def _open_reader(self) -> LogReader:
+        if self._keep:
+            return LogReader(self._connection, self._job_id, mode="keep")
+        return LogReader(self._connection, self._job_id, mode="live", max_workers=MAX_FOLLOWED)
+
+    def _is_drained_too_long(self) -> bool:
+        return not self._keep and time.monotonic() - self._ended_at > DRAINED_S
+
     def _next(self) -> News | None:
         try:
-            return self._follower.news.get(timeout=1.0)
+            return self._follower.news.get(timeout=REFRESH_S)
         except Empty:
             return None
 
@@ -107,8 +119,8 @@ class Watch:
                 self._check_cluster()
             case StatusChanged(status):
                 self._show_status(status)
-            case LinesRead(lines):
-                self._display.log(lines)
+            case OutputRead(outputs):
+                self._display.output(outputs)
                 self._follower.shown()
             case MasterSilent(since, error):
                 self._check_cluster()

@@ -107,6 +107,14 @@ class RoleSpec(Value, frozen=True, kw_only=True):
         return [self.worker(rank) for rank in range(self.total)]
 
 
+class DriverProcess(Value, frozen=True, kw_only=True):
+    """The process that submits a job and waits for it."""
+
+    pid: int
+    pid_space: str
+    """As `unified.process.pid_space` names it there."""
+
+
 class JobSpec(Value, frozen=True, kw_only=True):
     """A whole job, as submitted."""
 
@@ -147,6 +155,10 @@ class JobSpec(Value, frozen=True, kw_only=True):
     """Put in front of the workers' `sys.path`, where they exist on the node."""
     submitted_by: str = ""
     """user@host:pid of the driver, for people."""
+    is_output_followed: bool = False
+    """The driver writes all that workers print to a file or a pipe: no log is rotated past what it has read."""
+    stdin: DriverProcess | None = None
+    """Whose stdin rank 0 of the first role reads, if it runs on the same host; every other worker reads nothing."""
 
     def role(self, name: str) -> RoleSpec:
         """The role of this name; KeyError if there is none."""

@@ -203,6 +203,8 @@ class ReadAgentLog(MasterOrder, tag="read-agent-log", frozen=True, kw_only=True)
     offset: int
     """Negative: that many bytes before the end."""
     max_bytes: int
+    keep: bool = False
+    """As in `ReadLog`."""
 
 
 AgentToMaster = RegisterAgent | Heartbeat | ObservedWorkers | LogRead | AgentLeaving

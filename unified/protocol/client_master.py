@@ -57,6 +57,9 @@ class ReadLog(ClientRequest, tag="read-log", frozen=True, kw_only=True):
     offset: int = 0
     """Negative: that many bytes before the end."""
     max_bytes: int = 65536
+    keep: bool = False
+    """True: whoever asks reads on from `offset` and wants every byte. Until it asks again, for at most 30 s, nothing
+    from there on is rotated away; a worker that prints faster waits once its log is full."""
 
 
 class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ from unified.worker.leave import EXIT_CUT, cut_after, leave, leave_fork
 from unified.worker.memory import keep_freed
 from unified.worker.reporting import Reporter
 from unified.worker.round_store import open_round
+from unified.worker.standard_streams import open_output, take_stdin
 from unified.worker.stop import EXIT_INTERRUPTED, StopState, flush_output
 from unified.worker.store_host import serve_stores
 
@@ -59,11 +60,14 @@ PRELOAD = (
 
 def main(control: socket.socket) -> NoReturn:
     """Live as the worker that the agent at the other end of `control` launches; never returns."""
-    _prepare_output()
+    open_output()
+    # A crash in C++ leaves a Python traceback in the log: of its thread, as our own threads would fill the screen.
+    faulthandler.enable(all_threads=False)
     disown_finalizers()
     channel = ControlChannel(control)
     launch = channel.receive_launch()
     _show_name(launch)
+    take_stdin(launch)
     if launch.kind == "store":
         serve_stores(channel, launch)
     _Life(channel, launch).live()
@@ -343,14 +347,6 @@ def _export(entry: Entry, late: LateExports | None = None) -> None:
             adopt_instance(None, entry.instance)
     except ValueError as error:
         raise EntryPointError(f"the @rpc functions of {entry.module.__name__!r} cannot be exported: {error}") from error
-
-
-def _prepare_output() -> None:
-    """Line by line, and never an error for a character: stdout and stderr are pipes to the agent."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
-    # A crash in C++ leaves a Python traceback in the log: of its thread, as our own threads would fill the screen.
-    faulthandler.enable(all_threads=False)
 
 
 def _spawned() -> NoReturn:

@@ -31,6 +31,7 @@ from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed,
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
 from unified.worker.leave import leave
 from unified.worker.memory import give_back_idle
+from unified.worker.standard_streams import open_output
 from unified.worker.warm import for_later, import_one, warm_up
 
 QUIET_S = 1.0
@@ -238,11 +239,7 @@ class Zygote:
 
     def _run_entry(self, control: int) -> int:
         """Run the worker's main; its exit code."""
-        # The zygote's own streams know that they write to a file and can seek; these write to pipes.
-        for name, descriptor in (("stdout", 1), ("stderr", 2)):
-            stream = open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115  # open for life
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
+        open_output()  # the zygote's own streams know that they write to a file and can seek
         entry = getattr(importlib.import_module(self._module), self._function)
         try:
             entry(socket.socket(fileno=control))

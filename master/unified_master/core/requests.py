@@ -266,6 +266,7 @@ def _read(turn: Turn, peer: bytes, request_id: int, request: ReadLog, job: JobRe
         stream=request.stream,
         offset=request.offset,
         max_bytes=max(1, min(request.max_bytes, MAX_READ)),
+        keep=request.keep,
     )
     turn.send(node.peer, order, number)
     return None

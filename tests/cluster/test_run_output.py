@@ -1,0 +1,59 @@
+"""``unified run``: what the ranks print is what it prints, and one of them reads its stdin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+NUM_LINES = 20_000
+SCRIPT = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+if rank == 0:
+    print("hello", input("name? "))
+else:
+    assert sys.stdin.read() == ""
+for number in range(int(sys.argv[1])):
+    print(f"{rank} {number}")
+sys.stdout.buffer.write(b"\\xff of rank %d\\n" % rank)
+print("careful", rank, file=sys.stderr)
+print(rank, "half", end="")
+open(f"done-{rank}", "w").close()
+if rank == 1:
+    while not all(os.path.exists(f"done-{each}") for each in range(3)):
+        time.sleep(0.01)
+    print("ly gone", end="")
+    os._exit(3)
+time.sleep(60)
+"""
+
+
+def test_a_pipe_gets_every_line_of_every_rank_and_rank_0_reads_stdin(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "unified", "run", "--nproc-per-node=3", "talk.py", str(NUM_LINES)]
+    with (
+        (tmp_path / "err.txt").open("wb") as err,
+        subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err) as run,
+    ):
+        assert run.stdin is not None
+        assert run.stdout is not None
+        seen = b""
+        while b"name? " not in seen:  # it is shown before it is a line
+            seen += os.read(run.stdout.fileno(), 65536)
+        run.stdin.write(b"Ann\n")
+        run.stdin.flush()
+        seen += run.stdout.read()
+        assert run.wait(30) == 1
+    lines = seen.split(b"\n")
+    assert b"name? hello Ann" in lines
+    for rank in range(3):
+        own = [line for line in lines if line.startswith(b"%d " % rank)]
+        numbers = [b"%d %d" % (rank, number) for number in range(NUM_LINES)]
+        assert [line for line in own if b"half" not in line] == numbers
+        assert (b"1 halfly gone" if rank == 1 else b"%d half" % rank) in own
+        assert b"\xff of rank %d" % rank in lines
+    said = (tmp_path / "err.txt").read_text().splitlines()
+    assert {"careful 0", "careful 1", "careful 2"} < set(said)
+    assert b"careful" not in seen

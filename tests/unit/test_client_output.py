@@ -1,0 +1,162 @@
+"""What workers print, on the driver's own stdout and stderr."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from unified.client.logs import Output, Source
+from unified.client.output import OutputWriter, Prefix, WorkerOutput, is_same_place
+from unified.protocol.client_master import JobStatus, RoleStatus
+from unified.protocol.records import Stage
+
+A, B = Source("[w-0] ", "out"), Source("[w-1] ", "out")
+ERR = Source("[w-0] ", "err")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class File(io.TextIOWrapper):
+    """A file, whose content is bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8")
+
+    def content(self) -> bytes:
+        buffer = self.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return buffer.getvalue()
+
+
+def written(*outputs: Output, prefix: Prefix = "auto") -> bytes:
+    file = File()
+    writer = OutputWriter({"out": file, "err": file}, prefix=prefix)
+    for output in outputs:
+        writer.write([output])
+    writer.close()
+    return file.content()
+
+
+def drawn(*outputs: Output, prefix: Prefix = "auto") -> str:
+    terminal = Terminal()
+    writer = OutputWriter({"out": terminal, "err": terminal}, prefix=prefix)
+    for output in outputs:
+        writer.write([output])
+    writer.close()
+    return terminal.getvalue()
+
+
+def status(num_workers: int) -> JobStatus:
+    role = RoleStatus(name="w", kind="elastic", total=num_workers, is_driver=True)
+    return JobStatus(job_id="j", name="j", stage=Stage.RUNNING, version=1, reason="", roles=[role], workers=[])
+
+
+def test_a_file_gets_what_was_printed_and_nothing_else() -> None:
+    odd = b"\x1b[31mred\x1b[0m \xff\x00 \t end\n"
+    assert written(Output(A, odd.decode("utf-8", "surrogateescape"))) == odd
+
+
+def test_lines_of_several_workers_do_not_mix() -> None:
+    assert written(Output(A, "one\ntw"), Output(B, "uno\nd"), Output(A, "o\n"), Output(B, "os\n")) == (
+        b"one\nuno\ntwo\ndos\n"
+    )
+
+
+def test_a_line_that_does_not_go_on_is_shown_and_written_whole_when_others_broke_in() -> None:
+    begun = [Output(A, "load"), Output(A, is_quiet=True)]
+    assert written(*begun, Output(A, "ing\n")) == b"loading\n"
+    assert written(*begun, Output(B, "uno\n"), Output(A, "ing\n")) == b"load\nuno\nloading\n"
+    assert written(*begun, Output(B, "uno\n")) == b"load\nuno\n"
+
+
+def test_what_a_crash_cut_off_is_there_and_others_begin_a_line() -> None:
+    assert written(Output(A, "half a li", is_end=True)) == b"half a li"
+    assert written(Output(A, "half a li", is_end=True), Output(B, "uno\n")) == b"half a li\nuno\n"
+    assert written(Output(A, "half a li")) == b"half a li"
+
+
+def test_a_progress_bar_in_a_file_is_what_was_printed_and_leaves_others_their_lines() -> None:
+    assert written(Output(A, "\r10%"), Output(A, "\r20%"), Output(A, "\n")) == b"\r10%\r20%\n"
+    assert written(Output(A, "10%\r"), Output(B, "uno\n"), Output(A, "20%\r")) == b"10%\r\nuno\n20%\r"
+
+
+def test_a_line_without_an_end_is_not_held_for_ever() -> None:
+    assert written(Output(A, "x" * 70000), Output(A, "y"), Output(B, "uno\n"), Output(A, "z\n")) == (
+        b"x" * 70000 + b"\nuno\nyz\n"
+    )
+
+
+def test_one_worker_alone_is_shown_at_once() -> None:
+    out, err = File(), File()
+    output = WorkerOutput(out, err)
+    output.update(status(1))
+    output.write([Output(A, "name? "), Output(ERR, "\r 10%")])
+    assert (out.content(), err.content()) == (b"name? ", b"\r 10%")
+    output.break_line()  # a sentence of ours
+    assert (out.content(), err.content()) == (b"name? ", b"\r 10%\n")
+
+
+def test_of_several_only_whole_lines_are() -> None:
+    out, err = File(), File()
+    output = WorkerOutput(out, err)
+    output.update(status(2))
+    output.write([Output(A, "name? "), Output(ERR, "oh\n")])
+    assert (out.content(), err.content()) == (b"", b"oh\n")
+    output.close()
+    assert out.content() == b"name? "
+
+
+def test_what_is_missing_is_said_on_stderr() -> None:
+    out, err = File(), File()
+    output = WorkerOutput(out, err)
+    output.write([Output(A, "a\n", note="5 kB skipped")])
+    assert (out.content(), err.content()) == (b"a\n", "[w-0] … 5 kB skipped\n".encode())
+
+
+def test_a_prefix_is_there_where_it_was_asked_for() -> None:
+    both = [Output(A, "one\n"), Output(B, "uno\n")]
+    assert written(*both, prefix="always") == b"[w-0] one\n[w-1] uno\n"
+    assert written(Output(Source("[default0]:", "out", is_prefixed=True), "one\n")) == b"[default0]:one\n"
+    assert drawn(*both) == "[w-0] one\n[w-1] uno\n"
+    assert drawn(*both, prefix="never") == "one\nuno\n"
+
+
+def test_a_terminal_shows_a_progress_bar_in_place() -> None:
+    bar = [Output(A, "\r10%", is_quiet=True), Output(A, "\r20%", is_quiet=True), Output(A, "\n")]
+    assert drawn(*bar) == "[w-0] 10%\r\x1b[K[w-0] 20%\n"
+    assert drawn(*bar[:2], Output(B, "uno\n"), *bar[2:]) == "[w-0] 10%\r\x1b[K[w-0] 20%\n[w-1] uno\n[w-0] 20%\n"
+
+
+def test_a_terminal_is_not_told_what_it_should_not_do() -> None:
+    assert drawn(Output(A, "a\x1b[2Jb \x1b[31mred\x1b[0m \udcff\n")) == "[w-0] ab \x1b[31mred\x1b[0m \ufffd\n"
+
+
+def test_two_streams_of_one_file_are_one_place(tmp_path: Path) -> None:
+    with open(tmp_path / "a", "w") as one, open(tmp_path / "a", "a") as same, open(tmp_path / "b", "w") as other:
+        assert is_same_place(one, same)
+        assert not is_same_place(one, other)
+        assert is_same_place(Terminal(), Terminal())
+        output = WorkerOutput(one, same)
+        output.write([Output(A, "half", is_end=True), Output(ERR, "oh\n")])
+        assert Path(one.name).read_text() == "half\noh\n"
+
+
+@pytest.mark.parametrize("name", ["out", "err"])
+def test_a_reader_that_went_away_changes_nothing_for_the_other_stream(name: str) -> None:
+    from unified.client.streams import lasting
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    file = File()
+    with os.fdopen(writing, "w") as pipe:
+        gone = lasting(pipe)
+        output = WorkerOutput(*((gone, file) if name == "out" else (file, gone)))
+        output.write([Output(A, "one\n"), Output(ERR, "oh\n")])
+        output.write([Output(A, "two\n"), Output(ERR, "dear\n")])
+    assert file.content() == (b"oh\ndear\n" if name == "out" else b"one\ntwo\n")

@@ -1,0 +1,222 @@
+"""What workers print, put on the driver's own stdout and stderr.
+
+To a file or a pipe goes what was written, byte for byte, line by line; on a terminal each line has its worker in front.
+A line that was begun and does not go on is shown as it stands. Should another worker print then, it is broken off
+there, and written again from its beginning when it goes on: so each whole line stands together somewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
+from typing import Literal, TextIO
+
+from unified.client.logs import Output, Source, Stream
+from unified.client.streams import printable, undecodable_replaced, write_bytes
+from unified.protocol.client_master import JobStatus
+
+Prefix = Literal["auto", "always", "never"]
+LONGEST = 65536
+"""Characters of a line after which it is not waited for any longer."""
+_ERASE_LINE = "\r\x1b[K"
+
+
+class _Partial:
+    """The beginning of a line."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.shown = ""
+        """What was written of it, here or before others broke in."""
+
+
+class OutputWriter:
+    """Writes the output of many workers to one place.
+
+    Args:
+        streams: where stdout and stderr of workers go; two streams of one writer are one terminal or one file.
+        prefix: whether a line has its worker in front; ``auto``: on a terminal.
+
+    Attributes:
+        is_alone: there is one worker, so that nobody can break into a line: all is written at once.
+    """
+
+    def __init__(self, streams: dict[Stream, TextIO], *, prefix: Prefix = "auto") -> None:
+        self._streams = streams
+        self._is_terminal = {name: stream.isatty() for name, stream in streams.items()}
+        self._prefix = prefix
+        self._partials: dict[Source, _Partial] = {}
+        self._open: Source | None = None
+        """Whose partial line ends what was written."""
+        self._pieces: list[tuple[Stream, str]] = []
+        self.is_alone = False
+
+    def write(self, outputs: Iterable[Output]) -> None:
+        """Write what is whole of these, and what is not once it is quiet."""
+        for output in outputs:
+            self._take(output)
+        self._flush()
+
+    def close(self) -> None:
+        """Show the lines that were not ended."""
+        for source, partial in self._partials.items():
+            self._show(source, partial)
+        self._flush()
+
+    def break_line(self) -> None:
+        """Something else is about to be written to the same place: let it begin at the margin."""
+        self._go_to(None)
+        self._flush()
+
+    def _take(self, output: Output) -> None:
+        source = output.source
+        partial = self._partials.setdefault(source, _Partial())
+        if output.note:
+            self._go_to(None)
+            self._put(source, f"{source.prefix}… {output.note}\n")
+            partial.text = partial.shown = ""
+        is_raw = self._is_raw(source)
+        text = partial.text + output.text
+        end = _end_of_whole(text, is_raw)
+        if end:
+            self._write_whole(source, partial, text[:end], is_raw)
+            partial.shown = ""
+        partial.text = text[end:] if is_raw else _not_drawn_over(text[end:])
+        if output.is_quiet or output.is_end or self.is_alone:
+            self._show(source, partial)
+        if output.is_end or not partial.text:
+            del self._partials[source]
+
+    def _write_whole(self, source: Source, partial: _Partial, text: str, is_raw: bool) -> None:
+        if is_raw:
+            self._draw(source, partial, text)
+            if text[-1] == "\n":
+                self._open = None
+            return
+        for number, line in enumerate(text.removesuffix("\n").split("\n")):
+            self._draw(source, partial if number == 0 else _Partial(), self._visible(is_raw, line))
+            self._go_to(None)
+
+    def _show(self, source: Source, partial: _Partial) -> None:
+        visible = self._visible(self._is_raw(source), partial.text)
+        if visible != partial.shown:
+            self._draw(source, partial, visible)
+
+    def _draw(self, source: Source, partial: _Partial, visible: str) -> None:
+        """Write a line, or the rest of it where its beginning stands at the end of what was written."""
+        self._go_to(source)
+        front = self._front(source)
+        if self._open is None:
+            self._put(source, front + self._clean(source, visible))
+        elif visible.startswith(partial.shown):
+            self._put(source, self._clean(source, visible[len(partial.shown) :]))
+        else:
+            again = _ERASE_LINE if self._is_terminal[source.stream] else "\n"
+            self._put(source, again + front + self._clean(source, visible))
+        self._open, partial.shown = source, visible
+
+    def _go_to(self, source: Source | None) -> None:
+        """End the line that is open, unless it is this one's."""
+        if self._open is not None and self._open != source:
+            self._put(self._open, "\n")
+            self._open = None
+
+    def _is_raw(self, source: Source) -> bool:
+        return not self._is_terminal[source.stream] and not self._front(source)
+
+    def _front(self, source: Source) -> str:
+        is_wanted = self._prefix == "always" or (self._prefix == "auto" and self._is_terminal[source.stream])
+        return source.prefix if is_wanted or source.is_prefixed else ""
+
+    def _clean(self, source: Source, text: str) -> str:
+        return printable(undecodable_replaced(text)) if self._is_terminal[source.stream] else text
+
+    def _visible(self, is_raw: bool, line: str) -> str:
+        return line if is_raw else _seen(line)
+
+    def _put(self, source: Source, text: str) -> None:
+        if text:
+            self._pieces.append((source.stream, text))
+
+    def _flush(self) -> None:
+        for name, pieces in groupby(self._pieces, key=itemgetter(0)):
+            stream, text = self._streams[name], "".join(text for _, text in pieces)
+            if self._is_terminal[name]:
+                stream.write(text)
+                stream.flush()
+            else:
+                write_bytes(stream, text.encode("utf-8", "surrogateescape"))
+        self._pieces.clear()
+
+
+class WorkerOutput:
+    """What workers print, on stdout and stderr of this process.
+
+    Args:
+        prefix: as `OutputWriter`.
+    """
+
+    def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
+        if is_same_place(out, err):
+            self._out = self._err = OutputWriter({"out": out, "err": err}, prefix=prefix)
+        else:
+            self._out = OutputWriter({"out": out}, prefix=prefix)
+            self._err = OutputWriter({"err": err}, prefix=prefix)
+
+    def update(self, status: JobStatus) -> None:
+        """Take notice of how many workers there are: where there is one, nobody can break into its lines."""
+        if sum(role.total for role in status.roles) == 1:
+            self._out.is_alone = self._err.is_alone = True
+
+    def write(self, outputs: list[Output]) -> None:
+        """Write each to its place."""
+        if self._out is self._err:
+            self._out.write(outputs)
+            return
+        self._out.write(output._replace(note="") for output in outputs if output.source.stream == "out")
+        self._err.write(
+            output if output.source.stream == "err" else Output(output.source._replace(stream="err"), note=output.note)
+            for output in outputs
+            if output.source.stream == "err" or output.note  # of ours, so it goes to stderr
+        )
+
+    def break_line(self) -> None:
+        """A sentence of ours is about to be written to stderr."""
+        self._err.break_line()
+
+    def close(self) -> None:
+        """Show the lines that were not ended, and begin a new one on stderr."""
+        self._out.close()
+        self._err.close()
+        self.break_line()
+
+
+def is_same_place(one: TextIO, other: TextIO) -> bool:
+    """Whether what is written to either ends up behind one another: one terminal, one file, one pipe."""
+    if one.isatty() and other.isatty():
+        return True
+    try:
+        first, second = (os.fstat(stream.fileno()) for stream in (one, other))
+    except (OSError, ValueError):
+        return one is other
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino) and not stat.S_ISCHR(first.st_mode)
+
+
+def _end_of_whole(text: str, is_raw: bool) -> int:
+    """Where what need not be waited for ends."""
+    end = text.rfind("\n") + 1
+    if is_raw:  # what a progress bar draws over is a piece of its own
+        end = max(end, text.rfind("\r") + 1)
+    return len(text) if len(text) - end > LONGEST else end
+
+
+def _seen(line: str) -> str:
+    """What a terminal would show of a line."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
+def _not_drawn_over(line: str) -> str:
+    return line[line.rstrip("\r").rfind("\r") + 1 :]
