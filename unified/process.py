@@ -124,12 +124,6 @@ def has_environment(pid: int, setting: str) -> bool:
         return False
 
 
-def pid_space() -> str:
-    """The same for all processes that know each other by the same pids: of one boot, one pid namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}-{os.readlink('/proc/self/ns/pid')}"
-
-
 def num_threads() -> int:
     """Threads of this process, those of C libraries included."""
     return len(os.listdir("/proc/self/task"))

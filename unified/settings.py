@@ -98,6 +98,16 @@ def host_id() -> str:
     return f"{boot}-{namespace}"
 
 
+def pid_space() -> str:
+    """The same for all processes that know each other by the same pids: of one boot, one pid namespace.
+
+    Raises:
+        OSError: the system has no /proc.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.readlink('/proc/self/ns/pid')}"
+
+
 def has_accelerator() -> bool:
     """Whether this host has a GPU or NPU, without loading any library that drives one."""
     return any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd", "/dev/davinci0"))

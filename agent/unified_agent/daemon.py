@@ -44,7 +44,7 @@ from unified_agent.core.events import (
 )
 from unified_agent.environment import TUNABLES, NodeFacts, tunables
 from unified_agent.inventory import last_cache_bytes
-from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead
+from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead, destinations
 from unified_agent.processes import Processes
 from unified_agent.sources import Sources
 from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
@@ -152,7 +152,7 @@ class AgentDaemon:
 
     def _start(self, order: StartWorker) -> None:
         try:
-            streams = self._output.open(order.life, is_followed=order.launch.spec.is_output_followed)
+            streams = self._output.open(order.life, *destinations(order.launch))
             launch = structs.replace(order.launch, key=self._options.key)
             self._processes.start(order.life, launch, order.python, order.is_fresh, order.env, streams)
         except OSError as error:

@@ -15,16 +15,18 @@ import logging
 import os
 import queue
 import selectors
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from unified import error_file
 from unified.error_file import WrittenError
 from unified.protocol.agent_master import ReadAgentLog
+from unified.protocol.worker_agent import Launch
 from unified_agent.core.events import Life
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
 
@@ -59,16 +61,45 @@ class OutputFailed(NamedTuple):
     """The thread has ended by a defect: workers would soon block on full pipes."""
 
 
+class Destination(NamedTuple):
+    """What is done with one stream of one life, beyond its log file."""
+
+    is_followed: bool = False
+    """A reader that wants every byte will ask within `KEEP_S`."""
+    copy: str = ""
+    """A file that it is written to as well, however large that gets; empty for none."""
+
+
+LOG_ALONE = Destination()
+
+
+def destinations(launch: Launch) -> tuple[Destination, Destination]:
+    """Of a life's stdout and stderr, as its job's description has it."""
+    return _destination(launch, "out"), _destination(launch, "err")
+
+
+def _destination(launch: Launch, stream: Literal["out", "err"]) -> Destination:
+    files = launch.spec.role(launch.role).output_files if launch.kind == "worker" else None
+    if files is None:
+        return Destination(is_followed=launch.spec.is_output_followed)
+    return Destination(
+        launch.spec.is_output_followed and files.is_shown(stream, launch.local_rank),
+        files.file(stream, rank=launch.rank, local_rank=launch.local_rank, attempt=launch.incarnation),
+    )
+
+
 class _Stream:
     """One pipe and its file.
 
     Args:
+        copy: a file that never rotates, for who asked for one.
         keep_until: until then (monotonic) nothing may be rotated away that was not read; 0: there is no such reader.
     """
 
-    def __init__(self, descriptor: int, file: LogFile, keep_until: float) -> None:
+    def __init__(self, descriptor: int, file: LogFile, copy: LogFile | None, keep_until: float) -> None:
         self.descriptor = descriptor
         self.file = file
+        self.copy = copy
         self.keep_until = keep_until
         self.read_to = 0
         """Offset up to which that reader has everything."""
@@ -86,7 +117,7 @@ class _Watch(NamedTuple):
     life: Life
     out: int
     err: int
-    is_followed: bool
+    destinations: tuple[Destination, Destination]
 
 
 class _Finish(NamedTuple):
@@ -122,11 +153,8 @@ class OutputReader:
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def open(self, life: Life, *, is_followed: bool = False) -> tuple[int, int]:
+    def open(self, life: Life, out: Destination = LOG_ALONE, err: Destination = LOG_ALONE) -> tuple[int, int]:
         """Pipes for a life's stdout and stderr; the ends to write to are the caller's.
-
-        Args:
-            is_followed: a reader that wants every byte will ask within `KEEP_S`.
 
         Raises:
             OSError: there are no descriptors left.
@@ -138,7 +166,7 @@ class OutputReader:
             os.close(out_read)
             os.close(out_write)
             raise
-        self._order(_Watch(life, out_read, err_read, is_followed))
+        self._order(_Watch(life, out_read, err_read, (out, err)))
         return out_write, err_write
 
     def finish(self, life: Life, code: int) -> None:
@@ -234,9 +262,13 @@ class OutputReader:
             _Stream(
                 descriptor,
                 LogFile(self._path(order.life, suffix), self._max_bytes, self._max_files),
-                self._clock() + KEEP_S if order.is_followed else 0.0,
+                LogFile(Path(destination.copy), sys.maxsize, 1) if destination.copy else None,
+                self._clock() + KEEP_S if destination.is_followed else 0.0,
             )
-            for descriptor, suffix in ((order.out, "out"), (order.err, "err"))
+            for descriptor, suffix, destination in (
+                (order.out, "out", order.destinations[0]),
+                (order.err, "err", order.destinations[1]),
+            )
         ]
         for stream in streams:
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
@@ -254,6 +286,8 @@ class OutputReader:
         except BlockingIOError:
             return 0
         if data:
+            if stream.copy is not None:
+                stream.copy.write(data)
             stream.file.write(data, may_rotate=not (is_last and stream.keep_until > now))
         else:
             self._selector.unregister(stream.descriptor)
@@ -277,7 +311,9 @@ class OutputReader:
             if stream.descriptor in self._selector.get_map():
                 self._selector.unregister(stream.descriptor)
             os.close(stream.descriptor)
-            stream.file.close()
+            for file in (stream.file, stream.copy):
+                if file is not None:
+                    file.close()
         return last_lines(streams[1].file.path)
 
     def _slice(self, order: ReadAgentLog) -> LogSlice:

@@ -57,3 +57,31 @@ def test_a_pipe_gets_every_line_of_every_rank_and_rank_0_reads_stdin(tmp_path: P
     said = (tmp_path / "err.txt").read_text().splitlines()
     assert {"careful 0", "careful 1", "careful 2"} < set(said)
     assert b"careful" not in seen
+
+
+FILES_SCRIPT = """
+import os, sys
+rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("out", rank, attempt)
+print("err", rank, attempt, file=sys.stderr)
+if rank == "1" and attempt == 0:
+    os._exit(1)
+"""
+
+
+def test_torchrun_s_log_options_do_what_they_say(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(FILES_SCRIPT)
+    options = ["--nproc-per-node=2", "--max-restarts=1", "--log-dir=logs", "--rdzv-id=seven", "-r", "0:1", "-t", "1:3"]
+    command = [sys.executable, "-m", "unified", "run", *options, "talk.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=90)
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == ["[default1]:out 1 0", "[default1]:out 1 1"]
+    said = set(done.stderr.splitlines())
+    assert {"err 0 1", "[default1]:err 1 0", "[default1]:err 1 1"} < said
+    assert any(line.endswith(f"files of what ranks print: {tmp_path}/logs/seven") for line in said)
+    folder = tmp_path / "logs" / "seven"
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*.log")} == {
+        f"attempt_{attempt}/{file}" for attempt in range(2) for file in ("0/stdout.log", "1/stdout.log", "1/stderr.log")
+    }
+    assert (folder / "attempt_1/0/stdout.log").read_text() == "out 0 1\n"
+    assert (folder / "attempt_0/1/stderr.log").read_text() == "err 1 0\n"

@@ -15,10 +15,11 @@ import pytest
 from unified.protocol.agent_master import ReadAgentLog
 from unified_agent.core.events import Life
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
-from unified_agent.output import KEEP_S, OutputClosed, OutputFailed, OutputReader, SliceRead
+from unified_agent.output import KEEP_S, Destination, OutputClosed, OutputFailed, OutputReader, SliceRead
 
 PATIENCE_MS = 10_000
 LIFE = Life("job-1", "w-0", 2)
+FOLLOWED = Destination(is_followed=True)
 
 
 class Desk:
@@ -194,7 +195,7 @@ def fill(descriptor: int, size: int) -> None:
 
 
 def test_a_reader_that_wants_everything_gets_it_however_fast_the_worker_prints(desk: Desk, tmp_path: Path) -> None:
-    out, err = desk.reader.open(LIFE, is_followed=True)
+    out, err = desk.reader.open(LIFE, FOLLOWED)
     size = 500_000
     fill(out, size)
     seen = b""
@@ -208,7 +209,7 @@ def test_a_reader_that_wants_everything_gets_it_however_fast_the_worker_prints(d
 
 
 def test_what_is_in_the_pipe_at_the_end_is_kept_for_that_reader_too(desk: Desk) -> None:
-    out, err = desk.reader.open(LIFE, is_followed=True)
+    out, err = desk.reader.open(LIFE, FOLLOWED)
     everything = b"".join(b"%09d\n" % number for number in range(10_000))
     os.write(out, everything)
     desk.reader.finish(LIFE, -9)
@@ -224,7 +225,7 @@ def test_what_is_in_the_pipe_at_the_end_is_kept_for_that_reader_too(desk: Desk) 
 def test_a_reader_that_asks_no_more_is_not_waited_for(tmp_path: Path) -> None:
     now = [100.0]
     desk = Desk(tmp_path, clock=lambda: now[0])
-    out, err = desk.reader.open(LIFE, is_followed=True)
+    out, err = desk.reader.open(LIFE, FOLLOWED)
     fill(out, 1_000_000)
     while len(desk.everything()) < 3000:  # three files are full, and the worker waits
         pass

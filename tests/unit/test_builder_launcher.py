@@ -205,11 +205,11 @@ def test_options_of_dlrover_run_are_accepted(read: Reader) -> None:
 
 @both_readers
 def test_what_the_master_does_is_ignored_and_told(read: Reader, caplog: pytest.LogCaptureFixture) -> None:
-    cmd = "torchrun --rdzv-backend=c10d --rdzv_endpoint=h:1 --rdzv-conf a=1 --local-addr h -t 3 t.py"
+    cmd = "torchrun --rdzv-backend=c10d --rdzv_endpoint=h:1 --rdzv-conf a=1 --local-addr h --monitor-interval 3 t.py"
     with caplog.at_level(logging.WARNING):
         assert only_role(read(cmd)).total == 1
     (record,) = caplog.records
-    for name in ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--local-addr", "-t"):
+    for name in ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--local-addr", "--monitor-interval"):
         assert name in record.getMessage()
 
 

@@ -13,21 +13,27 @@ from unified.client.report import end_lines
 from unified.client.streams import lasting, printable
 from unified.client.watch import Watch
 from unified.errors import UnifiedError
+from unified.job.spec import JobSpec
 from unified.protocol.client_master import Explain, Story
 from unified.protocol.records import EventRecord
 
 
-def run_in_foreground(handle: JobHandle, prefix: Prefix) -> int:
+def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec) -> int:
     """Show a job until it has ended, close its handle, and return its exit code."""
     cluster = handle.cluster
     watch: Watch | None = None
     try:
         with open_display(prefix=prefix) as display:
             display.note(_where(handle))
+            files = {role.name: role.output_files for role in spec.roles if role.output_files is not None}
+            for found in files.values():
+                if found.is_written:
+                    display.note(f"{handle.job_id}  files of what ranks print: {found.log_dir}/{found.run_id}")
             watch = Watch(
                 handle.connection,
                 handle.job_id,
                 display,
+                files=files,
                 problem=lambda: cluster.problem if cluster is not None else None,
             )
             status = watch.run()

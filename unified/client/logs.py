@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from unified.client.connection import MasterConnection, Reply
 from unified.client.summary import short_name, size_text
 from unified.errors import ClusterError, ProtocolError, RefusedError
+from unified.job.spec import OutputFiles
 from unified.protocol.client_master import JobStatus, LogChunk, ReadLog, WorkerStatus
 from unified.protocol.records import Stage
 
@@ -222,6 +223,7 @@ class LogReader:
         max_workers: output of more workers than this is not read; `left_out` says how many.
         tail_bytes: begin that far before the end of each stream; None means at the beginning.
         streams: which of the two.
+        files: by role, what goes to files of its own and is left out here.
     """
 
     def __init__(
@@ -235,6 +237,7 @@ class LogReader:
         max_workers: int | None = None,
         tail_bytes: int | None = None,
         streams: tuple[Stream, ...] = ("out", "err"),
+        files: Mapping[str, OutputFiles] | None = None,
     ) -> None:
         self._connection = connection
         self._job = job
@@ -244,6 +247,7 @@ class LogReader:
         self._max_workers = max_workers
         self._offset = 0 if tail_bytes is None else -tail_bytes
         self._streams = streams
+        self._files = files or {}
         self._lives: dict[str, int] = {}
         self._cursors: list[StreamCursor] = []
         self._view = LineView()
@@ -347,10 +351,16 @@ class LogReader:
         for incarnation in range(first, worker.incarnation + 1):
             name = short_name(worker) + (f"#{incarnation}" if incarnation else "")
             for stream in self._streams:
+                files = self._files.get(worker.role)
+                if files is not None and not files.is_shown(stream, worker.local_rank):
+                    continue
+                source = Source(f"[{name}] ", stream)
+                if files is not None and files.is_teed(stream, worker.local_rank):  # as torchrun writes it
+                    source = Source(f"[{files.label}{worker.local_rank}]:", stream, is_prefixed=True)
                 cursor = StreamCursor(
                     worker.name,
                     incarnation,
-                    Source(f"[{name}] ", stream),
+                    source,
                     is_live=self._mode == "live",
                     keep=self._mode == "keep",
                     offset=self._offset,

@@ -8,7 +8,7 @@ import re
 import sys
 from typing import Self, TextIO, cast
 
-from unified import process
+from unified import settings
 from unified.job.spec import DriverProcess
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
@@ -47,7 +47,7 @@ def own_stdin() -> DriverProcess | None:
     try:
         is_background = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
         os.fstat(0)
-        return None if is_background else DriverProcess(pid=os.getpid(), pid_space=process.pid_space())
+        return None if is_background else DriverProcess(pid=os.getpid(), pid_space=settings.pid_space())
     except OSError:  # closed, or a system without /proc
         return None
 

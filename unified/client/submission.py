@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Literal, overload
 
 from msgspec import structs
@@ -15,7 +17,7 @@ from unified.client.handle import JobHandle
 from unified.client.signals import ending_at_once
 from unified.client.streams import is_watched
 from unified.job.node_range import has_range, with_nodes
-from unified.job.spec import JobSpec
+from unified.job.spec import JobSpec, RoleSpec
 from unified.keys import find_key
 from unified.protocol.client_master import Accepted, ListNodes, NodeList, NodeStatus, SubmitJob
 from unified.protocol.records import NodeState
@@ -95,15 +97,33 @@ def submit_job(
         ClusterError: the embedded cluster could not be started.
         KeyFileError: the cluster key cannot be read, or others may read it.
     """
+    spec = structs.replace(spec, roles=[with_own_folder(role) for role in spec.roles])
+    if blocking and not is_watched():
+        spec = structs.replace(spec, is_output_followed=True)
     if not blocking:
         return _hand_over(spec, master, wait, joins)
-    if not is_watched():
-        spec = structs.replace(spec, is_output_followed=True)
     with ending_at_once():  # where there is no job yet to be stopped in order, or none any more
         handle = _hand_over(spec, master, wait, joins)
         from unified.client.foreground import run_in_foreground
 
-        return run_in_foreground(handle, prefix)
+        return run_in_foreground(handle, prefix, spec)
+
+
+def with_own_folder(role: RoleSpec) -> RoleSpec:
+    """The role, whose files go to a folder that no earlier run has written to."""
+    files = role.output_files
+    if files is None or not files.is_written:
+        return role
+    log_dir = files.log_dir or tempfile.mkdtemp(prefix="torchelastic_")
+    for name in itertools.chain([files.run_id], (f"{files.run_id}_{number}" for number in itertools.count(2))):
+        try:
+            os.makedirs(f"{log_dir}/{name}")
+        except FileExistsError:
+            continue
+        except OSError:  # it need not be there, nor writable, on this host
+            pass
+        break
+    return structs.replace(role, output_files=structs.replace(files, log_dir=log_dir, run_id=name))
 
 
 def cluster_nodes(master: str) -> list[NodeStatus]:

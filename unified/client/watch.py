@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import Empty
 
 from unified.client.connection import MasterConnection
@@ -25,6 +25,7 @@ from unified.client.logs import LogReader
 from unified.client.report import STOPPED_BY_USER
 from unified.client.signals import exit_code, handled, signal_name
 from unified.errors import ClusterError, MasterUnreachableError, UnifiedError
+from unified.job.spec import OutputFiles
 from unified.protocol.client_master import JobStatus, StopJob
 from unified.protocol.records import Stage
 
@@ -39,6 +40,7 @@ class Watch:
     """One wait for the end of one job.
 
     Args:
+        files: by role, what of its output goes to files and is not shown.
         problem: says why waiting is of no use any more (an embedded master that died), or None.
     """
 
@@ -49,6 +51,7 @@ class Watch:
         display: Display,
         *,
         with_logs: bool = True,
+        files: Mapping[str, OutputFiles] | None = None,
         problem: Callable[[], str | None] = lambda: None,
         stops_job: bool = True,
     ) -> None:
@@ -57,6 +60,7 @@ class Watch:
         self._display = display
         self._problem = problem
         self._stops_job = stops_job
+        self._files = files or {}
         self._keep = display.wants_all
         """Nobody watches: the output is written to the last line, however long that takes."""
         self._reader = self._open_reader() if with_logs else None
@@ -101,8 +105,8 @@ class Watch:
 
     def _open_reader(self) -> LogReader:
         if self._keep:
-            return LogReader(self._connection, self._job_id, mode="keep")
-        return LogReader(self._connection, self._job_id, mode="live", max_workers=MAX_FOLLOWED)
+            return LogReader(self._connection, self._job_id, mode="keep", files=self._files)
+        return LogReader(self._connection, self._job_id, mode="live", max_workers=MAX_FOLLOWED, files=self._files)
 
     def _is_drained_too_long(self) -> bool:
         return not self._keep and time.monotonic() - self._ended_at > DRAINED_S

@@ -62,6 +62,51 @@ class Communication(Value, frozen=True, kw_only=True):
     """What ``TORCHELASTIC_RUN_ID`` says; empty: the job's id."""
 
 
+class OutputFiles(Value, frozen=True, kw_only=True):
+    """What of a role's output goes to files of its own, and what the driver shows: torchrun's `--log-dir`,
+    `--redirects`, `--tee` and `--local-ranks-filter`. Streams are torchrun's numbers: 1 stdout, 2 stderr, 3 both.
+    """
+
+    log_dir: str = ""
+    """Absolute, on the workers' nodes. Empty: the submitter makes one, if a stream is to be written at all."""
+    run_id: str = "none"
+    """Name of the folder in it."""
+    redirects: dict[int, int] = {}
+    """By local rank: streams that are written and not shown."""
+    tee: dict[int, int] = {}
+    """By local rank: streams that are written and shown, each line with ``[default1]:`` in front."""
+    local_ranks: list[int] = []
+    """Only these are shown; empty: all."""
+    label: str = "default"
+    """What stands there before the local rank."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there are any files."""
+        return bool(self.log_dir or self.redirects or self.tee)
+
+    def file(self, stream: Literal["out", "err"], *, rank: int, local_rank: int, attempt: int) -> str:
+        """Path of the file of one stream of one life; empty if it has none. A folder alone means all of them."""
+        is_chosen = stream_bits(stream) & (self.redirects.get(local_rank, 0) | self.tee.get(local_rank, 0))
+        if not self.log_dir or not (is_chosen or not (self.redirects or self.tee)):
+            return ""
+        return f"{self.log_dir}/{self.run_id}/attempt_{attempt}/{rank}/std{stream}.log"
+
+    def is_teed(self, stream: Literal["out", "err"], local_rank: int) -> bool:
+        return bool(self.tee.get(local_rank, 0) & stream_bits(stream))
+
+    def is_shown(self, stream: Literal["out", "err"], local_rank: int) -> bool:
+        """Whether the driver shows it."""
+        if self.local_ranks and local_rank not in self.local_ranks:
+            return False
+        return self.is_teed(stream, local_rank) or not self.redirects.get(local_rank, 0) & stream_bits(stream)
+
+
+def stream_bits(stream: Literal["out", "err"]) -> int:
+    """torchrun's number of a stream."""
+    return 1 if stream == "out" else 2
+
+
 class RoleSpec(Value, frozen=True, kw_only=True):
     """A role: equal workers with one entry point."""
 
@@ -87,6 +132,7 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     rank_based_gpu_selection: bool = False
     auto_visible_devices: bool = True
     communication: Communication = Communication()
+    output_files: OutputFiles | None = None
     min_nodes: int | None = None
     max_nodes: int | None = None
     failover_label: str | None = None
@@ -112,7 +158,7 @@ class DriverProcess(Value, frozen=True, kw_only=True):
 
     pid: int
     pid_space: str
-    """As `unified.process.pid_space` names it there."""
+    """As `unified.settings.pid_space` names it there."""
 
 
 class JobSpec(Value, frozen=True, kw_only=True):

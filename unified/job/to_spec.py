@@ -5,7 +5,7 @@ from __future__ import annotations
 from unified.job import entrypoint, payload
 from unified.job.config import DLConfig, JobConfig, device_share
 from unified.job.driver import WORKING_DIR, Driver
-from unified.job.spec import Communication, JobSpec, Resources, RoleSpec
+from unified.job.spec import Communication, JobSpec, OutputFiles, Resources, RoleSpec
 from unified.job.workloads import (
     BaseWorkloadDesc,
     ElasticWorkloadDesc,
@@ -80,6 +80,7 @@ def _role(name: str, job: DLConfig, working_dir: str | None, driver: Driver) -> 
         rank_based_gpu_selection=workload.rank_based_gpu_selection,
         auto_visible_devices=workload.auto_visible_devices,
         communication=_communication(workload),
+        output_files=OutputFiles(**elastic.output_files.model_dump()) if elastic and elastic.output_files else None,
         min_nodes=elastic.min_nodes if elastic else None,
         max_nodes=elastic.max_nodes if elastic else None,
         failover_label=failover.group_label_key if failover.enabled else None,

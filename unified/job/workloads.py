@@ -94,6 +94,25 @@ class NodeGroupFailoverDesc(Description):
         return value
 
 
+class OutputFilesDesc(Description):
+    """Files of their own for what ranks print, as torchrun has them. Streams are 1 stdout, 2 stderr, 3 both."""
+
+    thing: ClassVar[str] = "output files"
+
+    log_dir: str = ""
+    """On the workers' nodes; by default a new one below the folder for temporary files, if anything is written."""
+    run_id: str = "none"
+    """Name of the folder in it, with a number behind if there is one already."""
+    redirects: dict[int, Annotated[int, Field(ge=0, le=3)]] = Field(default_factory=dict)
+    """By local rank: streams that go to files and are not shown."""
+    tee: dict[int, Annotated[int, Field(ge=0, le=3)]] = Field(default_factory=dict)
+    """By local rank: streams that go to files and are shown."""
+    local_ranks: list[int] = Field(default_factory=list)
+    """Only the output of these is shown; empty: of all."""
+    label: str = "default"
+    """In front of lines of `tee`, before the local rank."""
+
+
 class BaseWorkloadDesc(Description):
     """What the workloads of all kinds have in common."""
 
@@ -207,6 +226,8 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
     role_max_restart: int | None = Field(default=None, ge=0)
     """Restarts of the role as a whole, whichever worker failed and wherever, past which the job fails. Given, it alone
     bounds the role's own failures: `per_node_max_failure` and the job's `job_max_restart` do not count them."""
+    output_files: OutputFilesDesc | None = None
+    """Files that torchrun's `--log-dir`, `--redirects` and `--tee` ask for."""
     min_nodes: int | None = Field(default=None, ge=1)
     max_nodes: int | None = Field(default=None, ge=1)
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from unified import process
+from unified import settings
 
 if TYPE_CHECKING:
     from unified.protocol.worker_agent import Launch
@@ -46,7 +46,7 @@ def take_stdin(launch: Launch) -> None:
     """
     given = launch.spec.stdin
     is_first = launch.kind == "worker" and launch.rank == 0 and launch.role == launch.spec.roles[0].name
-    if given is None or not is_first or given.pid_space != process.pid_space():
+    if given is None or not is_first or given.pid_space != settings.pid_space():
         return
     try:
         descriptor = os.open(f"/proc/{given.pid}/fd/0", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)

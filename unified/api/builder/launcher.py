@@ -14,6 +14,7 @@ from pathlib import PurePath
 from unified.api.builder.builder import DLJobBuilder
 from unified.api.builder.torchrun_hosts import check_hosts, common_key, run_id
 from unified.api.builder.torchrun_options import LAUNCHERS, add_own_options, refuse, table_parser
+from unified.api.builder.torchrun_output import OUTPUT_OPTIONS, output_files
 from unified.client.address import find_master
 from unified.errors import UsageError, nearest
 from unified.job.workloads import parse_nnodes
@@ -109,6 +110,8 @@ def describe(
         role.max_restart(args.max_restarts).role_max_restart(args.max_restarts)
     if args.master_port or run_id(args):
         role.rendezvous(args.master_port or 0, run_id(args))
+    if files := output_files(args, parser.prog, nproc):
+        role.output_files(**files)
     if launcher == "torchrun":
         builder.no_setup_process_group()  # its scripts call init_process_group themselves
     elif not any(getattr(args, name) for name in _CHECKS):
@@ -165,7 +168,7 @@ def _entry_point(args: Namespace) -> str:
 
 def _report_ignored(args: Namespace, parser: ArgumentParser) -> None:
     names = {action.dest: action.option_strings for action in parser._actions}
-    known = _USED | _CHECKS | _SCRIPT | (_JOINING if common_key(args) else set())
+    known = _USED | _CHECKS | _SCRIPT | OUTPUT_OPTIONS | (_JOINING if common_key(args) else set())
     ignored = [
         names[dest][0] for dest, value in vars(args).items() if dest not in known and value != parser.get_default(dest)
     ]

@@ -206,6 +206,17 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         self._fields.update(comm_port=port, comm_run_id=run_id)
         return self
 
+    def output_files(self, log_dir: str = "", **options: Any) -> Self:
+        """Write what ranks print to files of their own: torchrun's `--log-dir`, `--redirects`, `--tee`.
+
+        Args:
+            log_dir: ``LOG_DIR/RUN_ID/attempt_N/RANK/stdout.log`` and ``stderr.log``, on the nodes of the ranks.
+            options: the other fields of `OutputFilesDesc`: ``run_id``, ``redirects``, ``tee``, ``local_ranks``,
+                ``label``.
+        """
+        self._fields["output_files"] = {"log_dir": log_dir, **options}
+        return self
+
     def communication(self, backend: str = "auto", timeout: float | timedelta | None = None) -> Self:
         """Of the process group: `auto` is nccl with CUDA and else gloo; the timeout is in seconds, None is torch's."""
         self._fields.update(comm_backend=backend, comm_timeout_s=timeout)

@@ -41,6 +41,7 @@ def _both(name: str) -> tuple[str, str]:
 _HERE = "Accepted; the master does this here."
 _JOINS = "With --nnodes above 1, the same command on several hosts is one job of the master's."
 _LOGS = "Accepted; see `unified logs`."
+_STREAMS = "0 none, 1 stdout, 2 stderr, 3 both; or so for some local ranks, 0:1,1:2."
 
 TORCHRUN = (
     Option(("--nnodes",), "1:1", "Nodes, or a range of them, MIN:MAX."),
@@ -65,10 +66,10 @@ TORCHRUN = (
     Option(("-m", "--module"), False, "TRAINING_SCRIPT is a module, as with `python -m`."),
     Option(_both("no-python"), False, "Refused: workers run Python."),
     Option(_both("run-path"), False, "Accepted; scripts always run in a process that has Python loaded."),
-    Option(_both("log-dir"), None, _LOGS),
-    Option(("-r", "--redirects"), "0", _LOGS),
-    Option(("-t", "--tee"), "0", _LOGS),
-    Option(_both("local-ranks-filter"), "", _LOGS),
+    Option(_both("log-dir"), None, "What ranks print, in files: RDZV_ID/attempt_N/RANK/stdout.log, stderr.log."),
+    Option(("-r", "--redirects"), "0", f"To files, and not shown: {_STREAMS}"),
+    Option(("-t", "--tee"), "0", f"To files, and shown with [ROLE LOCAL_RANK]: in front: {_STREAMS}"),
+    Option(_both("local-ranks-filter"), "", "Local ranks whose output is shown: 0,1. By default all."),
     Option(_both("duplicate-stdout-filters"), [], _LOGS, type=list),
     Option(_both("duplicate-stderr-filters"), [], _LOGS, type=list),
     Option(
