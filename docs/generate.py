@@ -15,7 +15,6 @@ from typing import Any
 
 import source_text
 from pydantic import AliasChoices
-from typer.main import get_command
 
 from unified import errors, log_level, runtime_settings, settings, testing
 from unified.api.builder.roles import ElasticRoleBuilder, SimpleRoleBuilder
@@ -182,25 +181,21 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
         yield [f"`{names}{metavar}`", _cell(help_text)]
 
 
-def command_line(group: Any = None, prefix: str = "unified") -> Iterator[str]:
-    group = group or get_command(build())
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from command_line(command, f"{prefix} {name}")
+def command_line(parser: argparse.ArgumentParser | None = None) -> Iterator[str]:
+    """The commands of a parser, and of those below it."""
+    for action in (parser or build())._actions:
+        if not isinstance(action, argparse._SubParsersAction):
             continue
-        if name == "run":
-            parser = run_parser({})
-            yield f"\n### unified run\n\n{parser.description}\n"
-            yield from table_of(["option", "meaning"], flags_of(parser))
-            continue
-        arguments = [p for p in command.params if p.param_type_name == "argument"]
-        words = " ".join(p.metavar or p.name.upper() for p in arguments)
-        yield f"\n### {prefix} {name} {words}".rstrip()
-        yield f"\n{' '.join((command.help or '').split())}\n"
-        rows = [
-            [f"`{', '.join(p.opts)}`", _cell(p.help or "")] for p in command.params if p.param_type_name == "option"
-        ]
-        yield from table_of(["option", "meaning"], rows) if rows else ()
+        for name, own in action.choices.items():
+            if any(isinstance(each, argparse._SubParsersAction) for each in own._actions):
+                yield from command_line(own)
+                continue
+            own = run_parser({}) if name == "run" else own
+            words = [] if name == "run" else [each for each in own._actions if not each.option_strings]
+            shown = [f"[{each.metavar}]" if each.nargs in ("?", "*") else f"{each.metavar}" for each in words]
+            yield f"\n### {' '.join([own.prog, *shown])}\n\n{' '.join((own.description or '').split())}\n"
+            rows = [row for row in flags_of(own) if name == "run" or row[0].startswith("`-")]
+            yield from table_of(["option", "meaning"], rows) if rows else ()
 
 
 def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

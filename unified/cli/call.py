@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import typer
 
-from unified.cli.options import Job, Master, connect
+from unified.cli.options import add_job, add_master, at_least, connect
 from unified.errors import RemoteError, RpcNotFoundError, UsageError
 
 EXIT_WRONG = 2
 
 
-def call(
-    job: Job,
-    target: Annotated[str, typer.Argument(metavar="ROLE[-RANK]", help="A role, for all its workers, or one of them.")],
-    method: Annotated[str, typer.Argument(metavar="METHOD", help="The name under which it is registered.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="JSON", help='Arguments: 3, "text", [1,2], or by name: lr=0.1')
-    ] = None,
-    master: Master = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to the deadline of the call.", min=0.001)] = 60.0,
-) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    add_job(parser)
+    parser.add_argument("target", metavar="ROLE[-RANK]", help="A role, for all its workers, or one of them.")
+    parser.add_argument("method", metavar="METHOD", help="The name under which it is registered.")
+    parser.add_argument("arguments", metavar="JSON", nargs="*", help='Arguments: 3, "text", [1,2], or by name: lr=0.1')
+    add_master(parser)
+    parser.add_argument(
+        "--timeout", type=at_least(0.001), default=60.0, metavar="S", help="Seconds to the deadline of the call (60)."
+    )
+
+
+def call(job: str, target: str, method: str, arguments: list[str], master: str | None, timeout: float) -> int:
     """Call a method of a job's workers and print the result as JSON: of a role a list, by rank."""
-    args, kwargs = parse_arguments(arguments or [])
+    args, kwargs = parse_arguments(arguments)
     from unified.bus.pickling import without_pickles
     from unified.bus.streams import RpcStream
     from unified.client.outside import OutsideCaller
@@ -40,12 +42,13 @@ def call(
                 print(to_json(value))
         except RpcNotFoundError as error:
             print(f"unified: {error}", file=sys.stderr)
-            raise typer.Exit(EXIT_WRONG) from None
+            return EXIT_WRONG
         except RemoteError as error:
             print(f"unified: {error.type_name}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
-            raise typer.Exit(1) from None
+            return 1
         finally:
             caller.close()
+    return 0
 
 
 def parse_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:

@@ -1,70 +1,119 @@
-"""All subcommands under one typer application."""
+"""All subcommands. The file of one is imported when it is called, so that neither `--help` nor another waits for it."""
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+import importlib
+from argparse import SUPPRESS, Action, ArgumentParser, _SubParsersAction
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
-import typer
-
-from unified.cli import call, explain, jobs, key, logs, nodes, status, stop, submit
 from unified.cli.main import release
-
-WrongUsage = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
-"""Every mistake on a command line. typer has no public name for it, and newer releases bring a click of their own."""
+from unified.errors import UsageError, nearest
 
 
-def build() -> typer.Typer:
-    """The application; `unified.cli.main` calls it."""
-    app = typer.Typer(
-        name="unified",
-        help="Run distributed training and reinforcement-learning jobs, and look at them.",
-        no_args_is_help=True,
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+class Command(NamedTuple):
+    """A subcommand: a function of `unified.cli.MODULE`, called by the names that its `add_arguments` adds."""
+
+    module: str
+    help: str
+    """In the list of commands; `--help` of the command itself shows the function's docstring."""
+
+
+class Group(NamedTuple):
+    """A word with commands of its own below it."""
+
+    commands: Mapping[str, Command]
+    help: str
+
+
+_KEY = {
+    "new": Command("key", "Make a new cluster key."),
+    "show": Command("key", "Print the fingerprint of the cluster key."),
+}
+COMMANDS: dict[str, Command | Group] = {
+    "submit": Command("submit", "Submit the job of a file, and show it until it has ended."),
+    "run": Command("run", "Run a script as torchrun would."),
+    "jobs": Command("jobs", "List jobs, newest first."),
+    "status": Command("status", "Show a job."),
+    "logs": Command("logs", "Print what a job's workers printed."),
+    "call": Command("call", "Call a method of a job's workers and print the result as JSON."),
+    "stop": Command("stop", "Stop a job and wait until it has ended."),
+    "nodes": Command("nodes", "List nodes: what each has, and what of it no job holds."),
+    "explain": Command("explain", "Say what was decided about a job, or one worker of it, with the reasons."),
+    "key": Group(_KEY, "Make the cluster's key, or see which one this host has."),
+}
+
+
+class Parser(ArgumentParser):
+    """Raises `UsageError` where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+        known = [name for action in self._actions for name in action.option_strings]
+        hint = nearest(words[0].partition("=")[0], known) if words else ""
+        raise UsageError(f"{self.prog}: {message}.{hint} (`{self.prog} --help` shows what there is.)")
+
+
+class _Version(Action):
+    """As argparse's own, which would have to know the release beforehand: reading that takes 10 ms."""
+
+    def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
+        print(f"unified-runtime {release()}")
+        parser.exit()
+
+
+def build(words: Sequence[str] | None = None) -> Parser:
+    """The parser of the command line.
+
+    Args:
+        words: a command line; other commands than its own then know their names alone. None: all know all.
+    """
+    parser = Parser(
+        prog="unified",
+        description="Run distributed training and reinforcement-learning jobs, and look at them.",
+        allow_abbrev=False,
     )
-    app.callback()(_top)
-    app.command("submit")(submit.submit)
-    app.command("run", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(_run)
-    app.command("jobs")(jobs.jobs)
-    app.command("status")(status.status)
-    app.command("logs")(logs.logs)
-    app.command("stop")(stop.stop)
-    app.command("nodes")(nodes.nodes)
-    app.command("explain")(explain.explain)
-    app.command("call")(call.call)
-    app.add_typer(key.key(), name="key")
-    return app
+    parser.add_argument("--version", nargs=0, action=_Version, default=SUPPRESS, help="Print the release and exit.")
+    _add(parser, COMMANDS, words)
+    return parser
 
 
-def execute(words: list[str]) -> int:
+def execute(words: Sequence[str]) -> int:
     """Run one command line; the exit code.
 
-    typer's own `main` is gone round, because it turns Ctrl-C and a closed pipe into exit code 1.
+    Raises:
+        UsageError: it is wrong.
+        SystemExit: ``--help``, ``--version``.
     """
-    command = typer.main.get_command(build())
-    try:
-        with command.make_context("unified", words) as context:
-            command.invoke(context)
-    except typer.Exit as end:
-        return end.exit_code
-    except WrongUsage as error:
-        error.show()
+    parser: ArgumentParser = build(words)
+    if not words:
+        parser.print_help()
         return 2
-    return 0
+    rest = list(words)
+    while rest and rest[0] in (below := _below(parser)):
+        parser = below[rest.pop(0)]
+    # Options may stand between the words of a command, which argparse does not allow of commands that have more below.
+    arguments = vars(parser.parse_args(rest) if _below(parser) else parser.parse_intermixed_args(rest))
+    return arguments.pop("function")(**arguments) or 0
 
 
-def _top(
-    version: Annotated[bool, typer.Option("--version", help="Print the release and exit.", is_eager=True)] = False,
-) -> None:
-    if version:
-        print(f"unified-runtime {release()}")
-        raise typer.Exit
+def _below(parser: ArgumentParser) -> Mapping[str, ArgumentParser]:
+    """The commands below a parser's."""
+    kinds = (action for action in parser._actions if isinstance(action, _SubParsersAction))
+    return next((action.choices for action in kinds), {})
 
 
-def _run(context: typer.Context) -> None:
-    """Run a script as torchrun would: unified run --nproc-per-node=2 train.py …"""
-    from unified.cli.run import run
-
-    raise typer.Exit(run(context.args))
+def _add(parser: ArgumentParser, commands: Mapping[str, Command | Group], words: Sequence[str] | None) -> None:
+    kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in commands.items():
+        own = kinds.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        if words is not None and words[:1] != [name]:
+            continue
+        if isinstance(command, Group):
+            _add(own, command.commands, None if words is None else words[1:])
+        elif command.module != "run":  # whose words go to a parser of their own
+            module = importlib.import_module(f"unified.cli.{command.module}")
+            function = getattr(module, name)
+            own.description = function.__doc__
+            own.set_defaults(function=function)
+            module.add_arguments(own)

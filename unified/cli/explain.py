@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from argparse import ArgumentParser
 
-import typer
-
-from unified.cli.options import Json, Master, connect
+from unified.cli.options import add_json, add_master, at_least, connect
 from unified.cli.text import print_json
 from unified.client.connection import MasterConnection
 from unified.client.foreground import event_text
@@ -17,13 +15,19 @@ from unified.protocol.client_master import Explain, GetJob, JobList, JobStatus, 
 SEARCHED_JOBS = 20
 
 
-def explain(
-    subject: Annotated[str, typer.Argument(metavar="JOB|WORKER", help="A job, JOB/WORKER, or a worker's name.")],
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="A worker of that job, such as trainer-0.")] = "",
-    master: Master = None,
-    limit: Annotated[int, typer.Option(help="At most this many of the newest lines.", min=1)] = 500,
-    json: Json = False,
-) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("subject", metavar="JOB|WORKER", help="A job, JOB/WORKER, or a worker's name.")
+    parser.add_argument(
+        "worker", nargs="?", default="", metavar="WORKER", help="A worker of that job, such as trainer-0."
+    )
+    add_master(parser)
+    parser.add_argument(
+        "--limit", type=at_least(1), default=500, metavar="N", help="At most this many of the newest lines (500)."
+    )
+    add_json(parser)
+
+
+def explain(subject: str, worker: str, master: str | None, limit: int, json: bool) -> None:
     """Say what was decided about a job, or one worker of it, with the reasons."""
     job, _, named = subject.partition("/")
     if named and worker:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from unified.cli.options import Json, Master, connect
+from argparse import ArgumentParser
+
+from unified.cli.options import add_json, add_master, connect
 from unified.cli.text import first_line, moment, print_json, table, terminal_width
 from unified.protocol.client_master import JobList, ListJobs
 
 
-def jobs(master: Master = None, json: Json = False) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    add_master(parser)
+    add_json(parser)
+
+
+def jobs(master: str | None, json: bool) -> None:
     """List jobs, newest first."""
     with connect(master) as connection:
         found = connection.ask(ListJobs(), JobList).jobs

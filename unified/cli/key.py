@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from unified.keys import KEY_VARIABLE, default_key_file, load_key, write_key
 
 _FILE = f"The key file; else ${KEY_VARIABLE}, else ~/.config/unified/cluster.key."
-KeyFile = Annotated[Path | None, typer.Argument(metavar="[PATH]", help=_FILE)]
 
 
-def key() -> typer.Typer:
-    """The command and its two subcommands."""
-    app = typer.Typer(
-        help="Make the cluster's key, or see which one this host has.", no_args_is_help=True, add_completion=False
-    )
-    app.command("new")(new)
-    app.command("show")(show)
-    return app
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help=_FILE)
 
 
-def new(path: KeyFile = None) -> None:
+def new(path: Path | None) -> None:
     """Make a new cluster key, in a file that only you may read.
 
     Copy it to every host: the master's, the agents', and those from which jobs are submitted.
@@ -40,7 +31,7 @@ def new(path: KeyFile = None) -> None:
         print(f"Name it with {KEY_VARIABLE}={file}, for daemons and for whoever submits jobs.")
 
 
-def show(path: KeyFile = None) -> None:
+def show(path: Path | None) -> None:
     """Print the fingerprint of the cluster key, which has to be the same on every host. The key itself is not shown."""
     file = _file(path)
     print(f"{file}  {load_key(file).fingerprint}")

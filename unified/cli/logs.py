@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
-from typing import Annotated
 
-import typer
-
-from unified.cli.options import Job, Master, connect
+from unified.cli.options import add_job, add_master, at_least, connect
 from unified.cli.text import first_line
 from unified.client.handle import JobHandle
 from unified.client.logs import LogReader, Stream
@@ -23,35 +20,34 @@ LINE_BYTES = 400
 """How long a line may be on average for ``--tail`` to find all it wants."""
 
 
-class Streams(StrEnum):
-    """Which output."""
-
-    OUT = "out"
-    ERR = "err"
-    BOTH = "both"
+STREAMS: dict[str, tuple[Stream, ...]] = {"out": ("out",), "err": ("err",), "both": ("out", "err")}
 
 
-STREAMS: dict[Streams, tuple[Stream, ...]] = {
-    Streams.OUT: ("out",),
-    Streams.ERR: ("err",),
-    Streams.BOTH: ("out", "err"),
-}
+def add_arguments(parser: ArgumentParser) -> None:
+    add_job(parser)
+    parser.add_argument("worker", nargs="?", default="", metavar="WORKER", help="One worker, such as trainer-0.")
+    add_master(parser)
+    parser.add_argument("--role", help="Only this role.")
+    parser.add_argument("--rank", type=at_least(0), help="Only this rank.")
+    parser.add_argument("--follow", "-f", action="store_true", help="Go on until the job has ended.")
+    parser.add_argument("--stream", choices=[*STREAMS], default="both", help="Which output.")
+    parser.add_argument("--tail", type=at_least(0), metavar="N", help="Begin at the last N lines of each worker.")
 
 
 def logs(
-    job: Job,
-    worker: Annotated[str, typer.Argument(metavar="[WORKER]", help="One worker, such as trainer-0.")] = "",
-    master: Master = None,
-    role: Annotated[str | None, typer.Option(help="Only this role.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Only this rank.", min=0)] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
-    stream: Annotated[Streams, typer.Option(help="Which output.")] = Streams.BOTH,
-    tail: Annotated[int | None, typer.Option(help="Begin at the last N lines of each worker.", min=0)] = None,
+    job: str,
+    worker: str,
+    master: str | None,
+    role: str | None,
+    rank: int | None,
+    follow: bool,
+    stream: str,
+    tail: int | None,
 ) -> None:
     """Print what a job's workers printed, those of its newest life and of earlier ones."""
     if worker:
         role, rank = parse_worker(worker)
-    streams: tuple[Stream, ...] = STREAMS[stream]
+    streams = STREAMS[stream]
     with connect(master) as connection:
         handle = JobHandle(connection, job)
         status = handle.status()

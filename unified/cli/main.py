@@ -2,7 +2,7 @@
 
 Exit codes: 0 all well, 1 the job failed or the cluster said no, 2 the command line is wrong or names a job, worker or
 log that is not there, 130 stopped by the user, 143 by SIGTERM.
-`run` starts training, so it goes round typer: its first word to the master leaves 60 ms earlier.
+The words of `run` go to a parser of their own, which ends at the script.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ def _command(words: list[str]) -> int:
         from unified.cli.run import run
 
         return run(words[1:])
-    if words[:1] == ["--version"]:
-        print(f"unified-runtime {release()}")
-        return 0
     from unified.cli.commands import execute
 
     return execute(words)

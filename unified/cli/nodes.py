@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections import Counter
 
-from unified.cli.options import Json, Master, connect
+from unified.cli.options import add_json, add_master, connect
 from unified.cli.text import amount, first_line, print_json, table, terminal_width
 from unified.protocol.client_master import ListNodes, NodeList, NodeStatus
 from unified.protocol.records import NodeState
@@ -12,7 +13,12 @@ from unified.protocol.records import NodeState
 HEADER = ["NODE", "STATE", "ADDRESS", "WORKERS", "FREE CPU", "MEMORY", "DEVICES", "ALSO", "SEEN", "REASON"]
 
 
-def nodes(master: Master = None, json: Json = False) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    add_master(parser)
+    add_json(parser)
+
+
+def nodes(master: str | None, json: bool) -> None:
     """List nodes: what each has, and what of it no job holds."""
     with connect(master) as connection:
         found = connection.ask(ListNodes(), NodeList).nodes

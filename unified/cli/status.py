@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from argparse import ArgumentParser
 
-import typer
-
-from unified.cli.options import Job, Json, Master, connect
+from unified.cli.options import add_job, add_json, add_master, connect
 from unified.cli.text import first_line, moment, print_json, table, terminal_width
 from unified.client.connection import MasterConnection
 from unified.client.report import end_lines, unread_lines
@@ -18,12 +16,14 @@ from unified.protocol.records import Stage, WorkerState
 MAX_ROWS = 40
 
 
-def status(
-    job: Job,
-    master: Master = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it live until it has ended.")] = False,
-    json: Json = False,
-) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    add_job(parser)
+    add_master(parser)
+    parser.add_argument("--watch", "-w", action="store_true", help="Show it live until it has ended.")
+    add_json(parser)
+
+
+def status(job: str, master: str | None, watch: bool, json: bool) -> int:
     """Show a job. With --watch the exit code is the job's."""
     with connect(master) as connection:
         found = connection.ask(GetJob(job=job), JobStatus)
@@ -33,8 +33,7 @@ def status(
         print_json(found)
     else:
         print("\n".join(status_lines(found, time.time(), terminal_width())))
-    if watch and found.exit_code:
-        raise typer.Exit(found.exit_code)
+    return (found.exit_code or 0) if watch else 0
 
 
 def _watch(connection: MasterConnection, job_id: str) -> JobStatus:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from argparse import ArgumentParser
 
-import typer
-
-from unified.cli.options import Job, Master, connect
+from unified.cli.options import add_job, add_master, at_least, connect
 from unified.client.handle import JobHandle
 from unified.protocol.client_master import StopJob
 from unified.protocol.records import Stage
 
 
-def stop(
-    job: Job,
-    master: Master = None,
-    force: Annotated[bool, typer.Option("--force", help="Kill its workers at once, without a grace period.")] = False,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not wait until it has ended.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.", min=0)] = 60.0,
-) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    add_job(parser)
+    add_master(parser)
+    parser.add_argument("--force", action="store_true", help="Kill its workers at once, without a grace period.")
+    parser.add_argument("--no-wait", action="store_true", help="Do not wait until it has ended.")
+    parser.add_argument(
+        "--timeout", type=at_least(0.0), default=60.0, metavar="S", help="Seconds to wait for its end (60)."
+    )
+
+
+def stop(job: str, master: str | None, force: bool, no_wait: bool, timeout: float) -> None:
     """Stop a job and wait until it has ended."""
     with connect(master) as connection:
         found = JobHandle(connection, job).status()

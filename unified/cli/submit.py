@@ -6,14 +6,13 @@ import importlib.util
 import os
 import sys
 import traceback
+from argparse import ArgumentParser
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from unified.cli.naming import NAME_HELP, chosen_name
-from unified.cli.options import Master
+from unified.cli.options import add_master
 from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
 from unified.client.address import find_master
 from unified.errors import UnifiedError, UsageError, nearest
@@ -22,22 +21,22 @@ DEFAULT_NAMES = ("job", "build")
 MODULE = "unified_job_file"
 
 
-def submit(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE.py[:NAME]",
-            help="A file with a job: a DLJob, a builder, or a function that returns one, called NAME "
-            "('job' or 'build' if not said).",
-        ),
-    ],
-    master: Master = None,
-    name: Annotated[str | None, typer.Option(help=NAME_HELP)] = None,
-    no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="An error at once if it does not fit now, as always without a master.")
-    ] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when it was accepted, and print its id.")] = False,
-) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "file",
+        metavar="FILE.py[:NAME]",
+        help="A file with a job: a DLJob, a builder, or a function that returns one, called NAME "
+        "('job' or 'build' if not said).",
+    )
+    add_master(parser)
+    parser.add_argument("--name", help=NAME_HELP)
+    parser.add_argument(
+        "--no-wait", action="store_true", help="An error at once if it does not fit now, as always without a master."
+    )
+    parser.add_argument("--detach", action="store_true", help="Return when it was accepted, and print its id.")
+
+
+def submit(file: str, master: str | None, name: str | None, no_wait: bool, detach: bool) -> int:
     """Submit the job of a file, and show it until it has ended. The exit code is the job's."""
     if detach and find_master(master) is None:
         raise UsageError(NO_CLUSTER_TO_LEAVE)
@@ -46,7 +45,7 @@ def submit(
     if no_wait:
         options["wait"] = False
     called = chosen_name(name, str(_parts(file)[0]), os.environ)
-    raise typer.Exit(outcome(job.submit(called, blocking=not detach, **options)))
+    return outcome(job.submit(called, blocking=not detach, **options))
 
 
 def load_job(text: str) -> Any:
