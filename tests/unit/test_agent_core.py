@@ -374,7 +374,10 @@ def test_an_end_that_a_stop_cut_short_is_a_failure(is_told: bool) -> None:
         driver.say(W0, Failed(failure=Failure(summary="its end was cut short", is_cut=True)))
     driver.pass_time(2.1)
     driver.step(WorkerExited(life=W0, code=-9))
+    driver.desire()  # another job's news, before the end was told
     failure = driver.observed()[f"{W0.name}#0"].failure
+    driver.desire()
+    assert driver.observed() == {}
     assert failure is not None
     assert failure.is_cut
     assert failure.summary.startswith(

@@ -158,7 +158,7 @@ class AgentCore:
         self.jobs = {job.job_id: job for job in message.jobs}
         for job in message.jobs:
             self._on_directory(job.job_id, job.directory)
-        for life in [life for life, worker in self.workers.items() if worker.is_ended and life not in self.desired]:
+        for life in [life for life, worker in self.workers.items() if life not in self.desired and _is_past(worker)]:
             del self.workers[life]
         self._reconcile()
         self._drop_directories()
@@ -240,6 +240,8 @@ class AgentCore:
                 workers=[worker.observed() for worker in self.workers.values()],
             )
         )
+        for worker in self.workers.values():
+            worker.is_end_told = worker.is_ended
 
     # Directory
 
@@ -453,3 +455,9 @@ class AgentCore:
             worker.failure = Failure(category="crash", summary=f"did not answer within {waited:g} s of its start")
         self._turn.report("worker-killed", f"{timer.kind} deadline passed", worker.life, level="warning")
         self._kill(worker)
+
+
+def _is_past(worker: LocalWorker) -> bool:
+    """It has ended, and how it did is of no more use: the end of a stopped life matters if the stop cut it short."""
+    is_cut = worker.failure is not None and worker.failure.is_cut
+    return worker.is_ended and (worker.is_end_told or not is_cut)

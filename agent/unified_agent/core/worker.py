@@ -38,6 +38,8 @@ class LocalWorker:
         """The stop found it at the end of its program: threads that it joins, `atexit` functions that it runs."""
         self.is_killed = False
         self.stop_began_at = 0.0
+        self.is_end_told = False
+        """That it has ended was in a report to the master."""
 
     @property
     def is_ended(self) -> bool:
