@@ -121,6 +121,8 @@ RECORDED = """
 import os, sys
 from torch.distributed.elastic.multiprocessing.errors import record
 
+print("world of", os.environ["WORLD_SIZE"], flush=True)
+
 @record
 def main():
     raise ValueError("bad batch")
@@ -138,7 +140,8 @@ def test_what_record_wrote_is_the_reason_and_one_host_is_a_world_of_one(tmp_path
     out, err = host.communicate(timeout=90)
     assert host.returncode == 1, (out, err)
     assert "ValueError: bad batch (exited with code 3)" in err
-    assert "1 node of 1 device" in err
+    assert ": 1 node of " in err
+    assert "] world of 1\n" in out or out == "world of 1\n"
 
 
 def test_two_hosts_without_a_master_are_refused(tmp_path: Path, unified_run: Run) -> None:
