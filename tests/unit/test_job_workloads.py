@@ -144,6 +144,7 @@ def test_defaults_of_a_workload() -> None:
         "comm_port": 0,
         "comm_run_id": "",
         "role_max_restart": None,
+        "output_files": None,
         "min_nodes": None,
         "max_nodes": None,
     }
