@@ -371,18 +371,22 @@ kinds = (random.Random, numpy.random.RandomState, numpy.random.Generator, torch.
 for found in gc.get_objects():
     if issubclass(type(found), kinds) and type(found) is not random.SystemRandom:
         if not any(found is each for each in known):
-            print("a generator that no fork seeds:", found, [str(each)[:200] for each in gc.get_referrers(found)])
+            print("a generator that no fork seeds:", type(found), [type(each) for each in gc.get_referrers(found)])
 for name, module in list(sys.modules.items()):
     for attribute, value in list(vars(module).items()) if name != "__main__" else ():
         if type(value) in (int, str) and str(os.getpid()) in str(value) and not attribute.startswith("__"):
-            print("the zygote's pid:", name, attribute, value)
+            print("the zygote's pid:", name, attribute)
 """
 
 
 def test_what_a_zygote_imports_brings_no_generator_that_a_fork_would_not_seed() -> None:
     pytest.importorskip("torch")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCAN], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    found = []
+    for _ in range(2):  # with two pids, as the digits of one may stand in some library's text by chance
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCAN], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(set(done.stdout.splitlines()))
+    assert found[0] & found[1] == set()
 
 
 def test_many_forks_leave_neither_children_nor_descriptors(zygote: ZygoteProcess) -> None:

@@ -160,7 +160,7 @@ def test_a_closed_receiver(cast: Cast, pool: ThreadPoolExecutor) -> None:
         with pytest.raises(WeightsError, match="was closed"):
             waiting.result(PATIENCE_S)
     with pytest.raises(WeightsTimeoutError, match="no WeightsReceiver"):
-        cast.send(cast.sender(), model_of(1), timeout=0.1)
+        cast.send(cast.sender(), model_of(1), timeout=1.0)  # so long that a busy machine can answer that there is none
     with type(receiver)(bus=cast.buses["r0"]) as again:
         assert cast.send(cast.sender("other"), model_of(1)) == 1
         assert again.version == 1
