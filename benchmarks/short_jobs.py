@@ -63,6 +63,7 @@ def run_jobs(address: str, entry: str, jobs: int, *, max_restart: int) -> Counts
         )
         failed += handle.wait(timeout=JOB_TIMEOUT_S) != 0
         restarts = sum(role.num_restarts for role in handle.status().roles)
+        handle.close()
         if restarts:
             print(f"job {handle.job_id} was restarted {restarts} times", file=sys.stderr, flush=True)
         restarted += restarts > 0
