@@ -115,9 +115,9 @@ def options() -> Iterator[str]:
     yield "# Options"
     yield "\n## Of a job\n"
     yield "Keyword arguments of `submit`. Each may come from the environment: `UNIFIED_` or `DLROVER_UNIFIED_` and the"
-    yield "name in capitals. Defaults are lowest, then `DLROVER_UNIFIED_*`, `UNIFIED_*`, keywords. What is otherwise than in the"
-    yield "reference API stands in a table of [Scripts written for something else](compat.md), than `torchrun` in one"
-    yield "of [Getting started](getting-started.md).\n"
+    yield "name in capitals. Defaults are lowest, then `DLROVER_UNIFIED_*`, `UNIFIED_*`, keywords."
+    yield "What differs on purpose: from the reference API, see [Scripts written for something else](compat.md); from"
+    yield "`torchrun`, see [Getting started](getting-started.md).\n"
     yield from table_of(["option", "other name", "type", "default", "meaning"], job_options())
     yield "\n## Of an installation\n\nRead from the environment by clients and daemons.\n"
     yield from table_of(["variable", "default", "meaning"], installation_variables())
