@@ -16,7 +16,7 @@ MAX_TRACEBACK = 24_000
 
 
 class WrittenError(NamedTuple):
-    """What the file says."""
+    """Error that an error file reports."""
 
     message: str
     """One line."""
@@ -29,7 +29,7 @@ def beside(log_file: str) -> str:
 
 
 def read(path: str) -> WrittenError | None:
-    """What was written there; None where nothing was, or nothing that can be read."""
+    """Return the error that was written to `path`; None if there is none, or none that can be read."""
     try:
         with Path(path).open("rb") as file:
             said = json.loads(file.read(MAX_BYTES))

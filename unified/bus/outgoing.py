@@ -24,7 +24,7 @@ class Outgoing:
         """Address and length of a tensor's memory: the number of its buffer."""
 
     def mark(self) -> int:
-        """Where it is now, to come back to with `reset`."""
+        """Return the number of frames so far, to come back to with `reset`."""
         return len(self.buffers)
 
     def reset(self, mark: int) -> None:

@@ -55,7 +55,7 @@ def dump_object(value: object, outgoing: Outgoing) -> tuple[bytes, list[int], by
 
 
 def _dump(value: object, outgoing: Outgoing, kind: type[Any] | None) -> tuple[bytes, list[int], bytes]:
-    """By this pickler; None: by that of the standard library."""
+    """Pickle `value` with a pickler of class `kind`; None: with that of the standard library."""
     numbers: list[int] = []
     kinds = bytearray()
     placed: dict[int, tuple[int, int]] = {}
@@ -123,7 +123,7 @@ def without_pickles() -> Iterator[None]:
 
 
 def are_refused() -> bool:
-    """Whether pickles are not to be read now."""
+    """Return True while this process is to read no pickles."""
     return _are_refused
 
 
@@ -133,8 +133,8 @@ def as_it_is(value: Any) -> Any:
 
 
 class ArrayReducer:
-    """What a pickler does with tensors and arrays. torch would write a tensor's storage through a second pickle, with
-    two copies. numpy would copy an array that is not contiguous into the pickle, and make it of native bytes.
+    """Reducer that a pickler uses for tensors and arrays. torch would write a tensor's storage through a second pickle,
+    with two copies. numpy would copy an array that is not contiguous into the pickle, and make it of native bytes.
     """
 
     _outgoing: Outgoing
@@ -149,7 +149,7 @@ class ArrayReducer:
         """Keeps what `placed` names alive: an id is good only as long."""
 
     def reduce_array(self, value: Any) -> Any:
-        """How a tensor, an array, or what a script defines is pickled; NotImplemented for all else."""
+        """Return the reduce value of a tensor, an array, or what a script defines; NotImplemented for all else."""
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         if torch is not None and type(value) is torch.Tensor:
             return self._tensor(torch, value) if is_dense(torch, value) else NotImplemented

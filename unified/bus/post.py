@@ -139,7 +139,7 @@ class PostOffice:
             way.close()
 
     def forget_relayed(self, inbox_id: str) -> None:
-        """What is known of it is not needed any more; it can be sent to all the same."""
+        """Forget that this inbox is reached through the relay; messages can be sent to it all the same."""
         self._relayed.discard(inbox_id)
 
     def forget(self, link: Link) -> None:

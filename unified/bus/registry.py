@@ -80,7 +80,7 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
         return function
 
     def users_names(self) -> list[str]:
-        """What user code registered, sorted."""
+        """Return the names of the methods that user code registered, sorted."""
         return sorted(name for name in self if not is_runtimes(name))
 
 
@@ -92,7 +92,7 @@ def _named(names: list[str]) -> str:
 
 
 def is_runtimes(name: str) -> bool:
-    """Whether a method of this name is the runtime's own."""
+    """Return True if a method of this name is the runtime's own."""
     return name.startswith(_RUNTIMES)
 
 
@@ -215,7 +215,7 @@ def export_rpc_instance(ns: str | None, instance: Any) -> None:
 
 
 def adopt_instance(ns: str | None, instance: Any) -> int:
-    """As `export_rpc_instance`, of an object that need not have any such methods; how many it has."""
+    """Do as `export_rpc_instance`, for an object that may also have no such methods; return how many it has."""
     if isinstance(instance, ModuleType):
         functions = {mark.name: function for function, mark in marked_functions(vars(instance))}
     else:

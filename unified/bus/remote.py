@@ -32,7 +32,7 @@ from unified.protocol.framing import UNREADABLE
 logger = logging.getLogger(__name__)
 MAX_TEXT = 64 * 1024
 REPEAT_S = 60.0
-"""What goes on failing is logged again after so many seconds without it."""
+"""Seconds without a failure after which the same failure is logged again."""
 _OURS: dict[str, type[RpcError]] = {
     cls.__name__: cls for cls in (RpcNotFoundError, BusOverloadedError, RpcCancelledError, RouteLostError)
 }
@@ -57,7 +57,7 @@ class Raised(Value, frozen=True, kw_only=True):
 
 
 class HandlerErrors:
-    """What a service's handlers raise: written down for their callers, and logged where it happened.
+    """Errors that a service's handlers raise: encoded for their callers, and logged where they happened.
 
     Each method and kind of error is logged with its traceback when it is new, since its caller need not log anything;
     more of the same go to their callers only.

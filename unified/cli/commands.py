@@ -55,7 +55,7 @@ class Parser(ArgumentParser):
 
 
 class _Version(Action):
-    """As argparse's own, which would have to know the release beforehand: reading that takes 10 ms."""
+    """Version option like argparse's own, which would have to know the release beforehand: reading that takes 10 ms."""
 
     def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
         print(f"unified-runtime {release()}")

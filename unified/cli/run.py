@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _driver(arguments: Namespace, asked: Sequence[str], *, is_on_cluster: bool) -> Driver:
-    """This process, as far as workers care: a script brings its own folder, and `-m` looks where it was typed."""
+    """Return what workers take from this process: a script brings its own folder, and `-m` looks where it was typed."""
     env: dict[str, str] = {}
     if is_on_cluster:  # the workers of an embedded cluster have it all
         env, withheld = passed_on(os.environ)

@@ -155,7 +155,7 @@ class MasterConnection:
 
     @property
     def key(self) -> ClusterKey | None:
-        """Of the cluster, as it was given."""
+        """Key of the cluster, as it was given."""
         return self._key
 
     @property

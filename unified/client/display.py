@@ -45,7 +45,7 @@ class Display(Protocol):
 
     @property
     def wants_all(self) -> bool:
-        """Whether every line of every worker is shown; else what a person can follow."""
+        """True if every line of every worker is shown; False if only as much as a person can follow."""
 
     def output(self, outputs: list[Output]) -> None:
         """Output of workers."""

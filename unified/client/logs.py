@@ -32,14 +32,14 @@ MAX_IDLE_READS_S = 400
 """Reads a second of all streams that say nothing; where there are more streams each is asked less often."""
 MAX_IN_FLIGHT = 32
 KEEP_IN_FLIGHT = 8
-"""Of reads of KEEP_CHUNK_BYTES: 2 MiB are on their way through the master at most."""
+"""Number of reads of KEEP_CHUNK_BYTES in flight: 2 MiB are on their way through the master at most."""
 DRAIN_S = 2.0
 """After a job's end, how long a log that does not end is waited for."""
 KEEP_DRAIN_S = 10.0
 QUIET_S = 1.0
 """A line that was begun and does not go on for so long is shown as it stands."""
 RENEW_S = 5.0
-"""How often a reader that keeps logs, and cannot go on, says that it is still there."""
+"""Seconds after which a reader that keeps logs, and cannot go on, says again that it is still there."""
 
 Stream = Literal["out", "err"]
 
@@ -55,12 +55,12 @@ class Source(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What one stream says next."""
+    """Next piece of the output of one stream."""
 
     source: Source
     text: str = ""
     note: str = ""
-    """Of ours, about what is missing before `text`."""
+    """Note of ours about what is missing before `text`."""
     is_quiet: bool = False
     """Nothing has followed for a moment: a line that was begun is worth showing."""
     is_end: bool = False
@@ -120,7 +120,7 @@ class StreamCursor:
         )
 
     def take(self, chunk: LogChunk, now: float) -> list[Output]:
-        """What came."""
+        """Take a chunk that was read, and return the output in it."""
         found: list[Output] = []
         if self._offset < 0:
             self._drop_to_newline = chunk.offset > 0

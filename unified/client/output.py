@@ -1,4 +1,4 @@
-"""What workers print, put on the driver's own stdout and stderr.
+"""Output of workers, written to the driver's own stdout and stderr.
 
 To a file or a pipe goes what was written, byte for byte, line by line; on a terminal each line has its worker in front.
 A line that was begun and does not go on is shown as it stands. Should another worker print then, it is broken off
@@ -30,7 +30,7 @@ class _Partial:
     def __init__(self) -> None:
         self.text = ""
         self.shown = ""
-        """What was written of it, here or before others broke in."""
+        """Part of the line that was written, here or before others broke in."""
 
 
 class OutputWriter:
@@ -50,7 +50,7 @@ class OutputWriter:
         self._prefix = prefix
         self._partials: dict[Source, _Partial] = {}
         self._open: Source | None = None
-        """Whose partial line ends what was written."""
+        """Source of the partial line that ends what was written."""
         self._pieces: list[tuple[Stream, str]] = []
         self.is_alone = False
 
@@ -153,7 +153,7 @@ class OutputWriter:
 
 
 class WorkerOutput:
-    """What workers print, on stdout and stderr of this process.
+    """Writes the output of workers to stdout and stderr of this process.
 
     Args:
         prefix: as `OutputWriter`.
@@ -195,7 +195,7 @@ class WorkerOutput:
 
 
 def is_same_place(one: TextIO, other: TextIO) -> bool:
-    """Whether what is written to either ends up behind one another: one terminal, one file, one pipe."""
+    """Return True if both streams write to the same place, one behind the other: one terminal, one file, one pipe."""
     if one.isatty() and other.isatty():
         return True
     try:
@@ -206,7 +206,7 @@ def is_same_place(one: TextIO, other: TextIO) -> bool:
 
 
 def _end_of_whole(text: str, is_raw: bool) -> int:
-    """Where what need not be waited for ends."""
+    """Return the end of the part that is written without waiting for more text."""
     end = text.rfind("\n") + 1
     if is_raw:  # what a progress bar draws over is a piece of its own
         end = max(end, text.rfind("\r") + 1)
@@ -214,7 +214,7 @@ def _end_of_whole(text: str, is_raw: bool) -> int:
 
 
 def _seen(line: str) -> str:
-    """What a terminal would show of a line."""
+    """Return the part of a line that a terminal would show."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 

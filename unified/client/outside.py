@@ -28,7 +28,7 @@ from unified.protocol.envelope import OUTSIDE
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 
 DEADLINE_S = 60.0
-"""Of a call that names none."""
+"""Deadline of a call that names none."""
 REFRESH_S = 1.0
 """So old the directory may be while calls are open."""
 RELAY_WITHIN_S = 10.0
@@ -124,7 +124,7 @@ class OutsideCaller:
         self._open: set[Future[Any]] = set()
 
     def has_role(self, role: str) -> bool:
-        """Whether the job has a role of this name."""
+        """Return True if the job has a role of this name."""
         return role in self._known().roles
 
     def group(self, role: str) -> OutsideGroup:

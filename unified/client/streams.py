@@ -36,13 +36,13 @@ def undecodable_replaced(text: str) -> str:
 
 
 def is_watched() -> bool:
-    """Whether a person looks at all that this process writes: stdout and stderr are both a terminal."""
+    """Return True if a person looks at all that this process writes: stdout and stderr are both a terminal."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
 
 
 def own_stdin() -> DriverProcess | None:
-    """This process, if a worker may read its stdin in its stead; not in the background of a terminal, where the shell
-    reads, nor without one.
+    """Return this process if a worker may read its stdin in its stead; None in the background of a terminal, where the
+    shell reads, and without a stdin.
     """
     try:
         is_background = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()

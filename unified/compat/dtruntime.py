@@ -16,7 +16,7 @@ _RECORDS = {
     "CheckpointInfo": "unified.checkpoint:Manifest",
     "WorkerConfig": "unified.protocol.coordinator:WorkerRegistration",
 }
-"""What `get_assignment` gives, what `latest_checkpoint()` gives, and what the coordinator answers to a registration."""
+"""Records: results of `get_assignment` and `latest_checkpoint()`, and the coordinator's answer to a registration."""
 __path__: list[str] = []  # a package: modules of a real one, where the aliases are forced, are found by their own path
 __all__ = [*(name for names in _HOMES.values() for name in names), *_RECORDS]
 _find, __dir__ = lazy.exports(__name__, {**_HOMES, __name__: _RECORDS})

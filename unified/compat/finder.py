@@ -70,7 +70,7 @@ class _AliasLoader(InspectLoader):
         sys.modules[module.__spec__.name] = importlib.import_module(self._ours)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Of ours, for ``python -m``."""
+        """Return the code of our module, for ``python -m``."""
         spec = importlib.util.find_spec(self._ours)
         return cast(InspectLoader, spec.loader).get_code(self._ours) if spec is not None else None
 
@@ -169,7 +169,7 @@ def _ours(name: str) -> str | None:
 
 
 def _real(name: str) -> ModuleSpec | None:
-    """What the other finders have under that name, also where its parents are aliases. Nothing is imported."""
+    """Return the other finders' spec of `name`, also where its parents are aliases. Nothing is imported."""
     parent = name.rpartition(".")[0]
     if not parent:
         return _elsewhere(name, None)

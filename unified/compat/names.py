@@ -37,7 +37,7 @@ PACKAGES = {
     *("dlrover", "dlrover.python", "dlrover.python.common", UPSTREAM, _COMMON, _UTIL),
     *(f"{UPSTREAM}.driver", f"{UPSTREAM}.controller"),
 }
-"""They lead to what has a counterpart, and hold nothing else."""
+"""Upstream's packages that lead to what has a counterpart, and hold nothing else."""
 
 _ACTORS = "workers are processes, not Ray actors: write a class or function as the entry point, and current_worker()"
 _MASTER = (
@@ -140,7 +140,7 @@ INSTEAD = {
 
 
 def advice(module: str) -> str | None:
-    """What to use instead of a module of upstream that has no counterpart; None for what is none of upstream's."""
+    """Return what to use instead of a module of upstream that has no counterpart; None for any other module."""
     name = module
     while name:
         if name in INSTEAD:

@@ -57,7 +57,7 @@ class DLJobBuilder:
         self._elastic_fields: dict[str, Any] = {}
 
     def node_num(self, num: int = 1) -> Self:
-        """How many nodes the job may use: its workers are never on more, and it waits where that has no room."""
+        """Set how many nodes the job may use: its workers never use more, and it waits while these have no room."""
         self._fields["node_number"] = num
         return self
 

@@ -46,10 +46,10 @@ class RoleBuilder(Generic[ParentT]):
         return self.env(env)
 
     def config(self, config: Mapping[str, Any] | Any = None) -> Self:
-        """What this role's workers read as `current_worker().actor_info.spec.config`.
+        """Set the config that this role's workers read as `current_worker().actor_info.spec.config`.
 
-        A dict, a DictConfig, an argparse.Namespace or None; the workers get a dict. The config of the whole job is
-        given to the job's builder: before its first role, or after `end()`.
+        It is a dict, a DictConfig, an argparse.Namespace or None; the workers get a dict. The config of the whole job
+        is given to the job's builder: before its first role, or after `end()`.
         """
         self._fields["config"] = config
         return self
@@ -62,7 +62,7 @@ class RoleBuilder(Generic[ParentT]):
         accelerator: float = 0,
         **others: Any,
     ) -> Self:
-        """What each worker needs. A later call replaces an earlier one.
+        """Set the resources that each worker needs. A later call replaces an earlier one.
 
         Asking for nothing means one accelerator, and so does asking for memory or disk alone.
 
@@ -197,7 +197,7 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         return self
 
     def rendezvous(self, port: int = 0, run_id: str = "") -> Self:
-        """What ranks are told of their rendezvous: torchrun's `--master-port` and `--rdzv-id`.
+        """Set what ranks are told of their rendezvous: torchrun's `--master-port` and `--rdzv-id`.
 
         Args:
             port: `MASTER_PORT`; 0: any that is free. Two jobs that meet on one node need different ones.

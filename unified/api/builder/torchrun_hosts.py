@@ -18,7 +18,7 @@ def run_id(args: Namespace) -> str:
 
 
 def common_key(args: Namespace) -> str:
-    """What the commands of one job on several hosts have in common; empty for a job of one command."""
+    """Return the key that the commands of one job on several hosts have in common; empty for a job of one command."""
     if _highest(args.nnodes) < 2:
         return ""
     if found := run_id(args):
@@ -74,5 +74,5 @@ def _highest(nnodes: str) -> int:
 
 
 def _number(text: str) -> int:
-    """What is no number is refused later, where nodes are counted."""
+    """Return the number that `text` is; 1 if it is none, which is refused later, where nodes are counted."""
     return int(text) if text.isdecimal() else 1

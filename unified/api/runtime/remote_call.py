@@ -44,7 +44,7 @@ _KINDS: dict[str, To] = {
     "AsyncIterable": "stream",
     "AsyncGenerator": "stream",
 }
-"""How a stub is called by the name of what it returns; all else is the result of rank 0."""
+"""Way to call a stub, by the name of the type that it returns; any other type means the result of rank 0."""
 _FUTURES = ("RpcFuture", "Future", "Awaitable", "Coroutine")
 _EMPTY_BODY = frozenset(
     (
@@ -149,7 +149,7 @@ def bind_module(role: str, module: types.ModuleType | str) -> list[str]:
 
 
 def is_stub(function: types.FunctionType) -> bool:
-    """Whether nothing is in its body: ``...``, ``pass`` or a docstring."""
+    """Return True if the function's body is empty: ``...``, ``pass`` or a docstring."""
     return all(each.opname in _EMPTY_BODY for each in dis.get_instructions(function)) and all(
         constant is None or constant is ... or constant == function.__doc__ for constant in function.__code__.co_consts
     )
@@ -160,7 +160,7 @@ async def _none_of(awaitable: Any) -> None:
 
 
 def _how(stub: types.FunctionType) -> tuple[To, bool]:
-    """How it is to be called, and whether its caller wants the future, by what it returns."""
+    """Return how the stub is to be called, and whether its caller wants the future: what it returns says both."""
     returned = _returned(stub)
     if not returned:
         raise UsageError(

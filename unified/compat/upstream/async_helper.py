@@ -37,7 +37,7 @@ def get_main_loop() -> asyncio.AbstractEventLoop:
 
 
 def is_in_event_loop() -> bool:
-    """Whether this is called by something that a loop runs."""
+    """Return True if the caller runs in an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
