@@ -20,7 +20,7 @@ BUSY = "while True: pass"
 
 
 class Counts(NamedTuple):
-    """Of the jobs of one kind."""
+    """Counts over the jobs of one kind."""
 
     jobs: int
     restarted: int

@@ -133,7 +133,7 @@ class Soak:
         )
 
     def progress(self) -> str:
-        """What the journals say so far, from what is new in them."""
+        """Return a summary of the journals so far, updated by what is new in them."""
         totals = self.tail.read()
         wrong = f", {totals['wrong']} WRONG" if totals["wrong"] else ""
         return f"{totals['calls']} calls, {totals['put!']} puts, {totals['ack!']} acknowledged{wrong}"

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow it: version 1 and 2, and both side by side.
+"""Limits that the control groups of this process set: version 1 and 2, and both side by side.
 
 A process is in one group of each hierarchy, and each group is within others: a slice, a pod, a container. The limits of
 all of them hold, so the lowest one counts. Groups outside a container's own cannot be seen from within.
@@ -37,7 +37,7 @@ def limits(proc: Path = _PROC) -> Limits:
 
 
 _MEMORY = ("memory.max", "memory.limit_in_bytes")
-"""Where there is no limit, the first has a word and the second a number above any memory."""
+"""Files of the memory limit. If there is no limit, the first has a word and the second a number above any memory."""
 
 
 def _groups(proc: Path) -> Iterator[Path]:
@@ -70,7 +70,7 @@ def _upwards(mount: Path, root: str, path: str) -> Iterator[Path]:
 
 
 def _quotient(quota: str, period: str) -> list[float]:
-    """Of no limit (``max``, -1, no such file) nothing."""
+    """Return `quota` / `period` in a list; the list is empty if there is no limit (``max``, -1, no such file)."""
     if not (quota.isdecimal() and period.isdecimal() and int(quota) and int(period)):
         return []
     return [int(quota) / int(period)]

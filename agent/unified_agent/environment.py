@@ -33,9 +33,9 @@ _READ_LATER = frozenset(
     OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TORCH_HOME TORCH_EXTENSIONS_DIR
     """.split()  # noqa: SIM905
 )
-"""As `PYTHONPATH`, which a forked worker reads anew, and numbers of threads, which it sets anew."""
+"""Variables such as `PYTHONPATH`, which a forked worker reads anew, and numbers of threads, which it sets anew."""
 _OF_IMAGES = re.compile(r"PYTHON_(?!GIL|JIT|CPU_COUNT|FROZEN_MODULES|PERF)|.*_(VERSION|SHA256|URL|BUILD\w*)\Z")
-"""What container images say of themselves, and no library reads."""
+"""Variables by which container images describe themselves; no library reads them."""
 
 _TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
 
@@ -84,7 +84,7 @@ def devices_of(spec: JobSpec, indices: Sequence[int], node: NodeFacts) -> list[D
 
 
 def seen_devices(spec: JobSpec, worker: DesiredWorker, node: NodeFacts) -> list[Device]:
-    """What the worker may see: without automatic visibility the node's devices, else its group's, else its own."""
+    """Return the devices a worker may see: the node's without automatic visibility, else its group's, else its own."""
     if not spec.role(worker.role).auto_visible_devices:
         return list(node.resources.devices)
     seen = devices_of(spec, worker.group_devices or worker.devices, node)

@@ -47,7 +47,7 @@ class OutputClosed(NamedTuple):
     code: int
     last_lines: str
     error: WrittenError | None = None
-    """What it wrote into its error file."""
+    """Error that the process wrote into its error file."""
 
 
 class SliceRead(NamedTuple):
@@ -62,7 +62,7 @@ class OutputFailed(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """What is done with one stream of one life, beyond its log file."""
+    """Destination of one stream of one life, beyond its log file."""
 
     is_followed: bool = False
     """A reader that wants every byte will ask within `KEEP_S`."""
@@ -74,7 +74,7 @@ LOG_ALONE = Destination()
 
 
 def destinations(launch: Launch) -> tuple[Destination, Destination]:
-    """Of a life's stdout and stderr, as its job's description has it."""
+    """Return the destinations of a life's stdout and stderr, as its job's description has them."""
     return _destination(launch, "out"), _destination(launch, "err")
 
 
@@ -105,11 +105,11 @@ class _Stream:
         """Offset up to which that reader has everything."""
 
     def must_wait(self, now: float) -> bool:
-        """Whether the next write would remove what the reader has not read."""
+        """Return True if the next write would remove what the reader has not read."""
         return self.keep_until > now and not self.file.room and self.file.start_after_rotation > self.read_to
 
     def chunk_bytes(self) -> int:
-        """How much may be copied before that question is asked again."""
+        """Return how many bytes may be copied before `must_wait` is asked again."""
         return min(_CHUNK_BYTES, self.file.room or self.file.max_bytes) if self.keep_until else _CHUNK_BYTES
 
 

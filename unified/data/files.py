@@ -208,7 +208,7 @@ def format_of(path: str) -> str:
 
 
 def formats_of(path: str, files: DataFiles) -> dict[str, str]:
-    """Of each file that is there its format, in natural order.
+    """Return the format of each file that is there, in natural order.
 
     Args:
         path: as `DataFiles.find` takes it.

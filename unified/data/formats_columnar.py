@@ -41,7 +41,7 @@ def dicts(batches: Iterable[Any], start: int, end: int) -> Iterator[dict[str, An
 
 
 class _Columnar(RowFormat):
-    """What they have in common."""
+    """Base of the columnar formats."""
 
     is_counted = True
 

@@ -51,12 +51,12 @@ class _Worker(NamedTuple):
     """A worker that is asked about."""
 
     name: str
-    """Of its rank (see `member_of_rank`), or with `is_id` what it calls itself."""
+    """Name of the worker's rank (see `member_of_rank`), or with `is_id` what the worker calls itself."""
     rank: int | None
     """None: not known here."""
     is_id: bool = False
     is_mine: bool = False
-    """It is this process."""
+    """True if the worker is this process."""
 
 
 class DatasetRegistry:

@@ -106,7 +106,7 @@ def withdraw(me: Introduction) -> None:
 
 
 def session_of(space: str, member: str) -> str:
-    """Of the life of the worker of this rank that this process is; empty if it is none, as far as is known."""
+    """Return the session of this process as the worker of this rank; empty if it is not known to be that worker."""
     for each in reversed(_introduced):
         if (each.space, each.member) == (space, member):
             return each.session
@@ -114,7 +114,7 @@ def session_of(space: str, member: str) -> str:
 
 
 def introduced(space: str) -> list[Introduction]:
-    """Who this process is in a space: one, unless it speaks for several ranks."""
+    """Return the introductions of this process in a space: one, unless it speaks for several ranks."""
     return [each for each in _introduced if each.space == space]
 
 

@@ -19,9 +19,9 @@ from types import FunctionType
 from typing import Any
 
 _origins: weakref.WeakKeyDictionary[Any, tuple[str, str, bytes]] = weakref.WeakKeyDictionary()
-"""What was built here from its code: the arguments of `find_or_build`, with which it travels on."""
+"""Arguments of `find_or_build` by which each class or function that was built here from its code travels on."""
 _built: dict[tuple[str, str], tuple[bytes, Any]] = {}
-"""By script and name, what was built last, and of which code: the same code is the same class."""
+"""Code and result of what was built last, by script and name: the same code is the same class."""
 _has_readers_elsewhere = True
 
 
@@ -32,7 +32,7 @@ def all_run_this_script() -> None:
 
 
 def has_readers_elsewhere() -> bool:
-    """Whether somebody who runs another program may read what is sent."""
+    """Return True if somebody who runs another program may read what is sent."""
     return _has_readers_elsewhere
 
 
@@ -66,12 +66,12 @@ def cloud_pickler() -> Any:
 
 
 def names_main(data: bytes) -> bool:
-    """Whether a pickle may refer to something in the program that made it, by its name."""
+    """Return True if a pickle may refer by name to something in the program that made it."""
     return b"__main__" in data
 
 
 def reduced(value: Any, *, with_code: bool = True) -> Any:
-    """How a class or function of a script is pickled; NotImplemented for all else.
+    """Return the reduction with which a class or function of a script is pickled; NotImplemented for all else.
 
     Args:
         value: anything that a pickler meets.
@@ -119,7 +119,7 @@ def find_or_build(path: str, name: str, code: bytes) -> Any:
 
 
 def _modules_of(path: str) -> Iterator[Any]:
-    """This process's own program, and what it has imported, if that is the file at `path`."""
+    """Yield this process's own program, and what it has imported, if that is the file at `path`."""
     name = os.path.basename(path)
     for module in (sys.modules["__main__"], *list(sys.modules.values())):
         file = getattr(module, "__file__", None)
@@ -140,7 +140,7 @@ def _code_of(value: Any, may_fail: bool) -> bytes:
 
 
 def _path_of(module: Any) -> str:
-    """Of the file that a module was made from; empty for none, as in an interactive session."""
+    """Return the path of the file that a module was made from; empty for none, as in an interactive session."""
     file = getattr(module, "__file__", None)
     return os.path.realpath(file) if isinstance(file, str) and file else ""
 

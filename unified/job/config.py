@@ -192,16 +192,16 @@ class JobConfig(Description):
     """Restarts of the master of a cluster of its own, with its state; the job goes on. Any other master is restarted by
     whatever supervises it: see Operations."""
     master_isolation_schedule_resource: str = ""
-    """Where what the job's control needs on a node, its store host, may be: on nodes with this resource, of which it
-    takes 1, or with this label, also as `key=value`. Empty: any. It does not count in `node_num`."""
+    """Resource or label (also as `key=value`) of the nodes that may hold what the job's control needs on a node, its
+    store host, which takes 1 of the resource. Empty: any node. The store host does not count in `node_num`."""
     worker_isolation_schedule_resource: str = ""
-    """Where workers may be: on nodes with this resource, of which each takes 1, or with this label, also as
-    `key=value`. Empty: any."""
+    """Resource or label (also as `key=value`) of the nodes that workers may run on; each worker takes 1 of the
+    resource. Empty: any node."""
     failover_trigger_strategy: Literal[0, 1, 2] = 2
-    """When any failure of a worker, a killed process or a lost node is acted on: 0 never, so the job fails, 1 when the
-    other workers of the role are done, 2 now."""
+    """Time at which any failure of a worker, a killed process or a lost node is acted on: 0 never, so the job fails, 1
+    when the other workers of the role are done, 2 now."""
     failover_exec_strategy: Literal[0, 1, 2] = 1
-    """What is done about it: 0 stop the job, 1 restart the job, 2 restart the role. A simple role may say
+    """Action on such a failure: 0 stop the job, 1 restart the job, 2 restart the role. A simple role may say
     `restart_alone()`: then 1 and 2 restart the worker."""
     master_state_backend_type: MasterStateBackendType = MasterStateBackendType.SQLITE
     """Accepted for scripts of the reference API, without effect: the master always keeps a SQLite file."""
@@ -219,7 +219,7 @@ class JobConfig(Description):
     """Of the workers, on every node of theirs; None: `DLROVER_WORKING_DIR`, or else the driver's own."""
 
     def to_job_info(self) -> JobInfo:
-        """What the job's workers will know of it. Its `job_id` is its name: the master has not given it one yet."""
+        """Return what the job's workers know of it. Its `job_id` is its name: the master has not given it one yet."""
         return JobInfo(
             name=self.job_name,
             job_id=self.job_name,

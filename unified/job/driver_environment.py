@@ -46,7 +46,7 @@ _USER_AND_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 class Passed(NamedTuple):
-    """What becomes of an environment."""
+    """Environment that is passed on, and the names that are not."""
 
     env: dict[str, str]
     withheld: list[str]
@@ -54,7 +54,7 @@ class Passed(NamedTuple):
 
 
 def passed_on(env: Mapping[str, str]) -> Passed:
-    """What of the submitter's environment its workers have on a cluster."""
+    """Return what of the submitter's environment its workers have on a cluster."""
     found = {name: value for name, value in env.items() if _is_for_workers(name, value)}
     withheld = sorted(name for name, value in found.items() if is_credential(name, value))
     return Passed({name: value for name, value in found.items() if name not in withheld}, withheld)
@@ -78,7 +78,7 @@ def asked_for(words: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_credential(name: str, value: str) -> bool:
-    """Whether the name, or a password in an address, says that this is for few eyes."""
+    """Return True if the name, or a password in an address, marks the value as a credential."""
     return not _CREDENTIAL_WORDS.isdisjoint(name.upper().split("_")) or bool(_USER_AND_PASSWORD.search(value))
 
 
@@ -93,7 +93,7 @@ def _is_for_workers(name: str, value: str) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """What is no UTF-8 cannot be sent."""
+    """Return True if the value can be encoded as UTF-8; no other can be sent."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -71,7 +71,7 @@ def _is_dotted(text: str) -> bool:
 
 
 def _is_program(path: str) -> bool:
-    """Whether it looks like an interpreter or a launcher, which is not for here."""
+    """Return True if the path looks like an interpreter or a launcher, which no entry point may name."""
     name = path.rsplit("/", 1)[-1]
     return name.startswith("python") or name in _LAUNCHERS
 

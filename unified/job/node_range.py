@@ -8,7 +8,7 @@ from unified.job.spec import JobSpec, RoleSpec
 
 
 def has_range(role: RoleSpec) -> bool:
-    """Whether the role has not said how many nodes it wants, but from where to where."""
+    """Return True if the role gives a range for its number of nodes instead of one number."""
     return role.min_nodes is not None and role.max_nodes is not None and role.min_nodes < role.max_nodes
 
 

@@ -57,13 +57,13 @@ class Communication(Value, frozen=True, kw_only=True):
     backend: str = "auto"
     timeout_s: float | None = None
     port: int = 0
-    """Of each round's store, on the store host's node; 0: any that is free."""
+    """Port of each round's store, on the store host's node; 0: any that is free."""
     run_id: str = ""
-    """What ``TORCHELASTIC_RUN_ID`` says; empty: the job's id."""
+    """Value of ``TORCHELASTIC_RUN_ID``; empty: the job's id."""
 
 
 class OutputFiles(Value, frozen=True, kw_only=True):
-    """What of a role's output goes to files of its own, and what the driver shows: torchrun's `--log-dir`,
+    """Files of a role's output, and what of it the driver shows: torchrun's `--log-dir`,
     `--redirects`, `--tee` and `--local-ranks-filter`. Streams are torchrun's numbers: 1 stdout, 2 stderr, 3 both.
     """
 
@@ -72,17 +72,17 @@ class OutputFiles(Value, frozen=True, kw_only=True):
     run_id: str = "none"
     """Name of the folder in it."""
     redirects: dict[int, int] = {}
-    """By local rank: streams that are written and not shown."""
+    """Streams that are written and not shown, by local rank."""
     tee: dict[int, int] = {}
-    """By local rank: streams that are written and shown, each line with ``[default1]:`` in front."""
+    """Streams that are written and shown, by local rank; each line has ``[default1]:`` in front."""
     local_ranks: list[int] = []
     """Only these are shown; empty: all."""
     label: str = "default"
-    """What stands there before the local rank."""
+    """Word before the local rank in front of each line of `tee`."""
 
     @property
     def is_written(self) -> bool:
-        """Whether there are any files."""
+        """True if there are any files."""
         return bool(self.log_dir or self.redirects or self.tee)
 
     def file(self, stream: Literal["out", "err"], *, rank: int, local_rank: int, attempt: int) -> str:
@@ -96,7 +96,7 @@ class OutputFiles(Value, frozen=True, kw_only=True):
         return bool(self.tee.get(local_rank, 0) & stream_bits(stream))
 
     def is_shown(self, stream: Literal["out", "err"], local_rank: int) -> bool:
-        """Whether the driver shows it."""
+        """Return True if the driver shows the stream."""
         if self.local_ranks and local_rank not in self.local_ranks:
             return False
         return self.is_teed(stream, local_rank) or not self.redirects.get(local_rank, 0) & stream_bits(stream)
@@ -158,7 +158,7 @@ class DriverProcess(Value, frozen=True, kw_only=True):
 
     pid: int
     pid_space: str
-    """As `unified.settings.pid_space` names it there."""
+    """Process id space of the driver, as `unified.settings.pid_space` names it there."""
 
 
 class JobSpec(Value, frozen=True, kw_only=True):
@@ -204,7 +204,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     is_output_followed: bool = False
     """The driver writes all that workers print to a file or a pipe: no log is rotated past what it has read."""
     stdin: DriverProcess | None = None
-    """Whose stdin rank 0 of the first role reads, if it runs on the same host; every other worker reads nothing."""
+    """Process whose stdin rank 0 of the first role reads if it is on that host; every other worker reads nothing."""
 
     def role(self, name: str) -> RoleSpec:
         """The role of this name; KeyError if there is none."""

@@ -48,7 +48,7 @@ class ResourceDesc(Description):
         return cls.model_validate(dict(resource)).or_one_accelerator()
 
     def is_empty(self) -> bool:
-        """Whether nothing to compute on is asked for: memory and disk alone do not run a worker."""
+        """Return True if nothing to compute on is asked for: memory and disk alone do not run a worker."""
         return not (self.cpu or self.accelerator or any(self.user_defined.values()))
 
     def or_one_accelerator(self) -> ResourceDesc:
@@ -104,9 +104,9 @@ class OutputFilesDesc(Description):
     run_id: str = "none"
     """Name of the folder in it, with a number behind if there is one already."""
     redirects: dict[int, Annotated[int, Field(ge=0, le=3)]] = Field(default_factory=dict)
-    """By local rank: streams that go to files and are not shown."""
+    """Streams that go to files and are not shown, by local rank."""
     tee: dict[int, Annotated[int, Field(ge=0, le=3)]] = Field(default_factory=dict)
-    """By local rank: streams that go to files and are shown."""
+    """Streams that go to files and are shown, by local rank."""
     local_ranks: list[int] = Field(default_factory=list)
     """Only the output of these is shown; empty: of all."""
     label: str = "default"
@@ -123,7 +123,7 @@ class BaseWorkloadDesc(Description):
     resource: ResourceDesc = Field(
         default_factory=ResourceDesc, validate_default=True, validation_alias=AliasChoices("resource", "res")
     )
-    """Of each worker; asking for nothing, or for memory and disk alone, means one accelerator."""
+    """Resources of each worker; asking for nothing, or for memory and disk alone, means one accelerator."""
     envs: Envs = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
     """Environment of the role's workers, above the job's own."""
     per_node_max_failure: int = Field(default=3, ge=0)
@@ -138,7 +138,7 @@ class BaseWorkloadDesc(Description):
     """`module.attr`, `module::attr`, `file.py arguments`, `./path arguments`, `-m module arguments`; or a pair,
     `(module, attr)`."""
     config: PlainConfig = Field(default_factory=dict)
-    """Of the role alone: its workers read it as `current_worker().actor_info.spec.config`."""
+    """Settings of the role alone: its workers read them as `current_worker().actor_info.spec.config`."""
     rank_based_gpu_selection: bool = False
     """Every worker sees all devices of its group and takes the one of its local rank."""
     is_driver: bool = True
@@ -251,7 +251,7 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
 
 
 class IndependentWorkloadDesc(BaseWorkloadDesc):
-    """What simple and custom workloads have in common: their workers need not begin together."""
+    """Base of simple and custom workloads: their workers need not begin together."""
 
     restart_alone: bool = False
     """The workers do without each other, so that one which fails is started again alone, where

@@ -157,7 +157,7 @@ class DesiredWorker(Value, frozen=True, kw_only=True):
     devices: list[int] = []
     """Indices among the node's devices."""
     group_devices: list[int] = []
-    """Of all of its role's workers in its group, in the order in which it sees them; empty if it sees its own alone."""
+    """Indices for all its role's workers in its group, in the order it sees them; empty if it sees its own alone."""
     run: RunOrder | None = None
 
 
@@ -204,7 +204,7 @@ class ReadAgentLog(MasterOrder, tag="read-agent-log", frozen=True, kw_only=True)
     """Negative: that many bytes before the end."""
     max_bytes: int
     keep: bool = False
-    """As in `ReadLog`."""
+    """Same as `ReadLog.keep`."""
 
 
 AgentToMaster = RegisterAgent | Heartbeat | ObservedWorkers | LogRead | AgentLeaving

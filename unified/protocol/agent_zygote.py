@@ -19,7 +19,7 @@ class Fork(ZygoteOrder, tag="fork", frozen=True, kw_only=True):
     fresh: bool = False
     """Replace the child by a new interpreter at once (``start_method="spawn"``)."""
     env: dict[str, str] = {}
-    """Of the new interpreter, above the zygote's own environment."""
+    """Environment variables of the new interpreter, above the zygote's own environment."""
     marker: str = ""
     """``NAME=value`` that the worker puts into its environment: by it the zygote knows what the worker left behind."""
 

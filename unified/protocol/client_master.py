@@ -86,7 +86,7 @@ class Explain(ClientRequest, tag="explain", frozen=True, kw_only=True):
 
 
 class GetDirectory(ClientRequest, tag="get-directory", frozen=True, kw_only=True):
-    """Where the workers of a job can be called, for a client that is none of them. Answered by `JobDirectory`, at
+    """Ask where the workers of a job can be called, for a client that is none of them. Answered by `JobDirectory`, at
     once."""
 
     job: str
@@ -101,7 +101,7 @@ class MasterAnswer(Value, tag_field="type", frozen=True, kw_only=True):
 class Accepted(MasterAnswer, tag="accepted", frozen=True, kw_only=True):
     job_id: str
     submitted_by: str = ""
-    """Of a job that was joined; empty for a new one."""
+    """Submitter of a job that was joined; empty for a new one."""
 
 
 class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
 
     note: str = ""
     lives: dict[str, int] = {}
-    """Of a restart: the incarnation that begins, or will, of each worker that it concerns, by full name."""
+    """Incarnation that begins, or will, of each worker that a restart concerns, by full name."""
 
 
 class Refused(MasterAnswer, tag="refused", frozen=True, kw_only=True):

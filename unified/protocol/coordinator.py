@@ -167,7 +167,7 @@ class RankFiles(CoordinatorAnswer, tag="rank-files", frozen=True, kw_only=True):
     file_paths: list[str]
     """In the order in which they are to be read."""
     num_files: int
-    """Of the dataset."""
+    """Number of files in the dataset."""
     idle: list[int] = []
     """Ranks that are given no file."""
 

@@ -41,7 +41,7 @@ class WorkerState(StrEnum):
     """One life (incarnation) of a worker, as its agent sees it."""
 
     PENDING = "PENDING"
-    """It is not begun: the worker waits for a place, or for the end of a back-off. Only the master says so."""
+    """The life has not begun: the worker waits for a place, or for the end of a back-off. Only the master says so."""
     STARTING = "STARTING"
     """The process is being made, or has not said hello yet."""
     READY = "READY"
@@ -97,7 +97,7 @@ class Failure(Value, frozen=True, kw_only=True):
 
 
 class Progress(Value, frozen=True, kw_only=True):
-    """What a worker said last through `current_worker().report(…)`, and what its runtime counted."""
+    """Last progress that a worker gave to `current_worker().report(…)`, and what its runtime counted."""
 
     step: int | None = None
     total: int | None = None

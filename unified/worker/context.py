@@ -44,7 +44,7 @@ class ActorInfo:
     sub_master: str | None = None
     """``"elastic"`` for a role that trains together, else None."""
     role_spec: RoleSpec = field(repr=False)
-    """Of the role, as the daemons have it."""
+    """Specification of the role, as the daemons have it."""
 
     @cached_property
     def spec(self) -> WorkloadDesc:

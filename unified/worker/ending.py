@@ -95,7 +95,7 @@ def flush_files() -> None:
 
 
 def waited_for() -> str:
-    """What the end of a program is waiting for, for a message."""
+    """Return what the end of a program is waiting for, as text for a message."""
     threads = dict.fromkeys([*_unended_threads(), *_pooled_threads()])  # those of an executor may be daemons
     names = [thread.name for thread in threads if thread.is_alive()]
     return f"threads {', '.join(names)}" if names else "its exit functions"
@@ -130,7 +130,7 @@ def _is_users(name: str, module: ModuleType | None) -> bool:
 
 
 def _clear(names: dict[str, Any]) -> None:
-    """As the interpreter clears a module that something still holds, but objects before the code that they may need."""
+    """Clear names as the interpreter clears a module that is still held, but objects before code that they may need."""
     code = (ModuleType, FunctionType, type)
     for is_code in (False, True):
         for name, value in list(names.items()):

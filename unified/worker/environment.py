@@ -97,7 +97,7 @@ def _ranks(launch: Launch, rank: int, world_size: int) -> dict[str, str]:
 
 
 def _is_program(role: RoleSpec) -> bool:
-    """Whether the role runs a script or a module as `__main__`."""
+    """Return True if the role runs a script or a module as `__main__`."""
     return role.entry_point.kind != "attribute"
 
 
@@ -153,7 +153,7 @@ def new_path_entries(
 
 
 def last_path_entries(launch: Launch, path: Sequence[str]) -> list[str]:
-    """What goes behind `sys.path`: for a script the driver's path, where a value of the driver's may have its class."""
+    """Return what goes behind `sys.path`: for a script the driver's path, where a driver's value may have its class."""
     if launch.spec.role(launch.role).entry_point.kind != "script":
         return []
     return [entry for entry in dict.fromkeys(_driver_path(launch)) if entry not in path]

@@ -92,7 +92,7 @@ class _Life:
         """Name of the entry point's module."""
         self._own_methods: set[str] = set()
         self._own_modules: set[str] = set()
-        """What was there before the user's code."""
+        """Rpc methods and modules that were there before the user's code."""
         self._category = "crash"
         """Of an error that happens now: the runtime's until user code runs."""
         self._has_group = False

@@ -29,7 +29,7 @@ from types import FrameType
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MARGIN = 0.1
-"""Of the grace period, which the agent counts too: what a worker has to say at its end shall come before SIGKILL."""
+"""Share of the grace period to leave unused: the agent counts it too, and a worker's last word must precede SIGKILL."""
 
 
 class StopState:
@@ -72,7 +72,7 @@ class StopState:
 
     @property
     def is_asked(self) -> bool:
-        """As `should_stop`, for the runtime: reading it promises nothing."""
+        """True if a stop was asked for: `should_stop` for the runtime, to which reading it promises nothing."""
         return self._is_asked
 
     @property

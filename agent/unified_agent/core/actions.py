@@ -29,7 +29,7 @@ class StartWorker(Value, frozen=True):
     is_fresh: bool = False
     """A new interpreter instead of a fork."""
     env: dict[str, str] = {}
-    """Of a new interpreter: what has to be there before it starts."""
+    """Environment variables of a new interpreter that have to be there before it starts."""
 
 
 class TellWorker(Value, frozen=True):

@@ -458,6 +458,6 @@ class AgentCore:
 
 
 def _is_past(worker: LocalWorker) -> bool:
-    """It has ended, and how it did is of no more use: the end of a stopped life matters if the stop cut it short."""
+    """Return True if the life has ended and its end is of no more use. An end that a stop cut short has to be told."""
     is_cut = worker.failure is not None and worker.failure.is_cut
     return worker.is_ended and (worker.is_end_told or not is_cut)

@@ -70,7 +70,7 @@ class WorkerExited(Value, frozen=True):
     last_lines: str = ""
     """The end of its stderr."""
     error: str = ""
-    """What it wrote into its error file, in one line."""
+    """Error that the process wrote into its error file, in one line."""
     traceback: str = ""
     """From there, too."""
 

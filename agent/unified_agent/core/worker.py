@@ -39,7 +39,7 @@ class LocalWorker:
         self.is_killed = False
         self.stop_began_at = 0.0
         self.is_end_told = False
-        """That it has ended was in a report to the master."""
+        """True if a report to the master has said that the worker has ended."""
 
     @property
     def is_ended(self) -> bool:

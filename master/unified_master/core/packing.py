@@ -14,7 +14,7 @@ from unified_master.core.turn import count
 Fitness = tuple[float, float, float, str]
 """Of a room for a unit, lower is better; the room's node is last."""
 Shape = tuple[str, tuple[str, ...], list[tuple[int, Resources]]]
-"""What makes two units fit and suit the same rooms."""
+"""Properties of a unit; two units with equal properties fit and suit the same rooms."""
 MAX_LOOKED_AT = 16
 """Rooms that are filled on trial for each node that a job may still begin to use."""
 
@@ -141,7 +141,7 @@ def _few_nodes(units: Sequence[Unit], rooms: list[Room], bound: int, *, control_
 
 
 def _may_fit(units: Sequence[Unit], rooms: list[Room], bound: int) -> bool:
-    """Whether the nodes with the most devices and cores have enough; a quick no saves a search."""
+    """Return True if the nodes with the most devices and cores have enough; a quick no saves a search."""
     devices = sum(whole_devices(unit) for unit in units)
     cpu = sum(unit.total("cpu") for unit in units if not unit.is_control)
     has_devices = sum(heapq.nlargest(bound, (room.free_devices for room in rooms)))
@@ -203,7 +203,7 @@ def _take(room: Room, unit: Unit) -> list[Seat]:
 
 
 def _room_for_control(rooms: Iterable[Room], unit: Unit) -> Room | None:
-    """Where the job's own workers are, if it can be."""
+    """Return a room for the unit, one with the job's own workers if possible; None if no room fits."""
     fitting = (room for room in rooms if room.seat(unit) is not None)
     return min(fitting, key=lambda room: (not room.is_used, room.num_workers, room.node), default=None)
 

@@ -1,4 +1,4 @@
-"""Where the workers of a job may go: its units, and the nodes that are there for them."""
+"""Placement of the workers of a job: its units, and the nodes that are there for them."""
 
 from __future__ import annotations
 

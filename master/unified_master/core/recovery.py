@@ -27,7 +27,7 @@ BACKOFF = Backoff()
 
 
 Scope = Literal["job", "role", "worker"]
-"""What begins again after a failure."""
+"""Part of the job that begins again after a failure."""
 
 
 class Refusal(NamedTuple):
@@ -205,7 +205,7 @@ def _repair(
 
 
 def _scope(job: JobRecord, role: RoleSpec) -> Scope:
-    """What restarts after a failure in a role. Workers that are independent say so, whatever the job's strategy."""
+    """Return what restarts after a failure in a role: the worker if the role says so, else what the strategy says."""
     if role.restart_alone:
         return "worker"
     return "job" if job.spec.failover_exec == 1 else "role"
@@ -231,7 +231,7 @@ def _cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
 
 
 def _waits(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord, failure: Failure) -> bool:
-    """Whether the failure is decided later, because others of the role still work and the strategy lets them."""
+    """Return True if the failure is decided later: others of the role still work and the strategy lets them."""
     if job.spec.failover_trigger != 1 or not _others_work(job, role, worker):
         return False
     record = job.roles[role.name]
@@ -320,7 +320,7 @@ def _store_failed(turn: Turn, job: JobRecord, store: WorkerRecord, failure: Fail
 
 
 def _store_waits(turn: Turn, job: JobRecord, store: WorkerRecord, failure: Failure) -> bool:
-    """As `_waits`, for each elastic role that still works."""
+    """Call `_waits` for each elastic role that still works; return True if any waits."""
     waits = [_waits(turn, job, role, store, failure) for role in job.elastic_roles()]
     return any(waits)
 

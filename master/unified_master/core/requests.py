@@ -213,7 +213,7 @@ def _submit(turn: Turn, request: SubmitJob) -> Answer:
 
 
 def _work(spec: JobSpec) -> list[tuple[str, int, EntryPoint]]:
-    """What two submissions of one job have in common, from whichever host they come."""
+    """Return what two submissions of one job have in common, from whichever host they come."""
     return [(role.name, role.total, role.entry_point) for role in spec.roles]
 
 

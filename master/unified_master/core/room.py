@@ -39,7 +39,7 @@ class Unit(Value, frozen=True, kw_only=True):
     elastic: tuple[str, ...] = ()
     """Elastic roles among its members'."""
     is_control: bool = False
-    """It is the job's store host, which does not count among the nodes that the job uses."""
+    """True for the job's store host, which does not count among the nodes that the job uses."""
 
     def total(self, field: str) -> float:
         return float(sum(getattr(member.needs, field) for member in self.members))
@@ -82,7 +82,7 @@ class Room:
         self.is_used = False
         """The job has workers here."""
         self.ranks: dict[str, int] = {}
-        """How many of them, by role."""
+        """Number of the job's workers here, by role."""
 
     def copy(self) -> Room:
         """The same room, for a trial."""
@@ -92,7 +92,7 @@ class Room:
         return other
 
     def grants(self, isolation: str) -> dict[str, float] | None:
-        """What each member of a unit with this `isolation` takes of the node for it; None if the node will not do."""
+        """Return what each member of a unit with this `isolation` takes of the node; None if the node will not do."""
         key, is_pair, value = isolation.partition("=")
         if is_pair:
             return {} if self.labels.get(key) == value else None

@@ -171,7 +171,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     reason: str = ""
     is_forced: bool = False
     is_interrupted: bool = False
-    """It is stopped by SIGINT."""
+    """True if the job is stopped by SIGINT."""
     submitted_at: float = 0.0
     started_at: float | None = None
     ended_at: float | None = None
@@ -180,7 +180,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_charged_restarts: int = 0
     """Of the whole job, because of a failure; compared with `job_max_restart`."""
     node_losses: dict[str, int] = {}
-    """How often each node was lost with workers of the job; compared with `node_max_restart`."""
+    """Number of times each node was lost with workers of the job; compared with `node_max_restart`."""
     excluded: list[str] = []
     """Nodes that failed too often for this job."""
     restart_at: float | None = None
@@ -322,7 +322,7 @@ class Cluster:
         self.next_read = 1
         self.nodes: dict[str, NodeRecord] = {}
         self.hosts: dict[str, set[str]] = {}
-        """By host id, the nodes that have registered from there; some may be elsewhere by now."""
+        """Nodes that have registered from each host, by host id; some may be elsewhere by now."""
         self.jobs: dict[str, JobRecord] = {}
         self.events: dict[str, deque[EventRecord]] = {}
         self.timers: TimerTable[TimerKey] = TimerTable()

@@ -84,7 +84,7 @@ def _concerns(event: EventRecord, worker: WorkerRecord) -> bool:
 
 
 def _state(job: JobRecord, worker: WorkerRecord) -> WorkerState:
-    """Of its newest life, or PENDING if another is to come and has not begun."""
+    """Return the state of the worker's newest life, or PENDING if another is to come and has not begun."""
     is_coming = worker.is_held or job.is_waiting or worker.incarnation < 0
     return WorkerState.PENDING if is_coming else worker.state
 

@@ -286,7 +286,7 @@ def _find(turn: Turn, space: Space, token: Token, dataset_id: str) -> Dataset | 
 
 
 def hear(turn: Turn, space: Space, dataset: Dataset, member: str) -> None:
-    """It need not be awaited any more, if it was."""
+    """Stop waiting to hear from the member, if it was awaited."""
     if member in dataset.awaited:
         dataset.awaited.remove(member)
         space.clocks.awaited.cancel((space.name, dataset.plan.dataset_id, member))

@@ -19,7 +19,7 @@ class Clocks:
         self.barriers: TimerTable[tuple[str, str]] = TimerTable()
         """By space and barrier."""
         self.awaited: TimerTable[tuple[str, str, str]] = TimerTable()
-        """By space, dataset and member: those of which nothing was heard yet."""
+        """Deadlines of members of which nothing was heard yet, by space, dataset and member."""
 
     @property
     def next_deadline(self) -> float | None:
@@ -40,8 +40,8 @@ class Space:
         self.gone: dict[str, Worker] = {}
         """The others, those that went first first."""
         self.ids: dict[str, str] = {}
-        """By the name of a rank, as datasets have it: what the worker calls itself that registered for it last, unless
-        it left in order."""
+        """Id of the worker that registered last for each rank, by the name of the rank as datasets have it; a worker
+        that left in order has no entry."""
         self.barriers: dict[str, Barrier] = {}
         """Those at which nobody waits in the order of their last releases."""
         self.num_releases = 0
@@ -60,7 +60,7 @@ class Space:
         return not (self._revision or known or self.told_at)
 
     def id_of(self, member: str) -> str:
-        """What the worker of this rank calls itself."""
+        """Return what the worker of this rank calls itself."""
         return self.ids.get(member, member)
 
     def member_of(self, worker_id: str) -> str:
