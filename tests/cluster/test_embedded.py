@@ -162,7 +162,8 @@ def test_a_master_that_dies_comes_back_with_its_state_and_the_job_goes_on(
     driver_env["UNIFIED_MASTER_MAX_RESTART"] = str(limit)
     with submit(tmp_path, driver_env, "meeting") as driver:
         assert driver.stdout is not None
-        assert driver.stdout.readline().endswith("up\n")
+        for _ in range(2):  # each worker; what `readline` has buffered, `communicate` would not see
+            assert driver.stdout.readline().endswith("up\n")
         (home,) = (tmp_path / "home" / "embedded").iterdir()
         (master,) = [
             process.pid
@@ -176,7 +177,7 @@ def test_a_master_that_dies_comes_back_with_its_state_and_the_job_goes_on(
     if limit:
         assert driver.returncode == 0, said
         assert " finished after " in said.splitlines()[-1]
-        assert out.count("up\n") == 1, "a worker was started again"
+        assert "up\n" not in out, "a worker was started again"
     else:
         assert driver.returncode == 1
         assert "the embedded master was killed by SIGKILL" in said

@@ -348,6 +348,9 @@ class LogReader:
         first = self._lives.get(worker.name, worker.incarnation - 1 if self._offset else -1) + 1
         if first > worker.incarnation:
             return
+        for cursor in self._cursors:
+            if cursor.worker == worker.name:
+                cursor.due_at = 0.0  # what earlier lives said last comes before what the new one says
         for incarnation in range(first, worker.incarnation + 1):
             name = short_name(worker) + (f"#{incarnation}" if incarnation else "")
             for stream in self._streams:
