@@ -21,9 +21,9 @@ from unified.log_level import logging_level
 from unified.protocol.records import NodeResources
 from unified_agent import inventory
 from unified_agent.daemon import AgentDaemon, AgentOptions
-from unified_agent.devices import find_devices
 from unified_agent.environment import NodeFacts
-from unified_agent.leftovers import NodeClaim, claim
+from unified_agent.host_resources import find_devices
+from unified_agent.orphans import NodeClaim, claim
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 _MASTER = re.compile(r"(?:tcp://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?\Z")

@@ -20,8 +20,16 @@ from unified.keys import ClusterKey
 from unified.protocol.agent_master import LogRead
 from unified.protocol.records import Failure
 from unified.settings import Intervals
-from unified_agent.channel import MasterChannel
-from unified_agent.core.actions import (
+from unified_agent.core.agent import AgentCore
+from unified_agent.core.events import (
+    AgentEvent,
+    DeadlineReached,
+    Life,
+    StopAsked,
+    WorkerExited,
+    WorkerNotStarted,
+)
+from unified_agent.core.messages import (
     AgentAction,
     Exit,
     KeepInterpreters,
@@ -33,20 +41,12 @@ from unified_agent.core.actions import (
     StartWorker,
     TellWorker,
 )
-from unified_agent.core.agent import AgentCore
-from unified_agent.core.events import (
-    AgentEvent,
-    DeadlineReached,
-    Life,
-    StopAsked,
-    WorkerExited,
-    WorkerNotStarted,
-)
 from unified_agent.environment import TUNABLES, NodeFacts, tunables
 from unified_agent.inventory import last_cache_bytes
+from unified_agent.master_channel import MasterChannel
 from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead, destinations
+from unified_agent.poll_loop import Sources
 from unified_agent.processes import Processes
-from unified_agent.sources import Sources
 from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
 
 log = logging.getLogger("unified_agent")

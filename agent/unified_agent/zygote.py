@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unified.protocol.agent_zygote import Fork, ZygoteToAgent, zygote_to_agent
-from unified_agent.link import Link
+from unified_agent.child_channel import Link
 from unified_agent.logfile import last_lines
 
 MARKER_NODE = "UNIFIED_AGENT_NODE"

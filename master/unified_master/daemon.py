@@ -28,10 +28,10 @@ from unified.protocol.framing import MAX_MESSAGE, UNREADABLE, Codec
 from unified.protocol.records import EventRecord
 from unified.settings import Intervals
 from unified_master.control_frames import receive, send
-from unified_master.coordinator import Asked, Desk
-from unified_master.core.actions import MasterAction, Report, Save, Send
+from unified_master.coordinator_service import Asked, Desk
 from unified_master.core.events import MasterEvent, Received, TimePassed
 from unified_master.core.master import MasterCore
+from unified_master.core.messages import MasterAction, Report, Save, Send
 from unified_master.relay import BusRelay
 from unified_master.store import Store
 

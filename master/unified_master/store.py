@@ -13,7 +13,7 @@ import msgspec
 from unified import settings
 from unified.errors import ClusterError
 from unified.protocol.records import EventRecord
-from unified_master.core.actions import Report, Save
+from unified_master.core.messages import Report, Save
 
 SCHEMA_VERSION = 1
 MAX_EVENTS = 200_000

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from unified_agent.devices import Amd, Ascend, Found, find_devices, restrict
+from unified_agent.host_resources import Amd, Ascend, Found, find_devices, restrict
 
 ASK = (
-    "import json, os, msgspec; from unified_agent.devices import find_devices\n"
+    "import json, os, msgspec; from unified_agent.host_resources import find_devices\n"
     "devices, ids = find_devices(os.environ)\n"
     "print(json.dumps([[d.index, d.kind, d.name, d.uuid, d.memory_mb, i] for d, i in zip(devices, ids)]))"
 )

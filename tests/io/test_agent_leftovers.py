@@ -16,7 +16,7 @@ from unified.bus.shm_files import GRACE_S
 from unified.protocol.records import WorkerState
 from unified_agent.cgroups import Limits
 from unified_agent.inventory import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
-from unified_agent.leftovers import AgentTakenError, LifeRecord, NodeLock, claim, clean_up, hold_name
+from unified_agent.orphans import AgentTakenError, LifeRecord, NodeLock, claim, clean_up, hold_name
 
 
 class Sleepers:

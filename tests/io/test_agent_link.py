@@ -7,8 +7,8 @@ import os
 import socket
 
 from unified.protocol.framing import StreamBuffer, encode_stream
-from unified_agent.link import Link
-from unified_agent.sources import Sources
+from unified_agent.child_channel import Link
+from unified_agent.poll_loop import Sources
 
 
 def test_forgetting_a_closed_link_twice_does_not_touch_its_descriptors_next_owner() -> None:

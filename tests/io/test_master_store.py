@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unified.protocol.records import EventRecord
-from unified_master.core.actions import Report, Save
+from unified_master.core.messages import Report, Save
 from unified_master.store import SCHEMA_VERSION, Store, StoreError
 
 

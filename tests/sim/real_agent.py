@@ -22,16 +22,6 @@ from unified.protocol.worker_agent import (
     WorkerToAgent,
 )
 from unified.settings import Intervals
-from unified_agent.core.actions import (
-    AgentAction,
-    Exit,
-    Reconnect,
-    SendLog,
-    SendMaster,
-    SignalWorker,
-    StartWorker,
-    TellWorker,
-)
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.events import (
     AgentEvent,
@@ -45,6 +35,16 @@ from unified_agent.core.events import (
     WorkerStarted,
 )
 from unified_agent.core.invariants import check
+from unified_agent.core.messages import (
+    AgentAction,
+    Exit,
+    Reconnect,
+    SendLog,
+    SendMaster,
+    SignalWorker,
+    StartWorker,
+    TellWorker,
+)
 from unified_agent.environment import NodeFacts
 
 SIGNAL_S = 0.001

@@ -19,7 +19,6 @@ from unified.protocol.agent_master import (
 from unified.protocol.records import Failure, NameClaims, NodeResources, WorkerState
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Running, WorkerToAgent
 from unified.settings import Intervals
-from unified_agent.core.actions import Exit, SignalWorker, StartWorker, TellWorker
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.events import (
     AgentEvent,
@@ -33,6 +32,7 @@ from unified_agent.core.events import (
     WorkerStarted,
 )
 from unified_agent.core.invariants import check
+from unified_agent.core.messages import Exit, SignalWorker, StartWorker, TellWorker
 from unified_agent.environment import NodeFacts
 
 FACTS = NodeFacts(

@@ -22,13 +22,6 @@ from unified.protocol.worker_agent import (
     WorkerToAgent,
 )
 from unified.settings import Intervals
-from unified_agent.core.actions import (
-    AgentAction,
-    KeepInterpreters,
-    Note,
-    SendMaster,
-    StartWorker,
-)
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.events import (
     AgentEvent,
@@ -39,6 +32,13 @@ from unified_agent.core.events import (
     WorkerStarted,
 )
 from unified_agent.core.invariants import check
+from unified_agent.core.messages import (
+    AgentAction,
+    KeepInterpreters,
+    Note,
+    SendMaster,
+    StartWorker,
+)
 from unified_agent.environment import NodeFacts
 
 FACTS = NodeFacts(

@@ -22,11 +22,6 @@ from unified.protocol.worker_agent import (
     Running,
     Stop,
 )
-from unified_agent.core.actions import (
-    SignalWorker,
-    StartWorker,
-    TellWorker,
-)
 from unified_agent.core.events import (
     AgentEvent,
     Life,
@@ -34,6 +29,11 @@ from unified_agent.core.events import (
     WorkerNotStarted,
     WorkerSaid,
     WorkerStarted,
+)
+from unified_agent.core.messages import (
+    SignalWorker,
+    StartWorker,
+    TellWorker,
 )
 
 # Reconciliation

@@ -25,7 +25,15 @@ from unified.protocol.worker_agent import (
     Running,
     Stop,
 )
-from unified_agent.core.actions import (
+from unified_agent.core.events import (
+    AgentEvent,
+    MasterReached,
+    MasterUnreadable,
+    StopAsked,
+    WorkerExited,
+    WorkerSaid,
+)
+from unified_agent.core.messages import (
     Exit,
     KeepInterpreters,
     Note,
@@ -34,14 +42,6 @@ from unified_agent.core.actions import (
     SignalWorker,
     StartWorker,
     TellWorker,
-)
-from unified_agent.core.events import (
-    AgentEvent,
-    MasterReached,
-    MasterUnreadable,
-    StopAsked,
-    WorkerExited,
-    WorkerSaid,
 )
 
 # The directory

@@ -23,9 +23,9 @@ from unified.protocol.coordinator import (
 )
 from unified.protocol.records import EventRecord, WorkerState
 from unified.settings import Intervals
-from unified_master.coordinator import Asked, Desk
-from unified_master.core.actions import MasterAction, Report, Save, Send
+from unified_master.coordinator_service import Asked, Desk
 from unified_master.core.master import MasterCore
+from unified_master.core.messages import MasterAction, Report, Save, Send
 from unified_master.core.state import JobRecord, WorkerRecord
 
 NOW = 1000.0

@@ -10,9 +10,9 @@ import pytest
 
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.records import Device, NodeResources
-from unified_master.core.packing import Plan, plan
-from unified_master.core.placement import all_units, units_of
-from unified_master.core.room import Room, Unit
+from unified_master.core.scheduling.node_capacity import Room, Unit
+from unified_master.core.scheduling.packing import Plan, plan
+from unified_master.core.scheduling.placement import all_units, units_of
 from unified_master.core.state import SeatClaim
 
 ENTRY = EntryPoint(kind="attribute", target="m", attribute="f")

@@ -6,7 +6,7 @@ from collections import Counter
 
 from unified.protocol.records import WorkerState
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.turn import Timer
+from unified_agent.core.step import Timer
 
 
 def check(core: AgentCore) -> list[str]:

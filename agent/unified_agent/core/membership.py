@@ -8,8 +8,8 @@ from unified.core.said_once import SaidOnce
 from unified.core.transitions import TransitionTable
 from unified.protocol.agent_master import AgentRefused, AgentRegistered, Heartbeat, RegisterAgent
 from unified.settings import Intervals
-from unified_agent.core.actions import Exit, Reconnect
-from unified_agent.core.turn import AgentTurn, Timer
+from unified_agent.core.messages import Exit, Reconnect
+from unified_agent.core.step import AgentTurn, Timer
 from unified_agent.environment import NodeFacts
 
 COMPLAIN_EVERY_S = 30.0

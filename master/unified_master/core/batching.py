@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unified_master.core.state import TimerKey
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 BATCH_FROM = 64
 """Nodes; a smaller cluster has everything done at once."""

@@ -9,7 +9,7 @@ from unified.protocol.agent_master import DesiredJob, DesiredWorker, DesiredWork
 from unified.protocol.records import Stage
 from unified_master.core import directory
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 RESTART_GRACE_S = 2.0
 """At most this long do the peers of a failed worker hold up its restart."""

@@ -6,7 +6,7 @@ from unified.protocol.agent_master import DirectoryChanged
 from unified.protocol.records import DirectoryEntry, Reachability, Stage, WorkerState
 from unified_master.core import batching, names
 from unified_master.core.state import JobRecord, WorkerRecord
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 
 def publish(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unified.protocol.records import NodeState, Reachability, Stage, WorkerState
-from unified_master.core.room import EPSILON
+from unified_master.core.scheduling.node_capacity import EPSILON
 from unified_master.core.state import Cluster, DeviceKey, JobRecord, NodeRecord
 
 

@@ -11,7 +11,7 @@ from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.records import JOB_MOVES, Stage, raw
 from unified_master.core import recovery, rendezvous, stopping
 from unified_master.core.state import JobRecord, RoleRecord, WorkerRecord
-from unified_master.core.turn import Turn, count
+from unified_master.core.step import Turn, count
 
 MAX_WORKERS = 100_000
 MAX_SPEC_BYTES = 8 * 2**20

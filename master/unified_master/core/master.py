@@ -15,12 +15,23 @@ from unified.protocol.agent_master import (
 )
 from unified.protocol.records import EventRecord
 from unified.settings import Intervals
-from unified_master.core import batching, desired, directory, jobs, nodes, observing, queue, recovery, requests, restart
-from unified_master.core.actions import MasterAction, Report
+from unified_master.core import (
+    agent_reports,
+    batching,
+    client_requests,
+    desired,
+    directory,
+    jobs,
+    nodes,
+    recovery,
+    restart,
+)
 from unified_master.core.events import MasterEvent, Received, TimePassed
+from unified_master.core.messages import MasterAction, Report
 from unified_master.core.restore import Record, restore
+from unified_master.core.scheduling import job_queue
 from unified_master.core.state import Cluster, TimerKey
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 
 class MasterCore:
@@ -84,14 +95,14 @@ class MasterCore:
                 if node is None:
                     turn.send(peer, RegisterAgain(), number)
                 else:
-                    observing.observe(turn, node, message)
+                    agent_reports.observe(turn, node, message)
             case LogRead():
                 if nodes.meet(turn, peer, message.node, message.incarnation) is not None:
-                    requests.log_read(turn, number, message)
+                    client_requests.log_read(turn, number, message)
             case AgentLeaving():
                 nodes.leave(turn, peer, message)
             case _:
-                answer = requests.answer(turn, peer, number, message)
+                answer = client_requests.answer(turn, peer, number, message)
                 if answer is not None:
                     turn.send(peer, answer, number)
 
@@ -106,13 +117,13 @@ class MasterCore:
     def _timer_fired(self, turn: Turn, key: TimerKey) -> None:
         match key[0]:
             case "poll":
-                requests.poll_overdue(turn, key)
+                client_requests.poll_overdue(turn, key)
             case "read":
-                requests.read_overdue(turn, int(key[1]))
+                client_requests.read_overdue(turn, int(key[1]))
             case "forget":
                 nodes.forget(turn, key[1])
             case "start":
-                observing.start_overdue(turn, key)
+                agent_reports.start_overdue(turn, key)
             case "schedule":
                 turn.wants_schedule = True
             case "settle" | "restart" if (job := self.cluster.jobs.get(key[1])) is not None:
@@ -131,10 +142,10 @@ class MasterCore:
             if turn.wants_schedule and not turn.to_advance:
                 turn.wants_schedule = False
                 if batching.may_pass(turn, ("schedule",)):
-                    queue.schedule(turn)
+                    job_queue.schedule(turn)
                     jobs.prune(turn)
         for job in turn.flush_saves():
-            requests.answer_polls(turn, job)
+            client_requests.answer_polls(turn, job)
         directory.flush(turn)
         for name in sorted(turn.to_send):
             if (node := self.cluster.nodes.get(name)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from unified.protocol.records import NameClaims, NameRefusal
 from unified_master.core.state import JobRecord, WorkerRecord
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 MAX_TOLD = 100
 """Claims of one life that are reported as events: one that claims and withdraws without end must not drown the log."""

@@ -21,7 +21,7 @@ from unified.protocol.client_master import Refused
 from unified.protocol.records import NODE_MOVES, NodeState
 from unified_master.core import desired, recovery
 from unified_master.core.state import NodeRecord
-from unified_master.core.turn import Turn, count
+from unified_master.core.step import Turn, count
 
 FORGET_S = 3600.0
 """A lost node is shown for this long."""

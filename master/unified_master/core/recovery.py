@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 from unified.core.backoff import Backoff
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.records import Failure, NodeState, Stage, WorkerState
-from unified_master.core import directory, lives, queue, stopping
-from unified_master.core.packing import Plan
+from unified_master.core import directory, incarnations, stopping
 from unified_master.core.restart import (
     all_workers,
     begin,
@@ -18,8 +17,10 @@ from unified_master.core.restart import (
     seat,
     unfinished_elastic,
 )
+from unified_master.core.scheduling import job_queue
+from unified_master.core.scheduling.packing import Plan
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 QUICK_S = 1.0
 """A life that fails this soon after it began to run is followed by a longer and longer wait."""
@@ -192,7 +193,7 @@ def _repair(
         what, whom = "worker", (role.name, worker.name)
     why = f"{what} restarts{after}: {_cause(job, worker, failure)}"
     seated = seat(turn, job, _scoped(job, worker, scope), why)
-    if is_excluding and not seated.plan.fits and not queue.could_ever_fit(turn.cluster, job):
+    if is_excluding and not seated.plan.fits and not job_queue.could_ever_fit(turn.cluster, job):
         limit = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {seated.plan.reason}"
         stopping.end_badly(turn, job, worker, failure, "per_node_max_failure", limit)
         return
@@ -262,7 +263,7 @@ def _not_put_off(turn: Turn, job: JobRecord, lost: list[WorkerRecord], failure: 
 def _or_wait(turn: Turn, job: JobRecord, found: Plan) -> None:
     """A job whose workers found no new place goes back into the queue."""
     if not found.fits:
-        queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
+        job_queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
 
 
 def _charge(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
@@ -367,8 +368,8 @@ def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> lis
             missed.append(worker)
         if was_living:
             worker.state = WorkerState.EXITED
-        lives.end_life(turn, job, worker)
-        lives.leave_seat(turn, job, worker)
+        incarnations.end_life(turn, job, worker)
+        incarnations.leave_seat(turn, job, worker)
         turn.touch_worker(job, worker)
         directory.publish(turn, job, worker)
     for worker in missed:

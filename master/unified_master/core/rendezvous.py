@@ -5,10 +5,10 @@ from __future__ import annotations
 from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import WorkerState
-from unified_master.core import lives
-from unified_master.core.placement import control_unit
+from unified_master.core import incarnations
+from unified_master.core.scheduling.placement import control_unit
 from unified_master.core.state import STORE, JobRecord, SeatClaim, WorkerRecord
-from unified_master.core.turn import Turn, count
+from unified_master.core.step import Turn, count
 
 
 def settle_store(turn: Turn, job: JobRecord, reason: str) -> None:
@@ -27,11 +27,11 @@ def settle_store(turn: Turn, job: JobRecord, reason: str) -> None:
         seated = [worker for role in elastic for worker in job.ranks(role.name) if worker.claim is not None]
         if not seated:
             return
-        lives.end_life(turn, job, store)
-        lives.take_seat(turn, job, store, turn.cluster.nodes[seated[0].node], SeatClaim())
+        incarnations.end_life(turn, job, store)
+        incarnations.take_seat(turn, job, store, turn.cluster.nodes[seated[0].node], SeatClaim())
     elif store.claim is None:
         return
-    lives.begin_life(turn, job, store, reason)
+    incarnations.begin_life(turn, job, store, reason)
     where = store.node
     turn.report("store-starts", f"the torch store starts on {where}: {reason}", job, worker=STORE, node=where)
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from unified.protocol.records import JOB_MOVES, NodeState, Stage, WorkerState
-from unified_master.core import lives, rendezvous
-from unified_master.core.packing import Plan
-from unified_master.core.placement import control_unit, place, units_of
-from unified_master.core.room import Unit
+from unified_master.core import incarnations, rendezvous
+from unified_master.core.scheduling.node_capacity import Unit
+from unified_master.core.scheduling.packing import Plan
+from unified_master.core.scheduling.placement import control_unit, place, units_of
 from unified_master.core.state import JobRecord, WorkerRecord
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 
 class Seated(NamedTuple):
@@ -35,7 +35,7 @@ def seat(turn: Turn, job: JobRecord, names: Iterable[str], reason: str) -> Seate
     workers = [worker for worker in job.workers.values() if worker.name in scope]
     for worker in workers:
         worker.reason = reason  # first, because callers are told it
-        lives.end_life(turn, job, worker)
+        incarnations.end_life(turn, job, worker)
     return Seated(workers, _move(turn, job, [*moving, *_moving_store(turn, job)]))
 
 
@@ -81,7 +81,7 @@ def begin_held(turn: Turn, job: JobRecord) -> None:
     turn.touch_job(job)
     for worker in list(job.workers.values()):
         if worker.is_held:
-            lives.begin_life(turn, job, worker, worker.reason)
+            incarnations.begin_life(turn, job, worker, worker.reason)
     rendezvous.settle_store(turn, job, "its last life or its node is gone")
 
 
@@ -141,7 +141,7 @@ def _moving_store(turn: Turn, job: JobRecord) -> list[Unit]:
     unit, store = control_unit(job.spec), job.store
     if unit is None or store is None or not is_store_lost(job) or _has_good_seat(turn, job, store):
         return []
-    lives.end_life(turn, job, store)
+    incarnations.end_life(turn, job, store)
     return [unit]
 
 
@@ -170,8 +170,8 @@ def _move(turn: Turn, job: JobRecord, moving: list[Unit]) -> Plan:
         return Plan()
     for unit in moving:
         for member in unit.members:
-            lives.leave_seat(turn, job, job.workers[member.worker])
+            incarnations.leave_seat(turn, job, job.workers[member.worker])
     found = place(turn.cluster, job, moving)
     for seat in found.seats:
-        lives.take_seat(turn, job, job.workers[seat.worker], turn.cluster.nodes[seat.node], seat.claim)
+        incarnations.take_seat(turn, job, job.workers[seat.worker], turn.cluster.nodes[seat.node], seat.claim)
     return found

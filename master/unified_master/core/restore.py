@@ -10,10 +10,10 @@ import msgspec
 from unified.errors import UnifiedError
 from unified.job.spec import JobSpec
 from unified.protocol.records import EventRecord, NodeState, WorkerState
-from unified_master.core import lives, names
+from unified_master.core import incarnations, names
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
 from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerRecord
-from unified_master.core.turn import Turn, count
+from unified_master.core.step import Turn, count
 
 Record = tuple[str, str, bytes]
 """Kind, key, data: as in `Save`."""
@@ -104,9 +104,9 @@ def _worker(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
     if worker.is_desired:
         node.lives[worker.life] = worker
         if worker.state is WorkerState.STARTING:
-            turn.cluster.timers.arm(lives.start_timer(worker), turn.now + turn.cluster.intervals.start_s)
+            turn.cluster.timers.arm(incarnations.start_timer(worker), turn.now + turn.cluster.intervals.start_s)
     elif worker.incarnation >= 0 and worker.state is not WorkerState.EXITED and node.state is NodeState.ALIVE:
-        lives.note_leaving(node, worker.life, worker.claim)
+        incarnations.note_leaving(node, worker.life, worker.claim)
 
 
 def _timers(turn: Turn, job: JobRecord) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unified.protocol.client_master import JobLine, JobStatus, NodeStatus, RoleStatus, Story, WorkerStatus
 from unified.protocol.records import EventRecord, NodeResources, WorkerState
-from unified_master.core.room import EPSILON
+from unified_master.core.scheduling.node_capacity import EPSILON
 from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from unified.protocol.client_master import EndReport
 from unified.protocol.records import JOB_MOVES, Failure, NodeState, Stage, WorkerState
-from unified_master.core import directory, lives
+from unified_master.core import directory, incarnations
 from unified_master.core.state import JobRecord, LifeKey, NodeRecord, WorkerRecord
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 130
@@ -30,7 +30,7 @@ def begin_stop(turn: Turn, job: JobRecord, outcome: int, reason: str) -> None:
         elif worker.is_held or (worker.is_desired and worker.state not in (WorkerState.FINISHED, WorkerState.EXITED)):
             worker.reason = f"stopped with its job: {reason}"
         worker.is_held = False
-        lives.end_life(turn, job, worker)
+        incarnations.end_life(turn, job, worker)
         directory.publish(turn, job, worker)
 
 
@@ -73,7 +73,7 @@ def settle_stop(turn: Turn, job: JobRecord) -> None:
     if turn.cluster.leaving_of(job.job_id) or _may_have_more(turn, job):
         return
     for worker in job.workers.values():
-        lives.leave_seat(turn, job, worker)
+        incarnations.leave_seat(turn, job, worker)
     job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.STOPPED)
     job.exit_code = job.outcome
     job.ended_at = turn.now

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from unified.protocol.records import JOB_MOVES, Stage, WorkerState
-from unified_master.core import lives, rendezvous
-from unified_master.core.packing import Plan, Seat
-from unified_master.core.placement import all_units, place
+from unified_master.core import incarnations, rendezvous
+from unified_master.core.scheduling.packing import Plan, Seat
+from unified_master.core.scheduling.placement import all_units, place
 from unified_master.core.state import STORE, Cluster, JobRecord
-from unified_master.core.turn import Turn, count
+from unified_master.core.step import Turn, count
 
 MAX_NAMED = 16
 """Nodes that a sentence lists by name."""
@@ -63,14 +63,14 @@ def launch(turn: Turn, job: JobRecord, seats: Iterable[Seat]) -> None:
     job.is_placed = True
     for seat in seats:
         worker = rendezvous.store_of(job) if seat.worker == STORE else job.workers[seat.worker]
-        lives.take_seat(turn, job, worker, turn.cluster.nodes[seat.node], seat.claim)
+        incarnations.take_seat(turn, job, worker, turn.cluster.nodes[seat.node], seat.claim)
     seated = [worker for worker in job.workers.values() if worker.claim is not None]
     counts = Counter(worker.node for worker in seated if worker.kind == "worker")
     control = "".join(f"; its store host on {worker.node}" for worker in seated if worker.kind == "store")
     turn.decide("job-placed", f"placed on {_where(counts)}{control}{_sharing(job)}", job)
     for worker in list(job.workers.values()):
         if worker.claim is not None and worker.kind == "worker":
-            lives.begin_life(turn, job, worker, "the job was placed")
+            incarnations.begin_life(turn, job, worker, "the job was placed")
     if any(worker.claim is not None for worker in job.workers.values()):
         rendezvous.settle_store(turn, job, "the job was placed")
 
@@ -87,8 +87,8 @@ def requeue(turn: Turn, job: JobRecord, reason: str) -> None:
     for worker in job.workers.values():
         if worker.state is not WorkerState.EXITED:
             worker.reason = "the job waits for room"
-        lives.end_life(turn, job, worker)
-        lives.leave_seat(turn, job, worker)
+        incarnations.end_life(turn, job, worker)
+        incarnations.leave_seat(turn, job, worker)
         worker.is_held = False
     turn.wants_schedule = True
     turn.decide("job-requeued", reason, job)

@@ -9,7 +9,7 @@ import msgspec
 from unified.protocol.agent_master import MasterToAgent
 from unified.protocol.client_master import MasterToClient
 from unified.protocol.records import EventRecord, Stage
-from unified_master.core.actions import MasterAction, Report, Save, Send
+from unified_master.core.messages import MasterAction, Report, Save, Send
 from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, WorkerRecord
 
 

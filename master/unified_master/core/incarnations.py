@@ -16,7 +16,7 @@ from unified_master.core.state import (
     TimerKey,
     WorkerRecord,
 )
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 MAX_PAST = 20
 START_SLACK_S = 5.0

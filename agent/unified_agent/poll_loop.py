@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
-from unified_agent.link import Link
+from unified_agent.child_channel import Link
 
 Call = Callable[[], None]
 

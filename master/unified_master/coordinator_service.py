@@ -18,8 +18,8 @@ from unified.job.spec import Value
 from unified.protocol.client_master import Refused
 from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartbeat, RestorePosition
 from unified.protocol.records import EventRecord, WorkerState
-from unified_master.core.actions import MasterAction, Report, Save, Send
 from unified_master.core.master import MasterCore
+from unified_master.core.messages import MasterAction, Report, Save, Send
 from unified_master.core.restore import Record
 
 LIFE_ENDS = frozenset({"worker-finished", "worker-exited", "worker-failed"})

@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from unified.job.spec import Resources, Value
-from unified_master.core.room import EPSILON, Room, Unit
-from unified_master.core.shortage import shortage, whole_devices
+from unified_master.core.scheduling.node_capacity import EPSILON, Room, Unit
+from unified_master.core.scheduling.shortage import shortage, whole_devices
 from unified_master.core.state import STORE, SeatClaim
-from unified_master.core.turn import count
+from unified_master.core.step import count
 
 Fitness = tuple[float, float, float, str]
 """Of a room for a unit, lower is better; the room's node is last."""

@@ -29,10 +29,11 @@ from unified.protocol.client_master import (
     SubmitJob,
 )
 from unified.protocol.records import Stage, WorkerState
-from unified_master.core import directory, jobs, queue, status, stopping
+from unified_master.core import directory, jobs, status, stopping
 from unified_master.core.restart import restart, restart_job
+from unified_master.core.scheduling import job_queue
 from unified_master.core.state import STORE, JobRecord, LifeKey, ParkedPoll, ParkedRead, WorkerRecord
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 MAX_WAIT_S = 300.0
 MAX_READ = 8 * 1024 * 1024
@@ -218,10 +219,10 @@ def _work(spec: JobSpec) -> list[tuple[str, int, EntryPoint]]:
 
 
 def _why_not_now(turn: Turn, request: SubmitJob) -> str:
-    if (ahead := queue.blocker(turn.cluster)) is not None:
-        return queue.behind(ahead)
+    if (ahead := job_queue.blocker(turn.cluster)) is not None:
+        return job_queue.behind(ahead)
     probe = JobRecord(job_id="", sequence=0, spec=request.spec)
-    return queue.plan_for(turn.cluster, probe).reason
+    return job_queue.plan_for(turn.cluster, probe).reason
 
 
 def _get(turn: Turn, peer: bytes, request_id: int, request: GetJob, job: JobRecord) -> Answer:
@@ -323,7 +324,7 @@ def _restart(turn: Turn, request: RestartWorkers, job: JobRecord) -> Answer:
     before = {worker.name: worker.incarnation for worker in job.workers.values() if worker.kind == "worker"}
     found = restart(turn, job, names, why) if names else restart_job(turn, job, why)
     if not found.fits:
-        queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
+        job_queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
     coming = {name: number + 1 for name, number in before.items() if _is_to_come(job, job.workers[name], number)}
     return Done(note=why, lives=coming)
 

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 from unified.core.timers import TimerTable
 from unified.protocol.agent_master import AgentToMaster
-from unified_agent.core.actions import AgentAction, Note, SendMaster
 from unified_agent.core.events import Life
+from unified_agent.core.messages import AgentAction, Note, SendMaster
 
 
 class Timer(NamedTuple):

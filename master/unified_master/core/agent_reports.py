@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from unified.protocol.agent_master import ObservedWorker, ObservedWorkers
 from unified.protocol.records import Failure, WorkerState
-from unified_master.core import directory, lives, names, recovery, stopping
+from unified_master.core import directory, incarnations, names, recovery, stopping
 from unified_master.core.nodes import catch_up
 from unified_master.core.state import JobRecord, LifeKey, NodeRecord, TimerKey, WorkerRecord
-from unified_master.core.turn import Turn
+from unified_master.core.step import Turn
 
 _COURSE = list(WorkerState)
 """States of a life in their order."""
@@ -28,12 +28,12 @@ def observe(turn: Turn, node: NodeRecord, report: ObservedWorkers) -> None:
         elif observed.state is WorkerState.EXITED:
             if observed.failure is not None and observed.failure.is_cut:
                 stopping.cut_short(turn, life, node, observed.failure)
-            lives.confirm_gone(turn, node, life)
+            incarnations.confirm_gone(turn, node, life)
         elif life not in node.leaving:
             _meet_stranger(turn, node, life)
     for life, leaving in list(node.leaving.items()):
         if life not in seen and report.generation >= leaving.generation:
-            lives.confirm_gone(turn, node, life)
+            incarnations.confirm_gone(turn, node, life)
     for life, worker in list(node.lives.items()):
         if worker.is_seen and life not in seen and life in node.lives and worker.state is not WorkerState.EXITED:
             _vanished(turn, node, worker)
@@ -51,7 +51,7 @@ def start_overdue(turn: Turn, key: TimerKey) -> None:
         return
     if not worker.is_desired or worker.state is not WorkerState.STARTING or job.is_ending:
         return
-    lives.end_life(turn, job, worker)
+    incarnations.end_life(turn, job, worker)
     text = f"did not start within {turn.cluster.intervals.start_s:g} s; see the agent's log on {worker.node}"
     recovery.on_failure(turn, job, worker, Failure(summary=text, category="crash"))
 
@@ -93,7 +93,7 @@ def _claims(turn: Turn, worker: WorkerRecord, observed: ObservedWorker) -> None:
 
 def _moved(turn: Turn, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker, was: WorkerState) -> None:
     if worker.state is not WorkerState.STARTING:
-        turn.cluster.timers.cancel(lives.start_timer(worker))
+        turn.cluster.timers.cancel(incarnations.start_timer(worker))
     if worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) and worker.running_at is None:
         worker.running_at = turn.now
     if worker.state is WorkerState.FINISHED:
@@ -125,7 +125,7 @@ def _exited(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure |
 def _vanished(turn: Turn, node: NodeRecord, worker: WorkerRecord) -> None:
     job = turn.cluster.jobs[worker.job_id]
     worker.state = WorkerState.EXITED
-    lives.end_life(turn, job, worker)
+    incarnations.end_life(turn, job, worker)
     text = f"the agent of {node.name} knows nothing of it any more"
     recovery.on_failure(turn, job, worker, Failure(summary=text, category="crash"))
 
@@ -135,5 +135,5 @@ def _meet_stranger(turn: Turn, node: NodeRecord, life: LifeKey) -> None:
     job = turn.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None
     claim = worker.claim if worker is not None and worker.node == node.name else None
-    lives.note_leaving(node, life, claim)
+    incarnations.note_leaving(node, life, claim)
     turn.touch_node(node.name)

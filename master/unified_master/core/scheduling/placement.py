@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from unified.job.spec import JobSpec, Resources
-from unified_master.core.packing import Plan, plan
-from unified_master.core.room import Member, Room, Unit, open_room
+from unified_master.core.scheduling.node_capacity import Member, Room, Unit, open_room
+from unified_master.core.scheduling.packing import Plan, plan
 from unified_master.core.state import STORE, Cluster, JobRecord, NodeRecord
 
 

@@ -19,7 +19,7 @@ from unified.protocol.agent_master import AgentToMaster, agent_to_master, master
 from unified.protocol.client_master import Refused
 from unified.protocol.framing import UNREADABLE
 from unified_agent.core.events import AgentEvent, KeyRefused, MasterReached, MasterSaid, MasterUnreadable
-from unified_agent.sources import Sources
+from unified_agent.poll_loop import Sources
 
 RECONNECT_FIRST_MS = 50
 RECONNECT_MOST_MS = 2000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from unified_master.core.room import EPSILON, Room, Unit
-from unified_master.core.turn import count
+from unified_master.core.scheduling.node_capacity import EPSILON, Room, Unit
+from unified_master.core.step import count
 
 _AMOUNTS = (("cpu", "CPU cores"), ("memory_mb", "MB of memory"), ("disk_mb", "MB of disk"))
 

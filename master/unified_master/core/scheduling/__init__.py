@@ -1,0 +1,1 @@
+"""The queue of jobs, and the placement of their workers on nodes."""
