@@ -22,7 +22,7 @@ from bus_work import percentiles_us, read, wanted
 from coordinator_master import Populace, master
 from launch import fill, machine
 
-from unified.data.client import RemoteCoordinator
+from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.coordinator import HeartbeatResponse, worker_to_coordinator
 
 MARK = "<!-- filled from benchmarks/coordinator.py -->"

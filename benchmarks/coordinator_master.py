@@ -11,7 +11,7 @@ from pathlib import Path
 
 import coordinator_load as load
 
-from unified.data.client import RemoteCoordinator
+from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     DatasetRegistration,

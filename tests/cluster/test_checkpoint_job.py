@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.conftest import Project
 from unified.api.builder import DLJobBuilder
-from unified.data.client import RemoteCoordinator
+from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.client_master import Explain, Story
 from unified.protocol.coordinator import GetLatestCheckpoint, RecoveryInfo
 from unified.testing import LocalCluster

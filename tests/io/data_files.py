@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet
 
-from unified.data.formats_tfrecord import masked_crc32c
+from unified.data.formats.tfrecord import masked_crc32c
 
 
 def samples(start: int, end: int) -> list[dict[str, Any]]:

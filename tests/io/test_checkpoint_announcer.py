@@ -14,7 +14,7 @@ from tests.io.test_checkpoint_manager import AT_ONCE, Gated, flip, payload_of
 from tests.io.test_master_daemon import MasterProcess
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
 from unified.data import EmbeddedCoordinator
-from unified.data.client import Coordinator, RemoteCoordinator
+from unified.data.coordinator_client import Coordinator, RemoteCoordinator
 from unified.errors import CheckpointSaveError, MasterUnreachableError, UsageError
 from unified.protocol.coordinator import (
     CoordinatorRequest,

@@ -9,8 +9,8 @@ import pytest
 
 from unified.client import connection as connection_module
 from unified.client.connection import MasterConnection, Reply
-from unified.data import client as client_module
-from unified.data.client import BARRIER_GRACE_S, RemoteCoordinator, barrier_after
+from unified.data import coordinator_client
+from unified.data.coordinator_client import BARRIER_GRACE_S, RemoteCoordinator, barrier_after
 from unified.errors import MasterUnreachableError
 from unified.protocol.client_master import JobList, ListJobs, ListNodes
 from unified.protocol.coordinator import BarrierResponse, WaitBarrier, worker_to_coordinator
@@ -66,7 +66,7 @@ BARRIER = WaitBarrier(barrier_id="b", worker_id="w", session="s", arrival=1, wor
 def test_who_asks_again_at_a_barrier_says_how_much_of_its_time_is_left(
     fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (connection_module, client_module):
+    for module in (connection_module, coordinator_client):
         monkeypatch.setattr(module, "RESEND_S", 0.05)
     fake_master.codec, fake_master.respond = worker_to_coordinator, lambda message: None
     with RemoteCoordinator(fake_master.address) as remote:

@@ -16,7 +16,7 @@ import zmq
 from tests.io.test_master_daemon import MasterProcess
 from unified.core.coordination.coordinator import CoordinatorCore
 from unified.data import DatasetRegistry, TrainingOrchestrator
-from unified.data.client import RemoteCoordinator
+from unified.data.coordinator_client import RemoteCoordinator
 from unified.errors import BarrierTimeoutError, CoordinatorError, InvariantError, MasterUnreachableError
 from unified.protocol.coordinator import (
     BarrierResponse,
@@ -91,7 +91,7 @@ def test_a_killed_master_knows_all_of_it_again(start: Start, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_barriers_time_goes_on_while_the_master_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is over when it would have been, and tells who is missing."""
-    monkeypatch.setattr("unified.data.client.BARRIER_GRACE_S", 1.0)
+    monkeypatch.setattr("unified.data.coordinator_client.BARRIER_GRACE_S", 1.0)
     master = start()
     address = master.address
     with RemoteCoordinator(address) as remote:

@@ -19,7 +19,7 @@ from tests.io.test_master_daemon import MasterProcess
 from unified.checkpoint import CheckpointManager
 from unified.core.backoff import Backoff
 from unified.data import DatasetRegistry, TrainingOrchestrator
-from unified.data.client import Coordinator, RemoteCoordinator
+from unified.data.coordinator_client import Coordinator, RemoteCoordinator
 from unified.errors import BarrierError, CheckpointSaveError, CoordinatorError, WorkerUnknownError
 from unified.protocol.client_master import Done, Refused
 from unified.protocol.coordinator import (

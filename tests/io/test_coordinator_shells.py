@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from tests.io.test_master_daemon import MasterProcess
 from unified.data import DatasetRegistry, EmbeddedCoordinator, TrainingOrchestrator
-from unified.data.client import Coordinator, RemoteCoordinator
-from unified.data.surroundings import session_of
+from unified.data.coordinator_client import Coordinator, RemoteCoordinator
+from unified.data.worker_identity import session_of
 from unified.errors import (
     BarrierError,
     BarrierTimeoutError,

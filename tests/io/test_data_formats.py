@@ -12,10 +12,9 @@ import pyarrow as pa
 import pytest
 
 from tests.io.data_files import WRITERS, plain, record, samples, write_jsonl, write_parquet, write_tfrecord
-from unified.data import formats_tfrecord
 from unified.data.files import DataFile, DataFiles
-from unified.data.formats import open_format
-from unified.data.formats_tfrecord import crc32c, masked_crc32c
+from unified.data.formats import open_format, tfrecord
+from unified.data.formats.tfrecord import crc32c, masked_crc32c
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError
 
 SIZE = 600
@@ -135,7 +134,7 @@ def test_a_damaged_length_of_a_record_is_found_and_a_damaged_record_if_asked(tmp
 def test_who_reads_tfrecords_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tfrecord(tmp_path / "a.tfrecord", samples(0, 3))
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    formats_tfrecord._function.cache_clear()
+    tfrecord._function.cache_clear()
     with pytest.raises(ImportError, match=r"google-crc32c: pip install 'unified-runtime\[data\]'"):
         open_format("tfrecord").count(data_file(tmp_path / "a.tfrecord"))
     monkeypatch.undo()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.io.data_files import WRITERS, plain, samples
 from unified.data import DatasetRegistry, EmbeddedCoordinator, ShardedDataset, iter_samples, merge_positions
-from unified.data.shard_source import DatasetShards
+from unified.data.shard_cache import DatasetShards
 from unified.errors import CoordinatorError, UsageError
 
 TOTAL = 230

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from tests.io.data_files import samples, write_jsonl, write_parquet, write_tfrecord
 from unified.data.formats import RowFormat
+from unified.data.position import Reading
 from unified.data.prefetch import ShardPrefetcher
 from unified.data.reading import assign_files, find_runs
-from unified.data.reading_position import Reading
-from unified.data.sharded import ShardedDataset, ShardSource
+from unified.data.sharded_dataset import ShardedDataset, ShardSource
 from unified.errors import DatasetError, UsageError
 from unified.protocol.coordinator import ShardAssignment
 from unified.testing import eventually

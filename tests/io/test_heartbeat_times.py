@@ -13,7 +13,7 @@ from tests.io.data_files import samples, write_jsonl
 from tests.io.test_master_daemon import MasterProcess
 from tests.unit.test_runtime_settings import DOCUMENT
 from unified.data import DatasetRegistry, ShardedDataset, TrainingOrchestrator
-from unified.data.client import RemoteCoordinator
+from unified.data.coordinator_client import RemoteCoordinator
 from unified.testing import eventually
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-import unified.loader.pipeline
+import unified.loader.dataset
 from unified.errors import LoaderError, LoaderTimeoutError, UsageError
 from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter
 from unified.loader.patch import patch_dataloader_ray
@@ -305,21 +305,21 @@ def test_pinning_happens_on_a_thread_of_its_own_and_keeps_the_order(monkeypatch:
 
 
 def test_a_pipeline_spread_over_processes_yields_the_same() -> None:
-    data = unified.loader.pipeline.Dataset(range(100)).shuffle(3)
+    data = unified.loader.dataset.Dataset(range(100)).shuffle(3)
     for chain in (
         data.map(lambda x: x + 1).filter(lambda x: x % 3).batch(7).map(sum),
         data.map(lambda x: [x]).batch(8, drop_last=True),
         data.take(9).repeat(2).flat_map(lambda x: [x, -x]),
     ):
         assert list(chain.spread(2, local=True)) == list(chain)
-    pids = set(unified.loader.pipeline.Dataset(range(64)).map(lambda _: os.getpid()).spread(2, local=True))
+    pids = set(unified.loader.dataset.Dataset(range(64)).map(lambda _: os.getpid()).spread(2, local=True))
     assert len(pids) == 2
     assert os.getpid() not in pids
 
 
 def test_a_pipeline_that_is_left_early_lets_its_processes_go() -> None:
     threads = threading.active_count()
-    numbers = unified.loader.pipeline.Dataset(range(100)).map(lambda x: x).repeat().spread(1, local=True)
+    numbers = unified.loader.dataset.Dataset(range(100)).map(lambda x: x).repeat().spread(1, local=True)
     assert [number for number, _ in zip(numbers, range(3), strict=False)] == [0, 1, 2]
     assert threading.active_count() == threads
 
@@ -331,7 +331,7 @@ def test_rows_of_files(tmp_path: Any) -> None:
 
     rows = [{"n": n, "text": str(n)} for n in range(300)]
     pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=50)
-    from_files = unified.loader.pipeline.Dataset.from_files
+    from_files = unified.loader.dataset.Dataset.from_files
     assert list(from_files(str(tmp_path / "rows.parquet")).spread(2, local=True)) == rows
     (tmp_path / "rows.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
     assert list(from_files([str(tmp_path / "rows.jsonl")])) == [{"n": 1}, {"n": 2}]

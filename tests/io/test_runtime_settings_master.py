@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unified.data.client import RemoteCoordinator
+from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.coordinator import Datasets, GetDatasets, RegisterWorker, WorkerRegistration
 from unified.testing import eventually
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from unified.queue.core.events import GetAsked, PutAsked
+from unified.queue.core.messages import GetAsked, PutAsked
 from unified.queue.core.outcomes import Outcome
 
 

@@ -17,8 +17,8 @@ from unified.errors import (
     WorkerDiedError,
 )
 from unified.queue.core.outcomes import Outcome
-from unified.queue.finder import OwnerFinder
-from unified.queue.putting import Putter
+from unified.queue.owner_lookup import OwnerFinder
+from unified.queue.producer import Putter
 from unified.queue.sites import PutQuestion
 from unified.worker.name_table import Holder
 

@@ -21,11 +21,11 @@ from unified.queue.core.actions import (
     SaveLease,
     SavePut,
 )
-from unified.queue.core.events import Event, GetAsked, HandleAttached, PutAsked, TakeDone
 from unified.queue.core.invariants import check
-from unified.queue.core.items import Item
+from unified.queue.core.messages import Event, GetAsked, HandleAttached, PutAsked, TakeDone
 from unified.queue.core.outcomes import Outcome
 from unified.queue.core.queue import QueueCore
+from unified.queue.core.state import Item
 
 
 class JournalModel:

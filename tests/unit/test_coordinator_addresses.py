@@ -10,11 +10,11 @@ import pytest
 
 from unified.checkpoint import CheckpointManager
 from unified.coordinator_address import parse_coordinator
-from unified.data.client import RemoteCoordinator
+from unified.data.coordinator_client import RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
 from unified.data.orchestrator import TrainingOrchestrator
 from unified.data.registry import DatasetRegistry
-from unified.data.surroundings import look_around, open_coordinator
+from unified.data.worker_identity import look_around, open_coordinator
 from unified.errors import UsageError
 
 VARIABLES = ("COORDINATOR_URL", "WORKER_ID", "RANK", "WORLD_SIZE")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified.data.reading_position import ReadingPosition, merge_positions
+from unified.data.position import ReadingPosition, merge_positions
 from unified.errors import UsageError
 from unified.protocol.coordinator import ShardAssignment
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified.errors import UsageError
+from unified.loader.dataset import Dataset
+from unified.loader.execution import Run, Spread
 from unified.loader.operators import Repeat
-from unified.loader.pipeline import Dataset
-from unified.loader.plan import Run, Spread
 
 
 def flat(item: Any) -> list[int]:

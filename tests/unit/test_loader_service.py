@@ -12,11 +12,11 @@ from tests.unit.runtime_world import InstantBus, worker_of
 from unified.bus.inbound import Caller
 from unified.errors import LoaderError, RouteLostError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.loader import iterator, service
-from unified.loader.orders import Batch, BringParts, DropLoader, FetchBatch, OpenStream, Order, StreamLostError
+from unified.loader.messages import Batch, BringParts, DropLoader, FetchBatch, OpenStream, Order, StreamLostError
 from unified.loader.parts import LoaderParts
-from unified.loader.role_places import METHOD, RolePlaces, role_that_loads
+from unified.loader.role_workers import METHOD, RolePlaces, role_that_loads
 from unified.loader.service import Loaders
-from unified.loader.streams import StreamHost
+from unified.loader.stream_host import StreamHost
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.worker.context import Worker, set_current_worker
 
@@ -108,7 +108,7 @@ def test_orders_in_line_of_a_dropped_loader_are_not_carried_out() -> None:
 
 def test_the_role_is_found_by_its_entry_point(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     assert role_that_loads(worker) is None
-    monkeypatch.setattr("unified.loader.role_places.SERVICE", worker.workers_of("data")[0].role_spec.entry_point)
+    monkeypatch.setattr("unified.loader.role_workers.SERVICE", worker.workers_of("data")[0].role_spec.entry_point)
     assert role_that_loads(worker) == "trainer", "the first that has it: here every role has"
 
 

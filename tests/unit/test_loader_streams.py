@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unified.errors import RemoteError
-from unified.loader.orders import Batch, Failure, FetchBatch, NoMore, OpenStream, Reply, StreamLostError
+from unified.loader.messages import Batch, Failure, FetchBatch, NoMore, OpenStream, Reply, StreamLostError
 from unified.loader.parts import LoaderParts
-from unified.loader.streams import StreamHost
+from unified.loader.stream_host import StreamHost
 
 Numbers = tuple[int, float, float, float]
 

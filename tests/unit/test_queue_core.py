@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.queue_world import Story, said
-from unified.queue.core.events import (
+from unified.queue.core.messages import (
     CloseAsked,
     ConsumerEnded,
     HandleClosed,

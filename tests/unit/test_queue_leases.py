@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.queue_actors import Answer, Consumer, PendingPut, Producer, Worker
 from tests.unit.queue_world import JournalModel
 from unified.queue.core.actions import Action, AnswerGet, AnswerPut, DropItems
-from unified.queue.core.events import (
+from unified.queue.core.invariants import check
+from unified.queue.core.messages import (
     CloseAsked,
     ConsumerEnded,
     Event,
@@ -29,7 +30,6 @@ from unified.queue.core.events import (
     TakeReturned,
     TimePassed,
 )
-from unified.queue.core.invariants import check
 from unified.queue.core.outcomes import Outcome
 from unified.queue.core.queue import QueueCore
 

@@ -13,8 +13,8 @@ import pytest
 from tests.unit.queue_sites import DIED, LOST, PATIENCE_S, WAITING, Finder, Site, puts, putter
 from unified.errors import QueueClosedError, QueueJournalError
 from unified.queue.core.outcomes import Outcome
-from unified.queue.finder import OwnerFinder
-from unified.queue.putting import Putter
+from unified.queue.owner_lookup import OwnerFinder
+from unified.queue.producer import Putter
 from unified.testing import eventually
 
 

@@ -20,8 +20,8 @@ from unified.errors import (
 )
 from unified.queue import sites
 from unified.queue.core.outcomes import Outcome
-from unified.queue.finder import OwnerFinder
-from unified.queue.putting import Putter
+from unified.queue.owner_lookup import OwnerFinder
+from unified.queue.producer import Putter
 from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S
 from unified.testing import eventually
 

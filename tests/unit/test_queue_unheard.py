@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from unified.errors import QueueNotFoundError, RouteLostError, RpcError, RpcTimeoutError
+from unified.queue.consumer import Taker
 from unified.queue.core.outcomes import Outcome
-from unified.queue.finder import OwnerFinder
 from unified.queue.items import pack
+from unified.queue.owner_lookup import OwnerFinder
 from unified.queue.sites import GetQuestion
-from unified.queue.taking import Taker
 from unified.worker.name_table import Holder
 
 PATIENCE_S = 300.0
@@ -94,7 +94,7 @@ def test_a_take_that_failed_is_not_acknowledged_unseen() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What takers see of time."""
     now = [1000.0]
-    monkeypatch.setattr("unified.queue.taking.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("unified.queue.consumer.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -32,7 +32,7 @@ from unified.checkpoint.run_files import checked_metadata
 from unified.checkpoint.save_queue import Save, SaveQueue, WhenFull
 from unified.checkpoint.store import Order
 from unified.core.backoff import Backoff
-from unified.data.client import Coordinator
+from unified.data.coordinator_client import Coordinator
 from unified.errors import UsageError
 from unified.extras import needed_by
 from unified.runtime_settings import RuntimeSettings

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Final
 
 from unified.checkpoint.writers import Writer
-from unified.data.surroundings import check_rank, look_around
+from unified.data.worker_identity import check_rank, look_around
 from unified.errors import UsageError
 
 

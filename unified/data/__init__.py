@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from unified import lazy
 
 if TYPE_CHECKING:
-    from unified.data.client import Coordinator, RemoteCoordinator
+    from unified.data.coordinator_client import Coordinator, RemoteCoordinator
     from unified.data.hashing import ConsistentHash, ShardManager
     from unified.data.local_coordinator import EmbeddedCoordinator
     from unified.data.orchestrator import TrainingOrchestrator
+    from unified.data.position import merge_positions
     from unified.data.reading import ShardReader, find_runs, iter_samples
-    from unified.data.reading_position import merge_positions
     from unified.data.registry import DatasetRegistry
-    from unified.data.sharded import ShardedDataset, ShardSource
+    from unified.data.sharded_dataset import ShardedDataset, ShardSource
 
 __all__ = [
     "ConsistentHash",
@@ -33,13 +33,13 @@ __all__ = [
 __getattr__, __dir__ = lazy.exports(
     __name__,
     {
-        "unified.data.client": ["Coordinator", "RemoteCoordinator"],
+        "unified.data.coordinator_client": ["Coordinator", "RemoteCoordinator"],
         "unified.data.hashing": ["ConsistentHash", "ShardManager"],
         "unified.data.local_coordinator": ["EmbeddedCoordinator"],
         "unified.data.orchestrator": ["TrainingOrchestrator"],
         "unified.data.registry": ["DatasetRegistry"],
         "unified.data.reading": ["ShardReader", "find_runs", "iter_samples"],
-        "unified.data.reading_position": ["merge_positions"],
-        "unified.data.sharded": ["ShardSource", "ShardedDataset"],
+        "unified.data.position": ["merge_positions"],
+        "unified.data.sharded_dataset": ["ShardSource", "ShardedDataset"],
     },
 )

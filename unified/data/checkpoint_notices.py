@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from unified.data.client import Coordinator
+from unified.data.coordinator_client import Coordinator
 from unified.protocol.coordinator import CheckpointResponse, GetLatestCheckpoint, NotifyCheckpoint, RecoveryInfo
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 
-from unified.data.client import Coordinator
+from unified.data.coordinator_client import Coordinator
 from unified.errors import MasterUnreachableError, UnifiedError, UsageError, WorkerUnknownError
 from unified.protocol.coordinator import Heartbeat, HeartbeatResponse
 

@@ -19,7 +19,7 @@ import msgspec
 from unified.core.coordination.actions import Action, Answer, Report
 from unified.core.coordination.coordinator import CoordinatorCore
 from unified.core.coordination.events import Event, RequestCame, TimePassed
-from unified.data.client import Coordinator, expect, refusal
+from unified.data.coordinator_client import Coordinator, expect, refusal
 from unified.errors import CoordinatorError, ProtocolError, UnifiedError
 from unified.protocol.client_master import MasterAnswer, Refused
 from unified.protocol.coordinator import CoordinatorRequest, Heartbeat, WorkerToCoordinator, worker_to_coordinator

@@ -14,9 +14,9 @@ from typing import Any, Literal, Self
 
 from unified.data.barrier_release import check_release
 from unified.data.checkpoint_notices import CheckpointNotices
-from unified.data.client import Coordinator
+from unified.data.coordinator_client import Coordinator
 from unified.data.heartbeats import Heartbeats, check_heartbeats, heartbeat_error, interval_within
-from unified.data.surroundings import (
+from unified.data.worker_identity import (
     Introduction,
     check_meeting_place,
     check_rank,

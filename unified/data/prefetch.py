@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
-from unified.data.reading_position import Reading
+from unified.data.position import Reading
 from unified.errors import UsageError
 
 SAMPLES_AT_ONCE = 64

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from unified.data.client import Coordinator
+from unified.data.coordinator_client import Coordinator
 from unified.data.files import absolute
 from unified.data.registration import dataset_files, is_registered_as
 from unified.data.restored_position import restore_request
-from unified.data.shard_source import DatasetShards
-from unified.data.surroundings import (
+from unified.data.shard_cache import DatasetShards
+from unified.data.worker_identity import (
     check_rank,
     introduced,
     look_around,

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from unified.data.reading_position import ReadingPosition
+from unified.data.position import ReadingPosition
 from unified.protocol.coordinator import RestorePosition
 
 _process = uuid.uuid4().hex

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, _utils
 from unified.bus.codec import decode
 from unified.bus.sealed import Sealed
 from unified.errors import NotInWorkerError, UsageError, nearest
-from unified.loader.engine import Epoch, EpochSettings
-from unified.loader.local_places import LocalPlaces
+from unified.loader.epoch import Epoch, EpochSettings
+from unified.loader.local_workers import LocalPlaces
 from unified.loader.parts import LoaderParts, tasks_of
 from unified.loader.places import Places
-from unified.loader.role_places import RolePlaces, role_that_loads
+from unified.loader.role_workers import RolePlaces, role_that_loads
 from unified.worker.context import Worker, current_worker
 
 DEFAULT_DEPTH = 2

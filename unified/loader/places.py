@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
-from unified.loader.orders import FetchBatch, OpenStream, Reply
+from unified.loader.messages import FetchBatch, OpenStream, Reply
 
 
 class Places(Protocol):

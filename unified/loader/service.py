@@ -16,7 +16,7 @@ import torch
 from unified.bus.codec import seal
 from unified.bus.inbound import Caller, current_call
 from unified.bus.registry import rpc
-from unified.loader.orders import (
+from unified.loader.messages import (
     Batch,
     BringParts,
     DropLoader,
@@ -26,8 +26,8 @@ from unified.loader.orders import (
     Reply,
     StreamLostError,
 )
-from unified.loader.role_places import METHOD
-from unified.loader.streams import StreamHost
+from unified.loader.role_workers import METHOD
+from unified.loader.stream_host import StreamHost
 from unified.protocol.records import DirectoryEntry, Reachability
 from unified.worker.context import current_worker
 

@@ -12,12 +12,12 @@ import msgspec
 
 from unified.bus.futures import RpcFuture
 from unified.errors import QueueClosedError, UnifiedError, UsageError
+from unified.queue.consumer import Taker, end_main_thread
 from unified.queue.core.statistics import QueueStats
-from unified.queue.finder import OwnerFinder
 from unified.queue.hosting import host_of, journal_path
 from unified.queue.items import pack
-from unified.queue.putting import Putter
-from unified.queue.taking import Taker, end_main_thread
+from unified.queue.owner_lookup import OwnerFinder
+from unified.queue.producer import Putter
 from unified.worker.context import current_worker
 
 T = TypeVar("T")

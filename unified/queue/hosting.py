@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import QueueTakenError, UsageError
 from unified.protocol.records import DirectoryEntry, Reachability
-from unified.queue.owner import METHODS, QueueService, method
+from unified.queue.server import METHODS, QueueService, method
 from unified.worker.context import Worker
 
 CLAIM_WITHIN_S = 60.0

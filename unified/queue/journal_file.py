@@ -25,8 +25,8 @@ from unified.queue.core.actions import (
     SaveLease,
     SavePut,
 )
-from unified.queue.core.items import Item
 from unified.queue.core.outcomes import Outcome
+from unified.queue.core.state import Item
 from unified.queue.items import Packed
 
 SCHEMA_VERSION = 1

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from unified.bus.endpoint import BusEndpoint
 from unified.queue import items as packed
-from unified.queue.owner import QueueService, method
+from unified.queue.server import QueueService, method
 from unified.worker.name_table import Holder
 
 SLICE_S = 20.0

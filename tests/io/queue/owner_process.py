@@ -14,7 +14,7 @@ from tests.io.bus.world import HOST_ID, Process
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.registry import MethodRegistry, rpc
 from unified.protocol.records import Inbox
-from unified.queue.owner import METHODS, QueueService, method
+from unified.queue.server import METHODS, QueueService, method
 
 
 class OwnerProcess(Process):

@@ -22,7 +22,7 @@ from unified.errors import (
     QueueTakenError,
     UsageError,
 )
-from unified.queue import taking
+from unified.queue import consumer as consumer_module
 from unified.queue.client import DataQueue
 from unified.testing import eventually
 
@@ -256,9 +256,8 @@ def test_an_object_that_is_dropped_leaves_nothing_but_what_it_took(trio: tuple[M
 def test_the_end_of_the_entry_point_is_the_end_of_its_takes(
     trio: tuple[Member, Member, Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        taking, "_thread", taking._Thread()
-    )  # this one has consumers of tests before, whose owners ended
+    # This one has consumers of tests before, whose owners ended.
+    monkeypatch.setattr(consumer_module, "_thread", consumer_module._Thread())
     owner, consumer, _ = trio
     mine = owner.queue(is_master=True)
     mine.put(1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.io.queue.queue_members import QueueWorld
-from unified.queue import putting
+from unified.queue import producer
 
 PATIENCE_S = 20.0
 NUM_ASKED = 10
@@ -16,7 +16,7 @@ NUM_ASKED = 10
 
 @pytest.mark.parametrize("who", ["owner", "other"])
 def test_a_cancelled_put_is_not_asked_for_again(world: QueueWorld, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(putting, "SLICE_S", 0.05)
+    monkeypatch.setattr(producer, "SLICE_S", 0.05)
     members = {name: world.worker(name) for name in ("owner", "other")}
     mine = members["owner"].queue(is_master=True, size=1)
     ours = members[who].queue()

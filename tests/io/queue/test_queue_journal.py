@@ -15,13 +15,13 @@ from tests.unit.queue_world import JournalModel, Story
 from unified.bus.sealed import Sealed
 from unified.errors import QueueJournalError, UsageError
 from unified.queue.core.actions import Action, AnswerGet, AnswerPut, Memory, Record, SaveHandle, SaveItems
-from unified.queue.core.events import CloseAsked, ConsumerEnded, Event, HandleClosed, LifeEnded, TakeReturned
-from unified.queue.core.items import Item
+from unified.queue.core.messages import CloseAsked, ConsumerEnded, Event, HandleClosed, LifeEnded, TakeReturned
 from unified.queue.core.outcomes import Outcome
+from unified.queue.core.state import Item
 from unified.queue.items import pack, unpack
 from unified.queue.journal import Journal
 from unified.queue.journal_file import ROW_BYTES, Clocks, JournalFile
-from unified.queue.owner import QueueService
+from unified.queue.server import QueueService
 from unified.testing import eventually
 
 PATIENCE_S = 10.0

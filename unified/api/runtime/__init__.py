@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from unified.bus.registry import export_rpc_instance, export_rpc_method, rpc
     from unified.bus.streams import RpcStream
     from unified.job.job_info import JobInfo
+    from unified.loader.dataset import Dataset
     from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter
     from unified.loader.patch import patch_dataloader_ray
-    from unified.loader.pipeline import Dataset
     from unified.queue.client import DataQueue
     from unified.weights.receiver import WeightsReceiver
     from unified.worker.context import ActorInfo, Worker, current_worker
@@ -58,7 +58,7 @@ __getattr__, __dir__ = lazy.exports(
         "unified.job.job_info": ["JobInfo"],
         "unified.loader.iterator": ["DataLoaderIter", "RayDataLoaderIter"],
         "unified.loader.patch": ["patch_dataloader_ray"],
-        "unified.loader.pipeline": ["Dataset"],
+        "unified.loader.dataset": ["Dataset"],
         "unified.queue.client": ["DataQueue"],
         "unified.weights.receiver": ["WeightsReceiver"],
         "unified.worker.context": ["ActorInfo", "Worker", "current_worker"],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from unified.job.spec import Value
-from unified.queue.core.items import Item
 from unified.queue.core.outcomes import Outcome
+from unified.queue.core.state import Item
 
 
 class AnswerPut(Value, frozen=True, kw_only=True):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from unified.queue.core.actions import AnswerGet, DropItems, DropLease, SaveLease
-from unified.queue.core.events import GetAsked, TakeDone, TakeReturned
-from unified.queue.core.items import Consumer, Handle, Item, Lease, WaitingGet
+from unified.queue.core.messages import GetAsked, TakeDone, TakeReturned
 from unified.queue.core.outcomes import Outcome
 from unified.queue.core.rates import Rate
+from unified.queue.core.state import Consumer, Handle, Item, Lease, WaitingGet
 from unified.queue.core.turn import Turn
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from unified.queue.core.actions import AnswerPut, DropPuts, SaveItems, SavePut
-from unified.queue.core.events import PutAsked
-from unified.queue.core.items import Handle, WaitingPut
+from unified.queue.core.messages import PutAsked
 from unified.queue.core.outcomes import Outcome
 from unified.queue.core.rates import Rate
+from unified.queue.core.state import Handle, WaitingPut
 from unified.queue.core.turn import Turn
 
 

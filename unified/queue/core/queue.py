@@ -12,7 +12,7 @@ from typing import Any
 
 from unified.queue.core.actions import Action, DropHandle, Memory, SaveClosed, SaveHandle
 from unified.queue.core.consumers import Consumers
-from unified.queue.core.events import (
+from unified.queue.core.messages import (
     CloseAsked,
     ConsumerEnded,
     Event,
@@ -25,9 +25,9 @@ from unified.queue.core.events import (
     TakeReturned,
     TimePassed,
 )
-from unified.queue.core.items import Consumer, Handle, Lease
 from unified.queue.core.outcomes import Outcome
 from unified.queue.core.producers import Producers
+from unified.queue.core.state import Consumer, Handle, Lease
 from unified.queue.core.statistics import QueueStats
 from unified.queue.core.stock import Stock
 from unified.queue.core.turn import Turn

@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 
-from unified.queue.core.items import Item
+from unified.queue.core.state import Item
 
 
 class Stock:

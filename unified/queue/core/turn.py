@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unified.queue.core.actions import Action, Record
-from unified.queue.core.items import Handle
+from unified.queue.core.state import Handle
 from unified.queue.core.stock import Stock
 
 

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple, cast
 
-from unified.loader.engine import Epoch, EpochSettings
+from unified.loader.epoch import Epoch, EpochSettings
 from unified.loader.iterator import find_places, unwrap
 from unified.loader.operators import (
     Batch,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unified.errors import QueueNotFoundError, UnifiedError
 
 if TYPE_CHECKING:
-    from unified.queue.finder import OwnerFinder
+    from unified.queue.owner_lookup import OwnerFinder
     from unified.queue.sites import Site
 
 logger = logging.getLogger(__name__)

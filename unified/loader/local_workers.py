@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.multiprocessing  # tensors then travel between processes through shared memory
 
-from unified.loader.orders import FetchBatch, OpenStream, Reply
+from unified.loader.messages import FetchBatch, OpenStream, Reply
 from unified.loader.parts import LoaderParts
-from unified.loader.streams import StreamHost
+from unified.loader.stream_host import StreamHost
 
 END_WITHIN_S = 5.0
 """How long `close` waits for a batch that is being made, before it kills the process that makes it."""

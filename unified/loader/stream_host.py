@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import _utils
 
 from unified.bus import remote
-from unified.loader.orders import Batch, Failure, FetchBatch, NoMore, OpenStream, Reply, StreamLostError
+from unified.loader.messages import Batch, Failure, FetchBatch, NoMore, OpenStream, Reply, StreamLostError
 from unified.loader.parts import LoaderParts
 
 _SHORT = reprlib.Repr()

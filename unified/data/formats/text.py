@@ -12,7 +12,7 @@ import msgspec
 
 from unified.data.files import DataFile
 from unified.data.formats import RowFormat
-from unified.data.formats_columnar import ROWS_AT_ONCE, pyarrow
+from unified.data.formats.columnar import ROWS_AT_ONCE, pyarrow
 from unified.errors import DatasetError
 
 LONGEST_LINE = 256 << 20

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Any
 
 from unified.errors import QueueClosedError, QueueError, QueueNotFoundError, RpcError, UnifiedError, UsageError
+from unified.queue.cleanup import FAREWELLS
 from unified.queue.core.outcomes import Outcome
-from unified.queue.farewells import FAREWELLS
-from unified.queue.finder import OwnerFinder
 from unified.queue.items import Packed, unpack
+from unified.queue.owner_lookup import OwnerFinder
 from unified.queue.sites import SLICE_S, Site
 
 FINISH_WITHIN_S = 5.0

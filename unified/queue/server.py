@@ -24,7 +24,7 @@ from unified.errors import QueueJournalError
 from unified.queue import items as packed
 from unified.queue.alarm import Alarm
 from unified.queue.core.actions import Action, AnswerGet, AnswerPut, Record
-from unified.queue.core.events import (
+from unified.queue.core.messages import (
     CloseAsked,
     ConsumerEnded,
     Event,

@@ -9,7 +9,7 @@ from typing import Any
 
 from unified.errors import LoaderError, RouteLostError, RpcNotFoundError, UnifiedError, WorkerDiedError
 from unified.job.spec import EntryPoint
-from unified.loader.orders import BringParts, DropLoader, FetchBatch, OpenStream, Order, Reply, StreamLostError
+from unified.loader.messages import BringParts, DropLoader, FetchBatch, OpenStream, Order, Reply, StreamLostError
 from unified.worker.context import ActorInfo, Worker
 
 METHOD = "unified.loader"

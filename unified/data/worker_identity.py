@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unified.coordinator_address import LOCAL, parse_coordinator
-from unified.data.client import Coordinator, RemoteCoordinator
+from unified.data.coordinator_client import Coordinator, RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
 from unified.errors import NotInWorkerError, UsageError
 from unified.log_level import log_from

@@ -28,8 +28,8 @@ from unified.errors import (
     RpcTimeoutError,
 )
 from unified.queue.core.outcomes import Outcome
-from unified.queue.finder import OwnerFinder
 from unified.queue.items import Packed, nbytes
+from unified.queue.owner_lookup import OwnerFinder
 from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, Site, listens_s
 
 _WAITING = int(Outcome.WAITING)

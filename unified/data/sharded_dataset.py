@@ -12,10 +12,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from unified.data.epoch_end import Patience
 from unified.data.formats import open_format
+from unified.data.position import Reading, ReadingPosition
 from unified.data.prefetch import ShardPrefetcher
 from unified.data.reading import ShardReader
-from unified.data.reading_position import Reading, ReadingPosition
-from unified.data.surroundings import settings
+from unified.data.worker_identity import settings
 from unified.errors import CoordinatorError, EpochTimeoutError, UsageError
 from unified.protocol.coordinator import DatasetStatus, ShardAssignment
 

@@ -29,9 +29,9 @@ from unified.errors import (
     WorkerDiedError,
 )
 from unified.protocol.records import Reachability
-from unified.queue.farewells import FAREWELLS
+from unified.queue.cleanup import FAREWELLS
 from unified.queue.hosting import claimed_name, host_of
-from unified.queue.owner import method
+from unified.queue.server import method
 from unified.queue.sites import LocalSite, RemoteSite, Site, listens_s
 from unified.worker.context import Worker
 from unified.worker.name_table import Holder

@@ -117,20 +117,20 @@ def open_format(format: str, columns: Sequence[str] | None = None, *, verify: bo
     """
     check_format(format)
     if format == "tfrecord":
-        from unified.data.formats_tfrecord import TFRecordFormat
+        from unified.data.formats.tfrecord import TFRecordFormat
 
         if columns is not None:
             raise UsageError("tfrecord files have no columns: take what is wanted from each sample's bytes.")
         return TFRecordFormat(verify=verify)
     if format == "jsonl":
-        from unified.data.formats_text import JsonLinesFormat
+        from unified.data.formats.text import JsonLinesFormat
 
         return JsonLinesFormat(columns)
     if format == "csv":
-        from unified.data.formats_text import CsvFormat
+        from unified.data.formats.text import CsvFormat
 
         return CsvFormat(columns)
-    from unified.data.formats_columnar import ArrowFormat, OrcFormat, ParquetFormat
+    from unified.data.formats.columnar import ArrowFormat, OrcFormat, ParquetFormat
 
     columnar: dict[str, type[RowFormat]] = {"parquet": ParquetFormat, "arrow": ArrowFormat, "orc": OrcFormat}
     return columnar[format](columns)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from unified.errors import UsageError
+from unified.loader.execution import Run, Spread, has_index
 from unified.loader.operators import Batch, Filter, FlatMap, Map, Operator, Repeat, Shuffle, Take
-from unified.loader.plan import Run, Spread, has_index
 
 T = TypeVar("T")
 U = TypeVar("U")
