@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--log-level", choices=["debug", "info", "warning", "error"],
         help="one of debug, info, warning, error (default: UNIFIED_LOG_LEVEL or DLROVER_LOG_LEVEL or RUST_LOG, "
              "else info)")  # fmt: skip
-    add("--worker-entry", default="unified.worker.start:main", help=argparse.SUPPRESS)
+    add("--worker-entry", default="unified.worker.main:main", help=argparse.SUPPRESS)
     return parser
 
 

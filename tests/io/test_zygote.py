@@ -356,11 +356,11 @@ def test_an_import_hears_how_the_programs_ended_that_it_started(tmp_path: Path) 
 SCAN = """
 import gc, multiprocessing.process, os, random, sys
 from operator import attrgetter
-from unified.worker.inherited import LIBRARY_GENERATORS
+from unified.worker.fork_setup import LIBRARY_GENERATORS
 from unified.worker.warm import for_later, import_one, warm_up
 
-warm_up("unified.worker.start")
-for name in for_later("unified.worker.start"):
+warm_up("unified.worker.main")
+for name in for_later("unified.worker.main"):
     import_one(name)
 import numpy, torch
 

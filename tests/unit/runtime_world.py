@@ -19,7 +19,7 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.envelope import Kind
 from unified.protocol.worker_agent import Launch
 from unified.worker.context import Worker
-from unified.worker.reporting import Reporter
+from unified.worker.progress import Reporter
 from unified.worker.stop import StopState
 
 ENTRY = EntryPoint(kind="attribute", target="train", attribute="run")

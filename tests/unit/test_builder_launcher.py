@@ -16,7 +16,7 @@ import pytest
 
 from unified.api.builder import DLJob, DLJobBuilder, launcher
 from unified.api.builder.launcher import num_workers, parse_run
-from unified.api.builder.torchrun_options import table_parser
+from unified.api.builder.torchrun import table_parser
 from unified.errors import OptionError
 from unified.job import ElasticWorkloadDesc
 from unified.job.entrypoint import parse

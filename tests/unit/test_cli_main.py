@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from unified.cli.call import parse_arguments, to_json
+from unified.cli.job_control import parse_arguments, to_json
 from unified.cli.main import guarded, main
 from unified.cli.nodes import HEADER, _row
-from unified.cli.status import status_lines
+from unified.cli.show import status_lines
 from unified.cli.submit import load_job
 from unified.cli.text import table
 from unified.errors import ClusterError, RefusedError, UsageError

@@ -10,7 +10,7 @@ import pytest
 
 from unified.client.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
 from unified.client.logs import Output, Source, Stream
-from unified.client.streams import lasting, printable
+from unified.client.terminal import lasting, printable
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
 from unified.protocol.records import Progress, Stage, WorkerState

@@ -149,7 +149,7 @@ def test_two_streams_of_one_file_are_one_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["out", "err"])
 def test_a_reader_that_went_away_changes_nothing_for_the_other_stream(name: str) -> None:
-    from unified.client.streams import lasting
+    from unified.client.terminal import lasting
 
     reading, writing = os.pipe()
     os.close(reading)

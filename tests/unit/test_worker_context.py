@@ -14,7 +14,7 @@ from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, Progress, Reachability
 from unified.protocol.worker_agent import Launch
 from unified.worker.context import Worker, current_worker, set_current_worker
-from unified.worker.reporting import Reporter
+from unified.worker.progress import Reporter
 from unified.worker.stop import StopState
 
 ENTRY = EntryPoint(kind="attribute", target="train", attribute="run")

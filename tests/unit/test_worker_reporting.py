@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unified.protocol.records import Progress
-from unified.worker.reporting import Reporter
+from unified.worker.progress import Reporter
 
 
 class Sent(list[Progress]):

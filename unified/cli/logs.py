@@ -11,7 +11,7 @@ from unified.cli.options import add_job, add_master, at_least, connect
 from unified.cli.text import first_line
 from unified.client.handle import JobHandle
 from unified.client.logs import LogReader, Stream
-from unified.client.streams import printable
+from unified.client.terminal import printable
 from unified.errors import UsageError, nearest
 from unified.job.names import parse_worker
 from unified.protocol.client_master import JobStatus

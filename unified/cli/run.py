@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
+from unified.api.builder.torchrun import table_parser
 from unified.api.builder.torchrun_hosts import check_hosts, common_key
-from unified.api.builder.torchrun_options import table_parser
 from unified.cli.naming import NAME_HELP, chosen_name
 from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
 from unified.cli.quick import quick_spec
@@ -54,8 +54,8 @@ def run(argv: Sequence[str]) -> int:
     if spec is None:
         spec, may_wait = full_spec(arguments, parser, name, driver, master)
         waits = waits and may_wait
-    from unified.client.streams import own_stdin
     from unified.client.submission import submit_job
+    from unified.client.terminal import own_stdin
 
     if not own["detach"]:
         spec = structs.replace(spec, stdin=own_stdin())

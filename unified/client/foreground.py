@@ -10,7 +10,7 @@ from unified.client.display import open_display
 from unified.client.handle import JobHandle
 from unified.client.output import Prefix
 from unified.client.report import end_lines
-from unified.client.streams import lasting, printable
+from unified.client.terminal import lasting, printable
 from unified.client.watch import Watch
 from unified.errors import UnifiedError
 from unified.job.spec import JobSpec

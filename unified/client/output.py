@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Literal, TextIO
 
 from unified.client.logs import Output, Source, Stream
-from unified.client.streams import printable, undecodable_replaced, write_bytes
+from unified.client.terminal import printable, undecodable_replaced, write_bytes
 from unified.protocol.client_master import JobStatus
 
 Prefix = Literal["auto", "always", "never"]

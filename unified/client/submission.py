@@ -15,7 +15,7 @@ from unified.client.address import connect_seconds, find_master
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
 from unified.client.signals import ending_at_once
-from unified.client.streams import is_watched
+from unified.client.terminal import is_watched
 from unified.job.node_range import has_range, with_nodes
 from unified.job.spec import JobSpec, RoleSpec
 from unified.keys import find_key

@@ -16,7 +16,7 @@ from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, NameClaims
 from unified.protocol.worker_agent import Launch
 from unified.worker.names import Names
-from unified.worker.reporting import Reporter
+from unified.worker.progress import Reporter
 from unified.worker.stop import StopState
 
 if TYPE_CHECKING:

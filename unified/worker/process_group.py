@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from unified.errors import ClusterError, EntryPointError
 from unified.job.spec import Communication
 from unified.protocol.agent_master import RunOrder
-from unified.worker.round_store import STORE_WITHIN_S, connect
+from unified.worker.rendezvous_store import STORE_WITHIN_S, connect
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,9 @@ from typing import NoReturn
 from unified.protocol.worker_agent import Failed, Hello, Launch
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.environment import variables
+from unified.worker.exit import leave
 from unified.worker.failure import describe
-from unified.worker.leave import leave
-from unified.worker.round_store import RoundStores
+from unified.worker.rendezvous_store import RoundStores
 
 
 def serve_stores(channel: ControlChannel, launch: Launch) -> NoReturn:

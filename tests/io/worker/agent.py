@@ -117,7 +117,7 @@ class Child(Talk):
 
     def begin(self, control: socket.socket, out: IO[bytes], err: IO[bytes]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "unified.worker.start"],
+            [sys.executable, "-m", "unified.worker.main"],
             pass_fds=[control.fileno()],
             env={**os.environ, "UNIFIED_CONTROL_FD": str(control.fileno())},
             stdin=subprocess.DEVNULL,

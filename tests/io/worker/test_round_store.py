@@ -13,7 +13,7 @@ import pytest
 from unified.errors import ClusterError
 from unified.protocol.agent_master import RunOrder
 from unified.worker.process_group import wait_for_all
-from unified.worker.round_store import RoundStores, connect, open_round
+from unified.worker.rendezvous_store import RoundStores, connect, open_round
 
 pytest.importorskip("torch")
 

@@ -119,9 +119,9 @@ def test_threads_of_a_failed_worker_do_not_keep_it(agent: Agent) -> None:
         "wp_code.py",
         """
         import threading
-        import unified.worker.leave
+        import unified.worker.exit
 
-        unified.worker.leave.WITHIN_S = 0.2
+        unified.worker.exit.WITHIN_S = 0.2
 
         def run():
             threading.Thread(target=threading.Event().wait, name="forgotten").start()

@@ -1,6 +1,6 @@
 """The life of a worker process, from its first order to its exit.
 
-A forked worker comes here from the zygote, which calls `main`; a spawned one by ``python -m unified.worker.start`` with
+A forked worker comes here from the zygote, which calls `main`; a spawned one by ``python -m unified.worker.main`` with
 the number of its control socket in ``UNIFIED_CONTROL_FD``.
 """
 
@@ -31,12 +31,12 @@ from unified.worker import ending, environment, process_group
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.entrypoint import Entry, load
+from unified.worker.exit import EXIT_CUT, cut_after, leave, leave_fork
 from unified.worker.failure import describe, exit_code, where, with_written
-from unified.worker.inherited import disown_finalizers, renew_randomness, settle_libraries
-from unified.worker.leave import EXIT_CUT, cut_after, leave, leave_fork
+from unified.worker.fork_setup import disown_finalizers, renew_randomness, settle_libraries
 from unified.worker.memory import keep_freed
-from unified.worker.reporting import Reporter
-from unified.worker.round_store import open_round
+from unified.worker.progress import Reporter
+from unified.worker.rendezvous_store import open_round
 from unified.worker.standard_streams import open_output, take_stdin
 from unified.worker.stop import EXIT_INTERRUPTED, StopState, flush_output
 from unified.worker.store_host import serve_stores
@@ -50,7 +50,7 @@ PRELOAD = (
     "torch",
     "torch.distributed",
     "omegaconf",
-    "unified.worker.start",
+    "unified.worker.main",
     "unified.api.runtime.worker",
     "unified.api.runtime.role_group",
     "unified.queue.client",
