@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from unified.cli.commands import COMMANDS
+from unified.cli.commands import COMMANDS, Command
 from unified.cli.main import main
 
 
@@ -55,6 +55,8 @@ def test_a_number_that_makes_no_sense_is_refused(line: str, capsys: pytest.Captu
 def test_options_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch, line: str, name: str, value: object) -> None:
     words = line.split()
     told: dict[str, object] = {}
-    monkeypatch.setattr(f"unified.cli.{words[0]}.{words[0]}", lambda **arguments: told.update(arguments))
+    command = COMMANDS[words[0]]
+    assert isinstance(command, Command)
+    monkeypatch.setattr(f"unified.cli.{command.module}.{words[0]}", lambda **arguments: told.update(arguments))
     assert main(words) == 0
     assert told[name] == value
