@@ -29,7 +29,7 @@ from soak_accounts import Kill
 from soak_journal import Life
 
 from unified.api.builder import DLJob, DLJobBuilder
-from unified.bus.shm_files import GRACE_S
+from unified.bus.shm.files import GRACE_S
 from unified.client.embedded import CLUSTER_VARIABLE, EmbeddedCluster
 from unified.client.handle import JobHandle
 from unified.protocol.client_master import WorkerStatus

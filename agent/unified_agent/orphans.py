@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from unified import process, settings
-from unified.bus.shm_files import Sweeper
+from unified.bus.shm.files import Sweeper
 from unified.errors import ClusterError
 from unified.job.spec import Value
 from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
@@ -111,7 +111,7 @@ class NodeClaim(NamedTuple):
 
 
 class SharedMemory:
-    """Segments of shared memory (`unified.bus.shm_files`) that no process owns any more."""
+    """Segments of shared memory (`unified.bus.shm.files`) that no process owns any more."""
 
     def __init__(self) -> None:
         self._sweeper = Sweeper()

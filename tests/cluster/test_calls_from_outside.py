@@ -11,7 +11,7 @@ import pytest
 
 from unified.api.builder import DLJobBuilder
 from unified.bus.curve import new_key
-from unified.bus.streams import RpcStream
+from unified.bus.streams.stream import RpcStream
 from unified.cli.main import main
 from unified.client.handle import JobHandle
 from unified.errors import RefusedError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
@@ -24,7 +24,7 @@ SERVICE = """
 import os, threading
 import numpy as np
 from unified import current_worker, rpc
-from unified.bus.inbound import current_call
+from unified.bus.calls.inbound import current_call
 
 class Service:
     def __init__(self):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.io.agent_harness import AgentProcess, PlayedMaster, a_job, a_worker, eventually
 from unified import process
-from unified.bus.shm_files import GRACE_S
+from unified.bus.shm.files import GRACE_S
 from unified.protocol.records import WorkerState
 from unified_agent.cgroups import Limits
 from unified_agent.inventory import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
@@ -109,7 +109,7 @@ def test_a_claim_takes_over_from_a_killed_agent_and_leaves_nothing(sleepers: Sle
 
 OWNER = """
 import sys, time
-from unified.bus.shm_pool import SharedPool
+from unified.bus.shm.pool import SharedPool
 staged = SharedPool(sys.argv[1]).stage([bytes(300_000)])
 assert staged is not None
 print(flush=True)
@@ -144,7 +144,7 @@ def test_shared_memory_of_the_dead_goes_when_an_agent_starts_and_when_it_stops(t
 
 SENDER = """
 import os, sys
-from unified.bus.shm_pool import SharedPool
+from unified.bus.shm.pool import SharedPool
 staged = SharedPool(sys.argv[1]).stage([bytes(300_000)])
 assert staged.grant("who-never-took-it") is not None
 os._exit(0)

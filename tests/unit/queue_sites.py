@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
-from unified.bus.futures import RpcFuture
+from unified.bus.calls.future import RpcFuture
 from unified.errors import (
     QueueLostError,
     QueueNotFoundError,

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
-from unified.bus.codec import Encoded
-from unified.bus.futures import RpcFuture
-from unified.bus.pool import HandlerPool
-from unified.bus.registry import RPC_REGISTRY
-from unified.bus.remote import describe, rebuild
-from unified.bus.stream_feed import StreamFeed
-from unified.bus.stream_source import AnyGenerator, StreamSource, is_stream
-from unified.bus.streams import RpcStream
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.registry import RPC_REGISTRY
+from unified.bus.calls.remote_errors import describe, rebuild
+from unified.bus.codec.codec import Encoded
+from unified.bus.handler_pool import HandlerPool
+from unified.bus.streams.feed import StreamFeed
+from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
+from unified.bus.streams.stream import RpcStream
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.envelope import Kind
 from unified.protocol.worker_agent import Launch

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Generator
 
-from unified.bus.codec import Encoded
-from unified.bus.remote import describe, rebuild
-from unified.bus.stream_feed import StreamFeed
-from unified.bus.stream_source import AnyGenerator, Step, StreamSource
+from unified.bus.calls.remote_errors import describe, rebuild
+from unified.bus.codec.codec import Encoded
+from unified.bus.streams.feed import StreamFeed
+from unified.bus.streams.generator import AnyGenerator, Step, StreamSource
 from unified.protocol.envelope import Kind
 
 PATIENCE_S = 20.0

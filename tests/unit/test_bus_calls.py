@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from unified.bus.calls import (
+from unified.bus.calls.pending import (
     Action,
     BusClosed,
     CallCancelled,

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.circles import KEEP_S, Circles, Halted, decode_halted, encode_halted, name_of, reader_of, stuck
+from unified.bus.calls.deadlock.graph import (
+    KEEP_S,
+    Circles,
+    Halted,
+    decode_halted,
+    encode_halted,
+    name_of,
+    reader_of,
+    stuck,
+)
 from unified.errors import ProtocolError
 
 WORKERS = ("w0", "w1", "w2")

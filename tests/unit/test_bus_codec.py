@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.codec import OUT_OF_BAND_BYTES, Encoded, decode, encode
+from unified.bus.codec.codec import OUT_OF_BAND_BYTES, Encoded, decode, encode
 from unified.errors import ProtocolError, UsageError
 
 Ext = msgspec.msgpack.Ext
@@ -293,7 +293,7 @@ def test_object_of_a_class_that_is_not_here_is_a_protocol_error() -> None:
 
 def test_codec_imports_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys; from unified.bus.codec import decode, encode\n"
+        "import sys; from unified.bus.codec.codec import decode, encode\n"
         "assert decode(encode([(1, {2}), range(3)]).body) == [(1, {2}), range(3)]\n"
         "sys.exit(', '.join({'torch', 'numpy', 'ctypes'} & set(sys.modules)) or None)"
     )

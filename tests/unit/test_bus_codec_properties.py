@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from unified.bus import cuda
-from unified.bus.codec import LARGE_BODY_BYTES, OUT_OF_BAND_BYTES, Sealed, decode, decode_again, encode, seal
-from unified.bus.encoding import ARRAY, BODY, BYTEARRAY, BYTES, DEVICE, INT, OBJECT, SEALED, TENSOR, TEXT, Writer
+from unified.bus.codec import cuda
+from unified.bus.codec.codec import LARGE_BODY_BYTES, OUT_OF_BAND_BYTES, Sealed, decode, decode_again, encode, seal
+from unified.bus.codec.encoder import ARRAY, BODY, BYTEARRAY, BYTES, DEVICE, INT, OBJECT, SEALED, TENSOR, TEXT, Writer
 from unified.errors import ProtocolError
 
 Ext = msgspec.msgpack.Ext

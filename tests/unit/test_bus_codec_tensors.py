@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.codec import OUT_OF_BAND_BYTES, decode, encode, seal
+from unified.bus.codec.codec import OUT_OF_BAND_BYTES, decode, encode, seal
 
 LARGE = OUT_OF_BAND_BYTES // 4
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from unified.bus.codec import decode, encode
-from unified.bus.cuda import BYTES, HANDLE, DeviceTensor, choose_way, rebuild, select, settle, visible_devices
-from unified.bus.outgoing import Outgoing
-from unified.bus.tensors import Windows
+from unified.bus.codec.codec import decode, encode
+from unified.bus.codec.cuda import BYTES, HANDLE, DeviceTensor, choose_way, rebuild, select, settle, visible_devices
+from unified.bus.codec.outgoing import Outgoing
+from unified.bus.codec.tensors import Windows
 from unified.errors import ProtocolError
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
@@ -110,7 +110,7 @@ def test_a_device_that_is_not_seen_here_is_named() -> None:
 
 READER = """
 import sys, torch
-from unified.bus.codec import decode
+from unified.bus.codec.codec import decode
 size = int(sys.stdin.buffer.readline())
 frames = [sys.stdin.buffer.read(int(sys.stdin.buffer.readline())) for _ in range(size)]
 tensor = decode(frames[0], frames[1:])["weights"]

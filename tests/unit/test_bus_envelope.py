@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.remote import rebuild
+from unified.bus.calls.remote_errors import rebuild
 from unified.errors import ProtocolError, VersionMismatchError
 from unified.protocol.envelope import (
     BUS_VERSION,

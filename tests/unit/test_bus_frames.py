@@ -7,7 +7,7 @@ import tracemalloc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified.bus.frames import FrameReader, Frames, pack
+from unified.bus.transport.framing import FrameReader, Frames, pack
 
 MESSAGES = st.lists(
     st.tuples(

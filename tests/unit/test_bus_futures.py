@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from unified.bus.futures import RpcFuture, gather
+from unified.bus.calls.future import RpcFuture, gather
 from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError
 
 

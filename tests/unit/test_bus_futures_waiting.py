@@ -17,8 +17,8 @@ from functools import partial
 
 import pytest
 
-from unified.bus.codec import encode
-from unified.bus.futures import RpcFuture, gather
+from unified.bus.calls.future import RpcFuture, gather
+from unified.bus.codec.codec import encode
 from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.testing import eventually
 

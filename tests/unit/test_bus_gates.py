@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.futures import RpcFuture
-from unified.bus.gates import Gate, Pace, StartOrder
-from unified.bus.inbound import InboundCall
+from unified.bus.calls.concurrency import Gate, Pace, StartOrder
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.inbound import InboundCall
 
 
 def call(call_id: int, sender: str = "a", method: str = "m", chain: list[int] | None = None) -> InboundCall:

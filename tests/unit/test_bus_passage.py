@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.passage import CONNECT_WITHIN_S, GIVE_UP_AFTER_S, QUIET_S, Passage, State
+from unified.bus.transport.failover import CONNECT_WITHIN_S, GIVE_UP_AFTER_S, QUIET_S, Passage, State
 
 
 def state(passage: Passage) -> State:

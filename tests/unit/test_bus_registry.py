@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unified.bus.registry import (
+from unified.bus.calls.registry import (
     RPC_REGISTRY,
     export_rpc_instance,
     export_rpc_method,
@@ -217,7 +217,7 @@ def test_export_inside_a_class_is_bound_when_the_instance_comes() -> None:
 def test_module_exports_its_marked_functions() -> None:
     module = types.ModuleType("m")
     code = "@rpc\ndef a(): return 1\n@rpc(export=True)\ndef b(): return 2\ndef c(): ..."
-    exec(f"from unified.bus.registry import rpc\n{code}", module.__dict__)
+    exec(f"from unified.bus.calls.registry import rpc\n{code}", module.__dict__)
     export_rpc_module(module)
     export_rpc_module(module)
     assert {name: function() for name, function in RPC_REGISTRY.items()} == {"a": 1, "b": 2}
@@ -225,7 +225,9 @@ def test_module_exports_its_marked_functions() -> None:
 
 def test_two_functions_of_one_name_in_a_module_are_refused() -> None:
     module = types.ModuleType("m")
-    exec("from unified.bus.registry import rpc\n@rpc('x')\ndef a(): ...\n@rpc('x')\ndef b(): ...", module.__dict__)
+    exec(
+        "from unified.bus.calls.registry import rpc\n@rpc('x')\ndef a(): ...\n@rpc('x')\ndef b(): ...", module.__dict__
+    )
     with pytest.raises(ValueError, match="'x' already registered"):
         export_rpc_module(module)
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.futures import RpcFuture
-from unified.bus.registry import rpc
-from unified.bus.remote import describe, rebuild
-from unified.bus.retry import BACKOFF, Later, RetryPolicy, check_retries, with_retries
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.registry import rpc
+from unified.bus.calls.remote_errors import describe, rebuild
+from unified.bus.calls.retry import BACKOFF, Later, RetryPolicy, check_retries, with_retries
 from unified.core.backoff import Backoff
 from unified.errors import (
     BusOverloadedError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unified.bus.routes import Policy, Route, choose_route, ipc_address, read_policy
+from unified.bus.transport.routes import Policy, Route, choose_route, ipc_address, read_policy
 from unified.errors import OptionError, RpcError
 from unified.protocol.records import Inbox
 

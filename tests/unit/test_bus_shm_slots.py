@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from unified.bus.shm_claims import (
+from unified.bus.shm.layout import (
     FIRST_CELL,
     IN_FLIGHT,
     LOST,
@@ -20,7 +20,7 @@ from unified.bus.shm_claims import (
     make_mark,
     pid_of,
 )
-from unified.bus.shm_slots import IDLE_S, MAX_SLOTS, SMALLEST_SLOT, Slot, SlotTable, size_class
+from unified.bus.shm.slots import IDLE_S, MAX_SLOTS, SMALLEST_SLOT, Slot, SlotTable, size_class
 
 MIB = 1024 * 1024
 MARK = make_mark(4242, 123456789)

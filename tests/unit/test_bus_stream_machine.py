@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from unified.bus import stream_feed, stream_source
-from unified.bus.codec import Encoded
-from unified.bus.remote import describe, describe_ours, rebuild
-from unified.bus.stream_feed import StreamFeed
-from unified.bus.stream_source import Step, StreamSource
-from unified.bus.streams import RpcStream
+from unified.bus.calls.remote_errors import describe, describe_ours, rebuild
+from unified.bus.codec.codec import Encoded
+from unified.bus.streams import feed, generator
+from unified.bus.streams.feed import StreamFeed
+from unified.bus.streams.generator import Step, StreamSource
+from unified.bus.streams.stream import RpcStream
 from unified.errors import BusOverloadedError, RemoteError, RpcError, WorkerDiedError
 from unified.protocol.envelope import Kind
 
@@ -28,7 +28,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._patched = [(module, vars(module).copy()) for module in (stream_feed, stream_source)]
+        self._patched = [(module, vars(module).copy()) for module in (feed, generator)]
         for module, _ in self._patched:
             module.WINDOW_ITEMS, module.WINDOW_BYTES = WINDOW_ITEMS, WINDOW_BYTES  # type: ignore[attr-defined]
         self.to_caller: deque[tuple[Kind, int, Encoded]] = deque()

@@ -11,12 +11,12 @@ from contextlib import aclosing
 import pytest
 
 from tests.unit.stream_wire import PATIENCE_S, WHAT, Wire, count, count_async
-from unified.bus.codec import encode
+from unified.bus.calls.future import Awaited
+from unified.bus.codec.codec import encode
 from unified.bus.errands import Errands
-from unified.bus.futures import Awaited
-from unified.bus.pool import HandlerPool
-from unified.bus.stream_feed import WINDOW_ITEMS, StreamFeed
-from unified.bus.streams import RpcStream
+from unified.bus.handler_pool import HandlerPool
+from unified.bus.streams.feed import WINDOW_ITEMS, StreamFeed
+from unified.bus.streams.stream import RpcStream
 from unified.errors import RemoteError, RpcError, RpcTimeoutError
 from unified.protocol.envelope import Kind
 from unified.testing import eventually

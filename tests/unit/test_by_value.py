@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from unified.bus.codec import decode
+from unified.bus.codec.codec import decode
 from unified.errors import ProtocolError
 
 SCRIPT = """
 import sys, threading
 from dataclasses import dataclass
 
-from unified.bus.codec import decode, encode
+from unified.bus.codec.codec import decode, encode
 from unified.job import by_value
 
 LOCK = threading.Lock()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.unit.runtime_world import Called, InstantBus, worker_of
 from unified.api.runtime import FutureSequence, RoleGroup
 from unified.api.runtime.batch import is_cut, share
-from unified.bus.futures import RpcFuture
+from unified.bus.calls.future import RpcFuture
 from unified.errors import UsageError
 from unified.worker.context import set_current_worker
 

@@ -13,7 +13,7 @@ from tests.unit import typed_remote_call
 from tests.unit.runtime_world import InstantBus, worker_of
 from unified.api.runtime import FutureSequence, RoleGroup, RpcStream, create_rpc_proxy, export_rpc_instance, rpc
 from unified.api.runtime.rpc_helper import RPC_REGISTRY
-from unified.bus.futures import RpcFuture
+from unified.bus.calls.future import RpcFuture
 from unified.worker.context import set_current_worker
 
 

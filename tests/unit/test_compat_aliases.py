@@ -58,7 +58,7 @@ def test_names_that_are_imported_are_ours() -> None:
 
     import unified
     import unified.job
-    from unified.bus.registry import RPC_REGISTRY as OURS
+    from unified.bus.calls.registry import RPC_REGISTRY as OURS
 
     assert (DLJobBuilder, DLJob) == (unified.DLJobBuilder, unified.DLJob)
     assert (current_worker, rpc, patch_dataloader_ray) == (

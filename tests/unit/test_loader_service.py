@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.runtime_world import InstantBus, worker_of
-from unified.bus.inbound import Caller
+from unified.bus.calls.inbound import Caller
 from unified.errors import LoaderError, RouteLostError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.loader import iterator, service
 from unified.loader.messages import Batch, BringParts, DropLoader, FetchBatch, OpenStream, Order, StreamLostError

@@ -15,8 +15,8 @@ import pytest
 from tests.unit.runtime_world import InstantBus, worker_of
 from unified.api.runtime import FutureSequence, RpcStream, rpc
 from unified.api.runtime.remote_call import bind, bind_module, is_stub
-from unified.bus.futures import RpcFuture
-from unified.bus.registry import RPC_REGISTRY, export_rpc_instance, mark_of
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.registry import RPC_REGISTRY, export_rpc_instance, mark_of
 from unified.errors import UsageError
 from unified.worker.context import set_current_worker
 

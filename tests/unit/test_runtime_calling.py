@@ -15,7 +15,7 @@ from unified.api.runtime import RoleGroup, RpcStream, create_rpc_proxy, export_r
 from unified.api.runtime.calling import CallOptions
 from unified.api.runtime.promised_stream import PromisedStream
 from unified.api.runtime.rpc_helper import RPC_REGISTRY
-from unified.bus.futures import RpcFuture
+from unified.bus.calls.future import RpcFuture
 from unified.errors import RpcCancelledError, RpcNotFoundError, UsageError, WorkerDiedError
 from unified.testing import eventually
 from unified.worker.context import set_current_worker

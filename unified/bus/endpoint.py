@@ -1,9 +1,10 @@
 """One process on the bus: its inbox, its calls out, its handlers.
 
 Threads: any thread calls, and sends from there; whoever waits for an answer of this host receives it itself. For all
-else there are those of `unified.bus.receiver`, one that receives from other hosts, one that watches deadlines, one that
-sends the calls that had to wait for their worker, and one that gives up streams that nobody holds any more.
-Handlers run as `unified.bus.service` says. What to do is decided by `unified.bus.calls`; this is the shell around it.
+else there are those of `unified.bus.transport.io_threads`, one that receives from other hosts, one that watches
+deadlines, one that sends the calls that had to wait for their worker, and one that gives up streams that nobody holds
+any more. Handlers run as `unified.bus.calls.server` says. What to do is decided by `unified.bus.calls.pending`; this is
+the shell around it.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from typing import Any
 
 import zmq
 
-from unified.bus import calls
-from unified.bus.caller import CallDesk
-from unified.bus.codec import encode_arguments
-from unified.bus.courier import Courier
-from unified.bus.cuda import visible_devices
+from unified.bus.calls import pending
+from unified.bus.calls.admission import Intake
+from unified.bus.calls.client import CallDesk
+from unified.bus.calls.deadlock.pool import PoolWatch
+from unified.bus.calls.dispatcher import MailSorter
+from unified.bus.calls.future import Awaited, RpcFuture
+from unified.bus.calls.inbound import InboundCall
+from unified.bus.calls.outgoing_payload import Parcel
+from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry
+from unified.bus.calls.sender import Courier
+from unified.bus.calls.server import MAX_HANDLER_THREADS, CallService
+from unified.bus.calls.unread import UnreadError, UnreadErrors
+from unified.bus.codec.codec import encode_arguments
+from unified.bus.codec.cuda import visible_devices
 from unified.bus.curve import Gatekeeper
-from unified.bus.departed import Departed
 from unified.bus.errands import Errands
-from unified.bus.futures import Awaited, RpcFuture
-from unified.bus.inbound import InboundCall
-from unified.bus.inbox import InboxSockets
-from unified.bus.intake import Intake
-from unified.bus.link import Link
-from unified.bus.parcel import Parcel
-from unified.bus.pool import HandlerPool
-from unified.bus.pool_watch import PoolWatch
-from unified.bus.post import PostOffice
-from unified.bus.receiver import Receiver
-from unified.bus.registry import RPC_REGISTRY, MethodRegistry
-from unified.bus.routes import read_policy
-from unified.bus.service import MAX_HANDLER_THREADS, CallService
-from unified.bus.shm_files import identity, own_pid
-from unified.bus.shm_pool import SharedPool
-from unified.bus.shm_reader import SharedReader
-from unified.bus.sorter import MailSorter
-from unified.bus.unread import UnreadError, UnreadErrors
+from unified.bus.handler_pool import HandlerPool
+from unified.bus.shm.files import identity, own_pid
+from unified.bus.shm.pool import SharedPool
+from unified.bus.shm.reader import SharedReader
+from unified.bus.transport.connections import PostOffice
+from unified.bus.transport.io_threads import Receiver
+from unified.bus.transport.listeners import InboxSockets
+from unified.bus.transport.routes import read_policy
+from unified.bus.transport.tombstones import Departed
+from unified.bus.transport.unix_connection import Link
 from unified.errors import UsageError
 from unified.keys import ClusterKey
 from unified.protocol.records import DirectoryEntry, Inbox
@@ -187,7 +188,7 @@ class BusEndpoint:
             receiver=self._receiver,
             on_seeking=lambda: self._desk.want_trims(),
             on_detour=lambda inbox_id: self._desk.detoured(inbox_id),
-            on_broken=lambda inbox_id, why: self._desk.step(calls.LinkLost(inbox_id=inbox_id, reason=why)),
+            on_broken=lambda inbox_id, why: self._desk.step(pending.LinkLost(inbox_id=inbox_id, reason=why)),
             on_unsure=lambda inbox_id: self._service.peer_lost(inbox_id),
             secure=lambda socket: self._gatekeeper.secure(socket, False),
         )
@@ -252,7 +253,7 @@ class BusEndpoint:
 
     def update_directory(self, entries: Sequence[DirectoryEntry]) -> None:
         """Take news of the job's directory in; from any thread, never blocks."""
-        self._desk.step(calls.NewsCame(entries=list(entries)))
+        self._desk.step(pending.NewsCame(entries=list(entries)))
         for listener in self._listeners:
             listener(entries)
 
@@ -380,7 +381,7 @@ class BusEndpoint:
             link.wait_for_room(1, lambda: time.monotonic() >= until)
 
     def before_wait(self, awaited: Awaited, task: int = 0) -> tuple[InboundCall | int, bool, Awaited]:
-        """See `unified.bus.futures.Host`."""
+        """See `unified.bus.calls.future.Host`."""
         self._check_is_ours()
         if self._courier.is_holding:
             self._courier.release()
@@ -390,14 +391,14 @@ class BusEndpoint:
         return self._service.begin_wait(awaited, task), self._pool.waits(), awaited
 
     def after_wait(self, token: Any) -> None:
-        """See `unified.bus.futures.Host`."""
+        """See `unified.bus.calls.future.Host`."""
         who, is_pooled, awaited = token
         self._service.end_wait(who, awaited)
         if is_pooled:
             self._pool.waited()
 
     def failed(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
-        """See `unified.bus.futures.Host`."""
+        """See `unified.bus.calls.future.Host`."""
         return self.unread.watch(what, error)
 
     def settle(self, quiet_s: float = QUIET_S, within_s: float = SETTLE_WITHIN_S) -> int:
@@ -476,7 +477,7 @@ class BusEndpoint:
         if link.peer_id:
             self._memory.forget(link.peer_id)
         if link.is_ours:
-            self._desk.step(calls.LinkLost(inbox_id=link.peer_id, reason=reason))
+            self._desk.step(pending.LinkLost(inbox_id=link.peer_id, reason=reason))
         else:
             self._service.link_lost(link)
 

@@ -29,8 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def call(job: str, target: str, method: str, arguments: list[str], master: str | None, timeout: float) -> int:
     """Call a method of a job's workers and print the result as JSON: of a role a list, by rank."""
     args, kwargs = parse_arguments(arguments)
-    from unified.bus.pickling import without_pickles
-    from unified.bus.streams import RpcStream
+    from unified.bus.codec.pickling import without_pickles
+    from unified.bus.streams.stream import RpcStream
     from unified.client.outside import OutsideCaller
 
     with connect(master) as connection, without_pickles():  # what comes back may be of anybody's job

@@ -16,7 +16,7 @@ from unified.protocol.client_master import GetJob, JobStatus, StopJob
 from unified.protocol.records import Stage
 
 if TYPE_CHECKING:
-    from unified.bus.futures import RpcFuture
+    from unified.bus.calls.future import RpcFuture
     from unified.client.embedded import EmbeddedCluster
     from unified.client.outside import OutsideCaller, OutsideGroup
 

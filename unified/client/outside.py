@@ -17,9 +17,9 @@ from typing import Any, overload
 
 from msgspec.structs import replace
 
+from unified.bus.calls.future import RpcFuture, gather
+from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.futures import RpcFuture, gather
-from unified.bus.registry import MethodRegistry
 from unified.client.connection import MasterConnection
 from unified.errors import ClusterError, RpcError, UnifiedError, UsageError, nearest
 from unified.job.names import parse_worker

@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader, _utils
 
-from unified.bus.codec import decode
-from unified.bus.sealed import Sealed
+from unified.bus.codec.codec import decode
+from unified.bus.codec.serialized import Sealed
 from unified.errors import NotInWorkerError, UsageError, nearest
 from unified.loader.epoch import Epoch, EpochSettings
 from unified.loader.local_workers import LocalPlaces

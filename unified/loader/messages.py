@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from unified.bus import remote
+from unified.bus.calls import remote_errors
 from unified.errors import RpcError
 
 
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
 
     Attributes:
         what: which batch and sample.
-        raised: the exception, as `unified.bus.remote.describe` writes it down.
+        raised: the exception, as `unified.bus.calls.remote_errors.describe` writes it down.
     """
 
     what: str
@@ -73,7 +73,7 @@ class Failure(NamedTuple):
 
     def error(self) -> RpcError:
         """To raise at the consumer: of the class of what was raised, the far traceback in a note."""
-        return remote.rebuild(self.raised, self.what)
+        return remote_errors.rebuild(self.raised, self.what)
 
 
 Reply = Batch | NoMore | Failure

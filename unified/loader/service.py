@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unified.bus.codec import seal
-from unified.bus.inbound import Caller, current_call
-from unified.bus.registry import rpc
+from unified.bus.calls.inbound import Caller, current_call
+from unified.bus.calls.registry import rpc
+from unified.bus.codec.codec import seal
 from unified.loader.messages import (
     Batch,
     BringParts,

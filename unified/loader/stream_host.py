@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import _utils
 
-from unified.bus import remote
+from unified.bus.calls import remote_errors
 from unified.loader.messages import Batch, Failure, FetchBatch, NoMore, OpenStream, Reply, StreamLostError
 from unified.loader.parts import LoaderParts
 
@@ -115,7 +115,7 @@ class StreamHost:
             StreamHost._on_stage = None
 
     def _failure(self, error: Exception, what: str) -> Failure:
-        return Failure(what, remote.describe(error, worker=self._where, node=self._node, ours=globals()))
+        return Failure(what, remote_errors.describe(error, worker=self._where, node=self._node, ours=globals()))
 
 
 class _EndOfStream(Exception):

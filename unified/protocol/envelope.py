@@ -1,6 +1,7 @@
 """The outside of a bus message: all that a relay reads, and the first frame of every message.
 
-A message is ``[envelope][body][buffer…]``. What body and buffers hold is `unified.bus.codec`'s business, except for
+A message is ``[envelope][body][buffer…]``. What body and buffers hold is `unified.bus.codec.codec`'s business, except
+for
 HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`), which are of this file, and WAITS.
 """
 
@@ -47,7 +48,8 @@ class Kind(IntEnum):
     MORE = 9
     """From the caller: it can take `count` more ITEMs."""
     WAITS = 10
-    """From the callee: the call does not go on, and what it waits for (`unified.bus.circles`). It goes on waiting."""
+    """From the callee: the call does not go on, and what it waits for (`unified.bus.calls.deadlock.graph`). It goes on
+    waiting."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +73,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     job: str = ""
     """Mail of another job is refused."""
     shared: list[Any] | None = None
-    """Which buffers lie in shared memory, and where (see `unified.bus.shm_reader`); None: all follow as frames."""
+    """Which buffers lie in shared memory, and where (see `unified.bus.shm.reader`); None: all follow as frames."""
     count: int = 0
     """Of a CALL: its place among those that its sender has sent, to whomever; the same when it is sent again. Of a
     MORE: how many more items may come. Of an ITEM: its place. Of a stream's RESULT: how many items came."""

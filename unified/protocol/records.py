@@ -111,8 +111,8 @@ class Inbox(Value, frozen=True, kw_only=True):
 
     inbox_id: str
     routes: list[str] = []
-    """Best first: ``ipc:///run/…``, a Unix socket that speaks `unified.bus.frames` (only on the host `host_id`);
-    ``tcp://10.0.0.2:4123``, which speaks ZeroMQ."""
+    """Best first: ``ipc:///run/…``, a Unix socket that speaks `unified.bus.transport.framing` (only on the host
+    `host_id`); ``tcp://10.0.0.2:4123``, which speaks ZeroMQ."""
     host_id: str = ""
     shm: str = ""
     """Identity of its shared-memory mount. Empty: it has none, or no use of it. Two inboxes of one `host_id` and one

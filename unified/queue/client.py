@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from unified.bus.futures import RpcFuture
+from unified.bus.calls.future import RpcFuture
 from unified.errors import QueueClosedError, UnifiedError, UsageError
 from unified.queue.consumer import Taker, end_main_thread
 from unified.queue.core.statistics import QueueStats

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from unified.bus.codec import decode, decode_again, encode
-from unified.bus.sealed import Sealed
+from unified.bus.codec.codec import decode, decode_again, encode
+from unified.bus.codec.serialized import Sealed
 
 Packed = bytes | Sealed
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from unified.bus.sealed import Sealed
+from unified.bus.codec.serialized import Sealed
 from unified.errors import QueueJournalError
 from unified.queue.core.actions import (
     DropHandle,

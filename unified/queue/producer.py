@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from unified.bus.futures import RpcFuture
+from unified.bus.calls.future import RpcFuture
 from unified.errors import (
     QueueClosedError,
     QueueError,

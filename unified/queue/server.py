@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from unified.bus.futures import Host, RpcFuture
-from unified.bus.registry import rpc
+from unified.bus.calls.future import Host, RpcFuture
+from unified.bus.calls.registry import rpc
 from unified.errors import QueueJournalError
 from unified.queue import items as packed
 from unified.queue.alarm import Alarm

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from unified.bus.calls.future import RpcFuture
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.futures import RpcFuture
 from unified.errors import (
     BusOverloadedError,
     RouteLostError,

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.registry import rpc
 from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutError
 from unified.protocol.records import DirectoryEntry
 from unified.weights.arena import Arena, ArenaPool

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unified.bus.tensors import is_dense
+from unified.bus.codec.tensors import is_dense
 from unified.errors import UsageError
 from unified.weights.plan import Bucket, Entry, Manifest, cut, digest
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
+from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.registry import MethodRegistry
 
 
 def echo(value: object) -> object:

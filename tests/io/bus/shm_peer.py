@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from unified.bus.codec import Sealed, decode, encode
-from unified.bus.shm_pool import SharedPool
-from unified.bus.shm_reader import SharedReader
+from unified.bus.codec.codec import Sealed, decode, encode
+from unified.bus.shm.pool import SharedPool
+from unified.bus.shm.reader import SharedReader
 
 
 class Side:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
-from unified.bus.codec import encode_arguments
-from unified.bus.shm_files import DIRECTORY, inbox_of
-from unified.bus.shm_loan import loan_behind
-from unified.bus.shm_segment import Segment
+from unified.bus.codec.codec import encode_arguments
+from unified.bus.shm.borrowed import loan_behind
+from unified.bus.shm.files import DIRECTORY, inbox_of
+from unified.bus.shm.segment import Segment
 
 TARGETS = ["b", "c", "d"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
-from unified.bus import line_watch
+from unified.bus.calls.deadlock import monitor
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.futures import RpcFuture
-from unified.bus.registry import rpc
 from unified.errors import RpcError
 from unified.testing import eventually
 
@@ -144,7 +144,7 @@ def test_line_that_moves_refuses_nobody(world: World) -> None:
 def test_log_says_who_is_in_line_behind_a_stream_that_its_caller_does_not_read(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(line_watch, "WARN_S", 0.1)
+    monkeypatch.setattr(monitor, "WARN_S", 0.1)
 
     cast = Cast(world, a=counting, b=lambda cast: {})
     with ask(cast.call("b", "a", "count")) as numbers:

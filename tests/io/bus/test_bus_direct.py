@@ -13,9 +13,9 @@ import pytest
 
 from tests.io.bus.proxy import Proxy
 from tests.io.bus.world import PATIENCE_S, World, entry
-from unified.bus.direct import DirectOutlet
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.passage import CONNECT_WITHIN_S, GIVE_UP_AFTER_S
+from unified.bus.transport.failover import CONNECT_WITHIN_S, GIVE_UP_AFTER_S
+from unified.bus.transport.zmq_connection import DirectOutlet
 from unified.errors import RouteLostError
 from unified.protocol.records import Inbox
 from unified.testing import eventually

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
+from unified.bus.calls.future import gather
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.futures import gather
-from unified.bus.receiver import Receiver
+from unified.bus.transport.io_threads import Receiver
 from unified.errors import RpcError, RpcTimeoutError, UsageError
 from unified.protocol.envelope import Envelope, Kind
 from unified.protocol.records import Reachability

@@ -19,11 +19,11 @@ import zmq
 from msgspec.structs import replace
 
 from tests.io.bus.world import HOST_ID, PATIENCE_S, World, entry
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.inbound import CURRENT
+from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.frames import pack
-from unified.bus.futures import RpcFuture
-from unified.bus.inbound import CURRENT
-from unified.bus.registry import MethodRegistry
+from unified.bus.transport.framing import pack
 from unified.errors import (
     BusOverloadedError,
     ClusterError,

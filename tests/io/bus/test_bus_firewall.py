@@ -12,7 +12,7 @@ import pytest
 
 from tests.io.bus.world import HOST_ID, PATIENCE_S, Process, World, entry
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.passage import CONNECT_WITHIN_S
+from unified.bus.transport.failover import CONNECT_WITHIN_S
 from unified.errors import RouteLostError
 from unified_master.relay import BusRelay
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
-from unified.bus.courier import Courier
+from unified.bus.calls.inbound import current_call
+from unified.bus.calls.registry import rpc
+from unified.bus.calls.sender import Courier
+from unified.bus.calls.server import MAX_HANDLER_THREADS
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.inbound import current_call
-from unified.bus.link import Link
-from unified.bus.receiver import INLINE_TICKS
-from unified.bus.registry import rpc
-from unified.bus.service import MAX_HANDLER_THREADS
+from unified.bus.transport.io_threads import INLINE_TICKS
+from unified.bus.transport.unix_connection import Link
 from unified.errors import RpcCancelledError, RpcError
 from unified.protocol.envelope import Envelope, Kind
 from unified.testing import eventually

@@ -6,8 +6,8 @@ import socket
 import tracemalloc
 from unittest.mock import Mock
 
-from unified.bus.frames import Frames, pack
-from unified.bus.link import RECEIVE_BYTES, Link
+from unified.bus.transport.framing import Frames, pack
+from unified.bus.transport.unix_connection import RECEIVE_BYTES, Link
 
 
 def test_a_small_message_takes_no_more_memory_than_it_needs() -> None:

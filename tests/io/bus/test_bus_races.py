@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
-from unified.bus import caller
-from unified.bus.parcel import Parcel
-from unified.bus.stream_feed import StreamFeed
+from unified.bus.calls import client
+from unified.bus.calls.outgoing_payload import Parcel
+from unified.bus.streams.feed import StreamFeed
 from unified.errors import RpcCancelledError, RpcTimeoutError, WorkerDiedError
 from unified.protocol.records import Reachability
 from unified.testing import eventually
@@ -31,7 +31,7 @@ def test_stream_whose_call_is_cancelled_while_it_is_opened_ends(world: World, mo
         a._desk._cancel(call_id)
         return StreamFeed(*args, **options)
 
-    monkeypatch.setattr(caller, "StreamFeed", make_feed)
+    monkeypatch.setattr(client, "StreamFeed", make_feed)
     with pytest.raises(RpcCancelledError):
         a.call("b", "count", (), {}).result(PATIENCE_S / 2)
     assert eventually(lambda: not b._service._known)

@@ -12,8 +12,8 @@ import zmq
 from msgspec.structs import replace
 
 from tests.io.bus.world import PATIENCE_S, World
-from unified.bus.codec import encode_arguments
-from unified.bus.frames import pack
+from unified.bus.codec.codec import encode_arguments
+from unified.bus.transport.framing import pack
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope, encode_record
 from unified.protocol.records import Inbox
 from unified.testing import eventually

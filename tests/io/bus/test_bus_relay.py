@@ -163,7 +163,7 @@ def test_call_waits_for_a_callee_that_has_not_reached_the_relay_yet(tmp_path: Pa
 def test_calls_that_the_relay_gave_back_keep_their_order(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unified.bus.calls.FIRST_RETRY_S", 0.5)  # until when the inbox is there
+    monkeypatch.setattr("unified.bus.calls.pending.FIRST_RETRY_S", 0.5)  # until when the inbox is there
     world = World(tmp_path, "relay", hub.address)
     try:
         a, _ = world.endpoint("a")

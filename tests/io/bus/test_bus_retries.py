@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.retry import RetryPolicy, with_retries
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.futures import RpcFuture
-from unified.bus.retry import RetryPolicy, with_retries
 from unified.errors import BusOverloadedError, RpcTimeoutError, WorkerDiedError
 from unified.protocol.records import Reachability
 

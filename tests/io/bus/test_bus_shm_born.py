@@ -19,11 +19,11 @@ import torch
 
 from tests.io.bus.shm_peer import Side, peers
 from tests.io.bus.world import PATIENCE_S, World, entry
-from unified.bus.codec import decode, decode_again, encode, seal
-from unified.bus.shm_born import born_at
-from unified.bus.shm_files import Sweeper, segment_name
-from unified.bus.shm_pool import BORN_READERS, SharedPool
-from unified.bus.shm_slots import IDLE_S
+from unified.bus.codec.codec import decode, decode_again, encode, seal
+from unified.bus.shm.allocation import born_at
+from unified.bus.shm.files import Sweeper, segment_name
+from unified.bus.shm.pool import BORN_READERS, SharedPool
+from unified.bus.shm.slots import IDLE_S
 from unified.worker import context
 from unified.worker.shared_arrays import shared_empty
 

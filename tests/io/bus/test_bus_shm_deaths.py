@@ -13,11 +13,10 @@ import pytest
 
 from tests.io.bus.shm_peer import Side, peers
 from unified import process
-from unified.bus import shm_reader
-from unified.bus.shm_claims import CLOSED_WORD, HEADER_BYTES, NAMESPACE_WORD
-from unified.bus.shm_files import GRACE_S, YOUNG_S, Sweeper, first_words, is_alive, own_mark, segment_name
-from unified.bus.shm_loan import SharedSegment
-from unified.bus.shm_segment import Segment
+from unified.bus.shm.borrowed import SharedSegment
+from unified.bus.shm.files import GRACE_S, YOUNG_S, Sweeper, first_words, is_alive, own_mark, segment_name
+from unified.bus.shm.layout import CLOSED_WORD, HEADER_BYTES, NAMESPACE_WORD
+from unified.bus.shm.segment import Segment
 from unified.errors import ProtocolError
 
 NBYTES = 300_000
@@ -63,7 +62,7 @@ def test_memory_is_given_back_while_messages_go_on(
         really_remove(segment)
 
     really_remove = Segment.remove
-    monkeypatch.setattr(shm_reader, "SharedSegment", Watched)
+    monkeypatch.setattr(reader, "SharedSegment", Watched)
     monkeypatch.setattr(Segment, "remove", remove)
 
     def receive() -> None:

@@ -13,13 +13,13 @@ import pytest
 
 from tests.io.bus.weights_world import one_route
 from tests.io.bus.world import PATIENCE_S, World, entry
-from unified.bus.link import Link
-from unified.bus.shm_files import DIRECTORY, inbox_of
-from unified.bus.shm_loan import loan_behind
-from unified.bus.shm_pool import SharedPool
-from unified.bus.shm_reader import SharedReader
-from unified.bus.shm_room import LIMIT_VARIABLE, default_limit
-from unified.bus.shm_segment import Segment
+from unified.bus.shm.borrowed import loan_behind
+from unified.bus.shm.files import DIRECTORY, inbox_of
+from unified.bus.shm.pool import SharedPool
+from unified.bus.shm.quota import LIMIT_VARIABLE, default_limit
+from unified.bus.shm.reader import SharedReader
+from unified.bus.shm.segment import Segment
+from unified.bus.transport.unix_connection import Link
 from unified.errors import UsageError
 
 MIB = 1024 * 1024

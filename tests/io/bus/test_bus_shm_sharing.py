@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from tests.io.bus.shm_peer import Side, peers
-from unified.bus.codec import Sealed, decode, seal
-from unified.bus.shm_files import Sweeper, identity
-from unified.bus.shm_loan import loan_behind
-from unified.bus.shm_reader import IDLE_S as READER_IDLE_S
-from unified.bus.shm_reader import SharedReader
-from unified.bus.shm_slots import IDLE_S
+from unified.bus.codec.codec import Sealed, decode, seal
+from unified.bus.shm.borrowed import loan_behind
+from unified.bus.shm.files import Sweeper, identity
+from unified.bus.shm.reader import IDLE_S as READER_IDLE_S
+from unified.bus.shm.reader import SharedReader
+from unified.bus.shm.slots import IDLE_S
 from unified.errors import ProtocolError
 
 NBYTES = 300_000

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
-from unified.bus.codec import encode
+from unified.bus.calls.registry import rpc
+from unified.bus.codec.codec import encode
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.frames import FrameReader, pack
-from unified.bus.registry import rpc
+from unified.bus.transport.framing import FrameReader, pack
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, decode_envelope, encode_envelope, encode_record
 from unified.protocol.records import Inbox
 from unified.testing import eventually

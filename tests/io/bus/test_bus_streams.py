@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from tests.io.bus.world import PATIENCE_S, World, entry
+from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.registry import rpc
-from unified.bus.stream_feed import WINDOW_ITEMS
-from unified.bus.streams import RpcStream
+from unified.bus.streams.feed import WINDOW_ITEMS
+from unified.bus.streams.stream import RpcStream
 from unified.errors import RemoteError, RouteLostError, RpcCancelledError, RpcTimeoutError, WorkerDiedError
 from unified.protocol.records import Reachability
 from unified.testing import eventually

@@ -13,8 +13,8 @@ import pytest
 
 from tests.io.bus.world import PATIENCE_S, World
 from unified.api.runtime.future_sequence import FutureSequence
+from unified.bus.calls.future import gather
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.futures import gather
 from unified.errors import RpcNotFoundError
 from unified.testing import eventually
 

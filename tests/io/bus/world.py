@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.registry import MethodRegistry
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.testing import eventually
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from tests.io.bus.world import HOST_ID, Process
+from unified.bus.calls.registry import MethodRegistry, rpc
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.registry import MethodRegistry, rpc
 from unified.protocol.records import Inbox
 from unified.queue.server import METHODS, QueueService, method
 

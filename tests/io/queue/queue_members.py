@@ -11,8 +11,8 @@ from typing import Any, cast
 from msgspec.structs import replace
 
 from tests.io.bus.world import HOST_ID
+from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.registry import MethodRegistry
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
 from unified.queue.client import DataQueue
 from unified.queue.hosting import host_of

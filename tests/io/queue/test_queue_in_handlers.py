@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.io.queue.queue_members import QueueWorld
-from unified.bus.service import MAX_HANDLER_THREADS
+from unified.bus.calls.server import MAX_HANDLER_THREADS
 from unified.testing import eventually
 
 PATIENCE_S = 20.0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.unit.queue_world import JournalModel, Story
-from unified.bus.sealed import Sealed
+from unified.bus.codec.serialized import Sealed
 from unified.errors import QueueJournalError, UsageError
 from unified.queue.core.actions import Action, AnswerGet, AnswerPut, Memory, Record, SaveHandle, SaveItems
 from unified.queue.core.messages import CloseAsked, ConsumerEnded, Event, HandleClosed, LifeEnded, TakeReturned

@@ -10,7 +10,7 @@ import pytest
 
 from tests.io.queue.owner_process import OwnerProcess
 from tests.io.queue.queue_members import QueueWorld
-from unified.bus.shm_room import default_limit
+from unified.bus.shm.quota import default_limit
 
 MIB = 1024 * 1024
 NUM_ITEMS = 16

@@ -49,7 +49,7 @@ def test_two_rpc_methods_of_one_name_are_a_setup_failure(agent: Agent) -> None:
     agent.write(
         "wp_code.py",
         """
-        from unified.bus.registry import rpc
+        from unified.bus.calls.registry import rpc
 
         @rpc("same")
         def one(): pass

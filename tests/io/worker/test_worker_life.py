@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.io.worker.agent import HOST_ID, PATIENCE_S, Agent, Forker, attribute
+from unified.bus.calls.future import RpcFuture
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.futures import RpcFuture
 from unified.errors import RpcNotFoundError
 from unified.job.payload import encode
 from unified.job.spec import EntryPoint
@@ -139,7 +139,7 @@ def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
     agent.write(
         "wp_code.py",
         """
-        from unified.bus.registry import rpc
+        from unified.bus.calls.registry import rpc
 
         @rpc
         def double(number):
@@ -165,7 +165,7 @@ def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
 
 SCRIPT = """
     import functools, os, sys, time
-    import unified.bus.late_exports
+    import unified.bus.shm.late_exports
     from unified import rpc
 
     def until(name):

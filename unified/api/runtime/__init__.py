@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from unified.api.runtime.proxy import UserRpcProxy, create_rpc_proxy
     from unified.api.runtime.role_actor import RoleActor
     from unified.api.runtime.role_group import RoleGroup
-    from unified.bus.registry import export_rpc_instance, export_rpc_method, rpc
-    from unified.bus.streams import RpcStream
+    from unified.bus.calls.registry import export_rpc_instance, export_rpc_method, rpc
+    from unified.bus.streams.stream import RpcStream
     from unified.job.job_info import JobInfo
     from unified.loader.dataset import Dataset
     from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter
@@ -53,8 +53,8 @@ __getattr__, __dir__ = lazy.exports(
         "unified.api.runtime.proxy": ["UserRpcProxy", "create_rpc_proxy"],
         "unified.api.runtime.role_actor": ["RoleActor"],
         "unified.api.runtime.role_group": ["RoleGroup"],
-        "unified.bus.registry": ["export_rpc_instance", "export_rpc_method", "rpc"],
-        "unified.bus.streams": ["RpcStream"],
+        "unified.bus.calls.registry": ["export_rpc_instance", "export_rpc_method", "rpc"],
+        "unified.bus.streams.stream": ["RpcStream"],
         "unified.job.job_info": ["JobInfo"],
         "unified.loader.iterator": ["DataLoaderIter", "RayDataLoaderIter"],
         "unified.loader.patch": ["patch_dataloader_ray"],

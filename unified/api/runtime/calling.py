@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
-from unified.bus.futures import RpcFuture
-from unified.bus.registry import method_name
-from unified.bus.retry import RetryPolicy, check_retries, with_retries
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.registry import method_name
+from unified.bus.calls.retry import RetryPolicy, check_retries, with_retries
 from unified.errors import UsageError
 from unified.worker.context import current_worker
 
@@ -27,7 +27,7 @@ class CallOptions:
     timeout: float | None = None
     """Seconds to the deadline, all attempts together; None: the job's default, `call_timeout_s`."""
     retries: int = 0
-    """Attempts after the first, where a failure is worth one (`unified.bus.retry`)."""
+    """Attempts after the first, where a failure is worth one (`unified.bus.calls.retry`)."""
 
     def __post_init__(self) -> None:
         if self.timeout is not None and (

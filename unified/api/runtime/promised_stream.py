@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from unified.bus.futures import RpcFuture
-from unified.bus.streams import RpcStream
+from unified.bus.calls.future import RpcFuture
+from unified.bus.streams.stream import RpcStream
 from unified.errors import UsageError
 
 T = TypeVar("T")

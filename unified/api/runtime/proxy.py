@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 from unified.api.runtime.actors import actor_named
 from unified.api.runtime.calling import CallOptions, begin
 from unified.api.runtime.promised_stream import PromisedStream
-from unified.bus.registry import RpcMark, marked_methods
+from unified.bus.calls.registry import RpcMark, marked_methods
 from unified.errors import UsageError, nearest
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from unified.api.runtime.batch import is_cut
 from unified.api.runtime.role_group import RoleGroup
-from unified.bus.registry import method_name
+from unified.bus.calls.registry import method_name
 from unified.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,8 +7,8 @@ from typing import Any, ParamSpec, Self, TypeVar, overload
 
 from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, begin, check_stream
 from unified.api.runtime.promised_stream import PromisedStream
-from unified.bus.futures import RpcFuture
-from unified.bus.streams import RpcStream
+from unified.bus.calls.future import RpcFuture
+from unified.bus.streams.stream import RpcStream
 from unified.worker.context import ActorInfo
 
 P = ParamSpec("P")

@@ -13,9 +13,9 @@ from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, begin_all,
 from unified.api.runtime.future_sequence import FutureSequence
 from unified.api.runtime.promised_stream import PromisedStream
 from unified.api.runtime.role_actor import RoleActor
-from unified.bus.futures import RpcFuture, gather
-from unified.bus.registry import method_name
-from unified.bus.streams import RpcStream
+from unified.bus.calls.future import RpcFuture, gather
+from unified.bus.calls.registry import method_name
+from unified.bus.streams.stream import RpcStream
 from unified.errors import UsageError
 from unified.extras import needed_by
 from unified.weights.plan import BUCKET_BYTES

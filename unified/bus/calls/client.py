@@ -1,0 +1,480 @@
+"""The caller's side: calls go out, answers come in, deadlines pass. `unified.bus.calls.pending` decides; this carries
+out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from unified.bus.calls import pending
+from unified.bus.calls.deadlock.monitor import Asked
+from unified.bus.calls.flow_control import CALL_OVERHEAD_BYTES, Window
+from unified.bus.calls.future import Host, RpcFuture, call_in_words
+from unified.bus.calls.inbound import CURRENT
+from unified.bus.calls.outgoing_payload import Parcel
+from unified.bus.calls.registry import is_runtimes
+from unified.bus.calls.remote_errors import rebuild
+from unified.bus.calls.sender import Courier
+from unified.bus.codec.codec import decode
+from unified.bus.codec.tensors import Buffer
+from unified.bus.errands import Errands
+from unified.bus.streams.feed import StreamFeed
+from unified.bus.streams.stream import RpcStream
+from unified.bus.transport.connections import PostOffice
+from unified.bus.transport.io_threads import TICK_S
+from unified.bus.transport.unix_connection import Link
+from unified.errors import ProtocolError, RouteLostError, RpcError
+from unified.protocol.envelope import Envelope, Kind
+from unified.protocol.records import Inbox
+
+logger = logging.getLogger(__name__)
+LONGEST_SLEEP_S = 1.0
+TRIM_S = 2.0
+_CLOSE_WITHIN_S = 2.0
+_NEVER = float("inf")
+_NO_CHAIN: list[int] = []
+_ON_PRECIOUS_THREADS = (pending.TimePassed, pending.NewsCame)
+"""Where these come in, no done callback may be run: it could hold up all other deadlines, and ticks, and news."""
+
+
+class _Outbound(msgspec.Struct, eq=False):
+    """What the shell keeps of an open call."""
+
+    future: RpcFuture[Any] | None
+    """None once it has ended in a stream."""
+    target: str
+    method: str
+    trace_id: str
+    chain: list[int]
+    nbytes: int
+    parcel: Parcel | None
+    """None once it was sent on a route that does not give calls back."""
+    made_on: int
+    """Ident of a thread."""
+    is_relayed: bool = False
+    place: int = 0
+    """Among all that were sent; 0 until it was."""
+    inbox: Inbox | None = None
+    """Of the life that it was sent to."""
+    link: Link | None = None
+    feed: StreamFeed | None = None
+
+    @property
+    def words(self) -> str:
+        """The call, for messages."""
+        return call_in_words(self.method, self.target)
+
+    def fail(self, error: RpcError, later: list[RpcFuture[Any]] | None = None) -> None:
+        """End its stream or its future; `later` as in `RpcFuture.fail`."""
+        if self.feed is not None:
+            self.feed.fail(error)
+        elif self.future is not None:
+            self.future.fail(error, later)
+
+
+class CallDesk:
+    """The open calls of one endpoint.
+
+    Args:
+        host: around a thread that waits for a future.
+        inbox_id: of this endpoint.
+        on_gone: the process behind an inbox is gone.
+        on_tick: called every `TICK_S` while it returns True, once `want_ticks` was called.
+        on_trim: called `TRIM_S` after `want_trims` was.
+        default_timeout_s, limit_bytes: see `BusEndpoint`.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: Host,
+        inbox_id: str,
+        courier: Courier,
+        post: PostOffice,
+        on_gone: Callable[[str], None],
+        on_tick: Callable[[], bool],
+        on_trim: Callable[[], object],
+        default_timeout_s: float | None,
+        limit_bytes: int,
+    ) -> None:
+        self._host = host
+        self._trace = f"{inbox_id[:8]}."
+        self._courier = courier
+        self._post = post
+        self._on_gone = on_gone
+        self._on_tick = on_tick
+        self._on_trim = on_trim
+        self._default_timeout_s = default_timeout_s
+        self._lock = threading.Lock()
+        self._alarm = threading.Condition(self._lock)
+        self.table = pending.CallTable()
+        self._outbound: dict[int, _Outbound] = {}
+        self._call_ids = itertools.count(1)
+        self._window = Window(limit_bytes)
+        self._reaper = Errands(self._cancel, name="bus-reaper")
+        self._resumer = Errands(self._send_waiting, name="bus-resumer")
+        self._wakes_at = 0.0
+        """Until when the alarm thread sleeps."""
+        self._wants_ticks = False
+        self._trims_at = _NEVER
+        self._last_call_at = 0.0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._watch, name="bus-alarm", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch deadlines."""
+        self._reaper.start()
+        self._resumer.start()
+        self._thread.start()
+
+    def close(self, reason: str) -> None:
+        """End every open call with RpcCancelledError, and the threads."""
+        with self._lock:
+            self._is_closing = True
+        self.step(pending.BusClosed(reason=reason))
+        self._window.close()
+        self._reaper.close()
+        self._resumer.close()
+        with self._lock:
+            self._alarm.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_WITHIN_S)
+
+    def call(self, target: str, method: str, parcel: Parcel, timeout: float | None, may_wait: bool) -> RpcFuture[Any]:
+        """Make a call; see `BusEndpoint.call`."""
+        if timeout is None:
+            timeout = self._default_timeout_s
+        deadline = None if timeout is None else time.monotonic() + timeout
+        nbytes = parcel.nbytes + CALL_OVERHEAD_BYTES
+        if self._courier.is_holding and self._window.is_full(target, nbytes):
+            self._courier.release()
+        self._window.take(target, nbytes, block=may_wait, deadline=deadline)
+        call_id = next(self._call_ids)
+        future: RpcFuture[Any] = RpcFuture(
+            (method, target), deadline=deadline, host=self._host, on_cancel=partial(self._cancel, call_id)
+        )
+        handled = CURRENT.get()
+        if handled is None:
+            trace_id, chain = f"{self._trace}{call_id}", _NO_CHAIN
+        else:
+            trace_id, chain = handled.trace_id, [*handled.chain, handled.token]
+        outbound = _Outbound(future, target, method, trace_id, chain, nbytes, parcel, threading.get_ident())
+        self._outbound[call_id] = outbound
+        try:
+            with self._lock:
+                self._last_call_at = now = time.monotonic()
+                inbox = self.table.make(now, call_id, target, method, timeout)
+                if timeout is not None:
+                    self._mind_deadlines()
+        except RpcError as error:
+            self._ended(call_id)
+            future.fail(error.with_traceback(None))  # which would hold this frame, and so the future
+        else:
+            if inbox is not None:
+                self._send_call(call_id, outbound, inbox, timeout, may_wait)
+        return future
+
+    def step(self, event: pending.Event) -> None:
+        """Something happened: have it decided what follows, and do that."""
+        with self._lock:
+            actions = self.table.step(time.monotonic(), event)
+            self._mind_deadlines()
+        later: list[RpcFuture[Any]] = []
+        for action in actions:
+            self._perform(action, later)
+        if not later:
+            return
+        if type(event) in _ON_PRECIOUS_THREADS:
+            with contextlib.suppress(RuntimeError):  # the system has no thread to give
+                threading.Thread(target=_call_back, args=(later,), name="bus-callbacks", daemon=True).start()
+                return
+        _call_back(later)
+
+    def _mind_deadlines(self) -> None:
+        """Under the lock: the alarm thread is not to sleep longer than until the next."""
+        due = self.table.next_deadline
+        if due is not None and due < self._wakes_at:
+            self._wakes_at = 0.0  # once is enough
+            self._alarm.notify()
+
+    def take(self, envelope: Envelope, body: Buffer, buffers: list[Buffer]) -> None:
+        """An answer came, or a part of one."""
+        call_id, kind = envelope.call_id, envelope.kind
+        if kind is Kind.ITEM:
+            outbound = self._outbound.get(call_id)
+            if outbound is not None and outbound.feed is not None and _is_from(envelope, outbound):
+                outbound.feed.push(envelope.count, body, buffers)
+            return
+        outbound = self._outbound.get(call_id)
+        try:
+            self._end_with(envelope, outbound, body, buffers)
+        except BaseException as error:  # such as KeyboardInterrupt, on a user's thread: it can be half done
+            if outbound is not None:
+                failure = RpcError(f"{type(error).__name__} came while the answer to {outbound.words} was read.")
+                self.step(pending.SendFailed(call_id=call_id, error=failure))
+                self._ended(call_id)
+                outbound.fail(failure)
+            raise
+
+    def _end_with(self, envelope: Envelope, outbound: _Outbound | None, body: Buffer, buffers: list[Buffer]) -> None:
+        """Take in an answer, or that a stream begins."""
+        call_id, kind = envelope.call_id, envelope.kind
+        is_last = kind is not Kind.STREAM
+        with self._lock:
+            is_awaited = self.table.answer(call_id, envelope.sender, is_last)
+        if not is_awaited:
+            inbox = None if is_last else self.table.directory.inbox(envelope.sender)
+            if inbox is not None:  # a CANCEL can have overtaken its call; without another the generator waits for MORE
+                self._courier.tell(Kind.CANCEL, call_id, inbox)
+            return
+        if not is_last:
+            self._open_stream(call_id)
+            return
+        if self._ended(call_id) is None or outbound is None:
+            return
+        feed, future = outbound.feed, outbound.future
+        try:
+            if kind is Kind.ERROR:
+                outbound.fail(rebuild(body, outbound.words))
+            elif feed is not None:
+                feed.end(envelope.count)
+            elif future is not None:
+                future.succeed(decode(body, buffers))
+        except ProtocolError as error:
+            outbound.fail(_unreadable(outbound, error))
+
+    def fail(self, call_id: int, reason: ProtocolError) -> None:
+        """An answer came that cannot be read here."""
+        outbound = self._outbound.get(call_id)
+        if outbound is not None:
+            self.step(pending.SendFailed(call_id=call_id, error=_unreadable(outbound, reason)))
+
+    def give_up(self, call_id: int, error: RpcError) -> None:
+        """Messages of a call were lost: end it, and tell its callee, in case that one goes on."""
+        outbound = self._outbound.get(call_id)
+        self.step(pending.SendFailed(call_id=call_id, error=error))
+        if outbound is not None and outbound.inbox is not None:
+            self._courier.tell(Kind.CANCEL, call_id, outbound.inbox)
+
+    def asked(self) -> list[Asked]:
+        """The open calls."""
+        return [
+            Asked(
+                call_id,
+                outbound.future or outbound.feed,
+                outbound.chain[-1] if outbound.chain else None,
+                _watcher(outbound.future),
+            )
+            for call_id, outbound in list(self._outbound.items())
+        ]
+
+    def settle(self, quiet_s: float, within_s: float) -> None:
+        """Wait until no call of users' code is open, or none has ended for `quiet_s`, for at most `within_s`."""
+        until = time.monotonic() + within_s
+        while futures := [
+            each.future
+            for each in list(self._outbound.values())
+            if each.future is not None and not is_runtimes(each.method)
+        ]:
+            left_s = min(quiet_s, until - time.monotonic())
+            if left_s <= 0 or not wait(futures, left_s, FIRST_COMPLETED).done:
+                return
+
+    def relay_lost(self) -> None:
+        """Calls that were with the relay may be lost, and it keeps nothing: end them rather than wait for ever."""
+        for call_id, outbound in list(self._outbound.items()):
+            if outbound.is_relayed:
+                error = RouteLostError(
+                    f"the connection to the bus relay broke while {outbound.words} was open; whether its "
+                    "handler ran is not known. Call again if it may run twice."
+                )
+                self.give_up(call_id, error)
+
+    def detoured(self, inbox_id: str) -> None:
+        """Calls that waited for a connection to this inbox are with the relay now."""
+        for outbound in list(self._outbound.values()):
+            if outbound.inbox is not None and outbound.inbox.inbox_id == inbox_id:
+                outbound.is_relayed = True
+
+    def want_ticks(self) -> None:
+        """Have `on_tick` called."""
+        if self._wants_ticks:
+            return
+        with self._lock:
+            self._wants_ticks = True
+            if self._wakes_at > 0:
+                self._wakes_at = 0.0
+                self._alarm.notify()
+
+    def want_trims(self) -> None:
+        """Have `on_trim` called."""
+        if self._trims_at == _NEVER:
+            with self._lock:
+                self._trims_at = time.monotonic() + TRIM_S
+                if self._wakes_at > self._trims_at:
+                    self._wakes_at = 0.0
+                    self._alarm.notify()
+
+    def _cancel(self, call_id: int) -> None:
+        self.step(pending.CallCancelled(call_id=call_id))
+
+    def _perform(self, action: pending.Action, later: list[RpcFuture[Any]]) -> None:
+        match action:
+            case pending.SendWaiting(target=target):
+                self._resumer.put(target)
+            case pending.FailCall(call_id=call_id, error=error):
+                outbound = self._ended(call_id)
+                if outbound is not None:
+                    outbound.fail(error, later)
+            case pending.SendCancel(call_id=call_id, inbox=inbox):
+                self._courier.tell(Kind.CANCEL, call_id, inbox)
+            case pending.DropPeer(inbox_id=inbox_id):
+                self._on_gone(inbox_id)
+
+    def _send_waiting(self, target: str) -> None:
+        """On a thread of its own: news and deadlines cannot wait until all is connected, and large arguments copied."""
+        with self._lock:
+            released = self.table.release(time.monotonic(), target)
+        for each in released:
+            outbound = self._outbound.get(each.call_id)
+            if outbound is not None:
+                self._send_call(each.call_id, outbound, each.inbox, each.timeout_s, False)
+        if released:
+            self._resumer.put(target)  # behind those of other workers
+
+    def _send_call(
+        self, call_id: int, outbound: _Outbound, inbox: Inbox, timeout_s: float | None, may_wait: bool
+    ) -> None:
+        if outbound.parcel is None or outbound.future is None:
+            return
+        try:
+            way = self._post.way(inbox)
+        except RpcError as error:
+            self.step(pending.SendFailed(call_id=call_id, error=error))
+            return
+        except OSError as error:
+            self.step(pending.LinkLost(inbox_id=inbox.inbox_id, reason=str(error)))
+            return
+        parcel, future = outbound.parcel, outbound.future
+        outbound.inbox = inbox
+        if not way.may_give_back:
+            outbound.parcel = None
+        elif way.is_relay:
+            outbound.is_relayed = True
+        if isinstance(way, Link):
+            outbound.link = way
+            future.comes_on(way)
+        try:
+            outbound.place = self._courier.call(
+                way,
+                call_id,
+                inbox.inbox_id,
+                outbound.method,
+                timeout_s,
+                outbound.trace_id,
+                outbound.chain,
+                parcel,
+                may_wait,
+                future.has_ended,
+                outbound.place,
+            )
+        except Exception as error:
+            failure = RpcError(f"{outbound.words} could not be sent: {type(error).__name__}: {error}")
+            self.step(pending.SendFailed(call_id=call_id, error=failure))
+
+    def _open_stream(self, call_id: int) -> None:
+        outbound = self._outbound.get(call_id)
+        if outbound is None or outbound.future is None or outbound.inbox is None:
+            return
+        inbox, link, future = outbound.inbox, outbound.link, outbound.future
+        feed = StreamFeed(
+            outbound.words,
+            send_more=lambda count: self._courier.tell(Kind.MORE, call_id, inbox, count),
+            cancel=partial(self._cancel, call_id),
+            abandon=partial(self._reaper.put, call_id),
+            link=link,
+            host=self._host,
+        )
+        feed.reader_thread = outbound.made_on
+        stream: RpcStream[Any] = RpcStream(feed)
+        with self._lock:
+            if call_id not in self._outbound:  # it was ended meanwhile, with its future
+                return
+            outbound.feed = feed
+            outbound.future = None  # that its user drops the stream is noticed by its being collected
+            if link is not None:
+                link.want()
+        future.succeed(stream)
+
+    def _ended(self, call_id: int) -> _Outbound | None:
+        with self._lock:  # it is a future or a stream from here on
+            outbound = self._outbound.pop(call_id, None)
+        if outbound is not None:
+            self._window.give_back(outbound.target, outbound.nbytes)
+            if outbound.feed is not None and outbound.link is not None:
+                outbound.link.unwant()
+        return outbound
+
+    def _watch(self) -> None:
+        """The alarm thread: tells the table when time has passed, and the receiver while it wants to know."""
+        while not self._is_closing:
+            try:
+                self._pass_time()
+            except BaseException:  # SystemExit too: a done callback may raise it, and all deadlines depend on this
+                logger.exception("event=alarm-failed: it goes on")
+
+    def _pass_time(self) -> None:
+        if self._wants_ticks:
+            self._wants_ticks = False  # first: what begins from here on asks again
+            if self._on_tick():
+                self._wants_ticks = True
+        if self._trims_at <= time.monotonic():
+            self._trims_at = _NEVER  # first: what is used from here on asks again
+            self._on_trim()
+        with self._lock:
+            now = time.monotonic()
+            due = self.table.next_deadline
+            if self._is_closing:  # asked again under the lock: `close` rings only once
+                return
+            if due is None or due > now:
+                wakes_at = min(self._next_look(now, due), self._trims_at)
+                if self._wants_ticks:
+                    wakes_at = min(wakes_at, now + TICK_S)
+                self._wakes_at = wakes_at
+                self._alarm.wait(None if wakes_at == _NEVER else wakes_at - now)
+                return
+        self.step(pending.TimePassed())
+
+    def _next_look(self, now: float, due: float | None) -> float:
+        """While there are deadlines the thread looks up every second: a call with a later one need not wake it."""
+        if due is None and now - self._last_call_at > LONGEST_SLEEP_S:
+            return _NEVER
+        return min(now + LONGEST_SLEEP_S, _NEVER if due is None else due)
+
+
+def _call_back(futures: list[RpcFuture[Any]]) -> None:
+    for future in futures:
+        future.call_back()
+
+
+def _watcher(future: RpcFuture[Any] | None) -> int:
+    return future.watcher if future is not None and future.is_watched else 0
+
+
+def _is_from(envelope: Envelope, outbound: _Outbound) -> bool:
+    return outbound.inbox is not None and outbound.inbox.inbox_id == envelope.sender
+
+
+def _unreadable(outbound: _Outbound, reason: ProtocolError) -> RpcError:
+    error = RpcError(f"the answer to {outbound.words} cannot be read here: {reason}")
+    error.__cause__ = reason
+    return error

@@ -1,0 +1,129 @@
+"""Handlers that may not all run at once, and the order in which calls start. Pure, but for who calls.
+
+The caller of these methods holds the service's lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from unified.bus.calls.inbound import InboundCall
+
+
+class Gate:
+    """Lets at most `limit` calls in at once; the others wait in line.
+
+    Args:
+        name: of the method or group, for messages.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self.name = name
+        self.limit = limit
+        self.running: list[InboundCall] = []
+        self.waiting: deque[InboundCall] = deque()
+
+    def enter(self, call: InboundCall) -> bool:
+        """Whether the call may run now; else it waits in line."""
+        call.gate = self
+        if len(self.running) < self.limit and not self.waiting:
+            self.running.append(call)
+            return True
+        self.waiting.append(call)
+        return False
+
+    def leave(self, call: InboundCall) -> list[InboundCall]:
+        """A call has ended, or was given up; those that may run now."""
+        if call in self.running:
+            self.running.remove(call)
+        elif call in self.waiting:
+            self.waiting.remove(call)
+        admitted = []
+        while self.waiting and len(self.running) < self.limit:
+            call = self.waiting.popleft()
+            self.running.append(call)
+            admitted.append(call)
+        return admitted
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether it is held by streams, which may wait for their readers."""
+        return any(call.stream is not None for call in self.running)
+
+    def hopeless(self) -> list[InboundCall]:
+        """Calls in line that wait, in a circle, for those that keep them there: each of these waits for a call that its
+        handler made, and so for the one in line."""
+        if any(not call.waits for call in self.running):
+            return []
+        holders = {call.token for call in self.running}
+        return [call for call in self.waiting if holders.issubset(call.chain)]
+
+
+class StartOrder:
+    """Calls of one sender to one method start one after the other, in the order in which they came, although they are
+    handed to different threads."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, str], deque[InboundCall]] = {}
+
+    def is_free(self, call: InboundCall) -> bool:
+        """Nothing of its sender has yet to start."""
+        return (call.sender, call.method) not in self._lines
+
+    def line_up(self, call: InboundCall) -> bool:
+        """Whether the call may be handed on now; else `started` names it later."""
+        key = (call.sender, call.method)
+        line = self._lines.get(key)
+        if line is None:
+            self._lines[key] = deque()
+            return True
+        line.append(call)
+        return False
+
+    def started(self, call: InboundCall) -> InboundCall | None:
+        """A call that was handed on has started, or never will; the next to hand on."""
+        key = (call.sender, call.method)
+        line = self._lines.get(key)
+        if line is None:
+            return None
+        if line:
+            return line.popleft()
+        del self._lines[key]
+        return None
+
+
+class Pace:
+    """Whether a method has shown that it is short.
+
+    Seconds are those of the clock on the wall, so that a short call is long when its thread loses the processor in the
+    midst of it: one long call after many short ones changes nothing.
+    """
+
+    SHORT_S = 0.0002
+    LONG_S = 0.001
+    MANY = 32
+
+    def __init__(self) -> None:
+        self.is_short = False
+        self._num_short = 0
+        """Calls since the last long one."""
+        self._needed = 4
+
+    def took(self, seconds: float) -> None:
+        """A call of it ran so long."""
+        if seconds < self.SHORT_S:
+            self._num_short += 1
+            if self._num_short >= self._needed:
+                self.is_short = True
+        elif not self.is_short or (seconds >= self.LONG_S and self._num_short < self.MANY):
+            self.forget()
+        elif seconds >= self.LONG_S:
+            self._num_short = 0
+            self._needed = max(self._needed // 4, 4)
+
+    def forget(self) -> None:
+        """It was long, or waited: it has to show for longer now that it is not."""
+        if self.is_short:
+            self._needed = min(self._needed * 4, 4096)
+        self.is_short = False
+        self._num_short = 0

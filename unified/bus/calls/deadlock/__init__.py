@@ -1,0 +1,1 @@
+"""Distributed deadlock detection on the waits-for graph."""

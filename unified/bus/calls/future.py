@@ -1,0 +1,407 @@
+"""The caller's end of a call: a standard future that can also be awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from unified.bus.calls.unread import UnreadError
+from unified.bus.transport.unix_connection import Link
+from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError
+
+T = TypeVar("T")
+_LONGEST_SLEEP_S = 3600.0
+"""A lock refuses to wait for centuries."""
+_ENDED = (FINISHED, CANCELLED, CANCELLED_AND_NOTIFIED)
+
+
+class Awaited(Protocol):
+    """What a thread waits for: a call, or the next item of a stream."""
+
+    @property
+    def link(self) -> Link | None:
+        """On which it will come, where a waiting thread can receive it itself."""
+
+    def waited_in_vain(self) -> RpcError:
+        """The error of a thread that waits for what it alone could receive."""
+
+
+class Host(Protocol):
+    """The endpoint that a future or a stream belongs to, as far as waiting concerns it."""
+
+    def before_wait(self, awaited: Awaited, task: int = 0) -> object:
+        """This thread is about to wait, or of its tasks the one with this id; give what comes back to `after_wait`.
+
+        Raises:
+            RpcError: it would wait for ever.
+        """
+
+    def after_wait(self, token: Any) -> None:
+        """It waits no more."""
+
+    def failed(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
+        """A future ended in `error`; what it is to hold until somebody reads that."""
+
+
+class RpcFuture(Future[T]):
+    """What a call returns at once: a `concurrent.futures.Future`, so that ``result()``, ``add_done_callback``,
+    ``concurrent.futures.wait`` and ``asyncio.wrap_future`` work, and an awaitable.
+
+    It ends in the handler's value or in one of the errors under `unified.errors.RpcError`. An error that nobody reads
+    is logged when the future is collected, or its worker ends. Callbacks run on a thread of the bus, or on one that
+    waits for another answer of the same worker: they must be short, and may not wait for another call to it.
+
+    The standard future makes a lock and a condition for each; most calls end without anybody having needed one, so here
+    they are made when somebody does.
+
+    Attributes:
+        deadline: of the call, on this process's monotonic clock; None if it has none.
+    """
+
+    # As an open call has them; there are many, and few come to have all of these.
+    _state = PENDING
+    _result: Any = None
+    _exception: BaseException | None = None
+    _made_condition: threading.Condition | None = None
+    _waiters: list[Any]
+    _done_callbacks: list[Callable[[Any], object]]
+    """Both are made with the condition, without which nobody reads or writes them."""
+    _is_wanted = False
+    """Its answer is to be received though no thread may be waiting for it."""
+    _wants: object = None
+    """Its link knows that: set once, by the first of two threads that try."""
+    link: Link | None = None
+    """On which its answer will come, where a waiting thread can receive it itself."""
+    parts: Sequence[Future[Any]] = ()
+    """Futures that this one waits for."""
+    _unread: UnreadError | None = None
+    """Its error, until somebody reads that."""
+    watcher = 0
+    """Ident of the thread that waits for it as for any future, where `is_watched`."""
+
+    def __init__(
+        self,
+        what: str | tuple[str, str] = "a call",
+        *,
+        deadline: float | None = None,
+        host: Host | None = None,
+        on_cancel: Callable[[], object] | None = None,
+    ) -> None:
+        self._what = what
+        self.deadline = deadline
+        self._host = host
+        self._on_cancel = on_cancel
+
+    @property
+    def what(self) -> str:
+        """The call in words, for messages."""
+        what = self._what
+        return what if isinstance(what, str) else call_in_words(*what)
+
+    if TYPE_CHECKING:
+        _condition: threading.Condition  # to `concurrent.futures.as_completed` it is as any other's
+    else:
+
+        @property
+        def _condition(self) -> threading.Condition:
+            self.watcher = threading.get_ident()
+            self.be_received()
+            return self._make_condition()
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        if self._state in _ENDED:
+            return True
+        if not self._is_wanted:  # who asks again and again does not receive the answer
+            self.be_received()
+        return False
+
+    def has_ended(self) -> bool:
+        """As `done`, of whoever does not wait for it."""
+        return self._state in _ENDED
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody waits for it as for any future: with `concurrent.futures.wait` or `as_completed`."""
+        return self._made_condition is not None and bool(self._waiters)
+
+    def comes_on(self, link: Link) -> None:
+        """Its answer will come on this link."""
+        self.link = link
+        if self._is_wanted:
+            self.be_received()
+
+    def be_received(self, *, at_once: bool = True) -> None:
+        """Somebody is to be told when it has ended, and may not wait for it: have the bus receive the answer.
+
+        Args:
+            at_once: send now what is held back, this call perhaps, to share a write.
+        """
+        self._is_wanted = True
+        for part in self.parts:
+            if isinstance(part, RpcFuture):
+                part.be_received(at_once=at_once)
+        link, mine = self.link, object()
+        if link is None or self._state in _ENDED or self.__dict__.setdefault("_wants", mine) is not mine:
+            return
+        if at_once:
+            link.release()
+        link.want()
+        if self._state in _ENDED:
+            self._unwant_link()
+
+    def on_end(self, fn: Callable[[Future[T]], object]) -> None:
+        """As `add_done_callback`, where somebody is going to wait for it, or calls `be_received`."""
+        with self._make_condition():
+            if self._state not in _ENDED:
+                self._done_callbacks.append(fn)
+                return
+        fn(self)
+
+    def _make_condition(self) -> threading.Condition:
+        condition = self._made_condition
+        if condition is None:
+            made = threading.Condition()
+            waiters: list[Any] = []
+            callbacks: list[Callable[[Any], object]] = []
+            with _making:
+                condition = self._made_condition
+                if condition is None:
+                    self._waiters, self._done_callbacks = waiters, callbacks
+                    condition = self._made_condition = made
+        return condition
+
+    def _unwant_link(self) -> None:
+        """Once, of two that try: it was ended, or had been meanwhile."""
+        if self.__dict__.pop("_wants", None) is not None and self.link is not None:
+            self.link.unwant()
+
+    def result(self, timeout: float | None = None) -> T:
+        """The value, waiting for it for at most `timeout` seconds.
+
+        Raises:
+            RemoteError: the handler raised; also an instance of the class of what it raised.
+            WorkerDiedError, RpcNotFoundError, RpcCancelledError, BusOverloadedError: as their names say.
+            RpcTimeoutError: the call's deadline passed, or `timeout` did (then the call goes on).
+        """
+        if self._state != FINISHED:
+            self._wait(timeout)
+        if self._exception is not None:
+            self.forgive()
+            try:
+                raise self._exception
+            finally:
+                self = None  # type: ignore[assignment]  # else the traceback would keep the future, and so itself
+        value: T = self._result
+        return value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call ended in, or None if in a value; waits as `result` does."""
+        if self._state != FINISHED:
+            self._wait(timeout)
+        self.forgive()
+        return self._exception
+
+    def forgive(self) -> None:
+        """Its error has been read, or need not be: it is not logged."""
+        unread = self._unread
+        if unread is not None:
+            unread.was_read()
+
+    def cancel(self) -> bool:
+        """Give the call up: it ends in `RpcCancelledError`, and its handler is told. False if it has ended already."""
+        if not self.has_ended():
+            if self._on_cancel is not None:
+                self._on_cancel()
+            self.fail(RpcCancelledError(f"{self.what} was cancelled by its caller."))
+        return self.cancelled()
+
+    def cancelled(self) -> bool:
+        """Whether the call ended by being cancelled."""
+        return isinstance(self._exception, RpcCancelledError)
+
+    def fail(self, error: BaseException, later: list[RpcFuture[Any]] | None = None) -> None:
+        """End in `error`, unless it has ended already.
+
+        Args:
+            later: the future is put here if there are done callbacks, and `call_back` is to be called; None: they are
+                called now.
+        """
+        self._end(None, error, later)
+
+    def call_back(self) -> None:
+        """Call the done callbacks that `fail` left."""
+        self._invoke_callbacks()  # type: ignore[attr-defined]  # of the standard future
+
+    def succeed(self, value: T) -> None:
+        """End in `value`, unless it has ended already."""
+        self._end(value, None)
+
+    def _end(self, value: Any, error: BaseException | None, later: list[RpcFuture[Any]] | None = None) -> None:
+        """Of two threads that end it, one does."""
+        with _making:
+            condition = self._made_condition
+            if condition is None and not self._set(value, error):
+                return
+        if condition is not None:
+            # Who holds it counts what has ended, and is told of the rest: `concurrent.futures.wait` holds those of all
+            # its futures meanwhile, and one that ended between would be counted twice.
+            with condition:
+                if not self._set(value, error):
+                    return
+                for waiter in self._waiters:
+                    if error is None:
+                        waiter.add_result(self)
+                    elif self.cancelled():  # which is no exception to those that wait for the first
+                        waiter.add_cancelled(self)
+                    else:
+                        waiter.add_exception(self)
+                condition.notify_all()
+        if self._wants:
+            self._unwant_link()
+        if self.link is not None:
+            self.link.wake()
+        for part in self.parts:
+            if isinstance(part, RpcFuture) and part.link is not None:
+                part.link.wake()
+        if condition is None or not self._done_callbacks:
+            return
+        if later is None:
+            self.call_back()
+        else:
+            later.append(self)
+
+    def _set(self, value: Any, error: BaseException | None) -> bool:
+        """Under the lock that keeps others from doing so; False if it has ended already."""
+        if self._state in _ENDED:
+            return False
+        if error is not None and self._host is not None:
+            self._unread = self._host.failed(self._what, error)
+        self._result, self._exception = value, error
+        self._state = FINISHED
+        return True
+
+    def _wait(self, timeout: float | None) -> None:
+        until = None if timeout is None else time.monotonic() + timeout
+        host = self._host
+        token = None if host is None else host.before_wait(self)
+        try:
+            for part in self.parts:
+                if isinstance(part, RpcFuture):
+                    part.receive(until, self)
+            self.receive(until, self)
+            self._sleep(until)
+        finally:
+            if host is not None:
+                host.after_wait(token)
+        if not self.has_ended():
+            raise RpcTimeoutError(f"{self.what} had not ended after {timeout} s of waiting; the call goes on.")
+
+    def receive(self, until: float | None, whole: RpcFuture[Any]) -> None:
+        """Receive the answer on this thread, if no other does, until `whole`, of which it is a part, has ended."""
+        link = self.link
+        if link is None or self.has_ended() or whole.has_ended():
+            return
+        if link.reader == threading.get_ident():
+            raise self.waited_in_vain()
+        link.receive_until(self.has_ended if whole is self else lambda: self.has_ended() or whole.has_ended(), until)
+
+    def waited_in_vain(self) -> RpcError:
+        """The error of a thread that waits for what it alone could receive."""
+        return RpcError(
+            f"{self.what} was waited for on the thread that its answer comes on (in a done callback, or while a "
+            "value is unpickled): it would wait for ever. Wait in another thread, or chain callbacks."
+        )
+
+    def _sleep(self, until: float | None) -> None:
+        if self.has_ended():
+            return
+        if self.parts:  # which other threads receive now, and need not go on to
+            self.be_received()
+        link = self.link
+        if link is not None:
+            link.want()
+        try:
+            condition = self._make_condition()
+            with condition:
+                while not self.has_ended():
+                    left_s = None if until is None else until - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        return
+                    condition.wait(None if left_s is None else min(left_s, _LONGEST_SLEEP_S))
+        finally:
+            if link is not None:
+                link.unwant()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"the future of {self.what} cannot be sent to another process: send its result.")
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.as_coroutine().__await__()
+
+    async def as_coroutine(self) -> T:
+        """A coroutine that waits for it, for what takes no other awaitable: `asyncio.run`, `create_task`."""
+        if not self.has_ended():
+            token = None if self._host is None else self._host.before_wait(self, id(asyncio.current_task()))
+            try:
+                return await asyncio.wrap_future(self)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self.cancelled() and not (task is not None and task.cancelling()):
+                    raise RpcCancelledError(str(self._exception)) from None  # the call was cancelled, not the task
+                raise
+            finally:
+                if self._host is not None:
+                    self._host.after_wait(token)
+        return self.result()
+
+
+_making = threading.RLock()
+"""Guards that no condition is made while a future ends without one. Held for so few instructions that one serves all;
+a finalizer that runs amid them may end another future."""
+
+
+def call_in_words(method: str, target: str) -> str:
+    """A call, for messages."""
+    return f"the call of {method!r} to worker {target}"
+
+
+def gather(futures: Sequence[Future[T]], what: str) -> RpcFuture[list[T]]:
+    """All values in order, or the first error as soon as there is one (the other calls go on). Cancelling it cancels
+    them all."""
+
+    def cancel_all() -> None:
+        for future in futures:
+            future.cancel()
+
+    host = next((future._host for future in futures if isinstance(future, RpcFuture)), None)
+    whole: RpcFuture[list[T]] = RpcFuture(what, on_cancel=cancel_all, host=host)
+    if not futures:
+        whole.succeed([])
+    whole.parts = futures
+    lock = threading.Lock()
+    left = len(futures)
+
+    def ended(future: Future[T]) -> None:
+        nonlocal left
+        error = future.exception()
+        if error is not None:
+            whole.fail(error)
+            return
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            whole.succeed([each.result() for each in futures])
+
+    for future in futures:
+        if isinstance(future, RpcFuture):
+            future.on_end(ended)  # whoever waits for the whole receives it
+        else:
+            future.add_done_callback(ended)
+    return whole

@@ -1,0 +1,60 @@
+"""What was answered through ZeroMQ, in case it is lost with a connection."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from unified.bus.calls.inbound import InboundCall
+from unified.bus.calls.remote_errors import describe_ours
+from unified.bus.codec.codec import Encoded
+from unified.errors import RouteLostError
+from unified.protocol.envelope import Kind
+
+MAX_KEPT = 10_000
+"""As many messages may wait in a ZeroMQ socket, and be lost with its connection."""
+
+
+class AnsweredCalls:
+    """The newest calls that were answered.
+
+    Args:
+        worker: who answered, for messages.
+        tell: answers a call with an error.
+    """
+
+    def __init__(self, worker: str, tell: Callable[[InboundCall, Kind, Encoded, bool], object]) -> None:
+        self._worker = worker
+        self._tell = tell
+        self._calls: deque[InboundCall] = deque(maxlen=MAX_KEPT)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: InboundCall) -> None:
+        """It is being answered; kept without what its handler made."""
+        self._calls.append(
+            InboundCall(call.call_id, call.sender, call.worker, call.method, None, b"", [], is_relayed=call.is_relayed)
+        )
+
+    def lost(self, known: Iterable[InboundCall], is_concerned: Callable[[str], bool], where: str) -> None:
+        """Answers and items of streams may be lost with a connection, and their callers would wait for them. Tell them
+        all: whoever has had the answer is not told.
+
+        Args:
+            known: calls that are not answered yet.
+            is_concerned: mail to this inbox took that connection.
+            where: it led to.
+        """
+        streams = [
+            call for call in known if call.link is None and call.stream is not None and is_concerned(call.sender)
+        ]
+        for stream in streams:
+            if stream.stream is not None:
+                stream.stream.close()
+        for call in [*streams, *(each for each in list(self._calls) if is_concerned(each.sender))]:
+            error = RouteLostError(
+                f"the connection of worker {self._worker} to {where} broke, and the answer to {call.method!r} "
+                "may have been lost with it; its handler has run, or begun to. Call again if it may run twice."
+            )
+            self._tell(call, Kind.ERROR, Encoded(describe_ours(error), []), False)

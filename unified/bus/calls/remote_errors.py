@@ -1,0 +1,248 @@
+"""An exception's way home: what the callee writes down of it, and what the caller raises."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+import traceback
+from typing import Any
+
+import msgspec
+
+from unified.bus.calls.inbound import InboundCall
+from unified.bus.calls.registry import is_runtimes
+from unified.bus.codec.codec import Encoded
+from unified.bus.codec.pickling import are_refused
+from unified.bus.codec.tensors import Buffer
+from unified.core.said_once import SaidOnce
+from unified.errors import (
+    BusOverloadedError,
+    ProtocolError,
+    RemoteError,
+    RouteLostError,
+    RpcCancelledError,
+    RpcError,
+    RpcNotFoundError,
+)
+from unified.job.spec import Value
+from unified.protocol.framing import UNREADABLE
+
+logger = logging.getLogger(__name__)
+MAX_TEXT = 64 * 1024
+REPEAT_S = 60.0
+"""Seconds without a failure after which the same failure is logged again."""
+_OURS: dict[str, type[RpcError]] = {
+    cls.__name__: cls for cls in (RpcNotFoundError, BusOverloadedError, RpcCancelledError, RouteLostError)
+}
+"""What the callee's bus itself says; the caller gets it as it is."""
+_made: dict[type[Exception], Any] = {}
+_UNFIT = (StopIteration, StopAsyncIteration)
+"""A future of asyncio refuses these; GeneratorExit and the like are no `Exception` and left out anyway."""
+
+
+class Raised(Value, frozen=True, kw_only=True):
+    """Body of an ERROR."""
+
+    from_bus: bool
+    """The callee's bus says this; no handler raised it."""
+    type_name: str
+    message: str
+    traceback: str = ""
+    worker: str = ""
+    node: str = ""
+    pickled: bytes = b""
+    """The exception itself, where it can be pickled."""
+
+
+class HandlerErrors:
+    """Errors that a service's handlers raise: encoded for their callers, and logged where they happened.
+
+    Each method and kind of error is logged with its traceback when it is new, since its caller need not log anything;
+    more of the same go to their callers only.
+
+    Args:
+        worker, node: whose handlers these are.
+        ours: as for `describe`.
+    """
+
+    def __init__(self, worker: str, node: str, ours: dict[str, Any]) -> None:
+        self._worker = worker
+        self._node = node
+        self._ours = ours
+        self._said = SaidOnce(forget_s=REPEAT_S)
+        self._lock = threading.Lock()
+
+    def describe(self, call: InboundCall, error: BaseException) -> Encoded:
+        """The answer to a call whose handler raised."""
+        body = describe(error, worker=self._worker, node=self._node, ours=self._ours)
+        self.log(call, error)
+        return Encoded(body, [])
+
+    def log(self, call: InboundCall, error: BaseException) -> None:
+        """A call ended in an error here; the runtime's own methods are left to those who call them."""
+        if is_runtimes(call.method):
+            return
+        with self._lock:
+            is_new = self._said.is_new(time.monotonic(), f"{call.method}: {type(error).__name__}")
+        if is_new:
+            logger.warning(
+                "event=rpc-handler-failed worker=%s method=%r caller=%s (its caller is told each time; more like it "
+                "are not logged)\n%s",
+                self._worker,
+                call.method,
+                call.worker,
+                error_text(error).rstrip(),
+            )
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Raised)
+
+
+def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, Any]) -> bytes:
+    """The body of an ERROR for what a handler raised. It never fails, whatever the exception's own methods do.
+
+    Args:
+        ours: globals of the module that called the handler, whose frames say nothing to the caller.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals is ours:
+        trace = trace.tb_next
+    if trace is None:  # raised by the call itself, not within the handler
+        _point_out_option(error)
+    else:
+        error = error.with_traceback(trace)
+    raised = Raised(
+        from_bus=False,
+        type_name=_type_name(error),
+        message=_text(error),
+        traceback=error_text(error),
+        worker=worker,
+        node=node,
+        pickled=_pickled(error),
+    )
+    return _encoder.encode(raised)
+
+
+def describe_ours(error: RpcError) -> bytes:
+    """The body of an ERROR for what the bus itself has to say."""
+    return _encoder.encode(Raised(from_bus=True, type_name=type(error).__name__, message=str(error)))
+
+
+def rebuild(body: Buffer, what: str) -> RpcError:
+    """The error that the caller of `what` gets.
+
+    Raises:
+        ProtocolError: the body is none of `describe`'s.
+    """
+    try:
+        raised = _decoder.decode(body)
+    except UNREADABLE as unreadable:
+        raise ProtocolError(f"not the body of an ERROR: {unreadable}") from None
+    if raised.from_bus:
+        return _OURS.get(raised.type_name, RpcError)(raised.message)
+    facts = {name: getattr(raised, name) for name in ("type_name", "traceback", "worker", "node")}
+    far = _unpickled(raised.pickled)
+    error = RemoteError(raised.message, **facts) if far is None else raise_as(far, raised.message, facts)
+    where = f"worker {raised.worker}" + (f" on node {raised.node}" if raised.node else "")
+    error.add_note(f"{what} raised {raised.type_name} in {where}:\n{raised.traceback.rstrip()}")
+    return error
+
+
+def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError:
+    """A `RemoteError` that is also an instance of the class of `far`, with its arguments and attributes."""
+    base: type[Exception] = getattr(type(far), "far_class", type(far))
+    try:
+        cls = _both(base)
+        native = _native(base)
+        arguments = native.__reduce__(far)[1]  # with what `args` leaves out, such as the filename of an OSError
+        both = native.__new__(cls, *arguments)
+        native.__init__(both, *arguments)
+        both.args = far.args
+        both.__dict__.update(far.__dict__)
+    except Exception:  # the class is the user's, and need not like being subclassed
+        return RemoteError(message, **facts)
+    both.message, both.far = message, far
+    for name, value in facts.items():
+        setattr(both, name, value)
+    error: RemoteError = both
+    return error
+
+
+def _point_out_option(error: BaseException) -> None:
+    """Where the arguments did not fit, and an option of the call may have been meant by one, a note that says so."""
+    for option in ("timeout", "retries"):
+        if type(error) is TypeError and f"unexpected keyword argument '{option}'" in _text(error):
+            error.add_note(
+                f"Did you mean the option of the call? It is written `_{option}=`, or given by "
+                f"`with_options({option}=…)`; to a proxy, when it is made."
+            )
+
+
+def _both(cls: type[Exception]) -> Any:
+    """The class under both RemoteError and `cls`, the same each time."""
+    if cls not in _made:
+        _made[cls] = _make_both(cls)
+    return _made[cls]
+
+
+def _make_both(cls: type[Exception]) -> Any:
+
+    def to_text(self: RemoteError) -> str:
+        return self.message
+
+    def reduce(self: Any) -> Any:
+        facts = {name: getattr(self, name) for name in ("type_name", "traceback", "worker", "node")}
+        return raise_as, (self.far, self.message, facts)
+
+    body = {"__str__": to_text, "__reduce__": reduce, "far_class": cls, "__module__": RemoteError.__module__}
+    return type(f"Remote{cls.__name__}", (RemoteError, cls), body)
+
+
+def _native(cls: type[Exception]) -> Any:
+    """The nearest base that is written in C: its fields (`errno` of OSError) are set by its own `__init__`."""
+    return next(base for base in cls.__mro__ if base.__module__ == "builtins")
+
+
+def _pickled(error: BaseException) -> bytes:
+    if not isinstance(error, Exception) or isinstance(error, _UNFIT):
+        return b""
+    try:
+        return pickle.dumps(error, protocol=5)
+    except Exception:  # a lock in it, a local class: type, message and traceback arrive all the same
+        return b""
+
+
+def _unpickled(data: bytes) -> Exception | None:
+    if not data or are_refused():
+        return None
+    try:
+        error = pickle.loads(data)
+    except Exception:  # its class is not importable here, or its __init__ wants other arguments
+        return None
+    return error if isinstance(error, Exception) else None
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:MAX_TEXT]
+    except Exception as second:
+        return f"<its __str__ raised {type(second).__name__}>"
+
+
+def error_text(error: BaseException) -> str:
+    """Its traceback, or what can be had of it."""
+    try:
+        return "".join(traceback.format_exception(error))[-MAX_TEXT:]
+    except Exception as second:
+        return f"<its traceback cannot be formatted: {type(second).__name__}>"
+
+
+def _type_name(error: BaseException) -> str:
+    """Of what was raised first, where this came from another worker."""
+    if type(error) is RemoteError and error.type_name:
+        return error.type_name
+    far = getattr(type(error), "far_class", type(error))
+    return far.__qualname__ if far.__module__ == "builtins" else f"{far.__module__}.{far.__qualname__}"

@@ -1,0 +1,177 @@
+"""Calling again when a call has failed and may run twice."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.registry import RPC_REGISTRY, mark_of, method_name
+from unified.core.backoff import Backoff
+from unified.errors import BusOverloadedError, RemoteError, RouteLostError, RpcError, UsageError, WorkerDiedError
+from unified.job.spec import Value
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+BACKOFF = Backoff(first_s=0.05, limit_s=5.0, num_free=1)
+"""Before retries after an overload or a broken connection."""
+
+
+class RetryPolicy(Value, frozen=True, kw_only=True):
+    """Which failures are worth another attempt, and when to make it. Pure.
+
+    Worth one: the callee's life ended and another may come, the connection broke, too much was in flight. Not: what the
+    handler raised (a death that it met in a call of its own included), a deadline, a cancellation, a method that is not
+    there.
+    """
+
+    retries: int
+    """Attempts after the first."""
+    backoff: Backoff = BACKOFF
+
+    def delay_s(self, num_failed: int, error: BaseException) -> float | None:
+        """Seconds to wait after this many failed attempts, the last of which ended in `error`; None: give up."""
+        if num_failed > self.retries or isinstance(error, RemoteError):
+            return None
+        if isinstance(error, WorkerDiedError):
+            return None if error.is_final else 0.0  # the call itself waits for the next life
+        return self.backoff.delay_s(num_failed) if isinstance(error, BusOverloadedError | RouteLostError) else None
+
+
+def check_retries(
+    method: str | Callable[..., Any], retries: int, registry: Mapping[str, Callable[..., Any]] = RPC_REGISTRY
+) -> None:
+    """Whether a method may be retried.
+
+    A function says so with ``@rpc(idempotent=True)``; a name is looked up in this process. What bears no mark here (a
+    stub, the name of a method that only the callee has) is taken on the caller's word.
+
+    Raises:
+        UsageError: `retries` is no number from 0 up, or the method is known not to be idempotent.
+    """
+    if type(retries) is not int or retries < 0:
+        raise UsageError(f"retries={retries!r}: a number from 0 up is wanted.")
+    if not retries:
+        return
+    function = registry.get(method) if isinstance(method, str) else method
+    mark = None if function is None else mark_of(function)
+    if mark is not None and not mark.idempotent:
+        raise UsageError(
+            f"retries={retries} was asked for {method_name(method)!r}, which is not marked @rpc(idempotent=True): "
+            "when a call fails its handler may have run, and would run again. Mark it if that does no harm."
+        )
+
+
+def with_retries(
+    first: RpcFuture[T], again: Callable[[float | None], RpcFuture[T]], policy: RetryPolicy
+) -> RpcFuture[T]:
+    """What `first` ends in or, where that is worth another attempt, what a later one does.
+
+    The deadline of the first call is that of all attempts together. Cancelling what is returned cancels the attempt
+    that runs. An error after several attempts has a note that says how many.
+
+    Args:
+        first: the first attempt, begun.
+        again: begins another with so many seconds left (None: no deadline); it should not wait for room.
+    """
+    return _Retried(first, again, policy).outer
+
+
+class _Retried:
+    def __init__(
+        self, first: RpcFuture[Any], again: Callable[[float | None], RpcFuture[Any]], policy: RetryPolicy
+    ) -> None:
+        self._again = again
+        self._policy = policy
+        self._num_failed = 0
+        self._attempt = first
+        self.outer: RpcFuture[Any] = RpcFuture(first.what, deadline=first.deadline, host=first._host)
+        self.outer.on_end(lambda _: self._attempt.cancel())  # however it ended: this one is of no use any more
+        self.outer.parts = [first]
+        Future.add_done_callback(first, self._on_ended)  # whoever waits for the outer one receives its answer
+
+    def _on_ended(self, attempt: Future[Any]) -> None:
+        error = attempt.exception()
+        if error is None:
+            self.outer.succeed(attempt.result())
+        else:
+            self._on_failed(error)
+
+    def _on_failed(self, error: BaseException) -> None:
+        self._num_failed += 1
+        delay_s = self._policy.delay_s(self._num_failed, error)
+        left_s = self._left_s()
+        if delay_s is None or (left_s is not None and left_s <= delay_s):
+            if self._num_failed > 1:
+                error.add_note(f"That was attempt {self._num_failed} of at most {self._policy.retries + 1}.")
+            self.outer.fail(error)
+        elif not self.outer.done():
+            LATER.run(delay_s, self._try_again)
+
+    def _try_again(self) -> None:
+        if self.outer.done():
+            return
+        try:
+            attempt = self._again(self._left_s())
+        except RpcError as error:
+            self._on_failed(error)
+            return
+        except Exception as error:
+            self.outer.fail(error)
+            return
+        self._attempt = attempt
+        self.outer.parts = [attempt]
+        if self.outer.done():
+            attempt.cancel()
+        attempt.add_done_callback(self._on_ended)
+
+    def _left_s(self) -> float | None:
+        deadline = self.outer.deadline
+        return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+
+class Later:
+    """Does things after a delay, on a thread that is there only while something waits."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._waiting: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+        self._is_running = False
+
+    def run(self, delay_s: float, work: Callable[[], object]) -> None:
+        """Call `work()` in `delay_s` seconds, at the earliest. It should be short."""
+        with self._changed:
+            heapq.heappush(self._waiting, (time.monotonic() + delay_s, next(self._numbers), work))
+            if self._is_running:
+                self._changed.notify()
+                return
+            threading.Thread(target=self._run, name="bus-retry", daemon=True).start()
+            self._is_running = True
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            try:
+                work()
+            except BaseException:  # SystemExit too: a done callback may raise it
+                logger.exception("event=retry-failed: the others go on")
+            del work
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._changed:
+            while self._waiting:
+                left_s = self._waiting[0][0] - time.monotonic()
+                if left_s <= 0:
+                    return heapq.heappop(self._waiting)[2]
+                self._changed.wait(left_s)
+            self._is_running = False
+            return None
+
+
+LATER = Later()

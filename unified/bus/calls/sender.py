@@ -1,0 +1,241 @@
+"""Sends messages: the fitting way, what goes beside them, and several small ones in one write."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unified.bus.calls.inbound import InboundCall
+from unified.bus.calls.outgoing_payload import Parcel, has_device_tensors
+from unified.bus.codec.codec import Encoded
+from unified.bus.codec.tensors import Buffer
+from unified.bus.handler_pool import HandlerPool
+from unified.bus.shm.pool import SharedPool
+from unified.bus.transport.connections import PostOffice, Way
+from unified.bus.transport.framing import JOINED_BYTES, pack
+from unified.bus.transport.io_threads import Receiver
+from unified.bus.transport.unix_connection import Link
+from unified.errors import RpcError
+from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
+from unified.protocol.records import Inbox
+
+logger = logging.getLogger(__name__)
+BURST_S = 0.0002
+"""Calls to one peer that follow each other faster share writes, until somebody waits for one, or for a tick."""
+_ENDS = (Kind.RESULT, Kind.ERROR)
+"""Never wait on a link: where they would have to, no further handlers are begun (`Link.is_full`)."""
+
+
+class Courier:
+    """Everything that one endpoint sends.
+
+    Args:
+        job_id, inbox_id, worker: the sender, as envelopes name it.
+        find_inbox: of a living peer, by inbox id, from the directory.
+        pool: waits for room where the sending thread must not.
+        memory: for large payloads on this host.
+        on_holding: `release` is to be called soon.
+        on_sharing: `memory` is in use.
+        limit_bytes: that may wait on one way before a sender that may wait has to.
+    """
+
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        inbox_id: str,
+        worker: str,
+        post: PostOffice,
+        receiver: Receiver,
+        pool: HandlerPool,
+        memory: SharedPool,
+        find_inbox: Callable[[str], Inbox | None],
+        on_holding: Callable[[], None],
+        on_sharing: Callable[[], None],
+        limit_bytes: int,
+    ) -> None:
+        self._job_id = job_id
+        self._inbox_id = inbox_id
+        self._worker = worker
+        self._post = post
+        self._receiver = receiver
+        self._pool = pool
+        self._memory = memory
+        self._find_inbox = find_inbox
+        self._on_holding = on_holding
+        self._on_sharing = on_sharing
+        self._limit_bytes = limit_bytes
+        self._places = itertools.count(1)
+        self._holding: set[Link] = set()
+        """Links that keep small messages back, to send several at once."""
+        self.is_closing = False
+
+    def call(
+        self,
+        way: Way,
+        call_id: int,
+        target: str,
+        method: str,
+        timeout_s: float | None,
+        trace_id: str,
+        chain: list[int],
+        parcel: Parcel,
+        may_wait: bool,
+        give_up: Callable[[], bool],
+        place: int,
+    ) -> int:
+        """Send a CALL to the inbox `target`.
+
+        Args:
+            place: what came back when it was sent before; 0: it was not.
+
+        Returns:
+            Its place among the calls that were sent. It is taken as late as can be: a call that is far behind is not
+            believed (`unified.bus.calls.admission`), and to copy a large argument takes as long as many small calls.
+        """
+        shared, buffers = self._share(way, parcel)
+        place = place or next(self._places)
+        envelope = Envelope(
+            BUS_VERSION,
+            Kind.CALL,
+            call_id,
+            self._inbox_id,
+            self._worker,
+            target,
+            method,
+            timeout_s,
+            trace_id,
+            chain,
+            self._job_id,
+            shared,
+            place,
+        )
+        self.send(way, envelope, parcel.content.body, buffers, may_wait, give_up)
+        return place
+
+    def reply(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool:
+        """Answer a call; False if that cannot be done, or not without waiting."""
+        way: Way
+        if call.link is not None:
+            way = call.link
+        else:
+            inbox = self._inbox_of(call.sender, call.is_relayed)
+            if inbox is None:
+                return False
+            try:
+                way = self._post.way(inbox, call.is_relayed)
+            except (RpcError, OSError) as error:
+                logger.warning("worker=%s event=answer-lost method=%s reason=%r", self._worker, call.method, str(error))
+                return False
+        shared, buffers = self._share(way, Parcel(answer)) if answer.buffers else (None, answer.buffers)
+        if shared is not None and not has_device_tensors(answer.buffers):
+            answer.buffers.clear()  # copied: what it was made in shall be free for the answer to the next call
+        envelope = Envelope(
+            BUS_VERSION,
+            kind,
+            call.call_id,
+            self._inbox_id,
+            self._worker,
+            call.sender,
+            call.method if way.may_give_back else "",  # for an UNDELIVERABLE
+            job=self._job_id,
+            shared=shared,
+            count=count,
+        )
+        return self.send(way, envelope, answer.body, buffers, may_wait, lambda: call.is_stale)
+
+    def tell(self, kind: Kind, call_id: int, inbox: Inbox, count: int = 0) -> None:
+        """Send a CANCEL or a MORE; lost, the handler runs on for nothing, or waits for the caller's end."""
+        envelope = Envelope(
+            BUS_VERSION, kind, call_id, self._inbox_id, self._worker, inbox.inbox_id, job=self._job_id, count=count
+        )
+        with contextlib.suppress(RpcError, OSError):
+            self.send(self._post.way(inbox), envelope, b"", [], False, lambda: False)
+
+    def send(
+        self,
+        way: Way,
+        envelope: Envelope,
+        body: Buffer,
+        buffers: Sequence[Buffer],
+        may_wait: bool,
+        give_up: Callable[[], bool],
+    ) -> bool:
+        """Send a message; False if there was no room, and `may_wait` or `give_up` forbade to wait for it."""
+        frame = encode_envelope(envelope)
+        if isinstance(way, Link):
+            pieces = pack(frame, body, buffers)
+            if self._shares_write(way, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
+                if way.hold(pieces[0]) and way not in self._holding:
+                    self._holding.add(way)
+                    self._on_holding()
+                return True
+            way.send(pieces)
+            if may_wait and way.backlog_bytes > self._limit_bytes and envelope.kind not in _ENDS:
+                self._wait(lambda: way.wait_for_room(self._limit_bytes, lambda: self.is_closing or give_up()))
+            return True
+        frames: list[Buffer] = [frame, body, *buffers]
+        if way.try_send(frames):
+            return True
+        if may_wait:
+            return self._wait(lambda: way.send(frames, lambda: self.is_closing or give_up()))
+        if envelope.kind is Kind.ITEM:
+            return False  # its stream asks again
+        self._pool.submit(lambda: self._wait(lambda: way.send(frames, lambda: self.is_closing or give_up())))
+        return True
+
+    def _wait(self, work: Callable[[], bool]) -> bool:
+        """Wait for room without keeping a thread of the pool from others, who may have more luck with their peers."""
+        is_counted = self._pool.waits()
+        try:
+            return work()
+        finally:
+            if is_counted:
+                self._pool.waited()
+
+    def _share(self, way: Way, parcel: Parcel) -> tuple[list[Any] | None, list[Buffer]]:
+        """What of a payload goes through shared memory, and the buffers that go beside the message."""
+        if not parcel.content.buffers:
+            return None, []
+        if not isinstance(way, Link):
+            return None, parcel.settled((), False).content.buffers
+        parcel = parcel.settled(way.devices, way.peer_id == self._inbox_id)
+        buffers = parcel.content.buffers
+        if not way.can_share:
+            return None, buffers
+        granted = parcel.grant(self._memory, way.peer_id)
+        if granted is None:
+            return None, buffers
+        if way.is_lost:  # and what was on its way there forgotten, perhaps before this was
+            self._memory.forget(way.peer_id)
+        self._on_sharing()
+        return granted.shared, granted.frames
+
+    def release(self) -> None:
+        """Send what was held back."""
+        while self._holding:
+            with contextlib.suppress(KeyError):
+                self._holding.pop().release()
+
+    @property
+    def is_holding(self) -> bool:
+        """Something was kept back."""
+        return bool(self._holding)
+
+    def _shares_write(self, link: Link, kind: Kind) -> bool:
+        """Whether a message may wait a little for others to be written with."""
+        if kind is Kind.CALL:
+            now = time.monotonic()
+            is_burst = now - link.sent_at < BURST_S
+            link.sent_at = now
+            return is_burst
+        return kind is Kind.RESULT and self._receiver.has_mail and self._receiver.is_leader()
+
+    def _inbox_of(self, inbox_id: str, is_relayed: bool) -> Inbox | None:
+        """Where an answer goes. None if its sender is known to be dead; one that the relay knows need not be known."""
+        known = self._post.greeted(inbox_id) or self._find_inbox(inbox_id)
+        return Inbox(inbox_id=inbox_id) if known is None and is_relayed else known

@@ -1,0 +1,497 @@
+"""The callee's side: calls come in, handlers run, answers go out.
+
+Which thread a handler runs on: an ``async def`` on the event loop; ``@rpc(inline=True)``, and a plain function that has
+shown to be short, on the thread that received the call; all others on a pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from unified.bus.calls.concurrency import Gate, StartOrder
+from unified.bus.calls.deadlock.monitor import Asked, LineWatch
+from unified.bus.calls.future import Awaited, RpcFuture
+from unified.bus.calls.inbound import CURRENT, InboundCall, Reply
+from unified.bus.calls.method import Method, describe_method
+from unified.bus.calls.recent_replies import AnsweredCalls
+from unified.bus.calls.registry import MethodRegistry
+from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
+from unified.bus.codec.codec import Encoded, decode, encode
+from unified.bus.executor import LoopThread
+from unified.bus.handler_pool import HandlerPool
+from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
+from unified.bus.transport.io_threads import INLINE_TICKS, Receiver
+from unified.bus.transport.unix_connection import Link
+from unified.errors import ProtocolError, RpcCancelledError, RpcError
+from unified.protocol.envelope import Kind
+
+logger = logging.getLogger(__name__)
+MAX_HANDLER_THREADS = 32
+MAX_CHAIN = 64
+_OWN_GATE = "those that run wait for this one. Do not call a serialised method from its own handler."
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, dict, tuple})
+
+
+class CallService:
+    """Runs handlers. Calls that come before `open` wait.
+
+    Attributes:
+        watch: over calls in line.
+
+    Args:
+        inbox_id, worker, node: of this endpoint.
+        reply: sends an answer home.
+        asked: the open calls that were made here.
+        give_up: ends one of them, by its id.
+        pool: for sync handlers; shared with whoever else must not block.
+        receiver: whose leading thread may run short handlers.
+    """
+
+    def __init__(
+        self,
+        *,
+        registry: MethodRegistry,
+        inbox_id: str,
+        worker: str,
+        node: str,
+        reply: Reply,
+        asked: Callable[[], Iterable[Asked]],
+        give_up: Callable[[int, RpcError], object],
+        pool: HandlerPool,
+        receiver: Receiver,
+    ) -> None:
+        self._registry = registry
+        self._worker = worker
+        self._reply = reply
+        self._pool = pool
+        self._receiver = receiver
+        self._errors = HandlerErrors(worker, node, globals())
+        self._loop = LoopThread()
+        self._known: dict[tuple[str, int], InboundCall] = {}
+        self._early: list[InboundCall] | None = []
+        self._methods: dict[str, Method] = {}
+        self._gates: dict[str, Gate] = {}
+        self._order = StartOrder()
+        self._parked: dict[Link, list[Callable[[], object]]] = {}
+        """What would begin calls whose link is full."""
+        self._answered = AnsweredCalls(worker, lambda *answer: self._reply(*answer))
+        self._lock = threading.Lock()
+        self.watch = LineWatch(
+            inbox_id=inbox_id,
+            worker=worker,
+            known=self._known,
+            gates=self._gates,
+            lock=self._lock,
+            reply=reply,
+            refuse=self._refuse,
+            asked=asked,
+            give_up=give_up,
+        )
+        self._refusing = threading.local()
+        pool.on_used_up = self._refuse_queued
+
+    def accept(self, call: InboundCall) -> None:
+        """Take a call in; never blocks for longer than an inline handler does."""
+        self._known[call.sender, call.call_id] = call
+        if self._early is not None:
+            with self._lock:
+                if self._early is not None:
+                    self._early.append(call)
+                    return
+        self._begin(call)
+
+    def open(self) -> None:
+        """The methods are registered: begin with the calls that wait."""
+        while True:
+            with self._lock:  # what comes meanwhile lines up behind those that wait
+                early, self._early = self._early, None if not self._early else []
+            if not early:
+                return
+            for call in early:
+                self._begin(call)
+
+    def cancel(self, sender: str, call_id: int) -> None:
+        """The caller gave up: a call that has not begun never will, an async handler is cancelled."""
+        call = self._known.get((sender, call_id))
+        if call is None:
+            return
+        call.is_cancelled = True
+        if call.stream is not None:
+            call.stream.close()
+        elif call.task is not None:
+            self._loop.run(call.task.cancel)
+        elif call.deferred is not None:
+            call.deferred.cancel()
+        gate = call.gate
+        with self._lock:
+            is_in_line = gate is not None and call in gate.waiting
+        if is_in_line:
+            self._forget(call)
+
+    def more(self, sender: str, call_id: int, count: int) -> None:
+        """The caller has consumed so many items of a stream."""
+        call = self._known.get((sender, call_id))
+        if call is not None and call.stream is not None:
+            call.stream.more(count)
+
+    def caller_died(self, inbox_id: str) -> None:
+        """Nobody waits for the answers to its calls any more."""
+        for sender, call_id in list(self._known):
+            if sender == inbox_id:
+                self.cancel(sender, call_id)
+
+    def link_lost(self, link: Link) -> None:
+        """Answers to the calls that came on it would go nowhere."""
+        for call in list(self._known.values()):
+            if call.link is link:
+                self.cancel(call.sender, call.call_id)
+        self.resume(link)
+
+    def resume(self, link: Link) -> None:
+        """There is room again for the answers to the calls that came on it."""
+        with self._lock:
+            parked = self._parked.pop(link, [])
+        for begin in parked:
+            begin()
+
+    def relay_lost(self, is_relayed: Callable[[str], bool]) -> None:
+        """The connection to the relay broke; is mail to this inbox sent through it?"""
+        self._pool.submit(lambda: self._answered.lost(list(self._known.values()), is_relayed, "the bus relay"))
+
+    def peer_lost(self, inbox_id: str) -> None:
+        """The direct connection to this inbox broke."""
+        self._pool.submit(
+            lambda: self._answered.lost(list(self._known.values()), lambda each: each == inbox_id, "its caller")
+        )
+
+    def begin_wait(self, awaited: Awaited, task: int) -> InboundCall | int:
+        """This thread, or the task of this id, is about to wait; give what comes back to `end_wait`."""
+        call = CURRENT.get()
+        if call is None:
+            return self.watch.begin_outside(awaited, task)
+        with self._lock:
+            call.waits = (*call.waits, awaited)
+            hopeless = call.gate.hopeless() if call.gate is not None else []
+        for each in hopeless:
+            self._refuse(each, _OWN_GATE)
+        method = self._methods.get(call.method)
+        if method is not None:
+            method.pace.forget()
+        return call
+
+    def end_wait(self, who: InboundCall | int, awaited: Awaited) -> None:
+        """It waits no more."""
+        if isinstance(who, int):
+            self.watch.end_outside(who)
+        else:
+            with self._lock:
+                waits = list(who.waits)
+                waits.remove(awaited)
+                who.waits = tuple(waits)
+
+    def close(self) -> None:
+        """Cancel async handlers and stop the loop. The pool is its owner's."""
+        self.watch.close()
+        for call in list(self._known.values()):
+            if call.stream is not None:
+                call.stream.close()
+        self._loop.close()
+        self._known.clear()
+
+    def _begin(self, call: InboundCall) -> None:
+        """On the thread that received the call."""
+        if len(call.chain) > MAX_CHAIN:
+            what = f"the call of {call.method!r} in worker {self._worker} was refused: {len(call.chain)} handlers"
+            why = "each waiting for the next, led to it. Do they call one another in a circle?"
+            self._fail(call, RpcError(f"{what}, {why}"))
+            return
+        function = self._registry.get(call.method)
+        if function is None:
+            self._pool.submit(lambda: self._answer_unknown(call))
+            return
+        method = self._methods.get(call.method)
+        if method is None or method.function is not function:
+            method = self._methods[call.method] = describe_method(call.method, function, self._gates)
+        if method.gate is not None:
+            with self._lock:
+                may_enter = method.gate.enter(call)
+                hopeless = [] if may_enter else method.gate.hopeless()
+            for each in hopeless:
+                self._refuse(each, _OWN_GATE)
+            if not may_enter:
+                if call.chain or method.gate.has_streams:
+                    self.watch.begin()
+                return
+        self._hand_on(call, method)
+
+    def _hand_on(self, call: InboundCall, method: Method) -> None:
+        if method.is_inline:
+            self._run_here(call, method)
+        elif method.is_async:
+            self._loop.run(lambda: self._start_task(call, method))
+        elif (
+            method.pace.is_short
+            and method.gate is None
+            and self._receiver.is_leader()
+            and self._receiver.may_run
+            and self._order.is_free(call)
+            and not (call.link is not None and call.link.is_full)
+        ):
+            self._run_here(call, method)
+        else:
+            with self._lock:
+                may_start = self._order.line_up(call)
+            if may_start:
+                self._pool.submit(partial(self._run, call, method, True))
+
+    def _run_here(self, call: InboundCall, method: Method) -> None:
+        is_lent = self._receiver.lend(INLINE_TICKS if method.is_inline else 1)
+        try:
+            self._run(call, method, False)
+        finally:
+            if is_lent:
+                self._receiver.take_back()
+
+    def _run(self, call: InboundCall, method: Method, in_line: bool) -> None:
+        """Run a plain handler to its end, on this thread."""
+        if call.is_stale:
+            if in_line:
+                self._start_next(call)
+            self._forget(call)
+            return
+        if call.link is not None and call.link.is_full and not method.is_inline:
+            self._park(call.link, lambda: self._pool.submit(partial(self._run, call, method, in_line)))
+            return
+        token = CURRENT.set(call)
+        began = 0.0
+        try:
+            args, kwargs = self._arguments(call)
+            began = time.perf_counter()
+            if in_line:
+                in_line = False
+                self._start_next(call)
+            value = method.function(*args, **kwargs)
+            if not call.waits:
+                method.pace.took(time.perf_counter() - began)
+            # Who has the answer calls again at once: the memory of this call's arguments shall be free by then.
+            del args, kwargs
+            if type(value) not in _PLAIN and self._ends_later(call, value):
+                return
+            kind, answer = Kind.RESULT, encode(value, devices=True)
+            del value
+        except BaseException as error:
+            kind, answer = Kind.ERROR, self._errors.describe(call, error)
+        finally:
+            if in_line:
+                self._start_next(call)
+            CURRENT.reset(token)
+        self._answer(call, kind, answer, not self._receiver.is_leader())
+
+    def _park(self, link: Link, begin: Callable[[], object]) -> None:
+        with self._lock:
+            self._parked.setdefault(link, []).append(begin)
+        if not link.is_full:  # room came meanwhile, and `resume` with it
+            self.resume(link)
+
+    def _ends_later(self, call: InboundCall, value: Any) -> bool:
+        """Whether what a plain handler returned is something to wait for."""
+        if is_stream(value):
+            self._stream(call, value)
+            return True
+        if isinstance(value, Future):
+            if isinstance(value, RpcFuture):  # who made another kind of future need not expect that it is cancelled
+                call.deferred = value
+                if call.is_cancelled:
+                    value.cancel()
+            value.add_done_callback(lambda ended: self._answer_future(call, ended))
+            return True
+        if inspect.isawaitable(value):
+            self._loop.run(lambda: self._follow(call, value))
+            return True
+        return False
+
+    def _stream(self, call: InboundCall, generator: AnyGenerator) -> None:
+        """In the context of the call: run what its handler returned."""
+
+        def send(kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
+            return self._reply(call, kind, content, may_wait, count)
+
+        source = call.stream = StreamSource(
+            generator,
+            send,
+            describe=partial(self._errors.describe, call),
+            what=f"{call.method!r} in worker {self._worker}",
+            expires=call.expires,
+        )
+
+        def run() -> None:
+            try:
+                source.run(self._pool)
+            finally:
+                self._forget(call)
+
+        async def run_async() -> None:
+            try:
+                await source.run_async()
+            finally:
+                self._forget(call)
+
+        if call.is_cancelled:
+            source.close()
+        if source.is_async:
+            self._loop.run(lambda: self._follow_stream(call, run_async()))
+        else:
+            self._pool.submit(run)
+
+    def _follow_stream(self, call: InboundCall, work: Awaitable[Any]) -> None:
+        call.task = asyncio.ensure_future(work)
+
+    def _answer_future(self, call: InboundCall, ended: Future[Any]) -> None:
+        """A handler's own future has ended, on whichever thread ended it."""
+        try:
+            kind, answer = Kind.RESULT, encode(ended.result(), devices=True)
+        except BaseException as error:
+            kind, answer = Kind.ERROR, self._errors.describe(call, error)
+        self._answer(call, kind, answer, False)
+
+    def _start_next(self, call: InboundCall) -> None:
+        with self._lock:
+            following = self._order.started(call)
+        if following is not None:
+            self._pool.submit(partial(self._run, following, self._methods[following.method], True))
+
+    def _start_task(self, call: InboundCall, method: Method) -> None:
+        """On the loop."""
+        if call.link is not None and call.link.is_full and not call.is_stale:
+            self._park(call.link, lambda: self._loop.run(lambda: self._start_task(call, method)))
+            return
+
+        async def invoke() -> Any:
+            args, kwargs = self._arguments(call)
+            return await method.function(*args, **kwargs)
+
+        self._follow(call, invoke())
+
+    def _follow(self, call: InboundCall, work: Awaitable[Any]) -> None:
+        call.task = asyncio.ensure_future(self._run_async(call, work))
+
+    async def _run_async(self, call: InboundCall, work: Awaitable[Any]) -> None:
+        if call.is_stale:
+            if inspect.iscoroutine(work):
+                work.close()
+            self._forget(call)
+            return
+        CURRENT.set(call)  # in the task's own context
+        try:
+            kind, answer = Kind.RESULT, encode(await work, devices=True)
+        except asyncio.CancelledError:
+            if call.is_cancelled or self._loop.is_closing:
+                self._forget(call)
+                raise
+            ours = RpcCancelledError(f"the handler of {call.method!r} was cancelled inside worker {self._worker}.")
+            kind, answer = Kind.ERROR, Encoded(describe_ours(ours), [])
+        except BaseException as error:
+            kind, answer = Kind.ERROR, self._errors.describe(call, error)
+        self._answer(call, kind, answer, False)
+
+    def _arguments(self, call: InboundCall) -> tuple[list[Any], dict[str, Any]]:
+        arguments = decode(call.body, call.buffers)
+        call.body = b""
+        call.buffers.clear()  # and not a new list: this one is known to those who brought the call
+        match arguments:
+            case [list() as args, dict() as kwargs]:
+                return args, kwargs
+        raise ProtocolError(f"the body of the call of {call.method!r} does not hold arguments.")
+
+    def _answer_unknown(self, call: InboundCall) -> None:
+        on_missing = self._registry.on_missing
+        if on_missing is not None and on_missing(call.method, lambda: self._answer_unknown(call)):
+            return
+        try:
+            self._registry.find(call.method, self._worker)
+        except RpcError as error:
+            self._fail(call, error)
+        else:
+            self._begin(call)  # registered since
+
+    def _refuse(self, call: InboundCall, circle: str) -> None:
+        """End a call, if it is in line still."""
+        gate = call.gate
+        with self._lock:
+            if gate is None or call not in gate.waiting:
+                return  # it was let in meanwhile, or given up
+            gate.waiting.remove(call)
+        what = f"the call of {call.method!r} in worker {self._worker} was refused"
+        self._fail(call, RpcError(f"{what}: calls of {gate.name} wait for one another there, and {circle}"))
+
+    def _fail(self, call: InboundCall, error: RpcError) -> None:
+        self._errors.log(call, error)
+        self._answer(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+
+    def _answer(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool) -> None:
+        self._forget(call)
+        if call.is_stale:
+            return
+        if call.link is None:
+            self._answered.add(call)
+        try:
+            self._reply(call, kind, answer, may_wait)
+        except Exception as error:  # such as a body of more than 4 GiB; its caller is not to wait for ever
+            self._reply(call, Kind.ERROR, self._errors.describe(call, error), may_wait)
+
+    def _forget(self, call: InboundCall) -> None:
+        self._known.pop((call.sender, call.call_id), None)
+        call.has_ended = True
+        if call.gate is not None:
+            with self._lock:
+                # They line up under the lock that they were let in under: of two threads, the one that let the later
+                # call in may be the first to get further.
+                admitted = [each for each in call.gate.leave(call) if self._is_next(each)]
+            self._admit(admitted)
+
+    def _is_next(self, call: InboundCall) -> bool:
+        """Under the lock: whether a call that its gate has let in may be begun; else `_start_next` does it."""
+        method = self._methods[call.method]
+        return method.is_async or method.is_inline or self._order.line_up(call)
+
+    def _admit(self, calls: list[InboundCall]) -> None:
+        for call in calls:
+            method = self._methods[call.method]
+            if method.is_async:
+                self._hand_on(call, method)
+            else:
+                self._pool.submit(partial(self._run, call, method, not method.is_inline))
+
+    def _refuse_queued(self) -> None:
+        """All threads there may be wait for other calls: what these have led to is among what is queued, and with no
+        thread for it they might wait for ever."""
+        if getattr(self._refusing, "is_here", False):
+            return
+        self._refusing.is_here = True
+        try:
+            while queued := self._pool.withdraw(self._was_led_to):
+                for work in queued:
+                    assert isinstance(work, partial)
+                    call, _, in_line = work.args
+                    if in_line:
+                        self._start_next(call)
+                    error = RpcError(
+                        f"the call of {call.method!r} in worker {self._worker} was refused: all "
+                        f"{self._pool.most_threads} threads for handlers there wait for other calls, perhaps for this "
+                        "one. Have fewer calls open at a time, or make handlers that wait `async def`."
+                    )
+                    self._fail(call, error)
+        finally:
+            self._refusing.is_here = False
+
+    def _was_led_to(self, work: Callable[[], object]) -> bool:
+        """Whether work of the pool is a call that some handler made."""
+        return isinstance(work, partial) and work.func == self._run and bool(work.args[0].chain)

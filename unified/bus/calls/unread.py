@@ -1,0 +1,124 @@
+"""Errors of calls that nobody reads.
+
+A caller may drop the future of a call, and with it the only word that the call failed. So a future that failed and was
+never read says so when it is collected, as a task of asyncio does, or when its worker ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from unified.bus.calls.registry import is_runtimes
+from unified.bus.calls.remote_errors import REPEAT_S, error_text
+from unified.bus.errands import Errands
+from unified.core.said_once import SaidOnce
+from unified.errors import RemoteError, RpcCancelledError, RpcNotFoundError
+
+logger = logging.getLogger(__name__)
+_TELL_WITHIN_S = 2.0
+_FROM_HANDLERS = (RemoteError, RpcNotFoundError)
+
+
+class UnreadError:
+    """The error of one future, which alone holds this, until somebody reads it."""
+
+    __slots__ = ("__weakref__", "_ledger", "error", "what")
+
+    def __init__(self, ledger: UnreadErrors, what: str | tuple[str, str], error: BaseException) -> None:
+        self._ledger: UnreadErrors | None = ledger
+        self.what = what
+        self.error = error
+
+    def was_read(self) -> bool:
+        """Somebody has it now; False if that is old news."""
+        is_news, self._ledger = self._ledger is not None, None
+        return is_news
+
+    def __del__(self) -> None:
+        ledger = self._ledger
+        if ledger is not None:
+            ledger.lost(self)
+
+
+class UnreadErrors:
+    """Counts and logs the errors of an endpoint's calls that nobody read.
+
+    Each call and kind of error is logged with its traceback when it is new; more of the same are counted.
+
+    Args:
+        worker: whose calls these are.
+
+    Attributes:
+        total: errors that nobody read so far.
+        on_total: called with `total` whenever it has grown, on a thread of the bus.
+        is_stopping: the worker is being stopped, and others too: that calls break off is no news any more.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._pid = os.getpid()
+        self._waiting: set[weakref.ref[UnreadError]] = set()
+        """Neither read nor collected. Added to and copied by single steps of the interpreter, so without a lock."""
+        self._said = SaidOnce(forget_s=REPEAT_S)
+        self._errands: Errands[Callable[[], object]] = Errands(lambda work: work(), name="bus-unread")
+        self.total = 0
+        self.on_total: Callable[[int], object] = lambda total: None
+        self.is_stopping = False
+
+    def watch(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
+        """A future failed; what it is to hold until its error is read, or None if nobody need hear of that.
+
+        Args:
+            what: the call in words, or its method and target.
+        """
+        if isinstance(error, RpcCancelledError) or (type(what) is tuple and is_runtimes(what[0])):
+            return None
+        unread = UnreadError(self, what, error)
+        self._waiting.add(weakref.ref(unread, self._waiting.discard))
+        return unread
+
+    def lost(self, unread: UnreadError) -> None:
+        """Its future was collected. Safe in a finalizer."""
+        if self._pid != os.getpid() or (self.is_stopping and not isinstance(unread.error, _FROM_HANDLERS)):
+            return
+        self._errands.put(partial(self._tell, unread.what, unread.error))
+
+    def start(self) -> None:
+        """Begin to log."""
+        self._pid = os.getpid()
+        self._errands.start()
+
+    def tell_all(self) -> int:
+        """Log those that can still be read as well, since the worker ends; `total`."""
+        for reference in list(self._waiting):
+            unread = reference()
+            if unread is not None and unread.was_read():
+                self.lost(unread)
+        told = threading.Event()
+        self._errands.put(told.set)  # behind all of them
+        told.wait(_TELL_WITHIN_S)
+        return self.total
+
+    def close(self) -> None:
+        """Log what is left, and end the thread."""
+        self._errands.close()
+
+    def _tell(self, what: str | tuple[str, str], error: BaseException) -> None:
+        """On the thread of the errands, which alone counts."""
+        self.total += 1
+        words = what if isinstance(what, str) else f"the call of {what[0]!r} to worker {what[1]}"
+        if self._said.is_new(time.monotonic(), f"{words}: {type(error).__name__}"):
+            logger.error(
+                "event=rpc-error-unread worker=%s: %s failed, and nobody read that from its future (more like it are "
+                "only counted)\n%s",
+                self._worker,
+                words,
+                error_text(error),
+            )
+        self.on_total(self.total)

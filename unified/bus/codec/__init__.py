@@ -1,0 +1,1 @@
+"""Serialization of arguments and results: a msgpack body, and large buffers beside it."""

@@ -1,0 +1,140 @@
+"""Values to frames and back: a MessagePack body, and large buffers beside it that nobody copies.
+
+What MessagePack can say goes into the body as it is. Extension types carry the rest: tuples, sets, bytearrays, numpy
+arrays and torch tensors by their raw bytes, and any other Python object as pickle protocol 5 with its buffers out of
+band. A buffer of `OUT_OF_BAND_BYTES` or more becomes a frame of its own, and so does a large body. Bodies may hold
+pickles, so only workers of the same job, and a driver that calls its job, decode them; daemons never do.
+
+What arrives:
+- equal values of the same types; shared references inside one message become separate equal values, except that
+  tensors over the same memory (tied weights) are again tensors over one memory;
+- numpy arrays over a received frame, or over shared memory, read-only; ``.copy()`` to write;
+- torch tensors on the CPU, over the same (torch has no read-only tensors: writing is possible, and private);
+- of a small view of a large tensor, the view; of a tensor that has a history, the values and `requires_grad`;
+- tensors of a device arrive on the CPU, but for CUDA tensors on one host (`unified.bus.codec.cuda`);
+- a `Sealed` unopened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from unified.bus.codec.decoder import Reader
+from unified.bus.codec.encoder import BODY, SCALARS, Ext, TooDeep, Writer, is_plain, pack
+from unified.bus.codec.outgoing import OUT_OF_BAND_BYTES as OUT_OF_BAND_BYTES
+from unified.bus.codec.serialized import Sealed as Sealed
+from unified.bus.codec.tensors import Buffer
+from unified.errors import ProtocolError
+
+LARGE_BODY_BYTES = 64 * 1024
+"""A body of this size is a frame of its own, which may go through shared memory."""
+_BARE = Reader(())
+_new = tuple.__new__
+"""Makes a NamedTuple in half the time."""
+
+
+class Encoded(NamedTuple):
+    """A value as frames."""
+
+    body: bytes
+    buffers: list[Buffer]
+
+    @property
+    def nbytes(self) -> int:
+        if not self.buffers:
+            return len(self.body)
+        return len(self.body) + sum(
+            len(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer.nbytes for buffer in self.buffers
+        )
+
+
+def encode(value: object, *, devices: bool = False) -> Encoded:
+    """A value as a body and the buffers beside it.
+
+    The buffers are views of the caller's own memory: it must not change before they are sent.
+
+    Args:
+        devices: leave CUDA tensors on their devices; `unified.bus.codec.cuda.settle` must follow before anything is
+        sent.
+
+    Raises:
+        UsageError: part of the value cannot be pickled; the message names it.
+    """
+    if is_plain((value,)):
+        try:
+            body = pack(value)
+        except (OverflowError, UnicodeEncodeError):
+            return _lifted(value, devices)
+        return _new(Encoded, (body, [])) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
+    return _lifted(value, devices)
+
+
+def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], *, devices: bool = False) -> Encoded:
+    """``[args, kwargs]`` of a call, as `encode` does it; decodes to two items, a list and a dict."""
+    if not SCALARS.issuperset(map(type, args)) or not SCALARS.issuperset(map(type, kwargs.values())):
+        return encode([list(args), kwargs], devices=devices)
+    try:
+        body = pack((args, kwargs))
+    except (OverflowError, UnicodeEncodeError):
+        return encode([list(args), kwargs], devices=devices)
+    return _new(Encoded, (body, [])) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
+
+
+def decode(body: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
+    """The value in a body and its buffers. Only once for the same buffers: tensors may take them over.
+
+    Raises:
+        ProtocolError: it is corrupt, or holds an object whose class cannot be imported here.
+    """
+    return _decode(Reader(buffers) if buffers else _BARE, body)
+
+
+def decode_again(body: Buffer, buffers: Sequence[Buffer]) -> Any:
+    """As `decode`, for buffers that stay as they are: tensors get memory of their own."""
+    return _decode(Reader(buffers, is_only=False) if buffers else _BARE, body)
+
+
+def seal(value: object) -> Sealed:
+    """Encode a value now, for it to be carried, kept and handed on without being decoded on the way.
+
+    Large buffers stay where they are: they must not change before it is sent; `Sealed.detach` if it is to be kept here.
+
+    Raises:
+        UsageError: part of the value cannot be pickled; the message names it.
+    """
+    return Sealed(*encode(value))
+
+
+def _lifted(value: object, devices: bool) -> Encoded:
+    for is_careful in (False, True):
+        writer = Writer(devices=devices, is_careful=is_careful)
+        try:
+            return _made(pack(writer.lift(value)), writer)
+        except (OverflowError, UnicodeEncodeError):
+            continue  # a large int, or a str that is no text, somewhere in it
+        except (TooDeep, RecursionError):
+            break  # a value that contains itself, or nearly: pickle remembers what it has seen
+    writer = Writer(devices=devices)
+    return _made(pack(writer.pickled(value)), writer)
+
+
+def _made(body: bytes, writer: Writer) -> Encoded:
+    buffers = writer.outgoing.buffers
+    return Encoded(body, buffers) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, buffers)
+
+
+def _with_body_aside(body: bytes, buffers: list[Buffer]) -> Encoded:
+    return Encoded(pack(Ext(BODY, pack(len(buffers)))), [*buffers, body])
+
+
+def _decode(reader: Reader, body: Buffer) -> Any:
+    try:
+        return reader.unpack(body)
+    except ProtocolError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"the body of a bus message cannot be decoded: {type(error).__name__}: {error}") from error
+    finally:
+        if reader is not _BARE:
+            reader.close()

@@ -1,0 +1,169 @@
+"""CUDA tensors: by a handle to a process of the same host that sees the same device, else by their bytes.
+
+By handle the reader gets a tensor on the device, over a copy that was made there for this one message: neither side
+sees the other's writes, and the memory goes back to the sender's allocator when the reader lets go (torch counts that).
+By bytes it is copied through pinned memory, and arrives on the CPU.
+
+A handle whose message is lost keeps its memory until the sender ends: torch has no way to take it back.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from unified import settings
+from unified.bus.codec.tensors import Buffer, Windows, build_tensor, needed, tensor_bytes
+from unified.errors import ProtocolError
+
+HANDLE, BYTES = "handle", "bytes"
+"""How a tensor travels: the first word of the first of its two frames. The second has the bytes, or is empty."""
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+class DeviceTensor:
+    """Among the buffers of a value that was encoded with `devices`: a CUDA tensor, until `settle`."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.tensor.numel() * self.tensor.element_size())
+
+
+def visible_devices(env: Mapping[str, str] | None = None) -> list[str]:
+    """UUIDs of the CUDA devices that this process may use, without waking CUDA; empty where there is none."""
+    if not settings.has_accelerator():
+        return []
+    import pynvml  # slow to load, and of no use elsewhere
+
+    env = os.environ if env is None else env
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return select([str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles], env.get(VARIABLE))
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def select(uuids: Sequence[str], setting: str | None) -> list[str]:
+    """Those that ``CUDA_VISIBLE_DEVICES`` leaves: numbers, or beginnings of UUIDs, up to the first that is neither."""
+    if setting is None:
+        return list(uuids)
+    chosen: list[str] = []
+    for word in (word.strip() for word in setting.split(",")):
+        if word.isdecimal():
+            found = uuids[int(word) : int(word) + 1]
+        else:
+            found = [uuid for uuid in uuids if word and uuid.startswith(word)]
+        if len(found) != 1 or found[0] in chosen:
+            break
+        chosen.append(found[0])
+    return chosen
+
+
+def choose_way(device: str, seen_by_reader: Collection[str], *, is_same_process: bool = False) -> str:
+    """How a tensor on `device` travels: by handle to another process that sees the device, else by bytes.
+
+    Args:
+        device: UUID.
+        seen_by_reader: UUIDs of the reader's devices; none if it is on another host.
+        is_same_process: a process cannot open a handle of its own.
+    """
+    return HANDLE if device and device in seen_by_reader and not is_same_process else BYTES
+
+
+def settle(buffers: Sequence[Any], seen_by_reader: Collection[str], *, is_same_process: bool = False) -> list[Buffer]:
+    """The buffers of a value for one reader, CUDA tensors among them replaced by frames. Call it once for each reader.
+
+    Args:
+        buffers: of `encode(…, devices=True)`.
+        seen_by_reader, is_same_process: see `choose_way`.
+    """
+    frames: list[Buffer] = []
+    for index, buffer in enumerate(buffers):
+        if isinstance(buffer, DeviceTensor):
+            way = choose_way(_uuid(buffer.tensor), seen_by_reader, is_same_process=is_same_process)
+            frames += _by_handle(buffer.tensor) if way == HANDLE else _by_bytes(buffer.tensor)
+        elif not (index and isinstance(buffers[index - 1], DeviceTensor)):  # the place of its second frame
+            frames.append(buffer)
+    return frames
+
+
+def rebuild(first: Buffer, second: Buffer, windows: Windows) -> Any:
+    """The tensor of two frames.
+
+    Raises:
+        ProtocolError: they are none, or its device cannot be seen from here.
+    """
+    word, *content = msgspec.msgpack.decode(first)
+    if word == BYTES:
+        dtype, shape = content
+        return build_tensor(windows.writable(second), shape, dtype, False)
+    if word != HANDLE:
+        raise ProtocolError(f"a CUDA tensor cannot travel by {word!r}.")
+    uuid, arguments = content
+    torch = needed("torch")
+    reductions = needed("torch.multiprocessing.reductions")
+    count = torch.cuda.device_count()
+    index = next((each for each in range(count) if _uuid_of(torch, each) == uuid), None)
+    if index is None:
+        raise ProtocolError(f"a tensor on CUDA device {uuid} came, which this process does not see.")
+    values = list(pickle.loads(arguments))
+    values[_DEVICE_ARGUMENT] = index
+    return reductions.rebuild_cuda_tensor(*values)
+
+
+_DEVICE_ARGUMENT = 6
+"""Of `rebuild_cuda_tensor`: the number of the device in the sender's process."""
+
+
+def to_host(torch: Any, tensor: Any) -> Any:
+    """A CUDA tensor's copy on the CPU, by way of pinned memory: several times as fast as into any other.
+
+    The pinned memory comes from torch's own cache of it and goes back there.
+    """
+    try:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:  # the system pins no more
+        return tensor.cpu()
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
+
+
+def _by_handle(tensor: Any) -> list[Buffer]:
+    torch = needed("torch")
+    reductions = needed("torch.multiprocessing.reductions")
+    try:
+        with torch.cuda.device(tensor.device):
+            copy = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+            _, arguments = reductions.reduce_tensor(copy)
+    except RuntimeError:  # no room on the device, or memory of a kind that has no handles
+        return _by_bytes(tensor)
+    return [msgspec.msgpack.encode([HANDLE, _uuid(tensor), pickle.dumps(arguments)]), b""]
+
+
+def _by_bytes(tensor: Any) -> list[Buffer]:
+    data, shape, dtype = tensor_bytes(needed("torch"), tensor)
+    return [msgspec.msgpack.encode([BYTES, dtype, shape]), data]
+
+
+def _uuid(tensor: Any) -> str:
+    return _uuid_of(needed("torch"), tensor.device.index) if tensor.is_cuda else ""
+
+
+def _uuid_of(torch: Any, index: int) -> str:
+    """As NVML writes it; empty where torch does not know it."""
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return "" if uuid is None else f"GPU-{uuid}"

@@ -1,0 +1,153 @@
+"""A body and buffers to the value. Whatever the bytes claim, nothing is read or made room for beyond what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from unified.bus.codec.encoder import (
+    ARRAY,
+    BODY,
+    BYTEARRAY,
+    BYTES,
+    COMPLEX,
+    DEVICE,
+    FROZENSET,
+    INT,
+    MAP,
+    MAX_DEPTH,
+    NUMBER,
+    OBJECT,
+    SEALED,
+    SET,
+    TENSOR,
+    TEXT,
+    TUPLE,
+)  # fmt: skip
+from unified.bus.codec.numpy_arrays import build_array, build_number
+from unified.bus.codec.pickling import load_object
+from unified.bus.codec.serialized import Sealed
+from unified.bus.codec.tensors import Buffer, Windows, build_tensor, check_size
+from unified.errors import ProtocolError
+
+_unpack = msgspec.msgpack.Decoder().decode
+"""For what is inside an extension: plain lists."""
+
+
+class Reader:
+    """Decodes one value; `close` it then. Without buffers it decodes any number.
+
+    Args:
+        buffers: the frames beside the body.
+        is_only: see `Windows`.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], *, is_only: bool = True) -> None:
+        self._buffers = buffers
+        self._windows = Windows(is_only=is_only)
+        self._taken: set[int] = set()
+        self._memories: dict[int, Buffer] = {}
+        """Of tensors, by the number of their buffer: those that were tied stay so."""
+        self._decoders: dict[int, Callable[[Any], Any]] = {}
+
+    def unpack(self, body: Any, depth: int = 0) -> Any:
+        """The value in a body, or in an extension `depth` levels deep."""
+        decode = self._decoders.get(depth)
+        if decode is None:
+            if depth > MAX_DEPTH + 1:
+                raise ProtocolError(f"extensions nested deeper than {MAX_DEPTH} are refused.")
+            decode = msgspec.msgpack.Decoder(ext_hook=partial(self._extension, depth)).decode
+            self._decoders[depth] = decode
+        return decode(body)
+
+    def close(self) -> None:
+        """Let go of the buffers now, and not when garbage is collected: shared memory is used again the sooner."""
+        self._decoders.clear()
+
+    def _extension(self, depth: int, code: int, data: memoryview) -> Any:
+        if code == TUPLE:
+            return tuple(self.unpack(data, depth + 1))
+        if code == OBJECT:
+            where, numbers, kinds = _unpack(data)
+            return load_object(self._found(where), numbers, kinds, self._taking, self._memory, self._device)
+        if code == ARRAY:
+            return self._array(*_unpack(data))
+        if code == TENSOR:
+            return self._tensor(*_unpack(data))
+        if code == SET:
+            return set(self.unpack(data, depth + 1))
+        if code == FROZENSET:
+            return frozenset(self.unpack(data, depth + 1))
+        if code == MAP:
+            keys, values = self.unpack(data, depth + 1)
+            return dict(zip(keys, values, strict=True))
+        if code == INT:
+            return int.from_bytes(data, "little", signed=True)
+        if code == TEXT:
+            return str(data, "utf-8", "surrogatepass")
+        content = _unpack(data)
+        if code == BYTES:
+            return bytes(self._whole(*content))
+        if code == BYTEARRAY:
+            return bytearray(self._whole(*content))
+        if code == COMPLEX:
+            return complex(*content)
+        if code == NUMBER:
+            return build_number(*content)
+        if code == SEALED:
+            return self._sealed(*content)
+        if code == BODY:
+            return self.unpack(self._taking(content), depth + 1)
+        if code == DEVICE:
+            number, requires_grad = content
+            return self._device(number).requires_grad_(requires_grad)
+        raise ProtocolError(f"extension type {code} is not known here.")
+
+    def _found(self, where: Any) -> Buffer:
+        return where if isinstance(where, bytes) else self._taking(where)
+
+    def _whole(self, where: Any, nbytes: int) -> Buffer:
+        data = self._found(where)
+        check_size(data, [nbytes], 1)
+        return data
+
+    def _buffer(self, number: int) -> Buffer:
+        if not 0 <= number < len(self._buffers):
+            raise ProtocolError(f"the body wants buffer {number} of {len(self._buffers)}.")
+        return self._buffers[number]
+
+    def _taking(self, number: int) -> Buffer:
+        """A buffer that is here for one thing: a body that named it a million times would be copied as often."""
+        buffer = self._buffer(number)
+        if number in self._taken:
+            raise ProtocolError(f"the body wants buffer {number} twice.")
+        self._taken.add(number)
+        return buffer
+
+    def _memory(self, number: int) -> Buffer:
+        """A buffer for any number of tensors to write to."""
+        memory = self._memories.get(number)
+        if memory is None:
+            memory = self._memories[number] = self._windows.writable(self._buffer(number))
+        return memory
+
+    def _array(self, dtype: str, shape: list[int], fortran: bool, where: int | bytes) -> Any:
+        return build_array(self._found(where), dtype, shape, fortran)
+
+    def _tensor(self, dtype: str, shape: list[int], requires_grad: bool, where: int | bytes) -> Any:
+        data = where if isinstance(where, bytes) else self._memory(where)
+        return build_tensor(data, shape, dtype, requires_grad)
+
+    def _device(self, number: int) -> Any:
+        """A CUDA tensor, or its copy on the CPU: of its two frames one is empty."""
+        from unified.bus.codec.cuda import rebuild
+
+        return rebuild(self._taking(number), self._taking(number + 1), self._windows)
+
+    def _sealed(self, where: int | bytes, first: int, count: int) -> Sealed:
+        if not 0 <= first <= first + count <= len(self._buffers):
+            raise ProtocolError(f"a sealed value wants buffers {first} to {first + count} of {len(self._buffers)}.")
+        return Sealed(bytes(self._found(where)), [self._taking(number) for number in range(first, first + count)])

@@ -1,0 +1,175 @@
+"""Values to a body and buffers. What MessagePack can say is said as it is; extension types carry the rest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from unified.bus.codec.numpy_arrays import NUMBER_KINDS, array_bytes, is_raw
+from unified.bus.codec.outgoing import OUT_OF_BAND_BYTES, Outgoing
+from unified.bus.codec.pickling import dump_object
+from unified.bus.codec.serialized import Sealed
+from unified.bus.codec.tensors import is_dense
+
+Ext = msgspec.msgpack.Ext
+MAX_DEPTH = 32
+"""Containers nested deeper than this are pickled whole."""
+TUPLE, SET, FROZENSET, BYTES, BYTEARRAY, COMPLEX, ARRAY, TENSOR, OBJECT = range(1, 10)
+INT, TEXT, NUMBER, SEALED, BODY, DEVICE, MAP = range(10, 17)
+"""Codes of the extension types. MessagePack's own is negative."""
+SCALARS = frozenset({type(None), bool, int, float, str})
+pack = msgspec.msgpack.Encoder().encode
+"""Lossless for what `Writer.lift` leaves. Ints beyond 64 bits and lone surrogates are errors: see `is_careful`."""
+
+
+class TooDeep(Exception):
+    """Nested deeper than `MAX_DEPTH`, or without end."""
+
+
+def is_plain(items: Iterable[Any], depth: int = MAX_DEPTH) -> bool:
+    """Whether MessagePack can say all of them, and gives the same types back."""
+    for item in items:
+        kind = type(item)
+        if kind in SCALARS:
+            continue
+        if kind is list:
+            if not SCALARS.issuperset(map(type, item)) and not (depth and is_plain(item, depth - 1)):
+                return False
+        elif kind is dict:
+            if not SCALARS.issuperset(map(type, item)):
+                return False
+            if not SCALARS.issuperset(map(type, item.values())) and not (depth and is_plain(item.values(), depth - 1)):
+                return False
+        elif kind is not bytes or len(item) >= OUT_OF_BAND_BYTES:
+            return False
+    return True
+
+
+class Writer:
+    """Encodes one value; collects its buffers.
+
+    Args:
+        devices: see `Outgoing`.
+        is_careful: look at every int and str for what MessagePack cannot say.
+    """
+
+    def __init__(self, *, devices: bool = False, is_careful: bool = False) -> None:
+        self.outgoing = Outgoing(devices=devices)
+        self._is_careful = is_careful
+        self._depth = 0
+
+    def lift(self, value: Any) -> Any:
+        """The value with all that MessagePack would change, refuse or copy replaced by extensions.
+
+        Raises:
+            TooDeep: pickle it instead.
+            UsageError: part of it cannot be pickled.
+        """
+        kind = type(value)
+        if kind in SCALARS:
+            return self._scalar(value) if self._is_careful else value
+        lift = _LIFTS.get(kind)
+        return self._other(value, kind) if lift is None else lift(self, value)
+
+    def pickled(self, value: object) -> Any:
+        data, numbers, kinds = dump_object(value, self.outgoing)
+        return Ext(OBJECT, pack([self.outgoing.aside(data), numbers, kinds]))
+
+    def _scalar(self, value: Any) -> Any:
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            return Ext(INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        if type(value) is str and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return Ext(TEXT, value.encode("utf-8", "surrogatepass"))
+        return value
+
+    def _items(self, items: Iterable[Any]) -> list[Any]:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise TooDeep
+        lifted = [self.lift(item) for item in items]
+        self._depth -= 1
+        return lifted
+
+    def _is_flat(self, items: Iterable[Any]) -> bool:
+        return not self._is_careful and SCALARS.issuperset(map(type, items))
+
+    def _list(self, value: list[Any]) -> Any:
+        return value if self._is_flat(value) else self._items(value)
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        values = list(value.values()) if self._is_flat(value.values()) else self._items(value.values())
+        if self._is_flat(value):
+            return dict(zip(value, values, strict=True))
+        return Ext(MAP, pack([self._items(value), values]))  # keys such as tuples
+
+    def _tuple(self, value: tuple[Any, ...]) -> Any:
+        return Ext(TUPLE, pack(value if self._is_flat(value) else self._items(value)))
+
+    def _set(self, value: set[Any]) -> Any:
+        return Ext(SET, pack(list(value) if self._is_flat(value) else self._items(value)))
+
+    def _frozenset(self, value: frozenset[Any]) -> Any:
+        return Ext(FROZENSET, pack(list(value) if self._is_flat(value) else self._items(value)))
+
+    def _bytes(self, value: bytes) -> Any:
+        return value if len(value) < OUT_OF_BAND_BYTES else Ext(BYTES, pack([self.outgoing.add(value), len(value)]))
+
+    def _bytearray(self, value: bytearray) -> Any:
+        return Ext(BYTEARRAY, pack([self.outgoing.aside(memoryview(value)), len(value)]))
+
+    def _memoryview(self, value: memoryview) -> Any:
+        plain = value.cast("B") if value.c_contiguous and value.nbytes else value.tobytes()
+        return Ext(BYTES, pack([self.outgoing.aside(plain), value.nbytes]))
+
+    def _complex(self, value: complex) -> Any:
+        return Ext(COMPLEX, pack([value.real, value.imag]))
+
+    def _sealed(self, value: Sealed) -> Any:
+        first = len(self.outgoing.buffers)
+        self.outgoing.buffers += value.buffers
+        return Ext(SEALED, pack([self.outgoing.aside(value.body), first, len(value.buffers)]))
+
+    def _other(self, value: Any, kind: type) -> Any:
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if numpy is not None and issubclass(kind, (numpy.ndarray, numpy.generic)):
+            if kind is numpy.ndarray and is_raw(value.dtype):
+                return self._array(numpy, value)
+            if kind.__module__ == "numpy" and kind is not numpy.ndarray and is_raw(value.dtype, NUMBER_KINDS):
+                return Ext(NUMBER, pack([value.dtype.str, value.tobytes()]))
+        elif torch is not None and kind is torch.Tensor:
+            return self._tensor(torch, value)
+        return self.pickled(value)
+
+    def _array(self, numpy: Any, array: Any) -> Any:
+        data, dtype, shape, fortran = array_bytes(numpy, array)
+        return Ext(ARRAY, pack([dtype, shape, fortran, self.outgoing.aside(data)]))
+
+    def _tensor(self, torch: Any, tensor: Any) -> Any:
+        if not is_dense(torch, tensor):
+            return self.pickled(tensor)
+        if self.outgoing.stays_on_device(tensor):
+            return Ext(DEVICE, pack([self.outgoing.device_tensor(tensor), tensor.requires_grad]))
+        where, shape, dtype = self.outgoing.tensor(torch, tensor)
+        return Ext(TENSOR, pack([dtype, shape, tensor.requires_grad, where]))
+
+
+_LIFTS: dict[type, Callable[[Writer, Any], Any]] = {
+    list: Writer._list,
+    dict: Writer._dict,
+    tuple: Writer._tuple,
+    set: Writer._set,
+    frozenset: Writer._frozenset,
+    bytes: Writer._bytes,
+    bytearray: Writer._bytearray,
+    memoryview: Writer._memoryview,
+    complex: Writer._complex,
+    Sealed: Writer._sealed,
+    Ext: Writer.pickled,  # the user's own would be read as one of ours
+    msgspec.Raw: Writer.pickled,
+}

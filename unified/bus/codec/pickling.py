@@ -1,0 +1,198 @@
+"""Any other Python object: pickle protocol 5, its large buffers out of band, tensors by their bytes wherever they hide.
+
+Where pickle cannot say it (a lambda, a local class) cloudpickle does; what a script defines goes as
+`unified.job.by_value` says. Only workers of one job ever load what is dumped here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from unified.bus.codec.numpy_arrays import array_bytes, build_array, give_away, is_raw
+from unified.bus.codec.outgoing import OUT_OF_BAND_BYTES, Outgoing
+from unified.bus.codec.tensors import Buffer, build_tensor, is_dense
+from unified.errors import ProtocolError, UsageError
+from unified.job.by_value import cloud_pickler, has_readers_elsewhere, names_main, reduced
+
+BUFFER, TENSOR_MEMORY, DEVICE_TENSOR = range(3)
+"""What a pickle wants for one of its out-of-band buffers."""
+_are_refused = False
+
+
+def dump_object(value: object, outgoing: Outgoing) -> tuple[bytes, list[int], bytes]:
+    """A pickle; the numbers of the buffers that it left out, in the order in which it wants them; and what it wants of
+    each.
+
+    Raises:
+        UsageError: the object, or something in it, cannot be pickled.
+    """
+    before = outgoing.mark()
+    try:
+        # the plain pickler is twice as fast; the other one is needed only where an array can be inside
+        if "torch" in sys.modules or "numpy" in sys.modules:
+            return _dump(value, outgoing, _ArrayPickler)
+        pickled = _dump(value, outgoing, None)
+        if not names_main(pickled[0]):
+            return pickled
+        outgoing.reset(before)
+        return _dump(value, outgoing, _ArrayPickler)
+    except Exception:  # __reduce__ is the user's code and raises what it likes
+        outgoing.reset(before)
+    try:
+        return _dump(value, outgoing, _cloud_pickler())
+    except Exception as error:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise UsageError(
+            f"a value of type {kind} cannot be sent: {type(error).__name__}: {error}. "
+            "Send plain data, or make it picklable (no open files, locks or generators)."
+        ) from error
+
+
+def _dump(value: object, outgoing: Outgoing, kind: type[Any] | None) -> tuple[bytes, list[int], bytes]:
+    """Pickle `value` with a pickler of class `kind`; None: with that of the standard library."""
+    numbers: list[int] = []
+    kinds = bytearray()
+    placed: dict[int, tuple[int, int]] = {}
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        number, kind = placed.get(id(view.obj), (-1, BUFFER))
+        if number < 0:
+            if view.nbytes < OUT_OF_BAND_BYTES:
+                return True
+            number = outgoing.add(view)
+        numbers.append(number)
+        kinds.append(kind)
+        return False
+
+    out = io.BytesIO()
+    pickler = (kind or pickle.Pickler)(out, protocol=5, buffer_callback=keep_inside)
+    if isinstance(pickler, ArrayReducer):
+        pickler.be_for(outgoing, placed)
+    pickler.dump(value)
+    return out.getvalue(), numbers, bytes(kinds)
+
+
+def load_object(
+    data: Buffer,
+    numbers: Sequence[int],
+    kinds: bytes,
+    find: Callable[[int], Buffer],
+    memory: Callable[[int], Buffer],
+    device_tensor: Callable[[int], Any],
+) -> Any:
+    """The object. Arrays over its buffers are read-only.
+
+    Args:
+        data: the pickle.
+        numbers, kinds: as `dump_object` gave them.
+        find: a buffer by its number.
+        memory: the same for a tensor to write to.
+        device_tensor: a tensor that has two buffers, by the number of the first.
+    """
+    if _are_refused:
+        raise ProtocolError("it holds a Python object, and this program reads plain data and arrays alone")
+    if len(numbers) != len(kinds):
+        raise ProtocolError(f"a pickle wants {len(numbers)} buffers of {len(kinds)} kinds.")
+    wanted: list[Any] = []
+    for number, kind in zip(numbers, kinds, strict=True):
+        if kind == DEVICE_TENSOR:
+            wanted.append(device_tensor(number))
+        elif kind == TENSOR_MEMORY:
+            wanted.append(memory(number))
+        else:
+            wanted.append(memoryview(find(number)).toreadonly())
+    return pickle.loads(data, buffers=wanted)
+
+
+@contextlib.contextmanager
+def without_pickles() -> Iterator[None]:
+    """Have this process read no pickle meanwhile: a pickle can run any code of whoever wrote it."""
+    global _are_refused
+    before, _are_refused = _are_refused, True
+    try:
+        yield
+    finally:
+        _are_refused = before
+
+
+def are_refused() -> bool:
+    """Return True while this process is to read no pickles."""
+    return _are_refused
+
+
+def as_it_is(value: Any) -> Any:
+    """What a pickle calls to get an object that was built before it was loaded."""
+    return value
+
+
+class ArrayReducer:
+    """Reducer that a pickler uses for tensors and arrays. torch would write a tensor's storage through a second pickle,
+    with two copies. numpy would copy an array that is not contiguous into the pickle, and make it of native bytes.
+    """
+
+    _outgoing: Outgoing
+    _placed: dict[int, tuple[int, int]]
+    _views: list[memoryview]
+
+    def be_for(self, outgoing: Outgoing, placed: dict[int, tuple[int, int]]) -> None:
+        """Put what is large there, and note which stand-in is for what."""
+        self._outgoing = outgoing
+        self._placed = placed
+        self._views = []
+        """Keeps what `placed` names alive: an id is good only as long."""
+
+    def reduce_array(self, value: Any) -> Any:
+        """Return the reduce value of a tensor, an array, or what a script defines; NotImplemented for all else."""
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if torch is not None and type(value) is torch.Tensor:
+            return self._tensor(torch, value) if is_dense(torch, value) else NotImplemented
+        if numpy is None or type(value) is not numpy.ndarray or not is_raw(value.dtype):
+            return reduced(value, with_code=has_readers_elsewhere())
+        if value.dtype.isnative and (value.flags.c_contiguous or value.flags.f_contiguous):
+            give_away(value)
+            return NotImplemented
+        data, dtype, shape, fortran = array_bytes(numpy, value)
+        return build_array, (pickle.PickleBuffer(data), dtype, shape, fortran)
+
+    def _tensor(self, torch: Any, value: Any) -> Any:
+        if self._outgoing.stays_on_device(value):
+            stand_in = self._stand_in(self._outgoing.device_tensor(value), DEVICE_TENSOR)
+            return (_with_grad, (stand_in, True)) if value.requires_grad else (as_it_is, (stand_in,))
+        memory, shape, dtype = self._outgoing.tensor(torch, value)
+        buffer = self._stand_in(memory, TENSOR_MEMORY) if isinstance(memory, int) else bytearray(memory)
+        return build_tensor, (buffer, shape, dtype, value.requires_grad)
+
+    def _stand_in(self, number: int, kind: int) -> pickle.PickleBuffer:
+        """In the pickle, a place for what frame `number` becomes."""
+        view = memoryview(bytearray(1))  # to be written to, or pickle would want it read-only
+        self._views.append(view)
+        self._placed[id(view)] = (number, kind)
+        return pickle.PickleBuffer(view)
+
+
+class _ArrayPickler(ArrayReducer, pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return self.reduce_array(value)
+
+
+@functools.cache
+def _cloud_pickler() -> type[Any]:
+    base = cloud_pickler()
+
+    class CloudArrayPickler(ArrayReducer, base):  # type: ignore[misc, valid-type]  # found when it is needed
+        def reducer_override(self, value: Any) -> Any:
+            found = self.reduce_array(value)
+            return super().reducer_override(value) if found is NotImplemented else found
+
+    return CloudArrayPickler
+
+
+def _with_grad(tensor: Any, requires_grad: bool) -> Any:
+    return tensor.requires_grad_(requires_grad)

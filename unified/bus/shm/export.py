@@ -1,0 +1,125 @@
+"""The buffers of one message on their way into shared memory, and what to send to each reader so that it finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from unified.bus.codec.tensors import Buffer
+from unified.bus.shm.allocation import Born
+from unified.bus.shm.borrowed import Loan
+from unified.bus.shm.layout import Claims
+from unified.bus.shm.slots import Slot
+
+
+class Cell(NamedTuple):
+    """One reader's claim on one use of a slot."""
+
+    owner: str
+    """Inbox id of the process that made the segment; empty: the sender."""
+    segment: int
+    claims: Claims
+    tag: int
+    number: int
+    is_sole: bool
+
+
+Part = int | tuple[int, int]
+"""A part of a slot by its number, or any range of a slot's data: where it starts, and its bytes."""
+
+
+class Source(NamedTuple):
+    """Where a buffer lies that need not go by the wire."""
+
+    origin: Born | Loan | None
+    """A slot that was written in place, or what was lent to us; None: the slot into which the message was copied."""
+    part: Part
+
+
+class Granted(NamedTuple):
+    """How the buffers of a message reach one reader."""
+
+    shared: list[Any] | None
+    """For the envelope; see `unified.bus.shm.reader`. None: all go as frames."""
+    frames: list[Buffer]
+    """Those that go by the wire."""
+    cells: list[Cell]
+
+
+class Granter(Protocol):
+    """The pool, as seen from here."""
+
+    def cell_for(self, staged: Staged, origin: Born | Loan | None, reader: str) -> Cell | None: ...
+
+
+class Staged:
+    """What `SharedPool.stage` made. `release` it when all its readers were granted it."""
+
+    def __init__(
+        self,
+        pool: Granter,
+        buffers: Sequence[Buffer],
+        sources: list[Source | None],
+        slot: Slot | None,
+        num_readers: int,
+    ) -> None:
+        self.slot = slot
+        self.num_readers = num_readers
+        self._pool = pool
+        self._buffers = buffers
+        self._sources = sources
+
+    def grant(self, reader: str) -> Granted:
+        """How the buffers reach the inbox `reader`. What it says must be sent, or `revoke`d.
+
+        Beyond `num_readers`, and where no cell is left, all are frames.
+        """
+        shared: list[Any] = []
+        frames: list[Buffer] = []
+        cells: dict[int, Cell | None] = {}
+        for buffer, source in zip(self._buffers, self._sources, strict=True):
+            cell = None
+            if source is not None:
+                key = id(source.origin)
+                if key not in cells:
+                    cells[key] = self._pool.cell_for(self, source.origin, reader)
+                cell = cells[key]
+            if source is None or cell is None:
+                frames.append(buffer)
+                _add_frame(shared)
+            else:
+                _add_part(shared, cell, source.part)
+        taken = [cell for cell in cells.values() if cell is not None]
+        return Granted(shared if taken else None, frames, taken)
+
+    def revoke(self, granted: Granted) -> None:
+        """What was granted will not be sent."""
+        for cell in granted.cells:
+            cell.claims.revoke(cell.number)
+
+    def release(self) -> None:
+        """Nobody else will be granted it. The slot is used again when its readers have let go."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            slot.is_staged = False
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _add_frame(shared: list[Any]) -> None:
+    if shared and type(shared[-1]) is int:
+        shared[-1] += 1
+    else:
+        shared.append(1)
+
+
+def _add_part(shared: list[Any], cell: Cell, part: Part) -> None:
+    last = shared[-1] if shared else 0
+    start = [cell.owner, cell.segment, cell.tag, cell.number]
+    if type(part) is tuple:
+        shared.append([*start, list(part), 1, cell.is_sole])
+    elif type(last) is list and last[:4] == start and type(last[4]) is int and last[4] + last[5] == part:
+        last[5] += 1
+    else:
+        shared.append([*start, part, 1, cell.is_sole])

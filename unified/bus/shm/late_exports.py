@@ -1,0 +1,87 @@
+"""The `@rpc` functions of a script: exported while it runs, as each of them is defined.
+
+A function that is being decorated has no name yet, and the decorators around `@rpc` have yet to wrap it. So the names
+of the script are looked at when a call asks for one that is not registered, and again until it is there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry, export_rpc_module, is_runtimes, marked_functions
+
+DEFINED_WITHIN_S = 30.0
+"""From the begin of a script on: so long do calls wait for functions that it has not defined yet."""
+POLL_S = 0.02
+
+
+class LateExports:
+    """Exports what a script defines, from now until `close`, and keeps calls that come before.
+
+    Args:
+        module: the script's `__main__`.
+        within_s: until then, in seconds from now, calls of functions that are not defined yet wait.
+    """
+
+    def __init__(
+        self, module: ModuleType, *, registry: MethodRegistry = RPC_REGISTRY, within_s: float = DEFINED_WITHIN_S
+    ) -> None:
+        self._module = module
+        self._registry = registry
+        self._until = time.monotonic() + within_s
+        self._found: dict[str, Callable[..., Any]] = {}
+        self._waiting: list[tuple[str, Callable[[], object]]] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        registry.on_missing = self.keep
+
+    def keep(self, name: str, again: Callable[[], object]) -> bool:
+        """A call asks for a function that is not registered. True: `again` is called when it is, or will never be."""
+        with self._lock:
+            self._look()
+            is_over = self._closed.is_set() or time.monotonic() >= self._until
+            if is_over or name in self._registry or is_runtimes(name):
+                return False
+            self._waiting.append((name, again))
+            if len(self._waiting) == 1:
+                threading.Thread(target=self._poll, name="unified-late-exports", daemon=True).start()
+        return True
+
+    def close(self) -> None:
+        """The script has ended: export all that it has defined, and let go of the calls that still wait.
+
+        Raises:
+            ValueError: two of its functions have one name.
+        """
+        with self._lock:
+            self._closed.set()
+            self._look()
+            self._registry.on_missing = None
+        export_rpc_module(self._module, self._registry)
+
+    def _poll(self) -> None:
+        while True:
+            is_over = self._closed.wait(POLL_S) or time.monotonic() >= self._until
+            with self._lock:
+                self._look()
+                ready = [each for each in self._waiting if is_over or each[0] in self._registry]
+                self._waiting = [each for each in self._waiting if each not in ready]
+                is_done = not self._waiting
+            for _, again in ready:
+                again()
+            if is_done:
+                return
+
+    def _look(self) -> None:
+        """Under the lock. A name that leads to another function than before is taken anew: the script has redefined it,
+        or wrapped it."""
+        names: Mapping[str, Any] = vars(self._module)
+        seen: set[str] = set()
+        for function, mark in marked_functions(names):
+            if mark.name not in seen and self._registry.get(mark.name) is self._found.get(mark.name):
+                self._registry[mark.name] = self._found[mark.name] = function
+            seen.add(mark.name)

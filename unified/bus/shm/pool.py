@@ -1,0 +1,298 @@
+"""The owner's side of shared memory: payloads are copied into slots once, and granted to readers of this host.
+
+Everything here may fail to be had (no room, no such directory, switched off); then the payload goes by the wire, and
+one line in the log says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+from unified.bus.buffers import address_of
+from unified.bus.codec.tensors import Buffer
+from unified.bus.shm.allocation import FORWARD_BYTES, Born, bear, born_at, is_any_living
+from unified.bus.shm.borrowed import Loan, loan_behind
+from unified.bus.shm.export import Cell, Source, Staged
+from unified.bus.shm.files import DIRECTORY, is_alive, own_mark, own_pid
+from unified.bus.shm.layout import MIN_WIDTH, NUM_CELLS
+from unified.bus.shm.quota import LIMIT_VARIABLE, check_room, default_limit
+from unified.bus.shm.segment import Segment, places, space_for
+from unified.bus.shm.slots import Plan, Slot, SlotTable
+
+logger = logging.getLogger(__name__)
+THRESHOLD_BYTES = 64 * 1024
+"""Payloads from this size on, all buffers of a message together, are worth a slot."""
+BORN_READERS = NUM_CELLS // (1 + MIN_WIDTH)
+"""Of memory that was written in place, at one time."""
+PAUSE_S = 1.0
+"""After a refusal of the system it is not asked for a new segment for so long."""
+
+
+_pools: weakref.WeakSet[SharedPool] = weakref.WeakSet()
+
+
+class SharedPool:
+    """Slots that this process owns. Safe for threads; off in a process that was forked from the one that made it.
+
+    Args:
+        inbox_id: of this life; the files carry it.
+        quota_bytes: of all slots together; None: `default_limit`. 0: the pool is off.
+        directory: where segments are.
+        threshold_bytes: smaller payloads are left to the wire.
+    """
+
+    def __init__(
+        self,
+        inbox_id: str,
+        *,
+        quota_bytes: int | None = None,
+        directory: str = DIRECTORY,
+        threshold_bytes: int = THRESHOLD_BYTES,
+    ) -> None:
+        self._inbox_id = inbox_id
+        self._directory = directory
+        self._threshold_bytes = threshold_bytes
+        self._limit_bytes = default_limit(directory) if quota_bytes is None else quota_bytes
+        self._table = SlotTable(self._limit_bytes)
+        self._lock = threading.Lock()
+        self._segments: dict[int, Segment] = {}
+        self._numbers = itertools.count()
+        self._forwards: dict[tuple[str, int, int], tuple[str, Cell]] = {}
+        """By owner, segment and cell: what was handed on of other processes' slots, and to whom, for the case that the
+        reader dies."""
+        self._mark = own_mark()
+        self._pid = own_pid()
+        self._is_closed = False
+        self._refused_until = 0.0
+        self._has_warned = False
+        _pools.add(self)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all slots, in use or not."""
+        return self._table.total_bytes
+
+    def stage(self, buffers: Sequence[Buffer], num_readers: int = 1) -> Staged | None:
+        """Copy the buffers of a message into a slot, once for all its readers; None if they all go by the wire.
+
+        What lies in shared memory already, as it was received or written there, is not copied but handed on. Other
+        threads run during the copy.
+
+        Args:
+            num_readers: how many will be granted it. A sole reader may write to its tensors in place.
+        """
+        if not buffers or not self._is_on():
+            return None
+        sources: list[Source | None] = [None] * len(buffers)
+        copied: list[int] = []
+        parts: list[memoryview] = []
+        nbytes = 0
+        for index, buffer in enumerate(buffers):
+            view = memoryview(buffer)
+            source = self._found(view, num_readers)
+            if source is not None:
+                sources[index] = source
+            else:
+                copied.append(index)
+                parts.append(view)
+                nbytes += view.nbytes
+        slot = None
+        if nbytes >= self._threshold_bytes:
+            layout = places([part.nbytes for part in parts])
+            slot = self._filled(parts, layout, num_readers)
+        if slot is not None:
+            for place, index in enumerate(copied):
+                sources[index] = Source(None, place)
+        elif len(copied) == len(buffers):
+            return None
+        return Staged(self, buffers, sources, slot, num_readers)
+
+    def bear(self, nbytes: int) -> memoryview | None:
+        """Memory in a slot, to be written to and sent without a copy; None if there is none to be had, or it is small.
+
+        What was in it before is there. Its slot is used again when no view of it is left, here and in any reader.
+        """
+        if nbytes < self._threshold_bytes or not self._is_on():
+            return None
+        found = self._slot_for(nbytes)
+        if found is None:
+            return None
+        slot, segment = found
+        try:
+            slot.claims.begin(0, BORN_READERS)
+            return bear(self, slot, segment, nbytes)
+        except BaseException:
+            slot.is_staged = False
+            raise
+
+    def forget(self, reader: str) -> None:
+        """A reader is believed dead: what is on its way to it may never be taken up. Call it also when its link broke.
+
+        Safe if it lives after all: it is told that the message is gone, and what it reads already stays as it is.
+        """
+        if self._pid != own_pid():
+            return
+        with self._lock:
+            self._table.forget(reader)
+            for granted, cell in self._forwards.values():
+                if granted == reader:
+                    cell.claims.lose(cell.number, cell.tag, self._mark)
+
+    def trim(self, now: float) -> bool:
+        """Give slots that were idle for long back to the system; whether there are any left, to be asked again.
+
+        Args:
+            now: of `time.monotonic`. Once in a second or two is enough.
+        """
+        if not self._is_on():
+            return False
+        with self._lock:
+            gone = self._taken_off(self._table.trim(now, is_alive))
+            self._forwards = {key: each for key, each in self._forwards.items() if self._is_in_flight(each[1])}
+            is_any_left = bool(len(self._table) or self._forwards)
+        _remove(gone)
+        return is_any_left
+
+    def close(self) -> None:
+        """Remove every segment, but for those that somebody reads: the last of them does that."""
+        if self._pid != own_pid():
+            return
+        with self._lock:
+            self._is_closed = True
+            for slot in self._table.drain():
+                self._segments.pop(slot.number).abandon()
+
+    def cell_for(self, staged: Staged, origin: Born | Loan | None, reader: str) -> Cell | None:
+        """A claim for a reader, on what a buffer of a message lies in; None if there is none to be had."""
+        with self._lock:
+            if isinstance(origin, Loan):
+                return self._forward(origin, reader)
+            if origin is not None:
+                return self._grant(origin.slot, reader, is_sole=False)
+            slot = staged.slot
+            if slot is None or len(slot.readers) >= staged.num_readers:
+                return None
+            return self._grant(slot, reader, is_sole=staged.num_readers == 1)
+
+    def _grant(self, slot: Slot, reader: str, *, is_sole: bool) -> Cell | None:
+        cell = self._table.grant(slot, reader)
+        return None if cell is None else Cell("", slot.number, slot.claims, slot.claims.tag, cell, is_sole)
+
+    def _forward(self, loan: Loan, reader: str) -> Cell | None:
+        claim = loan.claim
+        number = claim.forward(self._mark)
+        if number is None:
+            return None
+        segment = claim.segment
+        cell = Cell(segment.owner, segment.number, segment.claims, claim.tag, number, False)
+        self._forwards[segment.owner, segment.number, number] = (reader, cell)
+        return cell
+
+    def _is_in_flight(self, cell: Cell) -> bool:
+        return cell.claims.is_in_flight(cell.number, cell.tag, self._mark)
+
+    def _is_on(self) -> bool:
+        return self._limit_bytes > 0 and not self._is_closed and self._pid == own_pid()
+
+    def _found(self, view: memoryview, num_readers: int) -> Source | None:
+        """Where a buffer lies in shared memory, if it does, and can be handed on as it is."""
+        if view.nbytes < FORWARD_BYTES:
+            return None
+        loan = loan_behind(view)
+        if loan is not None:
+            return Source(loan, loan.part_of(view)) if loan.claim.can_forward(num_readers) else None
+        if not is_any_living():
+            return None
+        address = address_of(view)
+        born = born_at(address, view.nbytes)
+        if born is None or born.pool is not self:
+            return None
+        with self._lock:
+            can_grant = self._table.can_grant(born.slot, num_readers)
+        return Source(born, (address - born.address, view.nbytes)) if can_grant else None
+
+    def _filled(self, parts: Sequence[memoryview], layout: Sequence[tuple[int, int]], num_readers: int) -> Slot | None:
+        """A staged slot with a copy of the parts; None if there is none to be had."""
+        found = self._slot_for(space_for(layout))
+        if found is None:
+            return None
+        slot, segment = found
+        try:
+            slot.claims.begin(len(parts), num_readers)
+            segment.fill(parts, layout)
+        except BaseException:
+            slot.is_staged = False
+            raise
+        return slot
+
+    def _slot_for(self, nbytes: int) -> tuple[Slot, Segment] | None:
+        """A staged slot: one that is there, a new one, or a larger one than is wanted."""
+        now = time.monotonic()
+        with self._lock:
+            slot = self._table.take(nbytes, now)
+            if slot is not None:
+                return slot, self._segments[slot.number]
+            plan = self._table.plan(nbytes) if now >= self._refused_until else None
+            gone = self._taken_off(plan.given_up if plan is not None else self._table.trim(now, is_alive))
+        _remove(gone)
+        made = self._make(plan) if plan is not None else None
+        if made is not None:
+            return made
+        with self._lock:
+            slot = self._table.take(nbytes, now, snug=False)
+            if slot is not None:
+                return slot, self._segments[slot.number]
+        if plan is None:
+            self._warn(f"the quota of {self._limit_bytes} bytes is in use")
+        return None
+
+    def _make(self, plan: Plan) -> tuple[Slot, Segment] | None:
+        number = next(self._numbers)
+        try:
+            check_room(self._directory, plan.capacity)
+            segment = Segment(self._directory, self._inbox_id, number, plan.capacity, self._mark)
+        except OSError as error:
+            with self._lock:
+                self._table.cancel(plan)
+                self._refused_until = time.monotonic() + PAUSE_S
+            self._warn(f"{self._directory}: {error.strerror or error}")
+            return None
+        slot = Slot(number, plan.capacity, segment.claims)
+        with self._lock:
+            if self._is_closed:
+                segment.remove()
+                return None
+            self._segments[number] = segment
+            self._table.add(slot)
+        return slot, segment
+
+    def _taken_off(self, slots: list[Slot]) -> list[Segment]:
+        return [self._segments.pop(slot.number) for slot in slots]
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "event=no-shared-memory reason=%r: large payloads go by the wire while that is so (said once; see %s)",
+                reason,
+                LIMIT_VARIABLE,
+            )
+
+
+def _remove(segments: list[Segment]) -> None:
+    """Not under the lock, which every large message takes: to give memory back takes its time."""
+    while segments:
+        segments.pop().remove()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Those that nobody closed before the interpreter's end."""
+    for pool in list(_pools):
+        pool.close()

@@ -1,0 +1,234 @@
+"""Which slot of the pool is free, and which goes back to the system. No I/O: slots are numbers, sizes and claims.
+
+A slot is *staged* while its owner may still grant it, then *held* until its cells are clear, then *idle* and kept for
+the next payload: memory that was touched before takes a copy ten times as fast as fresh memory does. What is written in
+place (`unified.bus.shm.allocation`) stays staged as long as its maker looks at it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from unified.bus.shm.layout import Claims, Use
+
+KIB = 1024
+SMALLEST_SLOT = 128 * KIB
+IDLE_S = 10.0
+"""A slot that nobody needed for this long goes back to the system."""
+BURY_EVERY_S = 2.0
+"""How often slots that are held are searched for readers that died."""
+MAX_SLOTS = 1024
+"""Each is a file, and a mapping in each process that uses it; a process may have 65 530 mappings."""
+SNUG = 2
+"""A payload may take a slot of up to this many times the size it needs while another can be made."""
+
+
+def size_class(nbytes: int) -> int:
+    """The size of the slot for so many bytes: powers of two up to 1 MiB, then four steps to each doubling."""
+    size = SMALLEST_SLOT
+    while size < nbytes and size < 1024 * KIB:
+        size *= 2
+    if size >= nbytes:
+        return size
+    step = 1 << ((nbytes - 1).bit_length() - 3)
+    step = max(step, 1024 * KIB)
+    return -(-nbytes // step) * step
+
+
+class Slot:
+    """One segment as its owner keeps account of it."""
+
+    __slots__ = ("capacity", "claims", "idle_since", "is_staged", "number", "readers")
+
+    def __init__(self, number: int, capacity: int, claims: Claims) -> None:
+        self.number = number
+        self.capacity = capacity
+        self.claims = claims
+        self.readers: list[str] = []
+        """Of this use: who has which row."""
+        self.is_staged = False
+        """It may still be granted. Whoever staged it says when that is over, with a plain store."""
+        self.idle_since = 0.0
+
+
+class Plan(NamedTuple):
+    """How to get a new slot: give up these, then make one of this size."""
+
+    capacity: int
+    given_up: list[Slot]
+
+
+class SlotTable:
+    """The slots of one pool. Not safe for threads: the pool holds a lock.
+
+    Args:
+        limit_bytes: of all slots together.
+    """
+
+    def __init__(self, limit_bytes: int, max_slots: int = MAX_SLOTS) -> None:
+        self._limit_bytes = limit_bytes
+        self._max_slots = max_slots
+        self._idle: dict[int, list[Slot]] = {}
+        self._held: deque[Slot] = deque()
+        """Staged ones too; roughly the oldest first."""
+        self._spoilt: list[Slot] = []
+        self._num_slots = 0
+        self._total_bytes = 0
+        self._next_bury = 0.0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total_bytes
+
+    def __len__(self) -> int:
+        return self._num_slots
+
+    def take(self, nbytes: int, now: float, *, snug: bool = True) -> Slot | None:
+        """A slot for so many bytes out of those that are there; it is staged. None if none is free.
+
+        Args:
+            snug: refuse one that is far too large.
+        """
+        largest = SNUG * size_class(nbytes) if snug else self._limit_bytes
+        slot = self._take_idle(nbytes, largest) if self._idle else self._take_oldest(nbytes, largest)
+        if slot is not None:
+            return slot
+        for _ in range(len(self._held)):
+            slot = self._held.popleft()
+            use = self._settle(slot, now)
+            if use is Use.HELD:
+                self._held.append(slot)
+            elif use is Use.FREE and nbytes <= slot.capacity <= largest:
+                return self._take_idle(slot.capacity, slot.capacity)
+        return None
+
+    def plan(self, nbytes: int) -> Plan | None:
+        """Room for a new slot, accounted for from now on: `add` or `cancel` must follow. None: the quota is full."""
+        capacity = size_class(nbytes)
+        idle = sorted((slot for slots in self._idle.values() for slot in slots), key=lambda slot: slot.idle_since)
+        evicted: list[Slot] = []
+        missing_bytes = self._total_bytes - sum(slot.capacity for slot in self._spoilt) + capacity - self._limit_bytes
+        missing_slots = self._num_slots - len(self._spoilt) + 1 - self._max_slots
+        while missing_bytes > 0 or missing_slots > 0:
+            if len(evicted) == len(idle):
+                return None
+            slot = idle[len(evicted)]
+            evicted.append(slot)
+            missing_bytes -= slot.capacity
+            missing_slots -= 1
+        for slot in evicted:
+            self._remove_idle(slot)
+        spoilt, self._spoilt = self._spoilt, []
+        given_up = self._give_up(spoilt + evicted)
+        self._total_bytes += capacity
+        self._num_slots += 1
+        return Plan(capacity, given_up)
+
+    def add(self, slot: Slot) -> None:
+        """The slot of a plan was made; it is staged."""
+        slot.is_staged = True
+        self._held.append(slot)
+
+    def cancel(self, plan: Plan) -> None:
+        """The slot of a plan could not be made."""
+        self._total_bytes -= plan.capacity
+        self._num_slots -= 1
+
+    def grant(self, slot: Slot, reader: str) -> int | None:
+        """A cell of a staged slot for one more reader; None if there is none left."""
+        cell = slot.claims.grant(len(slot.readers))
+        if cell is not None:
+            slot.readers.append(reader)
+            return cell
+        for row in self._over(slot):
+            slot.readers[row] = reader
+            return slot.claims.grant(row)
+        return None
+
+    def can_grant(self, slot: Slot, num_readers: int) -> bool:
+        """Whether a staged slot has cells for so many more readers."""
+        missing = num_readers - (slot.claims.num_rows - len(slot.readers))
+        return missing <= 0 or sum(1 for _ in self._over(slot)) >= missing
+
+    def forget(self, reader: str) -> None:
+        """A reader is believed dead."""
+        for slot in self._held:
+            for row, granted in enumerate(slot.readers):
+                if granted == reader:
+                    slot.claims.lose_row(row)
+
+    def trim(self, now: float, is_alive: Callable[[int], bool]) -> list[Slot]:
+        """Slots to give back to the system: spoilt ones, and those that were idle for long. Cheap when asked often."""
+        is_due = now >= self._next_bury
+        if is_due:
+            self._next_bury = now + BURY_EVERY_S
+        for _ in range(len(self._held)):
+            slot = self._held.popleft()
+            if is_due:
+                slot.claims.bury(len(slot.readers), is_alive)
+            if self._settle(slot, now) is Use.HELD:
+                self._held.append(slot)
+        old = [slot for slots in self._idle.values() for slot in slots if now - slot.idle_since >= IDLE_S]
+        for slot in old:
+            self._remove_idle(slot)
+        spoilt, self._spoilt = self._spoilt, []
+        return self._give_up(spoilt + old)
+
+    def drain(self) -> list[Slot]:
+        """Every slot, for the end of the pool; the table is empty then."""
+        slots = [*self._held, *self._spoilt, *(slot for slots in self._idle.values() for slot in slots)]
+        self._held.clear()
+        self._spoilt.clear()
+        self._idle.clear()
+        self._total_bytes = self._num_slots = 0
+        return slots
+
+    def _over(self, slot: Slot) -> Iterator[int]:
+        """Rows that were granted and can be granted anew."""
+        return (row for row in range(len(slot.readers)) if slot.claims.is_over(row))
+
+    def _settle(self, slot: Slot, now: float) -> Use:
+        """Put a slot that is held no more where it belongs; what it was."""
+        use = Use.HELD if slot.is_staged else slot.claims.use(len(slot.readers))
+        if use is Use.SPOILT:
+            self._spoilt.append(slot)
+        elif use is Use.FREE:
+            slot.idle_since = now
+            slot.readers = []
+            self._idle.setdefault(slot.capacity, []).append(slot)
+        return use
+
+    def _take_oldest(self, nbytes: int, largest: int) -> Slot | None:
+        """The slot that was used first, if it fits and is held no more: mostly it is, and needs no more looking."""
+        slot = self._held[0] if self._held else None
+        if slot is None or slot.is_staged or not nbytes <= slot.capacity <= largest:
+            return None
+        if slot.claims.use(len(slot.readers)) is not Use.FREE:
+            return None
+        self._held.rotate(-1)
+        slot.readers = []
+        slot.is_staged = True
+        return slot
+
+    def _take_idle(self, nbytes: int, largest: int) -> Slot | None:
+        size = min((size for size in self._idle if nbytes <= size <= largest), default=0)
+        if size == 0:
+            return None
+        slot = self._idle[size][-1]  # the last one used: more of it is in the processor's cache
+        self._remove_idle(slot)
+        slot.is_staged = True
+        self._held.append(slot)
+        return slot
+
+    def _remove_idle(self, slot: Slot) -> None:
+        slots = self._idle[slot.capacity]
+        slots.remove(slot)
+        if not slots:
+            del self._idle[slot.capacity]
+
+    def _give_up(self, slots: list[Slot]) -> list[Slot]:
+        self._total_bytes -= sum(slot.capacity for slot in slots)
+        self._num_slots -= len(slots)
+        return slots

@@ -1,0 +1,1 @@
+"""Streams of results: the caller's stream and the handler's generator."""

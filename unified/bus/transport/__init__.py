@@ -1,0 +1,1 @@
+"""Transport of messages: routes, framing, Unix and ZeroMQ connections, I/O threads."""

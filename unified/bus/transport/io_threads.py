@@ -1,0 +1,355 @@
+"""The threads that receive from this host's links, and run the handlers that have shown to be short.
+
+One thread at a time *leads*: it waits for all links, takes in what comes, and hands it on. When what it hands on is
+somebody's own code (`lending`), leading may pass to another thread: at once if that code waits for the bus, else when
+`tick` finds it still there a moment later. So short handlers cost no change of thread, and none can stop the bus.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from unified.bus.transport.framing import Frames
+from unified.bus.transport.spin import Spin
+from unified.bus.transport.unix_connection import Link
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.002
+"""How long a handler may hold up the rest, about."""
+LEFT_TICKS = 8
+"""How long answers may lie that nobody waits for: a thread that makes many calls would be disturbed by another that
+receives their answers meanwhile."""
+SENDING_TICKS = 50
+"""The same while that thread goes on sending on the link."""
+INLINE_TICKS = 25
+"""How long an inline handler keeps the lead: its callers count on one running after the other, also where the system
+takes its core away for some milliseconds in the midst of one."""
+MAX_THREADS = 64
+_FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Receiver:
+    """Starts with one thread; others join while handlers keep earlier ones.
+
+    Args:
+        listener: of this process's Unix socket; None: only links that this side makes.
+        on_link: a connection came; returns the link for it.
+        on_mail: takes each message from a link that is not ours; always called by one thread at a time, in order.
+        on_busy: `tick` is to be called every `TICK_S` until it returns False.
+        on_idle: all that had come was handed on; called before this thread waits.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket | None,
+        *,
+        on_link: Callable[[socket.socket], Link],
+        on_mail: Callable[[Link, Frames], None],
+        on_busy: Callable[[], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self._listener = listener
+        self._on_link = on_link
+        self._on_mail = on_mail
+        self._on_busy = on_busy
+        self._on_idle = on_idle
+        self._epoll = select.epoll()
+        self._spin = Spin()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._links: dict[int, Link] = {}
+        self._watched: dict[int, Callable[[], None]] = {}
+        """What to do when another file can be read."""
+        self._left: dict[Link, tuple[int, int]] = {}
+        """Links that nobody reads since a waiting thread left them: how often they had been read when last seen, and
+        for how many ticks it was as often."""
+        self._mail: deque[tuple[Link, Frames]] = deque()
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        """Guards who leads."""
+        self._leader = 0
+        self._loan = 0
+        """Counts up with each piece of somebody's code."""
+        self._lent = False
+        self._seen_loan = 0
+        self._ticks_left = 0
+        """Until the lead is taken from the code that runs."""
+        self._wanted = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._num_spare = 0
+        self._num_alive = 0
+        self._is_ticking = False
+        self._is_deaf = False
+        """It stopped to accept: there were no file numbers left."""
+        self._was_deaf = False
+        self._is_closing = False
+        self._is_closed = False
+        self._epoll.register(self._bell, select.EPOLLIN)
+        if listener is not None:
+            listener.setblocking(False)
+            self._epoll.register(listener.fileno(), select.EPOLLIN)
+
+    def start(self) -> None:
+        """Begin to receive."""
+        with self._turn:
+            self._pass_on()
+
+    def add(self, link: Link) -> None:
+        """Receive from this link too; after `close` it is closed at once."""
+        with self._lock:
+            is_late = self._is_closing
+            if not is_late:
+                self._links[link.fd] = link
+        if is_late:
+            link.close()
+        else:
+            self.watch(link)
+
+    def remove(self, link: Link) -> None:
+        """Forget a link; to be called before its number may become another file's."""
+        with self._lock:
+            self._left.pop(link, None)
+            if self._links.get(link.fd) is link:
+                del self._links[link.fd]
+                self._watch(link, 0)
+
+    def watch(self, link: Link) -> None:
+        """Its wishes changed."""
+        with self._lock:
+            if self._links.get(link.fd) is link:
+                self._watch(link, link.events)
+
+    def _watch(self, link: Link, events: int) -> None:
+        if events == link.watched:
+            return
+        if not events:  # a link that is only modified to nothing still reports its end, again and again
+            with contextlib.suppress(OSError, ValueError):
+                self._epoll.unregister(link.fd)
+        elif link.watched:
+            self._epoll.modify(link.fd, events)
+        else:
+            self._epoll.register(link.fd, events)
+        link.watched = events
+
+    def watch_file(self, fd: int, on_ready: Callable[[], None]) -> None:
+        """Have the thread that leads call `on_ready()`, which must not wait, whenever this file can be read."""
+        self._watched[fd] = on_ready
+        with contextlib.suppress(ValueError):  # closed
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch_file(self, fd: int) -> None:
+        """No more; to be called before its number may become another file's."""
+        self._watched.pop(fd, None)
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(fd)
+
+    @property
+    def links(self) -> list[Link]:
+        with self._lock:
+            return list(self._links.values())
+
+    def left(self, link: Link) -> None:
+        """A waiting thread stopped reading it: if none comes back soon, this receiver reads it again."""
+        if link not in self._left:
+            self._left[link] = (link.num_reads, 0)
+            self._keep_ticking()
+
+    def lend(self, num_ticks: int = 1) -> bool:
+        """Somebody's code begins on this thread: if it leads, it may lose the lead until `take_back`, once so many
+        ticks have found it still there.
+
+        False, and no `take_back` is due, where this thread does not lead.
+        """
+        if self._leader != threading.get_ident() or self._lent:
+            return False
+        self._loan += 1
+        self._ticks_left = num_ticks
+        self._lent = True
+        if not self._is_ticking:
+            self._keep_ticking()
+        return True
+
+    def take_back(self) -> None:
+        """That code has ended."""
+        with self._turn:
+            if self._leader == threading.get_ident():
+                self._lent = False
+
+    def pass_on_now(self) -> bool:
+        """The code that runs on this thread is about to wait: another thread shall lead. False if this one does not."""
+        if self._leader != threading.get_ident():
+            return False
+        with self._turn:
+            if self._lent and self._leader == threading.get_ident():
+                self._pass_on()
+        return True
+
+    @property
+    def may_run(self) -> bool:
+        """Whether somebody's code may run on the thread that leads: there are others to take its place."""
+        return len(self._threads) < MAX_THREADS or self._num_spare > 0
+
+    def is_leader(self) -> bool:
+        return self._leader == threading.get_ident()
+
+    @property
+    def has_mail(self) -> bool:
+        """There is more to hand on."""
+        return bool(self._mail)
+
+    def tick(self) -> bool:
+        """Look after what was left alone too long; False when there is nothing to look after."""
+        self._is_ticking = False  # first: what begins from here on calls for ticks itself
+        now = time.monotonic() if self._left else 0.0
+        for link, (num_reads, num_ticks) in list(self._left.items()):
+            if link.num_reads != num_reads or link.reader:
+                self._left[link] = (link.num_reads, 0)
+            elif num_ticks < (SENDING_TICKS if now - link.sent_at < 2 * TICK_S else LEFT_TICKS):
+                self._left[link] = (num_reads, num_ticks + 1)
+            else:
+                self._left.pop(link, None)
+                link.attach()
+        if self._is_deaf and self._listener is not None and not self._is_closing:
+            self._is_deaf = False
+            self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        with self._turn:
+            if self._lent and self._loan == self._seen_loan:
+                self._ticks_left -= 1
+                if self._ticks_left <= 0:
+                    self._pass_on()
+            self._seen_loan = self._loan
+        if self._left or self._lent or self._is_deaf:
+            self._is_ticking = True
+        return self._is_ticking
+
+    def close(self) -> None:
+        """End the threads, close the listener and all links. A thread inside a handler ends when that does."""
+        with self._lock:
+            self._is_closing = True
+        with self._turn:
+            if not self._is_closed:
+                os.eventfd_write(self._bell, 1)
+            threads = list(self._threads)
+        for _ in threads:
+            self._wanted.release()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(0.2)
+        for link in self.links:
+            link.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._close_if_last()
+
+    def abandon(self) -> None:
+        """In a forked child: close this process's copies of all files, and touch nothing that the parent shares."""
+        self._is_closing = self._is_closed = True
+        for link in list(self._links.values()):
+            link.abandon()
+        if self._listener is not None:
+            self._listener.close()
+        self._epoll.close()
+        os.close(self._bell)
+
+    def _close_if_last(self) -> None:
+        with self._turn:
+            if self._is_closing and self._num_alive == 0 and not self._is_closed:
+                self._is_closed = True
+                self._epoll.close()
+                os.close(self._bell)
+
+    def _keep_ticking(self) -> None:
+        if not self._is_ticking:
+            self._is_ticking = True
+            self._on_busy()
+
+    def _pass_on(self) -> None:
+        """Have another thread lead; under `_turn`."""
+        if self._is_closing:
+            return
+        if self._num_spare == 0:
+            name = f"bus-io-{len(self._threads)}"
+            thread = threading.Thread(target=self._stand_by, name=name, daemon=True)
+            thread.start()  # first: where no thread can be had, this one still leads
+            self._threads.append(thread)
+            self._num_alive += 1
+        else:
+            self._num_spare -= 1
+        self._leader, self._lent = 0, False
+        self._wanted.release()
+
+    def _stand_by(self) -> None:
+        while True:
+            self._wanted.acquire()
+            with self._turn:
+                if self._is_closing:
+                    self._num_alive -= 1
+                    break
+                me = self._leader = threading.get_ident()
+            while self._leader == me and not self._is_closing:
+                try:
+                    self._lead(me)
+                except BaseException:  # SystemExit too: a done callback may raise it, and all depends on this thread
+                    logger.exception("event=receiver-failed: it goes on")
+                    self.take_back()
+            with self._turn:
+                self._num_spare += 1
+        self._close_if_last()
+
+    def _lead(self, me: int) -> None:
+        """Hand on what has come, then wait for more. Returns when another thread leads."""
+        while self._mail:
+            link, frames = self._mail.popleft()
+            self._on_mail(link, frames)
+            if self._leader != me:
+                return
+        self._on_idle()
+        for fd, events in self._spin.look(self._epoll.poll) or self._epoll.poll():
+            if fd == self._bell:
+                return
+            link_or_none = self._links.get(fd)
+            if link_or_none is None:
+                if self._listener is not None and fd == self._listener.fileno():
+                    self._accept(self._listener)
+                elif fd in self._watched:
+                    self._watched[fd]()
+                continue
+            if events & select.EPOLLOUT:
+                link_or_none.flush()
+                self.watch(link_or_none)
+            if events & ~select.EPOLLOUT:
+                if not link_or_none.read():  # another thread is at it: do not be called for it again and again
+                    link_or_none.detach()
+                    self.left(link_or_none)
+                if self._leader != me:
+                    return
+
+    def deliver(self, link: Link, frames: Frames) -> None:
+        """A message from a link that is not ours, read by the thread that leads."""
+        self._mail.append((link, frames))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if error.errno in _FULL:
+                self._be_deaf(listener, error)
+            return
+        self.add(self._on_link(connection))
+
+    def _be_deaf(self, listener: socket.socket, error: OSError) -> None:
+        """Who waits to be accepted would be reported again and again: look at it with each tick."""
+        if not self._was_deaf:
+            self._was_deaf = True
+            logger.warning("event=cannot-accept reason=%r (it is tried again, and only said once)", str(error))
+        self._epoll.unregister(listener.fileno())
+        self._is_deaf = True
+        self._keep_ticking()

@@ -1,0 +1,229 @@
+"""The way in: a Unix socket for this host; for others one PULL bound on `tcp`, and one DEALER to the relay.
+
+The two ZeroMQ sockets share a thread; `unified.bus.transport.io_threads` has those of the Unix socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from unified.bus.codec.tensors import Buffer
+from unified.bus.transport.routes import LOCAL, Policy, ipc_address
+from unified.bus.transport.zmq_sender import HEARTBEAT_MS
+from unified.errors import ClusterError
+from unified.protocol.records import Inbox
+from unified.settings import make_private
+
+logger = logging.getLogger(__name__)
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+_BELL = "inproc://bell"
+_BACKLOG = 4096
+"""Peers that may connect at one moment, as they do when a large job starts."""
+_BATCH = 100
+"""Messages taken from one socket before the others are looked at."""
+
+
+class Mail(NamedTuple):
+    """One message as it came through ZeroMQ; its buffers are views of what was received."""
+
+    envelope: bytes
+    body: bytes
+    buffers: list[Buffer]
+    is_relayed: bool
+
+
+class InboxSockets:
+    """Binds the addresses of one life, then receives until closed.
+
+    Args:
+        inbox_id: unique for each life; also the DEALER's identity at the relay.
+        run_dir: a directory for the Unix socket, made 0700.
+        address: of this host, for others; empty for none.
+
+    Attributes:
+        listener: of the Unix socket; None where there is none.
+
+    Raises:
+        ClusterError: nobody could reach this inbox.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        inbox_id: str,
+        host_id: str,
+        run_dir: str,
+        address: str,
+        relay: str,
+        policy: Policy,
+        secure: Callable[[Socket, bool], None] = lambda socket, is_server: None,
+        shm: str = "",
+        gpus: list[str] | None = None,
+    ) -> None:
+        self._context = context
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._path: Path | None = None
+        self.listener: socket.socket | None = None
+        self._pull: Socket | None = None
+        routes: list[str] = []
+        if policy != "relay":
+            routes += [*self._listen(run_dir, inbox_id, policy), *self._bind_tcp(address, secure)]
+        self._dealer = _dealer(context, inbox_id, relay, secure) if relay else None
+        self.inbox = Inbox(inbox_id=inbox_id, routes=routes, host_id=host_id, shm=shm, gpus=gpus or [])
+        if not routes and not relay:
+            self.close()
+            raise ClusterError(
+                f"the inbox of this worker has no address: neither a socket in {run_dir} nor one on {address!r} "
+                "could be bound, and there is no relay. The log says why."
+            )
+
+    def start(self, on_mail: Callable[[Mail], None], on_relay_lost: Callable[[], None]) -> int | None:
+        """Begin to receive what comes through ZeroMQ; the ident of the thread that calls back, if there is one."""
+        if self._pull is None and self._dealer is None:
+            return None
+        bell = self._context.socket(zmq.PULL)
+        bell.bind(_BELL)
+        self._thread = threading.Thread(
+            target=self._receive, args=(bell, on_mail, on_relay_lost), name="bus-remote", daemon=True
+        )
+        self._thread.start()
+        return self._thread.ident
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """End the thread, close all and remove the Unix socket's file.
+
+        Returns:
+            Whether the thread ended: after `timeout_s` one that is held up in somebody's code is left to itself. It
+            closes its sockets when it comes back.
+        """
+        self._is_closing = True
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        if self.listener is not None:
+            self.listener.close()
+        if self._thread is None:
+            self._close_sockets()
+            return True
+        striker = self._context.socket(zmq.PUSH)
+        striker.connect(_BELL)
+        with contextlib.suppress(zmq.Again):  # it has ended already
+            striker.send(b"", zmq.NOBLOCK)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        striker.close(0)
+        return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """In a forked child: nothing here is its own."""
+        self._path = None
+
+    def _receive(self, bell: Socket, on_mail: Callable[[Mail], None], on_relay_lost: Callable[[], None]) -> None:
+        lost = None if self._dealer is None else self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        poller = zmq.Poller()
+        for each in (self._pull, self._dealer, lost, bell):
+            if each is not None:
+                poller.register(each, zmq.POLLIN)
+        while not self._is_closing:
+            try:
+                ready = dict(poller.poll())
+                for source in (self._pull, self._dealer):
+                    if source is not None and source in ready:
+                        self._drain(source, source is self._dealer, on_mail)
+                if lost is not None and lost in ready:
+                    lost.recv_multipart()
+                    on_relay_lost()
+            except BaseException:  # SystemExit too: a done callback may raise it, and all depends on this thread
+                logger.exception("event=receiver-failed: it goes on")
+        if self._dealer is not None and lost is not None:
+            self._dealer.disable_monitor()
+            lost.close(0)
+        bell.close(0)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for each in (self._pull, self._dealer):
+            if each is not None:
+                each.close(0)
+
+    def _drain(self, source: Socket, is_relayed: bool, on_mail: Callable[[Mail], None]) -> None:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_BATCH):
+                if self._is_closing:
+                    return
+                on_mail(_take(source, is_relayed))
+
+    def _listen(self, run_dir: str, inbox_id: str, policy: Policy) -> list[str]:
+        if policy == "tcp" or not run_dir:
+            return []
+        address, why_not = ipc_address(run_dir, inbox_id)
+        if not why_not:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                make_private(Path(run_dir))
+                listener.bind(address.removeprefix(LOCAL))
+                listener.listen(_BACKLOG)
+            except OSError as error:
+                listener.close()
+                why_not = str(error)
+        if why_not:
+            logger.warning("event=no-ipc-route run_dir=%s reason=%r (tcp is used on this host too)", run_dir, why_not)
+            return []
+        self.listener = listener
+        self._path = Path(address.removeprefix(LOCAL))
+        return [address]
+
+    def _bind_tcp(self, address: str, secure: Callable[[Socket, bool], None]) -> list[str]:
+        if not address:
+            return []
+        pull = self._context.socket(zmq.PULL)
+        pull.set(zmq.BACKLOG, _BACKLOG)
+        pull.set(zmq.IPV6, ":" in address)  # with it, IPv4 addresses would be shown in a mapped form
+        secure(pull, True)
+        host = f"[{address}]" if ":" in address and not address.startswith("[") else address
+        try:
+            pull.bind(f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            logger.warning("event=no-tcp-route address=%s reason=%r", address, str(error))
+            pull.close(0)
+            return []
+        self._pull = pull
+        return [pull.get_string(zmq.LAST_ENDPOINT)]
+
+
+def _dealer(context: Context, inbox_id: str, relay: str, secure: Callable[[Socket, bool], None]) -> Socket:
+    dealer = context.socket(zmq.DEALER)
+    dealer.set(zmq.IDENTITY, inbox_id.encode())
+    dealer.set(zmq.LINGER, 0)
+    dealer.set(zmq.IPV6, "[" in relay)
+    dealer.set(zmq.RECONNECT_IVL, 50)
+    dealer.set(zmq.RECONNECT_IVL_MAX, 2_000)
+    dealer.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    dealer.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    secure(dealer, False)
+    dealer.connect(relay)
+    return dealer
+
+
+def _take(source: Socket, is_relayed: bool) -> Mail:
+    """One message; zmq.Again if there is none. Envelope and body are small and copied, the buffers are not."""
+    envelope = source.recv(zmq.NOBLOCK)
+    more = source.get(zmq.RCVMORE)
+    body = source.recv() if more else b""
+    buffers: list[Buffer] = []
+    more = more and source.get(zmq.RCVMORE)
+    while more:
+        frame = source.recv(copy=False)
+        buffers.append(frame.buffer)
+        more = frame.more
+    return Mail(envelope, body, buffers, is_relayed)

@@ -1,0 +1,418 @@
+"""A connection to another process of this host: a Unix socket that carries messages both ways.
+
+The process that calls connects; answers come back on the same connection. Sending never blocks: what the kernel does
+not take at once waits in a backlog, and the receiving thread sends it on when there is room. Who waits for an answer
+receives it (`receive_until`): waking another thread to be woken by it would take most of the time of a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from unified.bus.codec.tensors import Buffer
+from unified.bus.transport.framing import FrameReader, Frames
+from unified.bus.transport.spin import Spin
+from unified.errors import ProtocolError
+from unified.protocol.records import Inbox
+
+RECEIVE_BYTES = 64 * 1024
+FEW_BYTES = 8 * 1024
+"""Asked for unless the last helping was as much as was asked for. What is received is cut to its size, and the hole
+that is left is too small for the next: where small messages are kept for a while, as questions to a queue are, holes of
+64 KiB added up to 2 MiB a minute."""
+HELD_BYTES = 16 * 1024
+"""Small messages that may wait for one another, to share a write."""
+MAX_PIECES = 512
+"""Of one write; the kernel takes 1024."""
+_LONGEST_POLL_S = 3600.0
+
+
+class Watcher(Protocol):
+    """Who reads a link that no waiting thread reads, and writes what had to wait
+    (`unified.bus.transport.io_threads`)."""
+
+    def watch(self, link: Link) -> None:
+        """Its wishes (`events`) changed."""
+
+    def left(self, link: Link) -> None:
+        """A waiting thread stopped reading it."""
+
+    def remove(self, link: Link) -> None:
+        """It is about to be closed."""
+
+
+class Link:
+    """One connection.
+
+    Args:
+        connection: connected; it becomes this object's own.
+        on_frames: takes each message that comes, on the thread that received it, in order.
+        is_ours: this side made it, so that only answers come in.
+        full_bytes: with more than this in the backlog of a link that is not ours it `is_full`, until half has left.
+        on_room: it is not full any more.
+
+    Attributes:
+        peer_id: inbox id of the other side.
+        is_full: the other side does not take its answers. No further calls are read from it, and none of those that
+            came should begin: so what waits for a stopped process is bounded.
+        watched: the events that the watcher waits for; kept by it.
+        can_share: the other side sees this process's shared memory.
+        devices: UUIDs of the CUDA devices that the other side sees.
+        num_reads: counts up with each time that somebody finished reading.
+    """
+
+    is_relay = may_give_back = False
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        watcher: Watcher,
+        on_frames: Callable[[Link, Frames], None],
+        on_lost: Callable[[Link, str], None],
+        *,
+        is_ours: bool,
+        peer_id: str = "",
+        full_bytes: int = sys.maxsize,
+        on_room: Callable[[Link], None] = lambda link: None,
+    ) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._watcher = watcher
+        self._on_frames = on_frames
+        self._on_lost = on_lost
+        self._full_bytes = full_bytes
+        self._on_room = on_room
+        self.is_ours = is_ours
+        self.can_share = False
+        self.devices: list[str] = []
+        self.peer_id = peer_id
+        self.fd = connection.fileno()
+        self.wants_in = True
+        self.watched = 0
+        self.is_full = False
+        self.is_lost = False
+        self.num_reads = 0
+        self.error: ProtocolError | None = None
+        """What came could not be read."""
+        self.reader = 0
+        """Ident of the thread that reads; 0 for none."""
+        self._reading = threading.Lock()
+        self._shall_close = False
+        self._counting = threading.Lock()
+        self._num_wanting = 0
+        """Streams, threads and callbacks that what comes on it is for, though they do not read it themselves."""
+        self._frames = FrameReader()
+        self._helping = FEW_BYTES
+        self._cut: deque[Frames] = deque()
+        """Received, and yet to be handed on."""
+        self._sending = threading.Lock()
+        self._held: list[Buffer] = []
+        self._held_bytes = 0
+        self.sent_at = 0.0
+        """When a call was last sent on it; kept by the endpoint."""
+        self._backlog: deque[memoryview] = deque()
+        self.backlog_bytes = 0
+        self._room = threading.Condition(self._sending)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if is_ours else -1
+        self._waking = threading.Lock()
+        """Guards that nobody writes to a number that has become another file's."""
+        self._spin = Spin()
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+        if is_ours:
+            self._poll.register(self._wake, select.POLLIN)
+
+    @property
+    def events(self) -> int:
+        """What the watcher is to wait for."""
+        wants_in = self.wants_in and not self.is_full
+        return (select.EPOLLIN if wants_in else 0) | (select.EPOLLOUT if self._backlog else 0)
+
+    def meet(self, theirs: Inbox, ours: Inbox) -> None:
+        """The other side has said who it is."""
+        self.can_share = bool(theirs.shm) and theirs.shm == ours.shm
+        self.devices = theirs.gpus
+
+    def hold(self, piece: Buffer) -> bool:
+        """Keep a small message back until `release`, or the next `send`; False, and it was sent, if enough is held."""
+        with self._sending:
+            self._held.append(piece)
+            self._held_bytes += len(piece)
+            if self._held_bytes < HELD_BYTES:
+                return True
+        self.release()
+        return False
+
+    def release(self) -> None:
+        """Send what was held back."""
+        if self._held:
+            self.send(())
+
+    def send(self, pieces: Sequence[Buffer]) -> None:
+        """Send now, or as soon as the kernel takes it; never blocks. To a lost link it goes nowhere."""
+        with self._sending:
+            if self._held:
+                pieces = [b"".join(self._held), *pieces]
+                self._held.clear()
+                self._held_bytes = 0
+            if self.is_lost or not pieces:
+                return
+            was_waiting, was_full, sent = bool(self._backlog), self.is_full, 0
+            if not was_waiting:
+                try:
+                    sent = self._write(pieces)
+                except BaseException as error:
+                    self._break()
+                    if isinstance(error, OSError):  # the other side is gone; reading will find that out and say so
+                        return
+                    raise
+                if len(pieces) == 1 and sent == len(pieces[0]):
+                    return
+            self._keep(pieces, sent)
+        if self._backlog and (not was_waiting or self.is_full != was_full):
+            self._watcher.watch(self)
+
+    def wait_for_room(self, limit_bytes: int, give_up: Callable[[], bool]) -> bool:
+        """Wait until less than `limit_bytes` are in the backlog; False if `give_up` said so before."""
+        with self._room:
+            while self.backlog_bytes >= limit_bytes and not self.is_lost:
+                if give_up():
+                    return False
+                self._room.wait(0.05)
+        return True
+
+    def flush(self) -> None:
+        """Send what waits, as far as the kernel takes it."""
+        with self._sending:
+            while self._backlog and not self.is_lost:
+                pieces = [self._backlog[i] for i in range(min(len(self._backlog), MAX_PIECES))]
+                try:
+                    sent = self._write(pieces)
+                except OSError:
+                    self._break()
+                    break
+                if not sent:
+                    break
+                self.backlog_bytes -= sent
+                while sent:
+                    first = self._backlog[0]
+                    if sent >= first.nbytes:
+                        sent -= first.nbytes
+                        self._backlog.popleft()
+                    else:
+                        self._backlog[0] = first[sent:]
+                        sent = 0
+            has_room = self.is_full and 2 * self.backlog_bytes <= self._full_bytes
+            if has_room:
+                self.is_full = False
+            self._room.notify_all()
+        if has_room:
+            self._on_room(self)
+
+    def read(self, most: int = 16) -> bool:
+        """Receive what is there (at most so many times) and hand it on. False if another thread is at it."""
+        if not self._reading.acquire(False):
+            return False
+        self.reader = threading.get_ident()
+        try:
+            for _ in range(most):
+                if not self._receive():
+                    break
+        finally:
+            self._stop_reading()
+        return True
+
+    def receive_until(self, done: Callable[[], bool], deadline: float | None) -> None:
+        """Receive, on this thread, until `done()` or `deadline` (monotonic); returns at once if another thread does."""
+        if not self._reading.acquire(False):
+            self.want()  # before looking again: who reads now will look at it when leaving
+            try:
+                if not self._reading.acquire(False):
+                    return
+            finally:
+                self.unwant()
+        try:
+            self.reader = threading.get_ident()
+            self.detach()
+            while not self.is_lost and not done():
+                left_s = _LONGEST_POLL_S if deadline is None else min(deadline - time.monotonic(), _LONGEST_POLL_S)
+                if left_s <= 0:
+                    return
+                for fd, _ in self._spin.look(self._poll.poll) or self._poll.poll(left_s * 1000 + 1):
+                    if fd == self.fd:
+                        self._receive()
+                    else:
+                        os.eventfd_read(self._wake)
+        finally:
+            self._stop_reading()
+            if self._num_wanting:
+                self.attach()
+            else:
+                self._watcher.left(self)
+
+    def want(self) -> None:
+        """What comes on it is to be received also when nobody waits for it in `receive_until`; undone by `unwant`."""
+        with self._counting:
+            self._num_wanting += 1
+        if not self.reader:
+            self.attach()
+
+    def unwant(self) -> None:
+        """One less wants that."""
+        with self._counting:
+            self._num_wanting -= 1
+
+    def attach(self) -> None:
+        """Have the receiving thread read it."""
+        if not self.wants_in:
+            self.wants_in = True
+            self._watcher.watch(self)
+
+    def detach(self) -> None:
+        """Have the receiving thread leave it alone."""
+        if self.wants_in:
+            self.wants_in = False
+            self._watcher.watch(self)
+
+    def wake(self) -> None:
+        """The thread in `receive_until` shall look again."""
+        if self.reader and self.reader != threading.get_ident():
+            with self._waking:
+                if self._wake >= 0:
+                    os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """End it, without waiting for who reads it now; what the kernel has not taken is dropped."""
+        with self._sending:
+            if self._shall_close:
+                return
+            self._shall_close = True
+            self._forget_backlog()
+        self._watcher.remove(self)
+        self.wake()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._close_files()
+
+    def abandon(self) -> None:
+        """In a forked child: close this process's copy of the files, so that the other side sees its parent's end."""
+        self.is_lost = self._shall_close = True
+        self._release_files()
+
+    def _stop_reading(self) -> None:
+        self.reader = 0
+        self.num_reads += 1
+        self._reading.release()
+        if self._shall_close:
+            self._close_files()
+
+    def _close_files(self) -> None:
+        """Unless somebody reads, who will then do it: nobody shall poll a number that may soon be another file's."""
+        if self._reading.acquire(False):
+            try:
+                with self._waking:
+                    self._release_files()
+            finally:
+                self._reading.release()
+
+    def _release_files(self) -> None:
+        self.fd = -1
+        self._socket.close()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _write(self, pieces: Sequence[Buffer]) -> int:
+        """How many bytes the kernel took."""
+        try:
+            return self._socket.send(pieces[0]) if len(pieces) == 1 else self._socket.sendmsg(pieces[:MAX_PIECES])
+        except BlockingIOError:
+            return 0
+
+    def _break(self) -> None:
+        """Under `_sending`: a message may have left in part, so nothing may follow it; the reader finds the end."""
+        self._backlog.clear()
+        self.backlog_bytes = 0
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _forget_backlog(self) -> None:
+        """Under `_sending`: it is lost."""
+        self.is_lost = True
+        self.is_full = False
+        self._backlog.clear()
+        self.backlog_bytes = 0
+        self._room.notify_all()
+
+    def _keep(self, pieces: Sequence[Buffer], sent: int = 0) -> None:
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            if sent >= view.nbytes:
+                sent -= view.nbytes
+                continue
+            self._backlog.append(view[sent:])
+            self.backlog_bytes += view.nbytes - sent
+            sent = 0
+        if self.backlog_bytes > self._full_bytes and not self.is_ours:
+            self.is_full = True
+
+    def _receive(self) -> bool:
+        """Take one helping; whether there may be more."""
+        wanted = self._frames.wanted
+        try:
+            if wanted is None:
+                data = self._socket.recv(self._helping)
+                count = len(data)
+                is_full = count == self._helping
+                self._helping = RECEIVE_BYTES if is_full else FEW_BYTES
+                frames = self._frames.feed(data) if count else []
+            else:
+                with wanted:
+                    count = self._socket.recv_into(wanted)
+                is_full = True
+                frames = self._frames.filled(count) if count else []
+            self._cut += frames
+        except (BlockingIOError, InterruptedError):
+            return False
+        except (OSError, ValueError) as error:
+            self._lose(str(error))
+            return False
+        except BaseException as error:  # such as KeyboardInterrupt: some of what was received may be lost
+            self._lose(f"receiving was stopped by {type(error).__name__}")
+            raise
+        if not count:
+            self._lose("the other side closed it")
+            return False
+        self._hand_on()
+        if self._frames.error is not None:
+            self.error = self._frames.error
+            self._lose(str(self.error))
+            return False
+        return is_full
+
+    def _hand_on(self) -> None:
+        """All that was cut, also if the thread is interrupted meanwhile, or a done callback raises SystemExit."""
+        stopped_by: BaseException | None = None
+        while self._cut:
+            try:
+                while self._cut:
+                    self._on_frames(self, self._cut.popleft())
+            except BaseException as error:
+                stopped_by = error
+        if stopped_by is not None:
+            raise stopped_by
+
+    def _lose(self, reason: str) -> None:
+        if not self.is_lost:
+            with self._sending:
+                self._forget_backlog()
+            self._on_lost(self, reason)
