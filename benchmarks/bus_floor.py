@@ -20,7 +20,7 @@ import bus_work as work
 import numpy as np
 import zmq
 
-from unified.memory_copy import Copy, copy_memory, num_cores
+from unified.memory.copy import Copy, copy_memory, num_cores
 from unified.worker.memory import keep_freed
 from unified_agent.environment import TUNABLES, tunables
 from unified_agent.inventory import last_cache_bytes

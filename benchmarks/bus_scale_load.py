@@ -16,7 +16,7 @@ import time
 import msgspec
 import zmq
 
-from unified import settings
+from unified.config import settings
 from unified.protocol.agent_master import Heartbeat, ObservedWorker, ObservedWorkers, RegisterAgent, agent_to_master
 from unified.protocol.framing import Codec
 from unified.protocol.records import Inbox, NodeResources, WorkerState

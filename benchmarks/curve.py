@@ -21,8 +21,8 @@ import zmq
 from rich.console import Console
 from rich.table import Table
 
-from unified.bus.curve import Gatekeeper, new_key, secure_client
-from unified.keys import ClusterKey
+from unified.security.curve import Gatekeeper, new_key, secure_client
+from unified.security.keys import ClusterKey
 
 Socket = zmq.Socket[bytes]
 ECHO, COUNT, END = b"e", b"c", b"x"

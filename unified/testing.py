@@ -134,7 +134,7 @@ class LocalCluster:
     def connection(self) -> MasterConnection:
         """A connection to the master, closed with the cluster."""
         from unified.client.connection import MasterConnection
-        from unified.keys import find_key
+        from unified.security.keys import find_key
 
         if self._connection is None:
             self._connection = MasterConnection(self.address, key=find_key(self.address))

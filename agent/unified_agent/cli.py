@@ -14,11 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from unified import process, settings
+from unified import process
+from unified.config import settings
+from unified.config.logging import logging_level
 from unified.errors import UnifiedError, UsageError
-from unified.keys import ClusterKey, check_listening, find_key, may_go_without
-from unified.log_level import logging_level
 from unified.protocol.records import NodeResources
+from unified.security.keys import ClusterKey, check_listening, find_key, may_go_without
 from unified_agent import inventory
 from unified_agent.daemon import AgentDaemon, AgentOptions
 from unified_agent.environment import NodeFacts

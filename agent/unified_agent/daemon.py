@@ -15,11 +15,11 @@ from typing import assert_never
 
 from msgspec import structs
 
-from unified.job.spec import Value
-from unified.keys import ClusterKey
+from unified.config.settings import Intervals
 from unified.protocol.agent_master import LogRead
 from unified.protocol.records import Failure
-from unified.settings import Intervals
+from unified.security.keys import ClusterKey
+from unified.values import Value
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.events import (
     AgentEvent,

@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from unified.job.spec import JobSpec, Value
+from unified.job.spec import JobSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
+from unified.values import Value
 
 VISIBILITY = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """By kind of device. On ROCm only the HIP variable is set: ROCR_VISIBLE_DEVICES filters *before* it and renumbers, so

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from unified.bus.curve import secure_client
-from unified.bus.handshakes import EVENTS, Handshakes
 from unified.errors import ProtocolError
-from unified.keys import ClusterKey
 from unified.protocol.agent_master import AgentToMaster, agent_to_master, master_to_agent
 from unified.protocol.client_master import Refused
 from unified.protocol.framing import UNREADABLE
+from unified.security.curve import secure_client
+from unified.security.handshakes import EVENTS, Handshakes
+from unified.security.keys import ClusterKey
 from unified_agent.core.events import AgentEvent, KeyRefused, MasterReached, MasterSaid, MasterUnreadable
 from unified_agent.poll_loop import Sources
 

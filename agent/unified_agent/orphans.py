@@ -28,10 +28,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from unified import process, settings
+from unified import process
 from unified.bus.shm.files import Sweeper
+from unified.config import settings
 from unified.errors import ClusterError
-from unified.job.spec import Value
+from unified.values import Value
 from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
 
 log = logging.getLogger("unified_agent")

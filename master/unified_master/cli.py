@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from unified import process, settings
+from unified import process
+from unified.config import settings
+from unified.config.logging import logging_level
+from unified.config.runtime import RuntimeSettings
 from unified.core.coordination.workers import HeartbeatTimes
 from unified.errors import UnifiedError, UsageError
-from unified.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
-from unified.log_level import logging_level
-from unified.runtime_settings import RuntimeSettings
+from unified.security.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
 from unified_master.daemon import MasterDaemon, MasterOptions
 
 _ENDPOINT = re.compile(r"(?:tcp://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?\Z")

@@ -14,10 +14,10 @@ from unified.core.coordination.coordinator import CoordinatorCore
 from unified.core.coordination.events import Event, RequestCame, SpaceClosed, TimePassed, WorkerGone
 from unified.core.coordination.presence import REPLACED
 from unified.core.coordination.workers import HEARTBEAT_TIMES, HeartbeatTimes
-from unified.job.spec import Value
 from unified.protocol.client_master import Refused
 from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartbeat, RestorePosition
 from unified.protocol.records import EventRecord, WorkerState
+from unified.values import Value
 from unified_master.core.master import MasterCore
 from unified_master.core.messages import MasterAction, Report, Save, Send
 from unified_master.core.restore import Record

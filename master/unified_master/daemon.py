@@ -16,17 +16,17 @@ from types import FrameType
 import msgspec
 import zmq
 
-from unified.bus.curve import Gatekeeper
+from unified.config.logging import LogOnce
+from unified.config.settings import Intervals
 from unified.core.coordination.workers import HEARTBEAT_TIMES, HeartbeatTimes
-from unified.core.said_once import SaidOnce
 from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMismatchError
-from unified.keys import ClusterKey
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.client_master import ClientToMaster, Refused
 from unified.protocol.coordinator import CoordinatorRequest, WorkerToCoordinator
 from unified.protocol.framing import MAX_MESSAGE, UNREADABLE, Codec
 from unified.protocol.records import EventRecord
-from unified.settings import Intervals
+from unified.security.curve import Gatekeeper
+from unified.security.keys import ClusterKey
 from unified_master.control_frames import receive, send
 from unified_master.coordinator_service import Asked, Desk
 from unified_master.core.events import MasterEvent, Received, TimePassed
@@ -83,7 +83,7 @@ class MasterDaemon:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = Gatekeeper(self._context, options.key, name="control")
         self._defects: list[float] = []
-        self._refusals = SaidOnce()
+        self._refusals = LogOnce()
         self._is_stopping = False
 
     def run(self) -> int:

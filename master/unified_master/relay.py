@@ -14,10 +14,8 @@ from typing import Literal
 
 import zmq
 
-from unified.bus.curve import Gatekeeper
-from unified.core.said_once import SaidOnce
+from unified.config.logging import LogOnce
 from unified.errors import ProtocolError, UnifiedError
-from unified.keys import ClusterKey
 from unified.protocol.envelope import (
     BUS_VERSION,
     Envelope,
@@ -27,6 +25,8 @@ from unified.protocol.envelope import (
     encode_envelope,
     encode_record,
 )
+from unified.security.curve import Gatekeeper
+from unified.security.keys import ClusterKey
 
 logger = logging.getLogger(__name__)
 _TRACKED_BYTES = 64 * 1024
@@ -60,7 +60,7 @@ class BusRelay:
         self.num_forwarded = 0
         self.num_undeliverable = 0
         self._key = key
-        self._rejections = SaidOnce()
+        self._rejections = LogOnce()
         self._queued: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._thread: threading.Thread | None = None
         self._stop: zmq.Socket[bytes] | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from unified import settings
+from unified.config import settings
 from unified.errors import ClusterError
 from unified.protocol.records import EventRecord
 from unified_master.core.messages import Report, Save

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from unified.api.builder import DLJobBuilder
-from unified.bus.curve import new_key
 from unified.bus.streams.stream import RpcStream
 from unified.cli.main import main
 from unified.client.handle import JobHandle
 from unified.errors import RefusedError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
-from unified.keys import write_key
+from unified.security.curve import new_key
+from unified.security.keys import write_key
 from unified.testing import LocalCluster
 
 pytestmark = pytest.mark.cluster

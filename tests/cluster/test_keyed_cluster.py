@@ -16,8 +16,8 @@ import zmq
 
 from tests.cluster.key_job import MARKER
 from unified import process
-from unified.bus.curve import new_key, secure_client
-from unified.keys import load_key, write_key
+from unified.security.curve import new_key, secure_client
+from unified.security.keys import load_key, write_key
 from unified.testing import LocalCluster, eventually
 
 pytestmark = pytest.mark.cluster

@@ -16,9 +16,7 @@ import msgspec
 import zmq
 
 from unified import process
-from unified.bus.curve import Gatekeeper
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
-from unified.keys import ClusterKey
 from unified.protocol.agent_master import (
     AgentRegistered,
     DesiredJob,
@@ -36,6 +34,8 @@ from unified.protocol.agent_master import (
     master_to_agent,
 )
 from unified.protocol.records import WorkerState
+from unified.security.curve import Gatekeeper
+from unified.security.keys import ClusterKey
 
 PATIENCE_S = 15.0
 HERE = Path(__file__).parent

@@ -10,11 +10,11 @@ import pytest
 
 from tests.io.agent_harness import AgentProcess, PlayedMaster, a_job, a_worker, eventually, read_log
 from unified import process
-from unified.bus.curve import new_key
-from unified.keys import ClusterKey, write_key
 from unified.protocol.agent_master import AgentRegistered, HeartbeatSeen, ObservedWorkers, RegisterAgent
 from unified.protocol.client_master import Refused
 from unified.protocol.records import WorkerState
+from unified.security.curve import new_key
+from unified.security.keys import ClusterKey, write_key
 
 KEY, OTHER = new_key(), new_key()
 Start = Callable[..., AgentProcess]

@@ -11,12 +11,10 @@ import zmq
 
 from tests.io.conftest import FakeMaster
 from tests.io.test_master_daemon import MasterProcess
-from unified.bus.curve import new_key, secure_client
 from unified.cli.main import main
 from unified.client.connection import MasterConnection
 from unified.errors import KeyRefusedError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
-from unified.keys import ClusterKey, write_key
 from unified.protocol.client_master import (
     Accepted,
     Explain,
@@ -30,6 +28,8 @@ from unified.protocol.client_master import (
     master_to_client,
 )
 from unified.protocol.framing import PROTOCOL_VERSION
+from unified.security.curve import new_key, secure_client
+from unified.security.keys import ClusterKey, write_key
 
 KEY, OTHER = new_key(), new_key()
 PUBLIC_ONLY = ClusterKey(public=KEY.public, secret=OTHER.secret)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from unified.config.runtime import RuntimeSettings
 from unified.errors import OptionError
-from unified.runtime_settings import RuntimeSettings
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from tests.io.s3_fixture import Asked, S3Server, faulty
 from tests.io.test_master_daemon import MasterProcess
 from tests.io.test_runtime_settings_master import Start, start  # noqa: F401 - a fixture
 from unified.checkpoint import CheckpointManager
+from unified.config.runtime import FILE_VARIABLE, SECTIONS, VARIABLES, variable_of
 from unified.data import DatasetRegistry, EmbeddedCoordinator, ShardedDataset, TrainingOrchestrator
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.coordinator import CoordinatorRequest, Heartbeat
-from unified.runtime_settings import FILE_VARIABLE, SECTIONS, VARIABLES, variable_of
 from unified.storage import S3Backend
 from unified.testing import eventually
 

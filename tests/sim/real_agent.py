@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tests.sim.sim_agent import Delays, Said, next_claims
+from unified.config.settings import Intervals
 from unified.core.timers import TimerTable
 from unified.protocol.agent_master import LogRead, MasterToAgent
 from unified.protocol.records import DirectoryEntry, Failure, Inbox, NameClaims, NodeResources, Progress
@@ -21,7 +22,6 @@ from unified.protocol.worker_agent import (
     Running,
     WorkerToAgent,
 )
-from unified.settings import Intervals
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.events import (
     AgentEvent,

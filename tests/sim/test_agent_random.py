@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from unified.config.settings import Intervals
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
     AgentRegistered,
@@ -18,7 +19,6 @@ from unified.protocol.agent_master import (
 )
 from unified.protocol.records import Failure, NameClaims, NodeResources, WorkerState
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Running, WorkerToAgent
-from unified.settings import Intervals
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.events import (
     AgentEvent,

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable, Iterable
 
 from tests.sim.sim_agent import Agent, Said
+from unified.config.settings import Intervals
 from unified.protocol.agent_master import MasterOrder, MasterToAgent
 from unified.protocol.client_master import ClientToMaster, MasterAnswer
 from unified.protocol.records import EventRecord, Stage
-from unified.settings import Intervals
 from unified_master.core.events import Received, TimePassed
 from unified_master.core.invariants import check
 from unified_master.core.master import MasterCore

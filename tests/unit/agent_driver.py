@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unified.config.settings import Intervals
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
     AgentRegistered,
@@ -21,7 +22,6 @@ from unified.protocol.worker_agent import (
     Hello,
     WorkerToAgent,
 )
-from unified.settings import Intervals
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.events import (
     AgentEvent,

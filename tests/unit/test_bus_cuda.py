@@ -39,7 +39,7 @@ def test_the_devices_that_a_process_sees(setting: str | None, chosen: list[str])
 
 
 def test_no_device_is_seen_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unified.settings.has_accelerator", lambda: False)
+    monkeypatch.setattr("unified.config.settings.has_accelerator", lambda: False)
     assert visible_devices({}) == []
 
 

@@ -7,8 +7,8 @@ import errno
 import pytest
 import zmq
 
-from unified.bus.handshakes import SURE_AFTER, Handshakes
-from unified.keys import ClusterKey
+from unified.security.handshakes import SURE_AFTER, Handshakes
+from unified.security.keys import ClusterKey
 
 KEY = ClusterKey(public="p" * 40, secret="s" * 40)
 WELL = (int(zmq.EVENT_HANDSHAKE_SUCCEEDED), 0)

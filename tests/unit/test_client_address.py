@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unified.client.address import find_master, parse_address, require_master
+from unified.config.addresses import find_master, parse_address, require_master
 from unified.errors import UsageError
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from unified.checkpoint import CheckpointManager
-from unified.coordinator_address import parse_coordinator
+from unified.config.addresses import parse_coordinator
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
 from unified.data.orchestrator import TrainingOrchestrator

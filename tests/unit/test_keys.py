@@ -14,7 +14,8 @@ from rich.pretty import pretty_repr
 from unified.cli.main import main
 from unified.errors import KeyFileError, UsageError
 from unified.job.spec import JobSpec
-from unified.keys import (
+from unified.protocol.worker_agent import Launch
+from unified.security.keys import (
     ClusterKey,
     check_listening,
     default_key_file,
@@ -24,7 +25,6 @@ from unified.keys import (
     may_go_without,
     write_key,
 )
-from unified.protocol.worker_agent import Launch
 
 KEY = ClusterKey(public="p" * 40, secret="s" * 39 + "!")
 FAR, NEAR = "tcp://10.0.0.1:7077", "tcp://127.0.0.1:7077"

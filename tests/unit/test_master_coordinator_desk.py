@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from unified.config.settings import Intervals
 from unified.protocol.client_master import Done, MasterAnswer, Refused
 from unified.protocol.coordinator import (
     BarrierResponse,
@@ -22,7 +23,6 @@ from unified.protocol.coordinator import (
     WorkerRegistration,
 )
 from unified.protocol.records import EventRecord, WorkerState
-from unified.settings import Intervals
 from unified_master.coordinator_service import Asked, Desk
 from unified_master.core.master import MasterCore
 from unified_master.core.messages import MasterAction, Report, Save, Send

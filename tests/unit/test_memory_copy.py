@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from unified import memory_copy
-from unified.memory_copy import Copy, copy_memory
+from unified.memory import copy as memory_copy
+from unified.memory.copy import Copy, copy_memory
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 2, 9])

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from unified.api.builder import DLJobBuilder
+from unified.config.logging import LEVELS, log_level, logging_level
+from unified.config.runtime import SECTIONS, RuntimeSettings, variable_of
+from unified.config.settings import DEFAULT_PORT
 from unified.errors import OptionError, UsageError
 from unified.job.options import submit_options
-from unified.log_level import LEVELS, log_level, logging_level
-from unified.runtime_settings import SECTIONS, RuntimeSettings, variable_of
-from unified.settings import DEFAULT_PORT
 
 # Document 5, "Runtime Configuration (TOML)".
 DOCUMENT = """

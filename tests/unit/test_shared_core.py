@@ -10,9 +10,9 @@ import pytest
 from unified.core.backoff import Backoff
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
-from unified.core.transitions import TransitionTable
 from unified.errors import InvariantError
 from unified.protocol.records import JOB_MOVES, NODE_MOVES, WORKER_MOVES
+from unified.transitions import TransitionTable
 
 
 class Lamp(StrEnum):

@@ -36,7 +36,6 @@ from unified.bus.calls.server import MAX_HANDLER_THREADS, CallService
 from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments
 from unified.bus.codec.cuda import visible_devices
-from unified.bus.curve import Gatekeeper
 from unified.bus.errands import Errands
 from unified.bus.handler_pool import HandlerPool
 from unified.bus.shm.files import identity, own_pid
@@ -49,8 +48,9 @@ from unified.bus.transport.routes import read_policy
 from unified.bus.transport.tombstones import Departed
 from unified.bus.transport.unix_connection import Link
 from unified.errors import UsageError
-from unified.keys import ClusterKey
 from unified.protocol.records import DirectoryEntry, Inbox
+from unified.security.curve import Gatekeeper
+from unified.security.keys import ClusterKey
 
 logger = logging.getLogger(__name__)
 LIMIT_BYTES = 256 * 1024 * 1024

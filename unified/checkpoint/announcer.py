@@ -11,7 +11,7 @@ from contextlib import suppress
 from unified.checkpoint.manifest import Manifest, manifest_name
 from unified.checkpoint.unsaid import Unsaid, Word
 from unified.checkpoint.writers import Writer
-from unified.coordinator_address import parse_coordinator
+from unified.config.addresses import parse_coordinator
 from unified.data.coordinator_client import Coordinator
 from unified.data.worker_identity import look_around, named_coordinator, open_coordinator, worker_of_rank
 from unified.errors import CoordinatorError

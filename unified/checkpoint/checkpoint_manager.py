@@ -31,11 +31,11 @@ from unified.checkpoint.retention import LEFTOVER_AFTER_S
 from unified.checkpoint.run_files import checked_metadata
 from unified.checkpoint.save_queue import Save, SaveQueue, WhenFull
 from unified.checkpoint.store import Order
+from unified.config.runtime import RuntimeSettings
 from unified.core.backoff import Backoff
 from unified.data.coordinator_client import Coordinator
 from unified.errors import UsageError
 from unified.extras import needed_by
-from unified.runtime_settings import RuntimeSettings
 
 if TYPE_CHECKING:
     from unified.checkpoint.shard_saves import ShardSaves

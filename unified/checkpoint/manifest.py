@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from unified.errors import CheckpointCorruptError, UsageError
-from unified.job.spec import Value
+from unified.values import Value
 
 FORMAT = 1
 """Of manifests. One with a higher number was written by a later version."""

@@ -23,7 +23,7 @@ class FromSettings(Enum):
 
 
 FROM_SETTINGS: Final = FromSettings.FROM_SETTINGS
-"""Not given: `unified.runtime_settings` decides."""
+"""Not given: `unified.config.runtime` decides."""
 
 
 def check_counts(**counts: int | None) -> None:

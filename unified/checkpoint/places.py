@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unified.checkpoint.options import FromSettings
+from unified.config.runtime import StorageSettings
 from unified.errors import UsageError
-from unified.runtime_settings import StorageSettings
 
 if TYPE_CHECKING:
     from unified.storage.backend import StorageBackend

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from unified.checkpoint.manifest import Manifest, manifest_name, part_of, step_of
-from unified.job.spec import Value
+from unified.values import Value
 
 LEFTOVER_AFTER_S = 600.0
 """A part without a manifest is left over when it is so old. A save writes its manifest right after its parts, or after

@@ -13,7 +13,7 @@ import msgspec
 
 from unified.checkpoint.manifest import Manifest, Part, manifest_name, part_name
 from unified.errors import CheckpointCorruptError
-from unified.job.spec import Value
+from unified.values import Value
 
 INDEX = "index"
 _LEFT = re.compile(r"rank-(\d{5,})\.(note|failed)")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unified.memory_copy import Copy, copy_memory
+from unified.memory.copy import Copy, copy_memory
 
 ALIGN = 64
 """Bytes; of every tensor's beginning."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from unified.checkpoint.manifest import Manifest
-from unified.job.spec import Value
+from unified.values import Value
 
 Judgement = Literal["write", "leave", "refuse"]
 

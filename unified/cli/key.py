@@ -6,7 +6,7 @@ import os
 from argparse import ArgumentParser
 from pathlib import Path
 
-from unified.keys import KEY_VARIABLE, default_key_file, load_key, write_key
+from unified.security.keys import KEY_VARIABLE, default_key_file, load_key, write_key
 
 _FILE = f"The key file; else ${KEY_VARIABLE}, else ~/.config/unified/cluster.key."
 
@@ -20,7 +20,7 @@ def new(path: Path | None) -> None:
 
     Copy it to every host: the master's, the agents', and those from which jobs are submitted.
     """
-    from unified.bus.curve import new_key
+    from unified.security.curve import new_key
 
     file = _file(path)
     made = new_key()

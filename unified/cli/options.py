@@ -6,9 +6,9 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from typing import TypeVar
 
-from unified.client.address import connect_seconds, require_master
 from unified.client.connection import MasterConnection
-from unified.keys import find_key
+from unified.config.addresses import connect_seconds, require_master
+from unified.security.keys import find_key
 
 NumberT = TypeVar("NumberT", int, float)
 

@@ -10,10 +10,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import Literal
 
+from unified.config.settings import Intervals
 from unified.job.driver import WORKING_DIR, Driver
 from unified.job.names import check_job_name
 from unified.job.spec import Blob, Communication, EntryPoint, JobSpec, Resources, RoleSpec
-from unified.settings import Intervals
 
 _USED = {
     *("nnodes", "nproc_per_node", "max_restarts", "role", "module", "run_path", "standalone"),

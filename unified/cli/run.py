@@ -17,7 +17,7 @@ from unified.api.builder.torchrun_hosts import check_hosts, common_key
 from unified.cli.naming import NAME_HELP, chosen_name
 from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
 from unified.cli.quick import quick_spec
-from unified.client.address import find_master
+from unified.config.addresses import find_master
 from unified.errors import UsageError
 from unified.job.driver import Driver
 from unified.job.driver_environment import asked_for, passed_on

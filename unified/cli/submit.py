@@ -14,7 +14,7 @@ from typing import Any
 from unified.cli.naming import NAME_HELP, chosen_name
 from unified.cli.options import add_master
 from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
-from unified.client.address import find_master
+from unified.config.addresses import find_master
 from unified.errors import UnifiedError, UsageError, nearest
 
 DEFAULT_NAMES = ("job", "build")

@@ -20,8 +20,8 @@ from typing import Any, Self, TypeVar
 
 import zmq
 
-from unified.client.address import parse_address
 from unified.client.dealer import Dealer
+from unified.config.addresses import parse_address
 from unified.errors import (
     MasterUnreachableError,
     ProtocolError,
@@ -30,7 +30,6 @@ from unified.errors import (
     UsageError,
     VersionMismatchError,
 )
-from unified.keys import KEY_VARIABLE, ClusterKey
 from unified.protocol.client_master import (
     ClientRequest,
     GetJob,
@@ -42,6 +41,7 @@ from unified.protocol.client_master import (
     master_to_client,
 )
 from unified.protocol.framing import MAX_MESSAGE, Codec
+from unified.security.keys import KEY_VARIABLE, ClusterKey
 
 RESEND_S = 2.0
 _NOT_TWICE = (SubmitJob, RestartWorkers)
@@ -115,7 +115,7 @@ class MasterConnection:
 
     Args:
         address: ``tcp://HOST:PORT`` of the master.
-        key: of its cluster (`unified.keys.find_key`); None for one that has none.
+        key: of its cluster (`unified.security.keys.find_key`); None for one that has none.
         timeout_s: how long a request waits for its answer when it names no time of its own.
         answers: what the master may answer to what is asked here.
 

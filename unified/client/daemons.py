@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from unified import settings
+from unified.config import settings
 from unified.process import describe_end, every_process, has_environment
 
 LAST_LINES = 5

@@ -8,10 +8,10 @@ from typing import Self
 
 import zmq
 
-from unified.bus.curve import secure_client
-from unified.bus.handshakes import EVENTS, Handshakes
 from unified.errors import KeyRefusedError
-from unified.keys import ClusterKey
+from unified.security.curve import secure_client
+from unified.security.handshakes import EVENTS, Handshakes
+from unified.security.keys import ClusterKey
 
 
 class Dealer:

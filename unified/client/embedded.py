@@ -20,14 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from unified import settings
 from unified.client.connection import MasterConnection
 from unified.client.daemons import Daemon, kill_marked, marked_processes
+from unified.config import settings
 from unified.core.backoff import Backoff
 from unified.errors import ClusterError, MasterUnreachableError
-from unified.keys import find_key
 from unified.protocol.client_master import ListNodes, NodeList
 from unified.protocol.records import NodeState
+from unified.security.keys import find_key
 
 CLUSTER_VARIABLE = "UNIFIED_CLUSTER_ID"
 """In the environment of every process of an embedded cluster, workers included."""

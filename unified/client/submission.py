@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from msgspec import structs
 
-from unified import settings
-from unified.client.address import connect_seconds, find_master
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
 from unified.client.signals import ending_at_once
 from unified.client.terminal import is_watched
+from unified.config import settings
+from unified.config.addresses import connect_seconds, find_master
 from unified.job.node_range import has_range, with_nodes
 from unified.job.spec import JobSpec, RoleSpec
-from unified.keys import find_key
 from unified.protocol.client_master import Accepted, ListNodes, NodeList, NodeStatus, SubmitJob
 from unified.protocol.records import NodeState
+from unified.security.keys import find_key
 
 if TYPE_CHECKING:
     from unified.client.output import Prefix

@@ -8,7 +8,7 @@ import re
 import sys
 from typing import Self, TextIO, cast
 
-from unified import settings
+from unified.config import settings
 from unified.job.spec import DriverProcess
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)

@@ -20,9 +20,8 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from unified.client.address import connect_seconds
 from unified.client.connection import RESEND_S, MasterConnection, Reply
-from unified.coordinator_address import parse_coordinator
+from unified.config.addresses import connect_seconds, parse_coordinator
 from unified.errors import (
     CoordinatorError,
     KeyRefusedError,
@@ -32,8 +31,8 @@ from unified.errors import (
     UsageError,
     WorkerUnknownError,
 )
-from unified.keys import ClusterKey, find_key
 from unified.protocol.coordinator import CoordinatorRequest, WaitBarrier, coordinator_to_worker
+from unified.security.keys import ClusterKey, find_key
 
 LONGEST_WAIT_S = 1_000_000.0
 """Eleven days: what "without an end" is to a socket."""
@@ -81,8 +80,8 @@ class RemoteCoordinator(Coordinator):
     """A master as coordinator. The connection is opened with the first request, in each process that makes one.
 
     Args:
-        address: as `unified.coordinator_address.parse_coordinator` takes it.
-        key: of the cluster; None looks where clients look (`unified.keys.find_key`).
+        address: as `unified.config.addresses.parse_coordinator` takes it.
+        key: of the cluster; None looks where clients look (`unified.security.keys.find_key`).
         timeout_s: how long a request waits for its answer; None: what clients wait (``UNIFIED_CONNECT_S``, 10 s).
 
     Raises:

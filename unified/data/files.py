@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
 
+from unified.config.runtime import RuntimeSettings
 from unified.data.marks import Marks
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError, nearest
-from unified.runtime_settings import RuntimeSettings
 
 if TYPE_CHECKING:
     from unified.storage.backend import StorageBackend

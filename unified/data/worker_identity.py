@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unified.coordinator_address import LOCAL, parse_coordinator
+from unified.config.addresses import LOCAL, parse_coordinator
+from unified.config.logging import log_from
+from unified.config.runtime import RuntimeSettings
+from unified.config.settings import DEFAULT_PORT
 from unified.data.coordinator_client import Coordinator, RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
 from unified.errors import NotInWorkerError, UsageError
-from unified.log_level import log_from
-from unified.runtime_settings import RuntimeSettings
-from unified.settings import DEFAULT_PORT
 from unified.worker.context import Worker, current_worker
 
 
@@ -195,7 +195,7 @@ def open_coordinator(given: str | Coordinator | None) -> tuple[Coordinator, bool
     """The coordinator, and whether its user closes it.
 
     Args:
-        given: an address (see `unified.coordinator_address.parse_coordinator`), ``local``, or a coordinator; None means
+        given: an address (see `unified.config.addresses.parse_coordinator`), ``local``, or a coordinator; None means
             the one that is named here (`named_coordinator`), else one in this process.
     """
     named = named_coordinator(given)

@@ -9,13 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from unified.job.names import worker_name
-
-
-class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the records below: keyword-only, immutable, compared by content."""
+from unified.values import Value
 
 
 class Blob(Value, frozen=True, kw_only=True):
@@ -158,7 +153,7 @@ class DriverProcess(Value, frozen=True, kw_only=True):
 
     pid: int
     pid_space: str
-    """Process id space of the driver, as `unified.settings.pid_space` names it there."""
+    """Process id space of the driver, as `unified.config.settings.pid_space` names it there."""
 
 
 class JobSpec(Value, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unified.job.spec import JobSpec, Value
+from unified.job.spec import JobSpec
 from unified.protocol.framing import Codec
 from unified.protocol.records import (
     DirectoryEntry,
@@ -19,6 +19,7 @@ from unified.protocol.records import (
     Progress,
     WorkerState,
 )
+from unified.values import Value
 
 
 class AgentMessage(Value, tag_field="type", frozen=True, kw_only=True):

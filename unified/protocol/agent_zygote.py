@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.msgpack import Decoder
 
-from unified.job.spec import Value
+from unified.values import Value
 
 
 class ZygoteOrder(Value, tag_field="type", frozen=True, kw_only=True):

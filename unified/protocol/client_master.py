@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unified.job.spec import JobSpec, Value
+from unified.job.spec import JobSpec
 from unified.protocol.framing import Codec
 from unified.protocol.records import (
     DirectoryEntry,
@@ -16,6 +16,7 @@ from unified.protocol.records import (
     Stage,
     WorkerState,
 )
+from unified.values import Value
 
 
 class ClientRequest(Value, tag_field="type", frozen=True, kw_only=True):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unified.job.spec import Value
 from unified.protocol.client_master import ClientRequest, Done, MasterAnswer, Refused
 from unified.protocol.framing import Codec
+from unified.values import Value
 
 ReleasedBy = Literal["arrived", "lost", "timeout", "closed"]
 WorkerEvent = Literal["checkpoint-failed", "checkpoint-damaged"]

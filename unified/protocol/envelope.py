@@ -13,9 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from unified.errors import ProtocolError, VersionMismatchError
-from unified.job.spec import Value
 from unified.protocol.framing import UNREADABLE
 from unified.protocol.records import Inbox
+from unified.values import Value
 
 Bytes = bytes | bytearray | memoryview
 BUS_VERSION = 3

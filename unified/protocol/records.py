@@ -7,8 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from unified.core.transitions import TransitionTable
-from unified.job.spec import Value
+from unified.transitions import TransitionTable
+from unified.values import Value
 
 
 class Stage(StrEnum):

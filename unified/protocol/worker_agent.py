@@ -6,10 +6,11 @@ from typing import Literal
 
 from msgspec.msgpack import Decoder
 
-from unified.job.spec import JobSpec, Value
-from unified.keys import ClusterKey
+from unified.job.spec import JobSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import Device, DirectoryEntry, Failure, Inbox, NameClaims, Progress
+from unified.security.keys import ClusterKey
+from unified.values import Value
 
 
 class AgentOrder(Value, tag_field="type", frozen=True, kw_only=True):

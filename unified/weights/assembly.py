@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from unified.job.spec import Value
+from unified.values import Value
 
 MAX_OPEN = 2
 """Sessions at a time: their memory is a model each."""

@@ -21,9 +21,9 @@ from unified import compat, error_file, process
 from unified.bus.calls.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.shm.late_exports import LateExports
+from unified.config.logging import asked_level, log_from
 from unified.errors import EntryPointError
 from unified.job import by_value
-from unified.log_level import asked_level, log_from
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, Failure, Inbox, NameClaims, Progress
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Launch, Reported, Running, Stop

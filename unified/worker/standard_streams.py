@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from unified import settings
+from unified.config import settings
 
 if TYPE_CHECKING:
     from unified.protocol.worker_agent import Launch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from unified.config.settings import Intervals
 from unified.protocol.agent_master import (
     AgentLeaving,
     AgentRefused,
@@ -24,7 +25,6 @@ from unified.protocol.agent_master import (
 )
 from unified.protocol.records import DirectoryEntry, Failure, Reachability, WorkerState
 from unified.protocol.worker_agent import DirectoryNews, Failed, Hello, Reported, Run, Stop, WorkerToAgent
-from unified.settings import Intervals
 from unified_agent.core.directory import JobDirectory
 from unified_agent.core.events import (
     AgentEvent,

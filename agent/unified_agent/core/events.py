@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from unified.job.spec import Value
 from unified.protocol.agent_master import MasterToAgent
 from unified.protocol.records import Failure
 from unified.protocol.worker_agent import WorkerToAgent
+from unified.values import Value
 
 
 class Life(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from unified.core.said_once import SaidOnce
-from unified.core.transitions import TransitionTable
+from unified.config.logging import LogOnce
+from unified.config.settings import Intervals
 from unified.protocol.agent_master import AgentRefused, AgentRegistered, Heartbeat, RegisterAgent
-from unified.settings import Intervals
+from unified.transitions import TransitionTable
 from unified_agent.core.messages import Exit, Reconnect
 from unified_agent.core.step import AgentTurn, Timer
 from unified_agent.environment import NodeFacts
@@ -54,7 +54,7 @@ class Membership:
         self._unanswered_since: float | None = None
         self._was_ever_registered = False
         self._is_locked_out = False
-        self._unreadable = SaidOnce()
+        self._unreadable = LogOnce()
         self._reconnect_at = 0.0
         turn.timers.arm(Timer("register"), 0.0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unified.job.spec import Value
 from unified.protocol.agent_master import AgentToMaster, ReadAgentLog
 from unified.protocol.worker_agent import AgentToWorker, Launch
+from unified.values import Value
 from unified_agent.core.events import Life
 
 

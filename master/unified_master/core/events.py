@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unified.job.spec import Value
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.client_master import ClientToMaster
+from unified.values import Value
 
 
 class Received(Value, frozen=True, kw_only=True):

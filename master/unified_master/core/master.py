@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
+from unified.config.settings import Intervals
 from unified.protocol.agent_master import (
     AgentLeaving,
     Heartbeat,
@@ -14,7 +15,6 @@ from unified.protocol.agent_master import (
     RegisterAgent,
 )
 from unified.protocol.records import EventRecord
-from unified.settings import Intervals
 from unified_master.core import (
     agent_reports,
     batching,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from unified.job.spec import Value
 from unified.protocol.agent_master import MasterToAgent
 from unified.protocol.client_master import MasterAnswer
 from unified.protocol.records import EventRecord
+from unified.values import Value
 
 
 class Save(Value, frozen=True, kw_only=True):

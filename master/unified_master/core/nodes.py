@@ -7,7 +7,6 @@ import re
 
 import msgspec
 
-from unified.job.spec import Value
 from unified.protocol.agent_master import (
     AgentLeaving,
     AgentRefused,
@@ -19,6 +18,7 @@ from unified.protocol.agent_master import (
 )
 from unified.protocol.client_master import Refused
 from unified.protocol.records import NODE_MOVES, NodeState
+from unified.values import Value
 from unified_master.core import desired, recovery
 from unified_master.core.state import NodeRecord
 from unified_master.core.step import Turn, count

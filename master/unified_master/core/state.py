@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from unified.config.settings import Intervals
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
-from unified.job.spec import JobSpec, RoleSpec, Value
+from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.agent_master import RegisterAgent, RunOrder
 from unified.protocol.client_master import EndReport
 from unified.protocol.records import (
@@ -25,7 +26,7 @@ from unified.protocol.records import (
     Stage,
     WorkerState,
 )
-from unified.settings import Intervals
+from unified.values import Value
 
 STORE = "store"
 """Name of a job's store host among its workers."""

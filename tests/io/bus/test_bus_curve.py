@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from unified.bus.curve import Gatekeeper, new_key, secure_client, secure_server
-from unified.bus.handshakes import EVENTS, Handshakes
-from unified.keys import ClusterKey
+from unified.security.curve import Gatekeeper, new_key, secure_client, secure_server
+from unified.security.handshakes import EVENTS, Handshakes
+from unified.security.keys import ClusterKey
 from unified.testing import eventually
 
 Socket = zmq.Socket[bytes]
@@ -21,7 +21,7 @@ Context = zmq.Context[Socket]
 PATIENCE_MS = 10_000
 KEY, OTHER = new_key(), new_key()
 PUBLIC_ONLY = ClusterKey(public=KEY.public, secret=OTHER.secret)
-GATE_LOGGER = "unified.bus.curve"
+GATE_LOGGER = "unified.security.curve"
 
 
 class Server:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import zmq
 
-from unified.bus.curve import new_key, secure_client
-from unified.keys import ClusterKey
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
+from unified.security.curve import new_key, secure_client
+from unified.security.keys import ClusterKey
 from unified.testing import eventually
 from unified_master.relay import BusRelay
 

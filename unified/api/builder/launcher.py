@@ -15,7 +15,7 @@ from unified.api.builder.builder import DLJobBuilder
 from unified.api.builder.torchrun import LAUNCHERS, add_own_options, refuse, table_parser
 from unified.api.builder.torchrun_hosts import check_hosts, common_key, run_id
 from unified.api.builder.torchrun_output import OUTPUT_OPTIONS, output_files
-from unified.client.address import find_master
+from unified.config.addresses import find_master
 from unified.errors import UsageError, nearest
 from unified.job.workloads import parse_nnodes
 from unified.protocol.client_master import NodeStatus

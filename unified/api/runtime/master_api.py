@@ -12,7 +12,6 @@ from unified.api.runtime.actors import actor_named, actors_of
 from unified.client.connection import MasterConnection
 from unified.client.restarting import restart_workers
 from unified.job.enums import MasterStage
-from unified.keys import ClusterKey
 from unified.protocol.client_master import (
     ClientToMaster,
     Done,
@@ -23,6 +22,7 @@ from unified.protocol.client_master import (
     StopJob,
 )
 from unified.protocol.records import DirectoryEntry, Reachability, Stage
+from unified.security.keys import ClusterKey
 from unified.worker.context import ActorInfo, current_worker
 
 P = ParamSpec("P")

@@ -22,8 +22,8 @@ from unified.errors import (
     RpcTimeoutError,
     WorkerDiedError,
 )
-from unified.job.spec import Value
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+from unified.values import Value
 
 FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 1.0

@@ -16,7 +16,7 @@ from unified.bus.calls.registry import is_runtimes
 from unified.bus.codec.codec import Encoded
 from unified.bus.codec.pickling import are_refused
 from unified.bus.codec.tensors import Buffer
-from unified.core.said_once import SaidOnce
+from unified.config.logging import LogOnce
 from unified.errors import (
     BusOverloadedError,
     ProtocolError,
@@ -26,8 +26,8 @@ from unified.errors import (
     RpcError,
     RpcNotFoundError,
 )
-from unified.job.spec import Value
 from unified.protocol.framing import UNREADABLE
+from unified.values import Value
 
 logger = logging.getLogger(__name__)
 MAX_TEXT = 64 * 1024
@@ -71,7 +71,7 @@ class HandlerErrors:
         self._worker = worker
         self._node = node
         self._ours = ours
-        self._said = SaidOnce(forget_s=REPEAT_S)
+        self._said = LogOnce(forget_s=REPEAT_S)
         self._lock = threading.Lock()
 
     def describe(self, call: InboundCall, error: BaseException) -> Encoded:

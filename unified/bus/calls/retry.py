@@ -15,7 +15,7 @@ from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import RPC_REGISTRY, mark_of, method_name
 from unified.core.backoff import Backoff
 from unified.errors import BusOverloadedError, RemoteError, RouteLostError, RpcError, UsageError, WorkerDiedError
-from unified.job.spec import Value
+from unified.values import Value
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from functools import partial
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.calls.remote_errors import REPEAT_S, error_text
 from unified.bus.errands import Errands
-from unified.core.said_once import SaidOnce
+from unified.config.logging import LogOnce
 from unified.errors import RemoteError, RpcCancelledError, RpcNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class UnreadErrors:
         self._pid = os.getpid()
         self._waiting: set[weakref.ref[UnreadError]] = set()
         """Neither read nor collected. Added to and copied by single steps of the interpreter, so without a lock."""
-        self._said = SaidOnce(forget_s=REPEAT_S)
+        self._said = LogOnce(forget_s=REPEAT_S)
         self._errands: Errands[Callable[[], object]] = Errands(lambda work: work(), name="bus-unread")
         self.total = 0
         self.on_total: Callable[[int], object] = lambda total: None

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from unified import settings
 from unified.bus.codec.tensors import Buffer, Windows, build_tensor, needed, tensor_bytes
+from unified.config import settings
 from unified.errors import ProtocolError
 
 HANDLE, BYTES = "handle", "bytes"

@@ -17,7 +17,7 @@ from unified.bus.buffers import address_of
 from unified.bus.shm.files import first_words, remove_if_unclaimed, segment_name
 from unified.bus.shm.layout import CAPACITY_WORD, CLOSED_WORD, HEADER_BYTES, NUM_WORDS, Claims
 from unified.bus.shm.mapping import Mapping, array_type
-from unified.memory_copy import Copy, copy_memory, num_cores
+from unified.memory.copy import Copy, copy_memory, num_cores
 
 SLACK_BYTES = 4096
 """Of each segment beyond its size, for the lengths: else a payload of exactly 64 MiB would need the next size."""

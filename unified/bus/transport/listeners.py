@@ -18,9 +18,9 @@ import zmq
 from unified.bus.codec.tensors import Buffer
 from unified.bus.transport.routes import LOCAL, Policy, ipc_address
 from unified.bus.transport.zmq_sender import HEARTBEAT_MS
+from unified.config.settings import make_private
 from unified.errors import ClusterError
 from unified.protocol.records import Inbox
-from unified.settings import make_private
 
 logger = logging.getLogger(__name__)
 Socket = zmq.Socket[bytes]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from unified.bus.codec.tensors import Buffer
-from unified.bus.curve import read_event
 from unified.bus.transport.failover import Passage, State
 from unified.bus.transport.zmq_sender import MAX_QUEUED_MESSAGES, Outlet, Socket
+from unified.security.curve import read_event
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _MAX_HELD = MAX_QUEUED_MESSAGES - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from unified.log_level import log_from, log_level
+from unified.config.logging import log_from, log_level
 
 default_logger = logging.getLogger("dlrover")
 log_from(log_level(os.environ), default_logger.name)

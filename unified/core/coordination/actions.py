@@ -6,8 +6,8 @@ What a step persists and forgets is one transaction, and on disk before any of t
 from __future__ import annotations
 
 from unified.core.coordination.events import Token
-from unified.job.spec import Value
 from unified.protocol.client_master import MasterAnswer
+from unified.values import Value
 
 Row = tuple[str, str, bytes]
 """Kind, key, data: as in the master's store. Kind and key together are unique; kinds begin with ``coordinator-``."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unified.job.spec import Value
 from unified.protocol.coordinator import CoordinatorRequest
+from unified.values import Value
 
 Token = tuple[bytes, int]
 """Names one question that waits for its one answer, such as the connection and the request's id. Opaque here."""

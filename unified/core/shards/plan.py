@@ -7,7 +7,7 @@ from hashlib import shake_128
 
 from unified.core.shards.ring import little_endian
 from unified.errors import DatasetError, UsageError
-from unified.job.spec import Value
+from unified.values import Value
 
 MAX_SHARDS = 1_000_000
 """To spread so many takes the coordinator half a second, in which it does nothing else."""

@@ -9,7 +9,7 @@ from unified.core.shards.owners import Owners
 from unified.core.shards.plan import ShardPlan
 from unified.core.shards.ring import little_endian
 from unified.errors import InvariantError
-from unified.job.spec import Value
+from unified.values import Value
 
 
 class OwnersSnapshot(Value, frozen=True, kw_only=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from unified.job.spec import Value
 from unified.queue.core.outcomes import Outcome
 from unified.queue.core.state import Item
+from unified.values import Value
 
 
 class AnswerPut(Value, frozen=True, kw_only=True):

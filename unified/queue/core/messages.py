@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unified.job.spec import Value
+from unified.values import Value
 
 
 class HandleAttached(Value, frozen=True, kw_only=True):

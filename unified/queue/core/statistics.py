@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unified.job.spec import Value
+from unified.values import Value
 
 
 class QueueStats(Value, frozen=True, kw_only=True):

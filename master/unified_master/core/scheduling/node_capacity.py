@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from unified.errors import InvariantError
 from unified.job.names import parse_worker
-from unified.job.spec import Resources, Value
+from unified.job.spec import Resources
 from unified.protocol.records import NodeResources
+from unified.values import Value
 from unified_master.core.state import STORE, DeviceKey, NodeRecord, SeatClaim
 
 EPSILON = 1e-6

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from unified.job.spec import Resources, Value
+from unified.job.spec import Resources
+from unified.values import Value
 from unified_master.core.scheduling.node_capacity import EPSILON, Room, Unit
 from unified_master.core.scheduling.shortage import shortage, whole_devices
 from unified_master.core.state import STORE, SeatClaim

@@ -2,7 +2,7 @@
 
 Whoever has it may command the cluster, so it travels by hand (scp, a secret store) and, on one host, from an agent to
 its workers through the socket pair they were born with: never through an environment, a command line or a log. How
-sockets use it is `unified.bus.curve`'s business; what the daemons decide without I/O never sees it.
+sockets use it is `unified.security.curve`'s business; what the daemons decide without I/O never sees it.
 """
 
 from __future__ import annotations

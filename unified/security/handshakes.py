@@ -6,8 +6,8 @@ import errno
 
 import zmq
 
-from unified.bus.curve import read_event
-from unified.keys import KEY_VARIABLE, ClusterKey
+from unified.security.curve import read_event
+from unified.security.keys import KEY_VARIABLE, ClusterKey
 
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -20,8 +20,8 @@ from collections import deque
 import zmq
 from zmq.utils import z85
 
-from unified.core.said_once import SaidOnce
-from unified.keys import ClusterKey
+from unified.config.logging import LogOnce
+from unified.security.keys import ClusterKey
 
 logger = logging.getLogger(__name__)
 Socket = zmq.Socket[bytes]
@@ -91,7 +91,7 @@ class Gatekeeper:
         self._context = context
         self._name = name
         self._public = z85.decode(key.public.encode()) if key is not None else b""
-        self._refusals, self._refused_peers = SaidOnce(), SaidOnce()
+        self._refusals, self._refused_peers = LogOnce(), LogOnce()
         self._thread: threading.Thread | None = None
         self._bell: Socket | None = None
         self._guarded: list[Socket] = []

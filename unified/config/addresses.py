@@ -1,4 +1,4 @@
-"""Where the master is: from an argument, from the environment, as a person would write it."""
+"""Addresses of masters and coordinators, as arguments and variables have them and as a socket takes them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import os
 import re
 from collections.abc import Mapping
 
-from unified import settings
+from unified.config import settings
+from unified.config.settings import DEFAULT_PORT
 from unified.errors import UsageError
-from unified.settings import DEFAULT_PORT
 
 MASTER_VARIABLE = "UNIFIED_MASTER"
-_ADDRESS = re.compile(r"(?:tcp://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?\Z")
+_MASTER = re.compile(r"(?:tcp://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?\Z")
+LOCAL = "local"
+_COORDINATOR = re.compile(
+    r"(?:(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?/?\Z"
+)
 
 
 def parse_address(text: str) -> str:
@@ -20,11 +24,32 @@ def parse_address(text: str) -> str:
     Raises:
         UsageError: it is none of them.
     """
-    found = _ADDRESS.match(text.strip())
+    found = _MASTER.match(text.strip())
     port = int(found["port"] or DEFAULT_PORT) if found else 0
     if found is None or not 0 < port < 65536:
         raise UsageError(
             f"{text!r} is not the address of a master: write tcp://HOST:PORT, such as tcp://10.0.0.1:7077."
+        )
+    return f"tcp://{found['host']}:{port}"
+
+
+def parse_coordinator(text: str) -> str | None:
+    """``tcp://HOST:PORT`` from that, from ``http://HOST:PORT``, ``HOST:PORT`` or ``HOST`` (port 7077); None from
+    ``local``, which means a coordinator in this process.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    word = text.strip()
+    if word.lower() == LOCAL:
+        return None
+    found = _COORDINATOR.match(word)
+    port = int(found["port"] or DEFAULT_PORT) if found else 0
+    scheme = (found["scheme"] or "tcp").lower() if found else ""
+    if found is None or scheme not in ("tcp", "http") or not 0 < port < 65536:
+        raise UsageError(
+            f"{text!r} is not the address of a coordinator: write tcp://HOST:PORT, http://HOST:PORT or HOST:PORT of a "
+            "master, such as tcp://10.0.0.1:7077, or 'local' for one in this process."
         )
     return f"tcp://{found['host']}:{port}"
 

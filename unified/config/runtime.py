@@ -20,10 +20,10 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self, get_args, g
 
 import msgspec
 
-from unified.coordinator_address import parse_coordinator
+from unified.config.addresses import parse_coordinator
+from unified.config.logging import VARIABLES as LOG_VARIABLES
+from unified.config.logging import Level, asked_level
 from unified.errors import OptionError, UsageError, nearest
-from unified.log_level import VARIABLES as LOG_VARIABLES
-from unified.log_level import Level, asked_level
 
 FILE_VARIABLE = "UNIFIED_CONFIG"
 VARIABLES = {

@@ -1,4 +1,7 @@
-"""The log level that the environment asks for: ``UNIFIED_LOG_LEVEL``, else ``DLROVER_LOG_LEVEL``, else ``RUST_LOG``."""
+"""The log level of a process, and a log that repeats nothing.
+
+The environment asks for the level: ``UNIFIED_LOG_LEVEL``, else ``DLROVER_LOG_LEVEL``, else ``RUST_LOG``.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ Level = Literal["trace", "debug", "info", "warn", "error", "off"]
 LEVELS: Final[dict[Level, int]] = {"trace": 5, "debug": 10, "info": 20, "warn": 30, "error": 40, "off": 60}
 """Names of log levels, as ``RUST_LOG`` has them, and what `logging` calls them."""
 _OTHER_NAMES = {"warning": "warn", "critical": "error", "none": "off"}
+FORGET_S = 3600.0
+MAX_KNOWN = 1000
 
 
 def log_level(env: Mapping[str, str], default: Level = "info") -> Level:
@@ -77,6 +82,33 @@ def log_from(level: Level, name: str = "unified") -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     handler.addFilter(lambda record: _is_alone(handler, record))
     logger.addHandler(handler)
+
+
+class LogOnce:
+    """Says a thing when it is new, and then only counts it.
+
+    A thing that happens again after an hour of silence is new once more. At most a thousand are known: of more, as
+    whoever chooses them can make, those not seen for longest are forgotten.
+
+    Attributes:
+        total: how often any of them happened.
+    """
+
+    def __init__(self, forget_s: float = FORGET_S, max_known: int = MAX_KNOWN) -> None:
+        self._forget_s = forget_s
+        self._max_known = max_known
+        self._seen_at: dict[str, float] = {}
+        """Oldest first."""
+        self.total = 0
+
+    def is_new(self, now: float, thing: str) -> bool:
+        """It happened; whether that is worth a line."""
+        self.total += 1
+        seen_at = self._seen_at.pop(thing, None)
+        self._seen_at[thing] = now
+        if len(self._seen_at) > self._max_known:
+            del self._seen_at[next(iter(self._seen_at))]
+        return seen_at is None or now - seen_at > self._forget_s
 
 
 def _is_alone(handler: logging.Handler, record: logging.LogRecord) -> bool:
