@@ -23,7 +23,7 @@ import zmq
 from unified.memory.copy import Copy, copy_memory, num_cores
 from unified.worker.memory import keep_freed
 from unified_agent.environment import TUNABLES, tunables
-from unified_agent.inventory import last_cache_bytes
+from unified_agent.host_resources import last_cache_bytes
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 MESSAGE = b"x" * 64

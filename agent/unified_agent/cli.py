@@ -20,7 +20,7 @@ from unified.config.logging import logging_level
 from unified.errors import UnifiedError, UsageError
 from unified.protocol.records import NodeResources
 from unified.security.keys import ClusterKey, check_listening, find_key, may_go_without
-from unified_agent import inventory
+from unified_agent import host_resources
 from unified_agent.daemon import AgentDaemon, AgentOptions
 from unified_agent.environment import NodeFacts
 from unified_agent.host_resources import find_devices
@@ -125,15 +125,15 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
         run_dir=str(own.run_dir),
         log_dir=str(log_dir),
         resources=NodeResources(
-            cpu=inventory.cpus() if arguments.cpus is None else arguments.cpus,
-            memory_mb=inventory.memory_mb() if arguments.memory_mb is None else arguments.memory_mb,
-            disk_mb=inventory.disk_mb(log_dir),
+            cpu=host_resources.cpus() if arguments.cpus is None else arguments.cpus,
+            memory_mb=host_resources.memory_mb() if arguments.memory_mb is None else arguments.memory_mb,
+            disk_mb=host_resources.disk_mb(log_dir),
             devices=devices,
             user_defined=_resources(arguments.resources),
         ),
-        host_cpus=inventory.cpus(),
+        host_cpus=host_resources.cpus(),
         labels=_labels(arguments.labels),
-        interface=inventory.interface_of(address),
+        interface=host_resources.interface_of(address),
         device_ids=device_ids,
         inherited=dict(os.environ),
         python=settings.python(),
@@ -181,7 +181,7 @@ def _master(text: str | None) -> tuple[str, str, int]:
 
 def _address(host: str, port: int, master: str) -> str:
     try:
-        return inventory.address_towards(host, port)
+        return host_resources.address_towards(host, port)
     except OSError as error:
         raise UsageError(
             f"no local address leads to the master at {master} ({error.strerror}): check the name, or give --address."

@@ -21,28 +21,26 @@ from unified.protocol.records import Failure
 from unified.security.keys import ClusterKey
 from unified.values import Value
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.events import (
-    AgentEvent,
-    DeadlineReached,
-    Life,
-    StopAsked,
-    WorkerExited,
-    WorkerNotStarted,
-)
 from unified_agent.core.messages import (
     AgentAction,
+    AgentEvent,
+    DeadlineReached,
     Exit,
     KeepInterpreters,
+    Life,
     Note,
     Reconnect,
     SendLog,
     SendMaster,
     SignalWorker,
     StartWorker,
+    StopAsked,
     TellWorker,
+    WorkerExited,
+    WorkerNotStarted,
 )
 from unified_agent.environment import TUNABLES, NodeFacts, tunables
-from unified_agent.inventory import last_cache_bytes
+from unified_agent.host_resources import last_cache_bytes
 from unified_agent.master_channel import MasterChannel
 from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead, destinations
 from unified_agent.poll_loop import Sources

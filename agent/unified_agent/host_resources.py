@@ -1,23 +1,31 @@
-"""The accelerators of this node. One `Devices` a vendor; the first that finds any wins.
+"""Resources of this host: its accelerators, CPUs, memory, disk and addresses.
 
-Nothing here loads torch or touches a device: NVIDIA is asked through NVML, AMD and Ascend through the kernel's files.
-What the agent itself was given (a SLURM step's ``CUDA_VISIBLE_DEVICES``) limits what it offers.
+Accelerators are found by one `Devices` a vendor; the first that finds any wins. Nothing here loads torch or touches a
+device: NVIDIA is asked through NVML, AMD and Ascend through the kernel's files. The agent offers only those that it was
+given itself (by a SLURM step's ``CUDA_VISIBLE_DEVICES``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
+import shutil
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import psutil
+
 from unified.protocol.records import Device
+from unified_agent.cgroups import Limits, limits
 
 log = logging.getLogger("unified_agent")
 _MB = 1024 * 1024
 _VRAM_HEAPS = ("1", "2")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class Found(NamedTuple):
@@ -171,3 +179,65 @@ def _properties(path: Path) -> dict[str, str]:
 def _vram_mb(node: Path) -> float:
     banks = (_properties(bank / "properties") for bank in node.glob("mem_banks/[0-9]*"))
     return sum(int(bank.get("size_in_bytes", "0")) for bank in banks if bank.get("heap_type") in _VRAM_HEAPS) / _MB
+
+
+def cpus(allowed: Limits | None = None) -> float:
+    """CPUs that this process may use: its affinity, and the quotas of the control groups that it is in.
+
+    Args:
+        allowed: by its control groups; None: what they say now.
+    """
+    quota = (allowed or limits()).cpus
+    count = float(len(os.sched_getaffinity(0)))
+    return count if quota is None else min(count, quota)
+
+
+def memory_mb(allowed: Limits | None = None) -> float:
+    """MiB of memory of the host, or what the control groups of this process allow it if that is less.
+
+    Args:
+        allowed: by its control groups; None: what they say now.
+    """
+    most = (allowed or limits()).memory_bytes
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (total if most is None else min(total, most)) / _MB
+
+
+def last_cache_bytes(caches: Path = _CACHES) -> int:
+    """Of one core, the cache that is asked last before memory, shared with others or not; 0 if nobody says."""
+    sizes = [_read(size).removesuffix("K") for size in caches.glob("index*/size")]
+    return max((int(size) * 1024 for size in sizes if size.isdecimal()), default=0)
+
+
+def disk_mb(folder: Path) -> float:
+    """Free space where workers' output goes."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free / _MB
+
+
+def address_towards(host: str, port: int) -> str:
+    """The local address from which packets to `host` leave. Nothing is sent.
+
+    Raises:
+        OSError: the name does not resolve, or there is no route.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that has this address; empty if none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

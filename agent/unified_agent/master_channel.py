@@ -18,7 +18,7 @@ from unified.protocol.framing import UNREADABLE
 from unified.security.curve import secure_client
 from unified.security.handshakes import EVENTS, Handshakes
 from unified.security.keys import ClusterKey
-from unified_agent.core.events import AgentEvent, KeyRefused, MasterReached, MasterSaid, MasterUnreadable
+from unified_agent.core.messages import AgentEvent, KeyRefused, MasterReached, MasterSaid, MasterUnreadable
 from unified_agent.poll_loop import Sources
 
 RECONNECT_FIRST_MS = 50

@@ -27,7 +27,7 @@ from unified import error_file
 from unified.error_file import WrittenError
 from unified.protocol.agent_master import ReadAgentLog
 from unified.protocol.worker_agent import Launch
-from unified_agent.core.events import Life
+from unified_agent.core.messages import Life
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
 
 log = logging.getLogger("unified_agent")

@@ -28,7 +28,7 @@ from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import Failure
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.child_channel import Link, LinkOverflowError
-from unified_agent.core.events import AgentEvent, Life, WorkerNotStarted, WorkerSaid, WorkerStarted
+from unified_agent.core.messages import AgentEvent, Life, WorkerNotStarted, WorkerSaid, WorkerStarted
 from unified_agent.orphans import SharedMemory
 from unified_agent.poll_loop import Sources
 from unified_agent.zygote import Zygote

@@ -27,14 +27,15 @@ from unified.protocol.framing import MAX_MESSAGE, UNREADABLE, Codec
 from unified.protocol.records import EventRecord
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
-from unified_master.control_frames import receive, send
 from unified_master.coordinator_service import Asked, Desk
-from unified_master.core.events import MasterEvent, Received, TimePassed
 from unified_master.core.master import MasterCore
-from unified_master.core.messages import MasterAction, Report, Save, Send
+from unified_master.core.messages import MasterAction, MasterEvent, Received, Report, Save, Send, TimePassed
 from unified_master.relay import BusRelay
 from unified_master.store import Store
 
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
+_COPIED_BYTES = 65_536
+"""Below this size a copy is cheaper than to keep the memory until ZeroMQ is done with it."""
 MAX_BATCH = 512
 """Messages taken in before their consequences are committed and sent."""
 CURVE_BYTES = 1024
@@ -203,7 +204,7 @@ class MasterDaemon:
         """All messages that are there, up to a limit, checked at the door."""
         events: list[MasterEvent | Asked] = []
         for _ in range(MAX_BATCH):
-            received = receive(router)
+            received = _receive(router)
             if received is None:
                 break
             peer, frames = received
@@ -225,7 +226,7 @@ class MasterDaemon:
             version, request_id = _loose_header.decode(frames[0] if frames else b"")
         except UNREADABLE:
             version, request_id = 1, 0
-        send(router, peer, *_codec.encode(Refused(code=code, reason=str(error)), request_id, version=version))
+        _send(router, peer, *_codec.encode(Refused(code=code, reason=str(error)), request_id, version=version))
         text = str(error)[:300]
         if self._refusals.is_new(time.monotonic(), text):
             _log.warning("event=message-refused reason=%r refused_so_far=%d", text, self._refusals.total)
@@ -273,7 +274,7 @@ class MasterDaemon:
             )
         if isinstance(event, Received | Asked):
             reason = "the master met a defect of its own while handling this; its log has the traceback."
-            send(router, event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id))
+            _send(router, event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id))
         return self._begin_reign(store, core.relay)
 
     def _record(self, actions: Sequence[MasterAction], store: Store) -> None:
@@ -292,7 +293,7 @@ class MasterDaemon:
                 if action.message is not message:  # all whom a barrier releases are sent the same
                     message = action.message
                     body = _codec.encode_body(message)
-                send(router, action.peer, _codec.encode_header(action.request_id), body)
+                _send(router, action.peer, _codec.encode_header(action.request_id), body)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._is_stopping = True
@@ -337,3 +338,31 @@ def _why_not_bound(bind: str, error: zmq.ZMQError) -> str:
         host = bind.removeprefix("tcp://").rpartition(":")[0]
         return f"cannot listen on {bind}: {host} is no address, name or network interface of this host."
     return f"cannot listen on {bind}: {error.strerror}. Write --bind tcp://HOST:PORT with an address of this host."
+
+
+def _receive(router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]] | None:
+    """Return the next message: the connection that it came on, and its frames. None if none is there.
+
+    The master takes in thousands a second, so that each call of ZeroMQ counts.
+    """
+    try:
+        peer = router.recv(_NOBLOCK)
+    except zmq.Again:
+        return None
+    frames: list[bytes] = []
+    has_more = True
+    while has_more:
+        frame = router.recv(_NOBLOCK, copy=False)  # it knows whether it is the last; to ask the socket costs as much
+        frames.append(frame.bytes)
+        has_more = frame.more
+    return peer, frames
+
+
+def _send(router: zmq.Socket[bytes], peer: bytes, header: bytes, body: bytes) -> None:
+    """Queue a message to a connection. If its peer is gone or does not read, the message is dropped."""
+    try:
+        router.send(peer, _MORE)
+        router.send(header, _MORE)
+        router.send(body, _NOBLOCK, copy=len(body) < _COPIED_BYTES)
+    except zmq.ZMQError as error:  # agents and clients ask again, so nothing is lost for good
+        _log.debug("event=not-sent reason=%r", str(error))

@@ -15,7 +15,7 @@ from unified import process
 from unified.bus.shm.files import GRACE_S
 from unified.protocol.records import WorkerState
 from unified_agent.cgroups import Limits
-from unified_agent.inventory import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
+from unified_agent.host_resources import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
 from unified_agent.orphans import AgentTakenError, LifeRecord, NodeLock, claim, clean_up, hold_name
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from unified.protocol.agent_master import ReadAgentLog
-from unified_agent.core.events import Life
+from unified_agent.core.messages import Life
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
 from unified_agent.output import KEEP_S, Destination, OutputClosed, OutputFailed, OutputReader, SliceRead
 

@@ -23,27 +23,25 @@ from unified.protocol.worker_agent import (
     WorkerToAgent,
 )
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.events import (
-    AgentEvent,
-    DeadlineReached,
-    Life,
-    MasterReached,
-    MasterSaid,
-    StopAsked,
-    WorkerExited,
-    WorkerSaid,
-    WorkerStarted,
-)
 from unified_agent.core.invariants import check
 from unified_agent.core.messages import (
     AgentAction,
+    AgentEvent,
+    DeadlineReached,
     Exit,
+    Life,
+    MasterReached,
+    MasterSaid,
     Reconnect,
     SendLog,
     SendMaster,
     SignalWorker,
     StartWorker,
+    StopAsked,
     TellWorker,
+    WorkerExited,
+    WorkerSaid,
+    WorkerStarted,
 )
 from unified_agent.environment import NodeFacts
 

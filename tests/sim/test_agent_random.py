@@ -20,19 +20,22 @@ from unified.protocol.agent_master import (
 from unified.protocol.records import Failure, NameClaims, NodeResources, WorkerState
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Running, WorkerToAgent
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.events import (
+from unified_agent.core.invariants import check
+from unified_agent.core.messages import (
     AgentEvent,
     DeadlineReached,
+    Exit,
     Life,
     MasterReached,
     MasterSaid,
+    SignalWorker,
+    StartWorker,
     StopAsked,
+    TellWorker,
     WorkerExited,
     WorkerSaid,
     WorkerStarted,
 )
-from unified_agent.core.invariants import check
-from unified_agent.core.messages import Exit, SignalWorker, StartWorker, TellWorker
 from unified_agent.environment import NodeFacts
 
 FACTS = NodeFacts(

@@ -217,7 +217,7 @@ class Chaos:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_invariants_hold_and_all_jobs_end(seed: int, is_real: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:  # work in batches, as in a large cluster
-        monkeypatch.setattr("unified_master.core.batching.BATCH_FROM", 1)
+        monkeypatch.setattr("unified_master.core.step.BATCH_FROM", 1)
     chaos = Chaos(seed, is_real=is_real)
     chaos.run(220)
     chaos.calm()

@@ -11,10 +11,9 @@ from unified.config.settings import Intervals
 from unified.protocol.agent_master import MasterOrder, MasterToAgent
 from unified.protocol.client_master import ClientToMaster, MasterAnswer
 from unified.protocol.records import EventRecord, Stage
-from unified_master.core.events import Received, TimePassed
 from unified_master.core.invariants import check
 from unified_master.core.master import MasterCore
-from unified_master.core.messages import MasterAction, Report, Save, Send
+from unified_master.core.messages import MasterAction, Received, Report, Save, Send, TimePassed
 from unified_master.core.state import JobRecord
 
 CLIENT = b"client"

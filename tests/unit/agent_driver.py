@@ -23,21 +23,19 @@ from unified.protocol.worker_agent import (
     WorkerToAgent,
 )
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.events import (
-    AgentEvent,
-    DeadlineReached,
-    Life,
-    MasterSaid,
-    WorkerSaid,
-    WorkerStarted,
-)
 from unified_agent.core.invariants import check
 from unified_agent.core.messages import (
     AgentAction,
+    AgentEvent,
+    DeadlineReached,
     KeepInterpreters,
+    Life,
+    MasterSaid,
     Note,
     SendMaster,
     StartWorker,
+    WorkerSaid,
+    WorkerStarted,
 )
 from unified_agent.environment import NodeFacts
 

@@ -22,18 +22,16 @@ from unified.protocol.worker_agent import (
     Running,
     Stop,
 )
-from unified_agent.core.events import (
+from unified_agent.core.messages import (
     AgentEvent,
     Life,
+    SignalWorker,
+    StartWorker,
+    TellWorker,
     WorkerExited,
     WorkerNotStarted,
     WorkerSaid,
     WorkerStarted,
-)
-from unified_agent.core.messages import (
-    SignalWorker,
-    StartWorker,
-    TellWorker,
 )
 
 # Reconciliation

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.unit.agent_driver import W0, Driver, wanted
 from unified.protocol.agent_master import AgentRegistered, HeartbeatSeen, RegisterAgain
-from unified_agent.core.events import KeyRefused
-from unified_agent.core.messages import Exit, Note, Reconnect
+from unified_agent.core.messages import Exit, KeyRefused, Note, Reconnect
 
 REFUSED = KeyRefused(reason="the master has another key.")
 

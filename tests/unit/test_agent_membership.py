@@ -25,23 +25,21 @@ from unified.protocol.worker_agent import (
     Running,
     Stop,
 )
-from unified_agent.core.events import (
-    AgentEvent,
-    MasterReached,
-    MasterUnreadable,
-    StopAsked,
-    WorkerExited,
-    WorkerSaid,
-)
 from unified_agent.core.messages import (
+    AgentEvent,
     Exit,
     KeepInterpreters,
+    MasterReached,
+    MasterUnreadable,
     Note,
     Reconnect,
     SendMaster,
     SignalWorker,
     StartWorker,
+    StopAsked,
     TellWorker,
+    WorkerExited,
+    WorkerSaid,
 )
 
 # The directory

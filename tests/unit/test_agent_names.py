@@ -9,8 +9,7 @@ from tests.unit.agent_driver import W0, W1, Driver, next_life, wanted
 from unified.protocol.agent_master import DirectoryChanged
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
 from unified.protocol.worker_agent import Claimed, DirectoryNews, worker_to_agent
-from unified_agent.core.events import WorkerExited
-from unified_agent.core.messages import TellWorker
+from unified_agent.core.messages import TellWorker, WorkerExited
 
 
 def claims(number: int, *names: str) -> NameClaims:

@@ -11,11 +11,11 @@ from unified.job.spec import JobSpec
 from unified.protocol.agent_master import DirectoryChanged
 from unified.protocol.client_master import SubmitJob
 from unified.protocol.records import Reachability
-from unified_master.core import batching
+from unified_master.core import step
 
 
 def test_a_large_cluster_is_told_news_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unified_master.core.batching.BATCH_FROM", 2)
+    monkeypatch.setattr("unified_master.core.step.BATCH_FROM", 2)
     bench = Bench(simple("s", 4, is_driver=False), simple("d"), nodes=2, failover_exec=2)
     told: list[dict[str, Reachability]] = []
     bench.world.watch = lambda _now, _who, what: told.extend(
@@ -30,12 +30,12 @@ def test_a_large_cluster_is_told_news_in_batches(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_large_cluster_schedules_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unified_master.core.batching.BATCH_FROM", 1)
+    monkeypatch.setattr("unified_master.core.step.BATCH_FROM", 1)
     world = World()
     world.add(SimAgent("n1", resources(devices=1)))
     world.run(0.01)
     for name in ("one", "two"):
         world.ask(SubmitJob(spec=JobSpec(name=name, roles=[simple()])))
     assert [world.job(name).is_placed for name in ("one", "two")] == [False, False]
-    world.run(batching.BATCH_S)
+    world.run(step.BATCH_S)
     assert [world.job(name).is_placed for name in ("one", "two")] == [True, True]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.master_bench import CRASH, Bench, simple
 from unified.job.spec import Resources
 from unified.protocol.agent_master import DesiredWorkers, DirectoryChanged, Heartbeat, RegisterAgent
-from unified_master.core.events import Received
+from unified_master.core.messages import Received
 
 
 class DirectoryBench(Bench):

@@ -11,9 +11,8 @@ from unified.job.spec import Blob, JobSpec
 from unified.protocol.agent_master import AgentLeaving, AgentRefused, DesiredWorkers, RegisterAgent
 from unified.protocol.client_master import Refused, StopJob, SubmitJob
 from unified.protocol.records import Failure, NodeState, Stage
-from unified_master.core.events import Received
 from unified_master.core.jobs import MAX_SPEC_BYTES
-from unified_master.core.messages import Send
+from unified_master.core.messages import Received, Send
 
 TAKEN_ALONG = Failure(summary="its agent stopped: SIGTERM", category="node")
 COLLATERAL = Failure(summary="connection closed", category="user", is_collateral=True)

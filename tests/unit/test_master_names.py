@@ -10,7 +10,7 @@ from tests.unit.master_bench import CRASH, Bench, simple
 from unified.job.spec import Resources
 from unified.protocol.agent_master import DirectoryChanged, ObservedWorkers
 from unified.protocol.records import DirectoryEntry, NameClaims, NameRefusal, Reachability, Stage, WorkerState
-from unified_master.core.events import Received
+from unified_master.core.messages import Received
 
 
 class NameBench(Bench):

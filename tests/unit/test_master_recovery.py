@@ -12,7 +12,7 @@ from tests.unit.master_bench import CRASH, SETUP, USER, Bench, elastic, simple
 from unified.job.spec import JobSpec
 from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
 from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage
-from unified_master.core.events import TimePassed
+from unified_master.core.messages import TimePassed
 from unified_master.core.status import job_status
 
 

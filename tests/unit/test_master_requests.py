@@ -33,8 +33,7 @@ from unified.protocol.client_master import (
     SubmitJob,
 )
 from unified.protocol.records import NodeState, Stage
-from unified_master.core.events import Received
-from unified_master.core.messages import Send
+from unified_master.core.messages import Received, Send
 from unified_master.core.state import JobRecord
 
 

@@ -26,33 +26,30 @@ from unified.protocol.agent_master import (
 from unified.protocol.records import DirectoryEntry, Failure, Reachability, WorkerState
 from unified.protocol.worker_agent import DirectoryNews, Failed, Hello, Reported, Run, Stop, WorkerToAgent
 from unified_agent.core.directory import JobDirectory
-from unified_agent.core.events import (
+from unified_agent.core.launching import launch_of
+from unified_agent.core.membership import Membership, Standing
+from unified_agent.core.messages import (
+    AgentAction,
     AgentEvent,
     DeadlineReached,
+    Exit,
+    KeepInterpreters,
     KeyRefused,
     Life,
     MasterReached,
     MasterSaid,
     MasterUnreadable,
+    SendLog,
+    SignalWorker,
+    StartWorker,
     StopAsked,
+    TellWorker,
     WorkerExited,
     WorkerNotStarted,
     WorkerSaid,
     WorkerStarted,
 )
-from unified_agent.core.launching import launch_of
-from unified_agent.core.membership import Membership, Standing
-from unified_agent.core.messages import (
-    AgentAction,
-    Exit,
-    KeepInterpreters,
-    SendLog,
-    SignalWorker,
-    StartWorker,
-    TellWorker,
-)
-from unified_agent.core.shutdown import MARGIN_S, Shutdown
-from unified_agent.core.step import AgentTurn, Timer
+from unified_agent.core.step import MARGIN_S, AgentTurn, Shutdown, Timer
 from unified_agent.core.worker import LocalWorker
 from unified_agent.environment import NodeFacts, starting_variables
 

@@ -1,4 +1,4 @@
-"""What the parts of one core share while they answer one event: the time, the timers, the actions so far."""
+"""The step context of the agent's core: the time, the timers, the actions so far; and the state of its shutdown."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Literal, NamedTuple
 
 from unified.core.timers import TimerTable
 from unified.protocol.agent_master import AgentToMaster
-from unified_agent.core.events import Life
-from unified_agent.core.messages import AgentAction, Note, SendMaster
+from unified_agent.core.messages import AgentAction, Life, Note, SendMaster
+
+MARGIN_S = 2.0
+"""From the last SIGKILL to the moment at which the agent stops waiting to see it work."""
 
 
 class Timer(NamedTuple):
@@ -47,3 +49,18 @@ class AgentTurn:
 
     def arm(self, timer: Timer, in_s: float) -> None:
         self.timers.arm(timer, self.now + in_s)
+
+
+class Shutdown:
+    """Whether the agent is ending, why, and how fast."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.has_begun = False
+        self.is_at_once = False
+
+    def begin(self, reason: str, *, at_once: bool) -> None:
+        """Begin, or hurry up: asked twice means at once."""
+        self.is_at_once = at_once or self.has_begun
+        self.reason = self.reason or reason
+        self.has_begun = True

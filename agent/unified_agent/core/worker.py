@@ -8,7 +8,7 @@ from unified.process import describe_end
 from unified.protocol.agent_master import DesiredWorker, ObservedWorker, RunOrder
 from unified.protocol.records import WORKER_MOVES, Failure, Inbox, NameClaims, Progress, WorkerState
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Reported, Running, WorkerToAgent
-from unified_agent.core.events import Life
+from unified_agent.core.messages import Life
 
 
 class LocalWorker:

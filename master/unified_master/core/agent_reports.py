@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unified.protocol.agent_master import ObservedWorker, ObservedWorkers
 from unified.protocol.records import Failure, WorkerState
-from unified_master.core import directory, incarnations, names, recovery, stopping
+from unified_master.core import directory, incarnations, jobs, recovery
 from unified_master.core.nodes import catch_up
 from unified_master.core.state import JobRecord, LifeKey, NodeRecord, TimerKey, WorkerRecord
 from unified_master.core.step import Turn
@@ -27,7 +27,7 @@ def observe(turn: Turn, node: NodeRecord, report: ObservedWorkers) -> None:
             _update(turn, turn.cluster.jobs[life.job_id], node.lives[life], observed)
         elif observed.state is WorkerState.EXITED:
             if observed.failure is not None and observed.failure.is_cut:
-                stopping.cut_short(turn, life, node, observed.failure)
+                jobs.cut_short(turn, life, node, observed.failure)
             incarnations.confirm_gone(turn, node, life)
         elif life not in node.leaving:
             _meet_stranger(turn, node, life)
@@ -87,7 +87,7 @@ def _update(turn: Turn, job: JobRecord, worker: WorkerRecord, observed: Observed
 
 def _claims(turn: Turn, worker: WorkerRecord, observed: ObservedWorker) -> None:
     job = turn.cluster.jobs[worker.job_id]
-    names.hear(turn, job, worker, observed.claims)
+    directory.hear(turn, job, worker, observed.claims)
     directory.publish(turn, job, worker)
 
 

@@ -29,7 +29,7 @@ from unified.protocol.client_master import (
     SubmitJob,
 )
 from unified.protocol.records import Stage, WorkerState
-from unified_master.core import directory, jobs, status, stopping
+from unified_master.core import directory, jobs, status
 from unified_master.core.restart import restart, restart_job
 from unified_master.core.scheduling import job_queue
 from unified_master.core.state import STORE, JobRecord, LifeKey, ParkedPoll, ParkedRead, WorkerRecord
@@ -304,7 +304,7 @@ def _stop(turn: Turn, request: StopJob, job: JobRecord) -> Answer:
     if job.stage is Stage.STOPPING:
         return Done(note=f"job {job.job_id} is being stopped{' by force' if job.is_forced else ''}.")
     job.is_interrupted = request.interrupt
-    stopping.begin_stop(turn, job, stopping.EXIT_STOPPED, f"stopped: {request.reason}")
+    jobs.begin_stop(turn, job, jobs.EXIT_STOPPED, f"stopped: {request.reason}")
     return Done(note=f"job {job.job_id} stops{' by force' if request.force else ''}.")
 
 

@@ -1,18 +1,27 @@
-"""Who can be called: the directory entry of each worker's newest life, and the news of it for agents."""
+"""The directory of a job: the entry of each worker's newest incarnation, the names that it holds, and news for agents.
+
+Each claim of a name is decided once, in the order in which claims are heard.
+
+A claim is granted if nobody else holds the name, else refused, and the answer stands until the claim is withdrawn: a
+worker that was told no is never given the name behind its back. A name is free again when it is withdrawn and when the
+life that holds it is over.
+"""
 
 from __future__ import annotations
 
 from unified.protocol.agent_master import DirectoryChanged
-from unified.protocol.records import DirectoryEntry, Reachability, Stage, WorkerState
-from unified_master.core import batching, names
+from unified.protocol.records import DirectoryEntry, NameClaims, NameRefusal, Reachability, Stage, WorkerState
 from unified_master.core.state import JobRecord, WorkerRecord
-from unified_master.core.step import Turn
+from unified_master.core.step import Turn, may_pass
+
+MAX_TOLD = 100
+"""Claims of one life that are reported as events: one that claims and withdraws without end must not drown the log."""
 
 
 def publish(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
     """Note the worker's entry if it changed; `flush` sends it. A life that is over loses its names here."""
     if not job.can_call(worker):
-        names.free(job, worker)
+        free(job, worker)
     entry = _entry(job, worker)
     if entry is None or entry == worker.entry:
         return
@@ -31,7 +40,7 @@ def flush(turn: Turn) -> None:
     """Send the news to the nodes of each job; one that does not know what they are news to gets the whole directory."""
     for job_id in list(turn.cluster.news):
         job = turn.cluster.jobs.get(job_id)
-        if job is not None and job.stage is not Stage.INIT and not batching.may_pass(turn, ("news", job_id)):
+        if job is not None and job.stage is not Stage.INIT and not may_pass(turn, ("news", job_id)):
             continue
         entries = list(turn.cluster.news.pop(job_id).values())
         if job is None:
@@ -84,3 +93,52 @@ def _why(job: JobRecord, worker: WorkerRecord, *, is_last: bool) -> str:
     if job.is_ending and is_last:
         return f"job {job.job_id} ends: {job.reason}"
     return "its entry point is done" if is_last else worker.reason
+
+
+def hear(turn: Turn, job: JobRecord, worker: WorkerRecord, claims: NameClaims) -> None:
+    """Take the claims of a life that can be called. What was heard before, or is older, changes nothing."""
+    if claims.number <= worker.claims.number or not job.can_call(worker):
+        return
+    worker.claims = claims
+    for name in worker.names.keys() - claims.names.keys():
+        del job.holders[name]
+    names: dict[str, int] = {}
+    refused = {name: one for name, one in worker.refused.items() if claims.names.get(name) == one.number}
+    for name, number in claims.names.items():
+        if name in refused:
+            continue
+        holder = job.holders.setdefault(name, worker.name)
+        if holder == worker.name:
+            names[name] = number
+        else:
+            refused[name] = NameRefusal(number=number, holder=holder)
+        if worker.names.get(name) != number:
+            _tell(turn, job, worker, name, number, holder)
+    if (names, refused) != (worker.names, worker.refused):
+        worker.names, worker.refused = names, refused
+        worker.revision += 1
+    turn.save_worker(worker)
+
+
+def free(job: JobRecord, worker: WorkerRecord) -> None:
+    """Its life is over: it holds and claims nothing."""
+    for name in worker.names:
+        del job.holders[name]
+    worker.claims = NameClaims()
+    worker.names = {}
+    worker.refused = {}
+
+
+def remember_holders(job: JobRecord) -> None:
+    """Find the holders among workers that came from the store."""
+    job.holders = {name: worker.name for worker in job.workers.values() for name in worker.names}
+
+
+def _tell(turn: Turn, job: JobRecord, worker: WorkerRecord, name: str, number: int, holder: str) -> None:
+    if number > MAX_TOLD:
+        return
+    if holder == worker.name:
+        event, text = "name-claimed", f"it holds the name {name!r} from now on"
+    else:
+        event, text = "name-refused", f"the name {name!r} is held by worker {holder}"
+    turn.report(event, text, job, worker.role, worker.name, worker.node)

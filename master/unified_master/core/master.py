@@ -15,23 +15,12 @@ from unified.protocol.agent_master import (
     RegisterAgent,
 )
 from unified.protocol.records import EventRecord
-from unified_master.core import (
-    agent_reports,
-    batching,
-    client_requests,
-    desired,
-    directory,
-    jobs,
-    nodes,
-    recovery,
-    restart,
-)
-from unified_master.core.events import MasterEvent, Received, TimePassed
-from unified_master.core.messages import MasterAction, Report
+from unified_master.core import agent_reports, client_requests, desired, directory, jobs, nodes, recovery, restart
+from unified_master.core.messages import MasterAction, MasterEvent, Received, Report, TimePassed
 from unified_master.core.restore import Record, restore
 from unified_master.core.scheduling import job_queue
 from unified_master.core.state import Cluster, TimerKey
-from unified_master.core.step import Turn
+from unified_master.core.step import Turn, may_pass
 
 
 class MasterCore:
@@ -138,10 +127,11 @@ class MasterCore:
             for job_id in list(turn.to_advance):
                 del turn.to_advance[job_id]
                 if (job := self.cluster.jobs.get(job_id)) is not None:
+                    recovery.judge_pending(turn, job)
                     jobs.advance(turn, job)
             if turn.wants_schedule and not turn.to_advance:
                 turn.wants_schedule = False
-                if batching.may_pass(turn, ("schedule",)):
+                if may_pass(turn, ("schedule",)):
                     job_queue.schedule(turn)
                     jobs.prune(turn)
         for job in turn.flush_saves():

@@ -1,9 +1,12 @@
-"""What the master's core asks its shell to do. All `Save`s and `Report`s of a step are on disk before a `Send` goes."""
+"""Events and actions of the master's core. All `Save`s and `Report`s of a step are on disk before a `Send` goes.
+
+There are two events: somebody said something, or time passed.
+"""
 
 from __future__ import annotations
 
-from unified.protocol.agent_master import MasterToAgent
-from unified.protocol.client_master import MasterAnswer
+from unified.protocol.agent_master import AgentToMaster, MasterToAgent
+from unified.protocol.client_master import ClientToMaster, MasterAnswer
 from unified.protocol.records import EventRecord
 from unified.values import Value
 
@@ -31,3 +34,18 @@ class Send(Value, frozen=True, kw_only=True):
 
 
 MasterAction = Save | Report | Send
+
+
+class Received(Value, frozen=True, kw_only=True):
+    """A valid message came. `peer` is where answers go; it names a connection, not an agent or a client."""
+
+    peer: bytes
+    request_id: int = 0
+    message: AgentToMaster | ClientToMaster
+
+
+class TimePassed(Value, frozen=True, kw_only=True):
+    """`MasterCore.next_deadline` has come. Too early or too often does no harm."""
+
+
+MasterEvent = Received | TimePassed

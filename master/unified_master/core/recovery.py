@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from unified.core.backoff import Backoff
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.records import Failure, NodeState, Stage, WorkerState
-from unified_master.core import directory, incarnations, stopping
+from unified_master.core import directory, incarnations, jobs
 from unified_master.core.restart import (
     all_workers,
     begin,
@@ -53,7 +53,7 @@ def on_failure(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failur
         return
     if failure.category == "setup":
         limit = "not restarted: a setup failure would happen again"
-        stopping.end_badly(turn, job, worker, failure, limit, limit)
+        jobs.end_badly(turn, job, worker, failure, limit, limit)
         return
     role = job.roles[worker.role]
     if not failure.is_collateral:
@@ -85,14 +85,14 @@ def judge(turn: Turn, job: JobRecord, worker: WorkerRecord, *, is_due: bool = Fa
         return
     role = job.spec.role(worker.role)
     if (refusal := policy_refusal(job.spec)) is not None:
-        stopping.end_badly(turn, job, worker, failure, *refusal)
+        jobs.end_badly(turn, job, worker, failure, *refusal)
         return
     if not is_due and _waits(turn, job, role, worker, failure):
         return
     is_excluding = False
     if failure.category != "node":  # which was charged to its node, when that was lost
         if (refusal := _charge(turn, job, role, worker)) is not None:
-            stopping.end_badly(turn, job, worker, failure, *refusal)
+            jobs.end_badly(turn, job, worker, failure, *refusal)
             return
         num_on_node = job.roles[role.name].node_failures[worker.node]
         is_excluding = role.role_max_restart is None and num_on_node > role.per_node_max_failure
@@ -132,10 +132,10 @@ def on_node_lost(turn: Turn, job: JobRecord, node: NodeRecord, reason: str) -> N
     turn.touch_job(job)
     if job.node_losses[node.name] > limit:
         why = f"the limit node_max_restart={limit} is used up for node {node.name}"
-        stopping.end_badly(turn, job, first, failure, "node_max_restart", why)
+        jobs.end_badly(turn, job, first, failure, "node_max_restart", why)
         return
     if (refusal := policy_refusal(job.spec)) is not None:
-        stopping.end_badly(turn, job, first, failure, *refusal)
+        jobs.end_badly(turn, job, first, failure, *refusal)
         return
     due = _not_put_off(turn, job, lost, failure)
     names: set[str] = set()
@@ -153,7 +153,7 @@ def on_node_lost(turn: Turn, job: JobRecord, node: NodeRecord, reason: str) -> N
     cause = _cause(job, first, failure)
     if "job" in scopes:
         if (refusal := _job_refusal(job)) is not None:
-            stopping.end_badly(turn, job, first, failure, *refusal)
+            jobs.end_badly(turn, job, first, failure, *refusal)
             return
         job.num_charged_restarts += 1
         why = f"job restarts: {cause}"
@@ -184,7 +184,7 @@ def _repair(
     is_role_limited = role.role_max_restart is not None and failure.category != "node"
     if scope == "job":
         if not is_role_limited and (refusal := _job_refusal(job)) is not None:
-            stopping.end_badly(turn, job, worker, failure, *refusal)
+            jobs.end_badly(turn, job, worker, failure, *refusal)
             return
         what, whom = "job", ("", "")
     elif scope == "role":
@@ -195,7 +195,7 @@ def _repair(
     seated = seat(turn, job, _scoped(job, worker, scope), why)
     if is_excluding and not seated.plan.fits and not job_queue.could_ever_fit(turn.cluster, job):
         limit = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {seated.plan.reason}"
-        stopping.end_badly(turn, job, worker, failure, "per_node_max_failure", limit)
+        jobs.end_badly(turn, job, worker, failure, "per_node_max_failure", limit)
         return
     if scope == "job":
         job.num_charged_restarts += not is_role_limited
@@ -311,10 +311,10 @@ def _store_failed(turn: Turn, job: JobRecord, store: WorkerRecord, failure: Fail
     store.num_failures += 1
     if store.num_failures > limit:
         why = f"the limit max_restart={limit} is used up for the job's torch store"
-        stopping.end_badly(turn, job, store, failure, "max_restart", why)
+        jobs.end_badly(turn, job, store, failure, "max_restart", why)
         return
     if unfinished_elastic(job) and (refusal := policy_refusal(job.spec)) is not None:
-        stopping.end_badly(turn, job, store, failure, *refusal)
+        jobs.end_badly(turn, job, store, failure, *refusal)
         return
     if not _store_waits(turn, job, store, failure):
         _replace_store(turn, job, store)
@@ -339,7 +339,7 @@ def _replace_store(turn: Turn, job: JobRecord, store: WorkerRecord) -> None:
         _or_wait(turn, job, restart(turn, job, names, why, delay))
         return
     if (refusal := _job_refusal(job)) is not None:
-        stopping.end_badly(turn, job, store, store.failure, *refusal)
+        jobs.end_badly(turn, job, store, store.failure, *refusal)
         return
     job.num_charged_restarts += 1
     count_job(job)

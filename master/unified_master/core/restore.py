@@ -10,7 +10,7 @@ import msgspec
 from unified.errors import UnifiedError
 from unified.job.spec import JobSpec
 from unified.protocol.records import EventRecord, NodeState, WorkerState
-from unified_master.core import incarnations, names
+from unified_master.core import directory, incarnations
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
 from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import Turn, count
@@ -88,7 +88,7 @@ def _jobs(turn: Turn, by_kind: dict[str, dict[str, bytes]]) -> None:
             owner.workers[worker.name] = worker
             _worker(turn, owner, worker)
     for job in turn.cluster.jobs.values():
-        names.remember_holders(job)
+        directory.remember_holders(job)
         _timers(turn, job)
         turn.to_advance[job.job_id] = None
     turn.wants_schedule = True

@@ -1,4 +1,4 @@
-"""One step in the making: the actions so far, and what it touched and must therefore save, send or look at again."""
+"""The step context: the actions so far, and the records that the step touched and must save, send or look at again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from unified.protocol.agent_master import MasterToAgent
 from unified.protocol.client_master import MasterToClient
 from unified.protocol.records import EventRecord, Stage
 from unified_master.core.messages import MasterAction, Report, Save, Send
-from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, WorkerRecord
+from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, TimerKey, WorkerRecord
+
+BATCH_FROM = 64
+"""Nodes; a smaller cluster has everything done at once."""
+BATCH_S = 0.05
 
 
 class Turn:
@@ -115,3 +119,21 @@ class Turn:
 def count(number: int, noun: str) -> str:
     """``1 worker``, ``2 workers``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def may_pass(turn: Turn, key: TimerKey) -> bool:
+    """Return True if work whose cost grows with the cluster may be done now; else the timer `key` comes when it may.
+
+    The first of a burst is served at once, so that a single event costs no delay; the others are served together.
+    """
+    cluster = turn.cluster
+    if len(cluster.nodes) < BATCH_FROM:
+        return True
+    last = cluster.batched_at.get(key)
+    if last is not None and last <= turn.now < last + BATCH_S:
+        if key not in cluster.timers:
+            cluster.timers.arm(key, last + BATCH_S)
+        return False
+    cluster.timers.cancel(key)
+    cluster.batched_at[key] = turn.now
+    return True

@@ -1,17 +1,21 @@
-"""Units of workers into rooms: the largest unit first, each on the node that suits it best."""
+"""Packs units of workers onto nodes: the largest unit first, each on the node that suits it best.
+
+If a unit has no place, the plan says why in a sentence.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from unified.job.spec import Resources
 from unified.values import Value
 from unified_master.core.scheduling.node_capacity import EPSILON, Room, Unit
-from unified_master.core.scheduling.shortage import shortage, whole_devices
 from unified_master.core.state import STORE, SeatClaim
 from unified_master.core.step import count
 
+_AMOUNTS = (("cpu", "CPU cores"), ("memory_mb", "MB of memory"), ("disk_mb", "MB of disk"))
 Fitness = tuple[float, float, float, str]
 """Of a room for a unit, lower is better; the room's node is last."""
 Shape = tuple[str, tuple[str, ...], list[tuple[int, Resources]]]
@@ -95,7 +99,7 @@ def _attempt(units: Sequence[Unit], rooms: list[Room], bound: int, *, is_spread:
         if unit.is_control:
             room = _room_for_control(every.values(), unit)
             if room is None:
-                return Plan(reason=shortage(unit, units, rooms, 0))
+                return Plan(reason=_shortage(unit, units, rooms, 0))
             seats += _take(room, unit)
             shape = None
             continue
@@ -106,7 +110,7 @@ def _attempt(units: Sequence[Unit], rooms: list[Room], bound: int, *, is_spread:
             offers = [offer for room in left.values() if (offer := _offer(room, unit, is_spread=is_spread)) is not None]
             heapq.heapify(offers)
         if not offers:
-            return Plan(reason=shortage(unit, units, list(left.values()), placed.get(unit.label, 0)))
+            return Plan(reason=_shortage(unit, units, list(left.values()), placed.get(unit.label, 0)))
         room = left[heapq.heappop(offers)[-1]]
         is_last = not room.is_used and num_used + 1 == bound
         num_used += not room.is_used
@@ -143,7 +147,7 @@ def _few_nodes(units: Sequence[Unit], rooms: list[Room], bound: int, *, control_
 
 def _may_fit(units: Sequence[Unit], rooms: list[Room], bound: int) -> bool:
     """Return True if the nodes with the most devices and cores have enough; a quick no saves a search."""
-    devices = sum(whole_devices(unit) for unit in units)
+    devices = sum(_whole_devices(unit) for unit in units)
     cpu = sum(unit.total("cpu") for unit in units if not unit.is_control)
     has_devices = sum(heapq.nlargest(bound, (room.free_devices for room in rooms)))
     has_cpu = sum(heapq.nlargest(bound, (room.cpu for room in rooms)))
@@ -169,7 +173,7 @@ def _shape(unit: Unit) -> Shape:
 def _roomiest(rooms: list[Room], left: list[list[Unit]]) -> Room | None:
     """The room that takes the most of the units, and of those that take all of them the one with the least to spare."""
     units = [unit for alike in left for unit in alike]
-    devices = sum(whole_devices(unit) for unit in units)
+    devices = sum(_whole_devices(unit) for unit in units)
     cpu = sum(unit.total("cpu") for unit in units)
     by_free = sorted(rooms, key=lambda room: (room.num_free, room.num_workers, room.node))
     may_hold = [room for room in by_free if room.free_devices >= devices and (room.cpu + EPSILON >= cpu or cpu <= 0)]
@@ -227,7 +231,7 @@ def _size(unit: Unit) -> tuple[float, float, float, float]:
 
 def _offer(room: Room, unit: Unit, *, is_spread: bool) -> Fitness | None:
     """How well the unit would sit in this room; None if it does not fit."""
-    if whole_devices(unit) > room.free_devices:  # most rooms of a full cluster are ruled out by this alone
+    if _whole_devices(unit) > room.free_devices:  # most rooms of a full cluster are ruled out by this alone
         return None
     claims = room.seat(unit)
     return None if claims is None else _fitness(room, unit, claims, is_spread=is_spread)
@@ -241,3 +245,71 @@ def _fitness(room: Room, unit: Unit, claims: dict[str, SeatClaim], *, is_spread:
     begun = {key for claim in claims.values() for key in claim.devices}
     whole = sum(1 for key in begun if room.devices[key] > 1 - EPSILON)
     return (mates, float(room.num_free - whole), -float(len(room.own)), room.node)
+
+
+def _shortage(unit: Unit, units: Sequence[Unit], rooms: list[Room], num_placed: int) -> str:
+    """Why this unit has no place: the first thing of which no node has enough."""
+    number = sum(1 for other in units if other.label == unit.label)
+    needs = f"{unit.label} needs" if unit.is_control else f"{unit.label} needs {count(number, 'group')} of"
+    rooms = [room for room in rooms if room.grants(unit.isolation) is not None]
+    if not rooms:
+        pair = "label" if "=" in unit.isolation else "resource or label"
+        return f"{unit.label} may only be on a node with the {pair} {unit.isolation!r}, and there is none"
+    need = _devices_needed(unit)
+    if need > 0 and all(room.choose_devices(unit) is None for room in rooms):
+        whole = math.ceil(need - EPSILON)
+        wanted = f"{needs} {_devices(need)}"
+        if whole > (cap := rooms[0].device_cap):
+            return f"{wanted}; the job may use {cap} of a node (device_per_node)"
+        free = {room.node: float(room.free_devices) for room in rooms}
+        total = {room.node: float(len(room.devices)) for room in rooms}
+        return f"{wanted}; {_at_most(whole, '', free, total, num_placed)}"
+    for field, word in _AMOUNTS:
+        amount = unit.total(field)
+        free = {room.node: getattr(room, field) for room in rooms}
+        if amount > 0 and amount > max(free.values()) + EPSILON:
+            total = {room.node: getattr(room.resources, field) for room in rooms}
+            return f"{needs} {amount:g} {word}; {_at_most(amount, f' {word}', free, total, num_placed)}"
+    rooms_left = f"there is room for {num_placed} of them, and " if num_placed else ""
+    named = unit.user_total()
+    if any(room.grants(unit.isolation) for room in rooms):
+        named[unit.isolation] = named.get(unit.isolation, 0.0) + len(unit.members)
+    for name, amount in sorted(named.items()):
+        richest = max(rooms, key=lambda room: (room.user_defined.get(name, 0.0), _reversed(room.node)))
+        has = richest.user_defined.get(name, 0.0)
+        if amount > 0 and amount > has + EPSILON:
+            where = f"the node with most, {richest.node}, has {max(0.0, has):g}" if has > 0 else "no node has any left"
+            return f"{needs} {amount:g} {name}; {rooms_left}{where}"
+    one = "it" if unit.is_control else "one"
+    return f"{needs.removesuffix(' of')}; {rooms_left}no node has all that {one} needs at once"
+
+
+def _whole_devices(unit: Unit) -> int:
+    """Devices of a unit that nobody shares with it."""
+    needs = (member.needs.accelerator for member in unit.members)
+    return sum(math.ceil(need - EPSILON) for need in needs if need >= 1 - EPSILON)
+
+
+def _at_most(need: float, word: str, free: dict[str, float], total: dict[str, float], num_placed: int) -> str:
+    """What there is of a resource, by node, where no node has `need` free."""
+    largest = max(total, key=lambda node: (total[node], _reversed(node)))
+    if need > total[largest] + EPSILON:
+        return f"no node of this cluster has {need:g}{word} (the largest, {largest}, has {total[largest]:g})"
+    freest = max(free, key=lambda node: (free[node], _reversed(node)))
+    has = f"the largest free node {freest} has {max(0.0, free[freest]):g}"
+    return f"there is room for {num_placed} of them, after which {has}" if num_placed else has
+
+
+def _devices_needed(unit: Unit) -> float:
+    """Devices of one unit: whole ones, and the sum of the shares."""
+    shares = [member.needs.accelerator for member in unit.members if 0 < member.needs.accelerator < 1 - EPSILON]
+    return _whole_devices(unit) + sum(shares)
+
+
+def _devices(need: float) -> str:
+    return "1 device" if abs(need - 1) < EPSILON else f"{round(need, 4):g} devices"
+
+
+def _reversed(name: str) -> tuple[int, ...]:
+    """Makes `max` prefer the name that sorts first."""
+    return tuple(-ord(letter) for letter in name)
