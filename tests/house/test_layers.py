@@ -1,10 +1,12 @@
-"""Imports point down, cores are pure, and importing our package loads nothing heavy."""
+"""Imports point down and in no circle, cores are pure, and importing our package loads nothing heavy."""
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ CORES = {
     "unified_agent.core": "agent",
     "unified_master.core": "master",
 }
+PACKAGES = {"unified": ROOT, "unified_agent": ROOT / "agent", "unified_master": ROOT / "master"}
+IN_CIRCLES = {"unified.api": 3, "unified.bus": 14, "unified.cli": 2, "unified.data": 6, "unified.queue": 2}
+"""Package to the number of its modules that import themselves by way of others. Entries may fall or go, never come."""
 IMPURE = {"asyncio", "multiprocessing", "psutil", "socket", "sqlite3", "ssl", "subprocess", "zmq"}
 HEAVY = {"numpy", "omegaconf", "pydantic", "rich", "torch", "typer", "zmq"}
 
@@ -42,6 +47,45 @@ def test_imports_point_down() -> None:
     linter = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([str(linter)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
+
+
+def imports() -> dict[str, set[str]]:
+    """Modules of ours that each of our modules imports: at the top, in a function or under TYPE_CHECKING."""
+    files = {
+        ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): file
+        for package, base in PACKAGES.items()
+        for file in (base / package).rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for module, file in files.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {each.name for each in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{each.name}" for each in node.names}
+                names |= (inner & files.keys()) | ({node.module} if inner - files.keys() else set())
+        found[module] = names & files.keys() - {module}
+    return found
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    direct = imports()
+
+    def reached(module: str) -> set[str]:
+        found: set[str] = set()
+        ahead = list(direct[module])
+        while ahead:
+            if (name := ahead.pop()) not in found:
+                found.add(name)
+                ahead += direct[name]
+        return found
+
+    circle = {module for module in direct if module in reached(module)}
+    count = Counter(".".join(module.split(".")[:2]) for module in circle)
+    arrows = [f"{module} -> {name}" for module in sorted(circle) for name in sorted(direct[module] & circle)]
+    assert not count - Counter(IN_CIRCLES), "put what both need below both:\n" + "\n".join(arrows)
+    assert count == IN_CIRCLES, f"fewer modules are in circles: lower IN_CIRCLES to {dict(count)}"
 
 
 @pytest.mark.parametrize("package", CORES)
