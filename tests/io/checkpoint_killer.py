@@ -78,7 +78,6 @@ class Place:
         if has_states:
             import torch
 
-            import unified.checkpoint.staging
             import unified.checkpoint.state_stream  # noqa: F401 - what a forked one imports takes of its life
 
             torch.set_num_threads(1)  # threads of this process would be missed in those that it forks

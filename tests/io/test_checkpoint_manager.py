@@ -406,7 +406,7 @@ def test_tied_tensors_stay_tied_and_views_are_saved_alone(tmp_path: Path) -> Non
 
 def test_memory_for_copies_is_used_again(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from unified.checkpoint.staging import Stager
+    from unified.memory.host_buffers import Stager
 
     stager = Stager()
     places = set()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from unified.checkpoint import manifest as m
 from unified.checkpoint.compression import check_compression, compressed, decompress
-from unified.checkpoint.payloads import BytesPayload, Measured
+from unified.checkpoint.payload import BytesPayload, Measured
 from unified.errors import CheckpointCorruptError, UsageError
 
 JSON = st.recursive(

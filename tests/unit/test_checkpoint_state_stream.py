@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from unified.checkpoint.staging import Stager  # noqa: E402
 from unified.checkpoint.state_stream import stream  # noqa: E402
 from unified.memory import copy as memory_copy  # noqa: E402 - torch may be missing
+from unified.memory.host_buffers import Stager  # noqa: E402
 
 
 def test_torch_reads_the_stream_and_its_own_files_keep_their_checksums() -> None:

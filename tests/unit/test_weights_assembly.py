@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from unified.weights.assembly import MAX_OPEN, MAX_REMEMBERED, Assembly, Ended, How, Life, Opening, Take
+from unified.weights.versions import MAX_OPEN, MAX_REMEMBERED, Assembly, Ended, How, Life, Opening, Take
 
 A, B, C = (Life(name, 0) for name in "abc")
 

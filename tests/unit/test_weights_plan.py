@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.weights.assembly import Life
-from unified.weights.plan import ALIGNMENT, Bucket, Entry, cut, digest, tree
+from unified.weights.transfer_plan import ALIGNMENT, Bucket, Entry, cut, digest, tree
+from unified.weights.versions import Life
 
 ENTRIES = st.lists(
     st.builds(

@@ -11,9 +11,9 @@ import torch
 from tests.unit.test_weights_source import Tied, manifest_of
 from unified.errors import UsageError, WeightsMismatchError
 from unified.weights.arena import ArenaPool
-from unified.weights.plan import Manifest
 from unified.weights.snapshot import VersionedStateDict, assemble, load
-from unified.weights.source import Source
+from unified.weights.state_dict import Source
+from unified.weights.transfer_plan import Manifest
 
 
 def sent(weights: Any, dtype: torch.dtype | None = None) -> tuple[Manifest, dict[str, torch.Tensor]]:

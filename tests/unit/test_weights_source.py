@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from unified.errors import UsageError
-from unified.weights.assembly import Life
-from unified.weights.plan import Bucket, Manifest
-from unified.weights.source import Source, check_bucket, unwrap
 from unified.weights.staging import Stager
+from unified.weights.state_dict import Source, check_bucket, unwrap
+from unified.weights.transfer_plan import Bucket, Manifest
+from unified.weights.versions import Life
 
 
 class Tied(torch.nn.Module):

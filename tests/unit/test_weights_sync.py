@@ -9,7 +9,7 @@ import torch
 
 from unified.errors import NotInWorkerError, UsageError
 from unified.weights.ranks import ranks_for
-from unified.weights.source import Source
+from unified.weights.state_dict import Source
 from unified.weights.sync import Order, sync_weights
 from unified.worker.context import ActorInfo
 

@@ -6,7 +6,7 @@ from unified.lazy import exports
 
 if TYPE_CHECKING:
     from unified.checkpoint.checkpoint_manager import CheckpointManager
-    from unified.checkpoint.loading import CheckpointFallbackWarning, LoadReport
+    from unified.checkpoint.load import CheckpointFallbackWarning, LoadReport
     from unified.checkpoint.manifest import Manifest, Part
 
 __all__ = ["CheckpointFallbackWarning", "CheckpointManager", "LoadReport", "Manifest", "Part"]
@@ -14,7 +14,7 @@ __all__ = ["CheckpointFallbackWarning", "CheckpointManager", "LoadReport", "Mani
 __getattr__, __dir__ = exports(
     __name__,
     {
-        "unified.checkpoint.loading": ["CheckpointFallbackWarning", "LoadReport"],
+        "unified.checkpoint.load": ["CheckpointFallbackWarning", "LoadReport"],
         "unified.checkpoint.checkpoint_manager": ["CheckpointManager"],
         "unified.checkpoint.manifest": ["Manifest", "Part"],
     },

@@ -14,21 +14,21 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from unified.checkpoint.announcer import Announcer
 from unified.checkpoint.at_exit import close_at_exit, forget
 from unified.checkpoint.background import BackgroundSaver
 from unified.checkpoint.compression import check_compression
+from unified.checkpoint.coordinator_notify import Announcer
 from unified.checkpoint.going_back import Course
-from unified.checkpoint.loading import LoadReport
+from unified.checkpoint.load import LoadReport
 from unified.checkpoint.loads import Loads
+from unified.checkpoint.location import is_local, open_place
 from unified.checkpoint.manifest import Kind, Manifest, check_step
 from unified.checkpoint.options import FROM_SETTINGS, FromSettings, check_counts, this_writer
-from unified.checkpoint.payloads import BytesPayload, Payload
-from unified.checkpoint.places import is_local, open_place
+from unified.checkpoint.payload import BytesPayload, Payload
 from unified.checkpoint.rank_group import is_sharded
 from unified.checkpoint.reports import report, tell_of_failed, tell_of_given_way
 from unified.checkpoint.retention import LEFTOVER_AFTER_S
-from unified.checkpoint.run_files import checked_metadata
+from unified.checkpoint.run_directory import checked_metadata
 from unified.checkpoint.save_queue import Save, SaveQueue, WhenFull
 from unified.checkpoint.store import Order
 from unified.config.runtime import RuntimeSettings
@@ -38,8 +38,8 @@ from unified.errors import UsageError
 from unified.extras import needed_by
 
 if TYPE_CHECKING:
-    from unified.checkpoint.shard_saves import ShardSaves
-    from unified.checkpoint.staging import Stager
+    from unified.checkpoint.sharded.save import ShardSaves
+    from unified.memory.host_buffers import Stager
     from unified.storage.backend import StorageBackend
 
 logger = logging.getLogger(__name__)
@@ -226,8 +226,8 @@ class CheckpointManager(Loads):
         """
         if sharded or (sharded is None and is_sharded(state)):
             return self._save_together(state, step, metadata, force)
-        from unified.checkpoint.staging import Stager, nbytes_of
         from unified.checkpoint.state_stream import StatePayload
+        from unified.memory.host_buffers import Stager, nbytes_of
 
         if self._stager is None:
             self._stager = Stager()
@@ -336,7 +336,7 @@ class CheckpointManager(Loads):
 
         with self._asking:
             if self._shards is None:
-                from unified.checkpoint.shard_saves import ShardSaves
+                from unified.checkpoint.sharded.save import ShardSaves
 
                 self._shards = ShardSaves(
                     self.store,

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from unified.checkpoint.announcer import Announcer
+from unified.checkpoint.coordinator_notify import Announcer
 from unified.checkpoint.going_back import Course, discard_after
-from unified.checkpoint.loading import LoadReport, Wanted, load
+from unified.checkpoint.load import LoadReport, Wanted, load
 from unified.checkpoint.manifest import Kind, Manifest, check_step
 from unified.checkpoint.rank_group import lead, ranks_here
-from unified.checkpoint.run_files import RunFiles
+from unified.checkpoint.run_directory import RunFiles
 from unified.extras import needed_by
 from unified.worker.rank_group import Alone, Ranks
 
@@ -70,7 +70,7 @@ class Loads(RunFiles):
             return load_state(self.store.read(manifest), map_location=map_location, weights_only=weights_only)
 
         def of_many(manifest: Manifest) -> Any:
-            from unified.checkpoint.shard_loading import whole_state
+            from unified.checkpoint.sharded.load import whole_state
 
             return whole_state(self.store, manifest, map_location=map_location, weights_only=weights_only)
 
@@ -103,7 +103,7 @@ class Loads(RunFiles):
             CheckpointError: the checkpoint does not fit `state`, or another rank failed. `state` may be filled in part
                 after this and after a CheckpointCorruptError. Steps and other errors as for `load`.
         """
-        from unified.checkpoint.shard_loading import load_into
+        from unified.checkpoint.sharded.load import load_into
 
         ranks = Alone() if sharded is False else ranks_here(self._process_group)
         self._load(step, load_into(self.store, state, ranks, weights_only=weights_only), exact=exact, ranks=ranks)

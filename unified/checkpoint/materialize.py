@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 
 from unified.checkpoint.manifest import Checksum, Manifest, Part, check_part, encode, manifest_name
-from unified.checkpoint.payloads import CHUNK_BYTES
+from unified.checkpoint.payload import CHUNK_BYTES
 from unified.checkpoint.store import CheckpointStore
 from unified.errors import CheckpointCorruptError
 
@@ -47,7 +47,7 @@ def materialize(store: CheckpointStore, manifest: Manifest, within: Path) -> Pat
 def _save_whole(store: CheckpointStore, manifest: Manifest, path: Path) -> None:
     import torch
 
-    from unified.checkpoint.shard_loading import whole_state
+    from unified.checkpoint.sharded.load import whole_state
 
     torch.save(whole_state(store, manifest, map_location="cpu", weights_only=True), path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from unified.checkpoint.announcer import Announcer
+from unified.checkpoint.coordinator_notify import Announcer
 from unified.checkpoint.save_queue import Failure, Save
 from unified.errors import CheckpointSaveError
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from unified.checkpoint.background import is_final
 from unified.checkpoint.manifest import Manifest, Part, part_name
-from unified.checkpoint.payloads import BytesPayload
-from unified.checkpoint.shard_index import (
+from unified.checkpoint.payload import BytesPayload
+from unified.checkpoint.sharded.index import (
     INDEX,
     Entry,
     Note,
@@ -30,7 +30,7 @@ from unified.checkpoint.shard_index import (
     standing,
     with_shards,
 )
-from unified.checkpoint.shard_payload import ShardPayload
+from unified.checkpoint.sharded.payload import ShardPayload
 from unified.checkpoint.store import CheckpointStore, Order
 from unified.core.backoff import Backoff
 from unified.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError, CheckpointRankError

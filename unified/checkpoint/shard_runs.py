@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from unified.checkpoint.manifest import Checksum, Part
-from unified.checkpoint.shard_index import Shard
+from unified.checkpoint.sharded.index import Shard
 from unified.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from unified.checkpoint.compression import Chunk
-from unified.checkpoint.payloads import CHUNK_BYTES, slices
-from unified.checkpoint.staging import Staged, Stager
+from unified.checkpoint.payload import CHUNK_BYTES, slices
 from unified.errors import CheckpointError, UsageError
+from unified.memory.host_buffers import Staged, Stager
 
 SMALL_BYTES = 256 << 10
 """Pieces up to here are copied together, so that many small tensors do not cost a hand-over each."""
 
 
 class StatePayload:
-    """A staged state dict, to be saved; see `unified.checkpoint.payloads.Payload`."""
+    """A staged state dict, to be saved; see `unified.checkpoint.payload.Payload`."""
 
     def __init__(self, staged: Staged, stager: Stager) -> None:
         self.nbytes = staged.nbytes

@@ -24,7 +24,7 @@ from unified.checkpoint.manifest import (
     part_name,
     step_of,
 )
-from unified.checkpoint.payloads import Measured, Payload
+from unified.checkpoint.payload import Measured, Payload
 from unified.checkpoint.retention import Stored, plan_sweep
 from unified.checkpoint.writers import Judgement, Writer, judge
 from unified.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError

@@ -1,0 +1,1 @@
+"""Memory of the host: parallel copies, and buffers that are used again."""

@@ -9,7 +9,7 @@ from unified.lazy import exports
 if TYPE_CHECKING:
     from unified.storage.backend import Buffer, Source, Stat, StorageBackend
     from unified.storage.local import LocalBackend
-    from unified.storage.paths import open_storage
+    from unified.storage.location import open_storage
     from unified.storage.s3 import S3Backend
 
 __all__ = ["Buffer", "LocalBackend", "S3Backend", "Source", "Stat", "StorageBackend", "open_storage"]
@@ -19,7 +19,7 @@ __getattr__, __dir__ = exports(
     {
         "unified.storage.backend": ["Buffer", "Source", "Stat", "StorageBackend"],
         "unified.storage.local": ["LocalBackend"],
-        "unified.storage.paths": ["open_storage"],
+        "unified.storage.location": ["open_storage"],
         "unified.storage.s3": ["S3Backend"],
     },
 )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from unified.weights.plan import Bucket, Manifest
+from unified.weights.transfer_plan import Bucket, Manifest
 
 MAX_IDLE = 2
 """One that the readers still use and one that is being filled make two in use; more than that were for slow readers."""

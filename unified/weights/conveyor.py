@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from unified.errors import RpcError, RpcTimeoutError
-from unified.weights.assembly import Life
 from unified.weights.lives import GONE, LATE, OVERTAKEN, Failure, LifeCalls, failure_of, method
-from unified.weights.plan import Manifest
 from unified.weights.staging import Staged, Stager
+from unified.weights.transfer_plan import Manifest
+from unified.weights.versions import Life
 
 IN_FLIGHT = 3
 """Buckets that were sent and not answered yet."""

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from unified.bus.shm.quota import default_limit
 from unified.errors import RpcError, RpcNotFoundError, WeightsError, WeightsTimeoutError, WeightsVersionError
-from unified.weights.assembly import Life
 from unified.weights.lives import GONE, LATE, Failure, LifeCalls, failure_of, method
-from unified.weights.plan import Bucket, Manifest, tree
-from unified.weights.source import Source
+from unified.weights.state_dict import Source
+from unified.weights.transfer_plan import Bucket, Manifest, tree
+from unified.weights.versions import Life
 
 FIRST_PAUSE_S = 0.005
 LAST_PAUSE_S = 0.25

@@ -19,7 +19,7 @@ from unified.errors import (
     WorkerDiedError,
 )
 from unified.protocol.records import DirectoryEntry, Reachability
-from unified.weights.assembly import Life
+from unified.weights.versions import Life
 
 GONE, LATE, FAILED, OVERTAKEN = "gone", "late", "failed", "overtaken"
 

@@ -9,7 +9,7 @@ import torch.distributed as distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from unified.errors import UsageError, WeightsError, WeightsTimeoutError, WeightsVersionError
-from unified.weights.source import Source
+from unified.weights.state_dict import Source
 from unified.worker import rank_group
 from unified.worker.rank_group import Alone, Ranks, WholeGroup
 

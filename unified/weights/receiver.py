@@ -43,7 +43,7 @@ class WeightsReceiver:
 
     def __init__(self, name: str = "default", *, copy: bool | None = None, bus: BusEndpoint | None = None) -> None:
         with needed_by("WeightsReceiver"):
-            from unified.weights.reception import Reception  # imports torch
+            from unified.weights.receive_service import Reception  # imports torch
 
         if not isinstance(name, str) or not name:
             raise UsageError(f"WeightsReceiver({name!r}): a name is wanted.")

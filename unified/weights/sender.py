@@ -11,14 +11,14 @@ import torch
 
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import UsageError, WeightsError, WeightsTimeoutError
-from unified.weights.assembly import Life
 from unified.weights.conveyor import IN_FLIGHT, Conveyor
 from unified.weights.handshake import FIRST_PAUSE_S, LAST_PAUSE_S, Attempt, Handshake, left_s
 from unified.weights.lives import LifeCalls
-from unified.weights.plan import Bucket
 from unified.weights.ranks import lead, ranks_for
-from unified.weights.source import Source, is_replicated
 from unified.weights.staging import Staged, Stager
+from unified.weights.state_dict import Source, is_replicated
+from unified.weights.transfer_plan import Bucket
+from unified.weights.versions import Life
 from unified.worker.rank_group import Ranks
 
 Stream = Iterable[tuple[int, Staged]]

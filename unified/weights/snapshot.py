@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from unified.errors import UsageError, WeightsMismatchError
-from unified.weights.plan import Manifest
-from unified.weights.source import unwrap
+from unified.weights.state_dict import unwrap
+from unified.weights.transfer_plan import Manifest
 
 MAX_NAMED = 10
 

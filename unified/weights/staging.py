@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unified.weights.plan import Bucket
+from unified.weights.transfer_plan import Bucket
 
 
 class Staged:

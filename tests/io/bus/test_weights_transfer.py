@@ -18,11 +18,11 @@ from unified.errors import (
 )
 from unified.protocol.records import Reachability
 from unified.testing import eventually
-from unified.weights.assembly import Life
 from unified.weights.lives import OVERTAKEN, method
-from unified.weights.plan import Manifest
 from unified.weights.receiver import WeightsReceiver
-from unified.weights.source import Source
+from unified.weights.state_dict import Source
+from unified.weights.transfer_plan import Manifest
+from unified.weights.versions import Life
 
 
 def test_versions_reach_everybody_and_get_into_models(cast: Cast) -> None:

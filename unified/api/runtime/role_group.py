@@ -18,7 +18,7 @@ from unified.bus.calls.registry import method_name
 from unified.bus.streams.stream import RpcStream
 from unified.errors import UsageError
 from unified.extras import needed_by
-from unified.weights.plan import BUCKET_BYTES
+from unified.weights.transfer_plan import BUCKET_BYTES
 
 if TYPE_CHECKING:
     import torch

@@ -10,14 +10,14 @@ import torch
 
 from unified.checkpoint.compression import Chunk, compressed
 from unified.checkpoint.manifest import Checksum, Compression
-from unified.checkpoint.payloads import slices
-from unified.checkpoint.shard_index import Shard
-from unified.checkpoint.shard_plan import Piece
-from unified.checkpoint.staging import ALIGN, Stager
+from unified.checkpoint.payload import slices
+from unified.checkpoint.sharded.index import Shard
+from unified.checkpoint.sharded.plan import Piece
+from unified.memory.host_buffers import ALIGN, Stager
 
 
 class ShardPayload:
-    """Pieces copied into memory of ours; see `unified.checkpoint.payloads.Payload`.
+    """Pieces copied into memory of ours; see `unified.checkpoint.payload.Payload`.
 
     Each piece is compressed by itself and has a checksum of its own, so that who loads reads what it needs alone.
 

@@ -13,12 +13,12 @@ from unified.checkpoint.rank_group import ranks_here
 from unified.checkpoint.reports import tell_of_given_way
 from unified.checkpoint.save_queue import Failure, Save, SaveQueue
 from unified.checkpoint.shard_commit import ShardCommit, SharedSave
-from unified.checkpoint.shard_payload import ShardPayload
-from unified.checkpoint.shard_plan import ShardPlanner
-from unified.checkpoint.staging import Stager
+from unified.checkpoint.sharded.payload import ShardPayload
+from unified.checkpoint.sharded.plan import ShardPlanner
 from unified.checkpoint.store import CheckpointStore, Order
 from unified.core.backoff import Backoff
 from unified.errors import CheckpointError, UsageError
+from unified.memory.host_buffers import Stager
 from unified.worker.rank_group import Ranks
 
 

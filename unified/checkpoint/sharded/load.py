@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from unified.checkpoint.compression import decompress
 from unified.checkpoint.manifest import Kind, Manifest
 from unified.checkpoint.rank_group import each_does, lead
-from unified.checkpoint.shard_index import INDEX, Entry, Shard, data_name, decode_index
-from unified.checkpoint.shard_payload import restored
-from unified.checkpoint.shard_plan import expanded
 from unified.checkpoint.shard_runs import read_shards
+from unified.checkpoint.sharded.index import INDEX, Entry, Shard, data_name, decode_index
+from unified.checkpoint.sharded.payload import restored
+from unified.checkpoint.sharded.plan import expanded
 from unified.checkpoint.state_stream import load_state
 from unified.checkpoint.store import CheckpointStore
 from unified.errors import CheckpointCorruptError, CheckpointError
@@ -121,7 +121,7 @@ class _FillPlanner(DefaultLoadPlanner):
 def load_into(
     store: CheckpointStore, state: dict[str, Any], ranks: Ranks, *, weights_only: bool
 ) -> dict[Kind, Callable[[Manifest], None]]:
-    """Readers for `unified.checkpoint.loading.load` that fill a state dict in place. Each is a collective."""
+    """Readers for `unified.checkpoint.load.load` that fill a state dict in place. Each is a collective."""
     expanded(state)  # or raise, before anything is read
 
     def fill(manifest: Manifest, origin: Origin) -> dict[str, Any]:

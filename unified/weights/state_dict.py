@@ -10,7 +10,7 @@ import torch
 
 from unified.bus.codec.tensors import is_dense
 from unified.errors import UsageError
-from unified.weights.plan import Bucket, Entry, Manifest, cut, digest
+from unified.weights.transfer_plan import Bucket, Entry, Manifest, cut, digest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

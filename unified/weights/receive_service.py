@@ -16,11 +16,11 @@ from unified.bus.endpoint import BusEndpoint
 from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutError
 from unified.protocol.records import DirectoryEntry
 from unified.weights.arena import Arena, ArenaPool
-from unified.weights.assembly import Assembly, Ended, How, Life, Opening, Take
 from unified.weights.lives import FAILED, GONE, OVERTAKEN, Failure, LifeCalls, ended_lives, failure_of, method
-from unified.weights.plan import Manifest
 from unified.weights.snapshot import VersionedStateDict, assemble
-from unified.weights.source import check_bucket
+from unified.weights.state_dict import check_bucket
+from unified.weights.transfer_plan import Manifest
+from unified.weights.versions import Assembly, Ended, How, Life, Opening, Take
 
 GRACE_S = 5.0
 """How much longer than its sender a receiver keeps a session alive."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from unified.checkpoint.compression import Chunk
-from unified.checkpoint.loading import Wanted, tell_of_damage
+from unified.checkpoint.load import Wanted, tell_of_damage
+from unified.checkpoint.location import Place, joined
 from unified.checkpoint.manifest import Manifest, check_step, encode, make_manifest
 from unified.checkpoint.materialize import materialize
-from unified.checkpoint.payloads import CHUNK_BYTES, Payload
-from unified.checkpoint.places import Place, joined
+from unified.checkpoint.payload import CHUNK_BYTES, Payload
 from unified.checkpoint.retention import is_whole
 from unified.checkpoint.store import CheckpointStore, Order, describe
 from unified.checkpoint.writers import Writer
@@ -30,7 +30,7 @@ CONFIG_NAME = "run.json"
 
 
 class FilePayload:
-    """A file that is saved as it is when it is read; see `unified.checkpoint.payloads.Payload`."""
+    """A file that is saved as it is when it is read; see `unified.checkpoint.payload.Payload`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from unified.checkpoint.shard_index import Entry
+from unified.checkpoint.sharded.index import Entry
 from unified.errors import UsageError
 from unified.worker.rank_group import Ranks
 

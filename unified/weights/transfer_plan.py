@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from unified.weights.assembly import Life
+from unified.weights.versions import Life
 
 BUCKET_BYTES = 32 * 1024 * 1024
 ALIGNMENT = 64

@@ -1,0 +1,1 @@
+"""Checkpoints that several ranks save and load together."""
