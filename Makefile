@@ -52,7 +52,7 @@ layers: setup
 	$(BIN)/lint-imports --verbose
 
 unit: setup ## the tests without I/O
-	$(PYTEST) tests/unit tests/sim
+	$(PYTEST) tests/unit tests/sim tests/benchmarks
 
 fix: setup ## format, and mend what the linter can mend
 	$(BIN)/ruff check --fix

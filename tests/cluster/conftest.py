@@ -10,8 +10,8 @@ from typing import Protocol
 
 import pytest
 
-from tests.io.fake_nvml import fake_nvml  # noqa: F401 - a fixture
-from tests.io.s3_fixture import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
+from tests.support.fake_nvml import fake_nvml  # noqa: F401 - a fixture
+from tests.support.s3 import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
 
 
 class Project(Protocol):

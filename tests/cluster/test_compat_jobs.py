@@ -19,7 +19,7 @@ from typing import Literal
 import pytest
 
 from tests.cluster import test_spec_documents as documents
-from tests.unit import test_document_blocks as blocks
+from tests.unit.compat import test_document_blocks as blocks
 from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

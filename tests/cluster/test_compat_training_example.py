@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.s3_fixture import S3Server
+from tests.support.s3 import S3Server
 from unified.checkpoint import CheckpointManager
 from unified.testing import LocalCluster
 

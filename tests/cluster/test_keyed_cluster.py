@@ -14,14 +14,14 @@ import psutil
 import pytest
 import zmq
 
-from tests.cluster.key_job import MARKER
+from tests.support.programs.key_job import MARKER
 from unified import process
 from unified.security.curve import new_key, secure_client
 from unified.security.keys import load_key, write_key
 from unified.testing import LocalCluster, eventually
 
 pytestmark = pytest.mark.cluster
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "support/programs"
 ADDRESS = "10.99.7.1"
 MASTER = f"tcp://{ADDRESS}:7077"
 PLAIN = "seen-in-the-clear-1c9e"

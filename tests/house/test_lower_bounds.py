@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [
-    *("tests/unit/test_job_config.py", "tests/unit/test_job_workloads.py", "tests/unit/test_job_to_spec.py"),
-    *("tests/unit/test_job_payload.py", "tests/unit/test_builder_job.py", "tests/unit/test_document_blocks.py"),
-    *("tests/unit/test_compat_names.py", "tests/unit/test_worker_context.py"),
-    "tests/io/test_checkpoint_run_layout.py",
+    *(f"tests/unit/job/test_job_{part}.py" for part in ("config", "workloads", "to_spec", "payload")),
+    *("tests/unit/api/test_builder_job.py", "tests/unit/compat/test_document_blocks.py"),
+    *("tests/unit/compat/test_compat_names.py", "tests/unit/worker/test_worker_context.py"),
+    "tests/io/checkpoint/test_checkpoint_run_layout.py",
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.sim.real_agent import RealAgent
-from tests.sim.sim_agent import Delays, SimAgent, resources
-from tests.sim.world import World
+from tests.support.sim.real_agent import RealAgent
+from tests.support.sim.sim_agent import Delays, SimAgent, resources
+from tests.support.sim.world import World
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.client_master import GetJob, ReadLog, RestartWorkers, StopJob, SubmitJob
 from unified.protocol.records import DirectoryEntry, Failure, Stage, WorkerState

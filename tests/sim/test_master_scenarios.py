@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.transcript import LINE, Transcript, split
+from tests.support.sim.transcript import LINE, Transcript, split
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 

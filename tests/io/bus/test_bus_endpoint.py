@@ -18,7 +18,7 @@ import torch
 import zmq
 from msgspec.structs import replace
 
-from tests.io.bus.world import HOST_ID, PATIENCE_S, World, entry
+from tests.support.bus import HOST_ID, PATIENCE_S, World, entry
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT
 from unified.bus.calls.registry import MethodRegistry

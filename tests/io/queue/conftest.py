@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.queue.queue_members import Member, QueueWorld
+from tests.support.queue_members import Member, QueueWorld
 from unified.testing import eventually
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.io.queue.queue_members import Member
+from tests.support.queue_members import Member
 from unified.errors import (
     ProtocolError,
     QueueClosedError,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.io.queue.queue_members import Member, QueueWorld
+from tests.support.queue_members import Member, QueueWorld
 from unified.errors import (
     QueueClosedError,
     QueueJournalError,

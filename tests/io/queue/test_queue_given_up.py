@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.io.queue.queue_members import QueueWorld
+from tests.support.queue_members import QueueWorld
 from unified.queue import producer
 
 PATIENCE_S = 20.0

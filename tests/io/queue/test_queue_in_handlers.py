@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.io.queue.queue_members import QueueWorld
+from tests.support.queue_members import QueueWorld
 from unified.bus.calls.server import MAX_HANDLER_THREADS
 from unified.testing import eventually
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.queue_world import JournalModel, Story
+from tests.support.queue_core import JournalModel, Story
 from unified.bus.codec.serialized import Sealed
 from unified.errors import QueueJournalError, UsageError
 from unified.queue.core.actions import Action, AnswerGet, AnswerPut, Memory, Record, SaveHandle, SaveItems

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.io.queue.owner_process import OwnerProcess
-from tests.io.queue.queue_members import QueueWorld
+from tests.support.queue_members import QueueWorld
+from tests.support.queue_owner import OwnerProcess
 from unified.bus.shm.quota import default_limit
 
 MIB = 1024 * 1024

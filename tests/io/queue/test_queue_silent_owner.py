@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.io.queue.owner_process import OwnerProcess
-from tests.io.queue.queue_members import QueueWorld
+from tests.support.queue_members import QueueWorld
+from tests.support.queue_owner import OwnerProcess
 from unified.errors import QueueNotFoundError
 from unified.queue import sites
 

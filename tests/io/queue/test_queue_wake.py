@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.io.queue.owner_process import OwnerProcess
-from tests.io.queue.queue_members import Member, QueueWorld
+from tests.support.queue_members import Member, QueueWorld
+from tests.support.queue_owner import OwnerProcess
 from unified.testing import eventually
 
 NUM_PUTS = 100

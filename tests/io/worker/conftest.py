@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.worker.agent import Agent, Forker
+from tests.support.workers import Agent, Forker
 
 
 @pytest.fixture

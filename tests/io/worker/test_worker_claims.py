@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.io.worker.agent import Agent, attribute
+from tests.support.workers import Agent, attribute
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
 from unified.protocol.worker_agent import Claimed, DirectoryNews, Finished
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from tests.io.worker.agent import PATIENCE_S, Agent, Child, Forker, Talk, attribute
 from tests.io.worker.test_worker_life import calling
+from tests.support.workers import PATIENCE_S, Agent, Child, Forker, Talk, attribute
 from unified.job.spec import EntryPoint
 from unified.protocol.worker_agent import Failed, Finished, Running, Stop
 

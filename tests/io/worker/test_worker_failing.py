@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.io.worker.agent import Agent, attribute
+from tests.support.workers import Agent, attribute
 from unified.job.spec import EntryPoint
 from unified.protocol.worker_agent import (
     Finished,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.io.worker.agent import HOST_ID, PATIENCE_S, Agent, Forker, attribute
+from tests.support.workers import HOST_ID, PATIENCE_S, Agent, Forker, attribute
 from unified.bus.calls.future import RpcFuture
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import RpcNotFoundError

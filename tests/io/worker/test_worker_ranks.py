@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.io.worker.agent import Agent, ForkedChild, Forker, attribute
+from tests.support.workers import Agent, ForkedChild, Forker, attribute
 from unified.job.spec import Communication, EntryPoint
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.io.worker.agent import Agent, Child, attribute
+from tests.support.workers import Agent, Child, attribute
 from unified.protocol.worker_agent import (
     Finished,
     Hello,

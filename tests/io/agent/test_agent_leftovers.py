@@ -1,0 +1,196 @@
+"""One agent a node id on a host; what a killed one left is found by its marks and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.agents import AgentProcess, PlayedMaster, a_job, a_worker, eventually
+from unified import process
+from unified.bus.shm.files import GRACE_S
+from unified.protocol.records import WorkerState
+from unified_agent.cgroups import Limits
+from unified_agent.host_resources import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
+from unified_agent.orphans import AgentTakenError, LifeRecord, NodeLock, claim, clean_up, hold_name
+
+
+class Sleepers:
+    """Child processes with marks."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, node: str, life: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "UNIFIED_AGENT_NODE": node, "UNIFIED_AGENT_LIFE": life}
+        code = "import time; print(flush=True); time.sleep(60)"
+        one = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+        assert one.stdout is not None
+        one.stdout.readline()
+        self.processes.append(one)
+        return one
+
+
+@pytest.fixture
+def sleepers() -> Iterator[Sleepers]:
+    them = Sleepers()
+    yield them
+    for one in them.processes:
+        one.kill()
+        one.communicate()
+
+
+def record(run_dir: Path, *, node: str = "n1", life: str = "aaa", start_ticks: int = 0) -> LifeRecord:
+    return LifeRecord(node=node, pid=1, life=life, run_dir=str(run_dir), start_ticks=start_ticks)
+
+
+def test_only_what_carries_node_and_life_is_ended(sleepers: Sleepers, tmp_path: Path) -> None:
+    ours = sleepers.start("n1", "aaa")
+    others = [sleepers.start("n1", "bbb"), sleepers.start("n2", "aaa")]
+    run_dir = tmp_path / "a-aaa"
+    run_dir.mkdir()
+    (run_dir / "inbox.sock").touch()
+    assert clean_up(record(run_dir), tmp_path) == [ours.pid]
+    assert not process.is_alive(ours.pid)
+    assert all(process.is_alive(other.pid) for other in others)
+    assert not run_dir.exists()
+
+
+def test_what_is_older_than_the_killed_agent_is_not_its(sleepers: Sleepers, tmp_path: Path) -> None:
+    one = sleepers.start("n1", "aaa")
+    assert clean_up(record(tmp_path / "a-x", start_ticks=1 << 60), tmp_path) == []
+    assert process.is_alive(one.pid)
+
+
+@pytest.mark.parametrize("name", ["other", "deeper/a-x"])
+def test_only_a_run_folder_of_an_agent_is_removed(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    clean_up(record(folder), tmp_path)
+    assert folder.exists()
+
+
+def test_a_node_id_is_held_once(tmp_path: Path) -> None:
+    first = NodeLock(tmp_path, "n1")
+    first.write(record(tmp_path))
+    NodeLock(tmp_path, "n2").release()
+    with pytest.raises(AgentTakenError, match="already runs on this host as pid 1: stop it, or give this one another"):
+        NodeLock(tmp_path, "n1")
+    first.release()
+    second = NodeLock(tmp_path, "n1")
+    assert second.previous() is None
+    second.release()
+    assert not list((tmp_path / "agents").iterdir())
+
+
+def test_a_node_id_is_held_once_whatever_run_folder_each_agent_has() -> None:
+    with hold_name("tcp://127.0.0.1:1", "n1"):
+        with pytest.raises(AgentTakenError, match=f"already runs on this host as pid {os.getpid()}"):
+            hold_name("tcp://127.0.0.1:1", "n1")
+        hold_name("tcp://127.0.0.1:2", "n1").close()
+    hold_name("tcp://127.0.0.1:1", "n1").close()
+
+
+def test_a_claim_takes_over_from_a_killed_agent_and_leaves_nothing(sleepers: Sleepers, tmp_path: Path) -> None:
+    old = sleepers.start("n1", "aaa")
+    killed = NodeLock(tmp_path, "n1")
+    killed.write(record(tmp_path / "a-aaa"))
+    os.close(killed._descriptor)  # as the kernel does for a process that is killed
+    with claim(tmp_path, "n1", "tcp://127.0.0.1:1") as own:
+        assert not process.is_alive(old.pid)
+        assert own.run_dir.stat().st_mode & 0o777 == 0o700
+    assert not own.run_dir.exists()
+    assert not list((tmp_path / "agents").iterdir())
+
+
+OWNER = """
+import sys, time
+from unified.bus.shm.pool import SharedPool
+staged = SharedPool(sys.argv[1]).stage([bytes(300_000)])
+assert staged is not None
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def segments(inbox_id: str) -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"unified-{inbox_id}-")]
+
+
+def test_shared_memory_of_the_dead_goes_when_an_agent_starts_and_when_it_stops(tmp_path: Path) -> None:
+    for when in ("start", "stop"):
+        inbox_id = f"test{os.getpid()}{when}"
+        owner = subprocess.Popen([sys.executable, "-c", OWNER, inbox_id], stdout=subprocess.PIPE)
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        assert len(segments(inbox_id)) == 1
+        if when == "start":
+            with claim(tmp_path, "n1", "tcp://127.0.0.1:1"):
+                assert len(segments(inbox_id)) == 1, "its process is alive"
+        else:
+            with claim(tmp_path, "n1", "tcp://127.0.0.1:1"):
+                owner.kill()
+                owner.wait()
+            assert not segments(inbox_id)
+        owner.kill()
+        owner.communicate()
+        with claim(tmp_path, "n1", "tcp://127.0.0.1:1"):
+            assert not segments(inbox_id)
+
+
+SENDER = """
+import os, sys
+from unified.bus.shm.pool import SharedPool
+staged = SharedPool(sys.argv[1]).stage([bytes(300_000)])
+assert staged.grant("who-never-took-it") is not None
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_what_the_last_worker_sent_to_the_dead_goes_though_no_other_ends(tmp_path: Path) -> None:
+    inbox_id = f"test{os.getpid()}sent"
+    master = PlayedMaster()
+    agent = AgentProcess(tmp_path, master.address)
+    try:
+        master.welcome()
+        master.desire(a_worker(), jobs=[a_job("finish")])
+        master.reaches("w-0#0", WorkerState.FINISHED)
+        subprocess.run([sys.executable, "-c", SENDER, inbox_id], check=True)
+        (name,) = segments(inbox_id)
+        with open(f"/dev/shm/{name}", "rb"):  # so that a test beside this one can tell that it is not its own
+            master.desire(jobs=[])
+            master.reaches("w-0#0", WorkerState.EXITED)
+            assert eventually(lambda: not segments(inbox_id), GRACE_S + 5), "the agent did not look again"
+            assert agent.process.poll() is None
+    finally:
+        agent.process.terminate()
+        agent.wait()
+        master.close()
+
+
+def test_the_inventory_of_this_host(tmp_path: Path) -> None:
+    assert 0 < cpus() <= (os.cpu_count() or 1)
+    assert memory_mb() > 100
+    assert disk_mb(tmp_path / "not/yet/there") > 0
+    assert address_towards("127.0.0.1", 7077) == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") == ""
+
+
+def test_the_last_cache_of_a_core(tmp_path: Path) -> None:
+    for index, size in enumerate(["48K", "1024K", "32768K", "no size"]):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert last_cache_bytes(tmp_path) == 32 << 20
+    assert last_cache_bytes(tmp_path / "missing") == 0
+
+
+def test_a_host_offers_no_more_than_its_control_groups_allow() -> None:
+    assert (cpus(Limits(0.5, 64 << 20)), memory_mb(Limits(0.5, 64 << 20))) == (0.5, 64.0)
+    everything = Limits(None, None)
+    assert (cpus(Limits(1e6, 1 << 60)), memory_mb(Limits(1e6, 1 << 60))) == (cpus(everything), memory_mb(everything))

@@ -1,0 +1,91 @@
+"""Retries between real workers, on every route."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from tests.support.bus import PATIENCE_S, World, entry
+from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.retry import RetryPolicy, with_retries
+from unified.bus.endpoint import BusEndpoint
+from unified.errors import BusOverloadedError, RpcTimeoutError, WorkerDiedError
+from unified.protocol.records import Reachability
+
+
+def retried(
+    bus: BusEndpoint, method: str, *args: Any, retries: int = 3, timeout: float | None = None
+) -> RpcFuture[Any]:
+    def again(left_s: float | None) -> RpcFuture[Any]:
+        return bus.call("b", method, args, {}, timeout=left_s, block=False)
+
+    return with_retries(bus.call("b", method, args, {}, timeout=timeout), again, RetryPolicy(retries=retries))
+
+
+def test_next_life_answers_when_the_first_died_with_the_call(world: World) -> None:
+    a, _ = world.endpoint("a")
+    first = world.process("b")
+    a.update_directory([entry("b", first.inbox)])
+    assert retried(a, "pid").result(PATIENCE_S) == first.popen.pid
+    first.kill(signal.SIGSTOP)
+    future = retried(a, "pid")
+    first.kill()
+    a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed by SIGKILL")])
+    second = world.process("b", 1)
+    a.update_directory([entry("b", second.inbox, 1)])
+    assert future.result(PATIENCE_S) == second.popen.pid
+    for path in world.run_dir.iterdir():
+        if first.inbox.inbox_id in path.name:  # a killed process cannot; its agent sweeps
+            path.unlink()
+
+
+def test_worker_that_ended_for_good_is_not_called_again(world: World) -> None:
+    a, _ = world.endpoint("a")
+    _, inbox = world.endpoint("b", {})
+    a.update_directory([entry("b", inbox)])
+    a.update_directory([entry("b", None, 0, Reachability.ENDED, "finished")])
+    with pytest.raises(WorkerDiedError, match="has ended for good") as caught:
+        retried(a, "ping").result(PATIENCE_S)
+    assert caught.value.is_final
+    assert not getattr(caught.value, "__notes__", None)
+
+
+def test_deadline_ends_the_wait_for_a_next_life_that_does_not_come(world: World) -> None:
+    a, _ = world.endpoint("a")
+    release = threading.Event()
+    _, inbox = world.endpoint("b", {"hold": lambda: release.wait(PATIENCE_S)})
+    a.update_directory([entry("b", inbox)])
+    future = retried(a, "hold", timeout=0.3)
+    a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed")])
+    with pytest.raises(RpcTimeoutError, match="worker b did not answer 'hold'") as caught:
+        future.result(PATIENCE_S)
+    assert caught.value.__notes__ == ["That was attempt 2 of at most 4."]
+    release.set()
+
+
+def test_cancelling_reaches_the_attempt_that_runs(world: World) -> None:
+    a, _ = world.endpoint("a")
+    future = retried(a, "ping")
+    assert future.cancel()
+    assert not a._desk._outbound
+
+
+def test_full_window_is_tried_again(world: World) -> None:
+    release = threading.Event()
+    a, _ = world.pair({"hold": lambda data: release.wait(PATIENCE_S), "ping": lambda data: "pong"}, limit_bytes=100_000)
+    filling = a.call("b", "hold", (b"x" * 80_000,), {})
+
+    def again(left_s: float | None) -> RpcFuture[Any]:
+        try:
+            return a.call("b", "ping", (b"x" * 80_000,), {}, timeout=left_s, block=False)
+        except BusOverloadedError:
+            release.set()  # there will be room at the next attempt, or the one after
+            raise
+
+    failed: RpcFuture[Any] = RpcFuture("the first attempt")
+    failed.fail(BusOverloadedError("full"))
+    assert with_retries(failed, again, RetryPolicy(retries=8)).result(PATIENCE_S) == "pong"
+    assert filling.result(PATIENCE_S)

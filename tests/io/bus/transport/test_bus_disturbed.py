@@ -1,0 +1,304 @@
+"""What happens to a bus whose threads are interrupted, held up, or ended by its users' code."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bus import PATIENCE_S, World, entry
+from unified.bus.calls.future import gather
+from unified.bus.endpoint import BusEndpoint
+from unified.bus.transport.io_threads import Receiver
+from unified.errors import RpcError, RpcTimeoutError, UsageError
+from unified.protocol.envelope import Envelope, Kind
+from unified.protocol.records import Reachability
+from unified.testing import eventually
+
+
+def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b") -> Any:
+    return bus.call(target, method, args, {}).result(PATIENCE_S)
+
+
+def test_waiting_for_centuries(world: World) -> None:
+    release = threading.Event()
+    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
+    future = a.call("b", "hold", (), {}, timeout=1e12)
+    threading.Timer(0.1, release.set).start()
+    assert future.result(1e10)
+
+
+def test_done_callback_that_exits_ends_no_thread_of_the_bus(world: World) -> None:
+    release = threading.Event()
+    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S), "ping": lambda: 1})
+    futures = [a.call("b", "hold", (), {}) for _ in range(8)]
+    for future in futures:
+        future.add_done_callback(lambda _: sys.exit("from a done callback"))
+    release.set()
+    assert eventually(lambda: all(each.done() for each in futures))
+    assert [a.call("b", "ping", (), {}).result(PATIENCE_S) for _ in range(5)] == [1] * 5
+
+
+def test_interrupted_wait_loses_nothing(world: World) -> None:
+    release = threading.Event()
+    a, b = world.pair({"hold": lambda i: release.wait(PATIENCE_S) and i, "ping": lambda: 1})
+    futures = [a.call("b", "hold", (i,), {}) for i in range(3)]
+    me = threading.main_thread().ident
+    assert me is not None
+    for _ in range(10):
+        timer = threading.Timer(0.01, signal.pthread_kill, (me, signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - on a busy machine it comes before the wait has begun
+            timer.start()
+            futures[0].result(PATIENCE_S)
+        timer.join()
+    assert call(a, "ping") == 1
+    release.set()
+    assert [each.result(PATIENCE_S) for each in futures] == [0, 1, 2]
+    assert eventually(lambda: not b._service._known)
+
+
+def test_interrupts_at_any_moment_end_every_call(world: World) -> None:
+    """Each call ends: with its value, or with an error that says that it was interrupted or that its link broke."""
+    a, _ = world.pair({"echo": lambda x: x})
+    me = threading.main_thread().ident
+    assert me is not None
+    is_over = threading.Event()
+
+    def disturb() -> None:
+        while not is_over.wait(0.003):
+            signal.pthread_kill(me, signal.SIGUSR1)
+
+    class Stop(BaseException):
+        pass
+
+    armed = [False]
+
+    def on_signal(*_: Any) -> None:
+        if armed[0]:
+            armed[0] = False
+            raise Stop
+
+    before = signal.signal(signal.SIGUSR1, on_signal)
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    futures = []
+    try:
+        for i in range(300):
+            futures.append(a.call("b", "echo", (i,), {}))
+            try:
+                armed[0] = True
+                futures[-1].result(PATIENCE_S)
+                armed[0] = False
+            except Stop:
+                pass
+            except RpcError:
+                armed[0] = False
+    finally:
+        armed[0] = False
+        is_over.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    for i, future in enumerate(futures):
+        assert future.exception(PATIENCE_S) is not None or future.result() == i
+    assert call(a, "echo", "still") == "still"
+
+
+def test_callback_of_a_late_call_holds_up_no_other_deadline(world: World) -> None:
+    release = threading.Event()
+    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
+    a.call("b", "hold", (), {}, timeout=0.05).add_done_callback(lambda _: release.wait(PATIENCE_S))
+    with pytest.raises(RpcTimeoutError):
+        a.call("b", "hold", (), {}, timeout=0.2).result(PATIENCE_S)
+    assert not release.is_set()
+    release.set()
+
+
+def test_news_of_a_death_is_taken_in_while_its_link_is_held_up(world: World) -> None:
+    entered, release = threading.Event(), threading.Event()
+    hold = threading.Event()
+    a, b = world.pair({"hold": lambda: hold.wait(PATIENCE_S), "stuck": lambda: release.wait(PATIENCE_S)})
+
+    def on_done(_: object) -> None:
+        entered.set()
+        release.wait(PATIENCE_S)
+
+    future = a.call("b", "hold", (), {})
+    future.add_done_callback(on_done)
+    pending = a.call("b", "stuck", (), {})
+    hold.set()
+    assert entered.wait(PATIENCE_S)  # whoever reads the link is in the callback now
+    a.update_directory([entry("b", b._sockets.inbox, 0, Reachability.DEAD, "killed")])
+    assert not release.is_set()
+    assert pending.exception(PATIENCE_S) is not None
+    release.set()
+
+
+def test_gather_fails_with_the_first_failure_while_another_worker_is_slow(world: World) -> None:
+    release = threading.Event()
+
+    def fail() -> None:
+        raise KeyError("k")
+
+    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
+    _, inbox = world.endpoint("c", {"fail": fail, "ping": lambda: 1})
+    a.update_directory([entry("c", inbox)])
+    assert call(a, "ping", target="c") == 1
+    whole = gather([a.call("b", "hold", (), {}), a.call("c", "fail", (), {})], "both")
+    with pytest.raises(KeyError):
+        whole.result(PATIENCE_S)
+    assert not release.is_set()
+    release.set()
+
+
+def test_broken_link_that_nobody_can_read_costs_no_time(world: World) -> None:
+    if world.route != "auto":
+        pytest.skip("links are for one host")
+    entered, release = threading.Event(), threading.Event()
+    a, _ = world.endpoint("a")
+    process = world.process("b")
+    a.update_directory([entry("b", process.inbox)])
+    assert call(a, "echo", 1) == 1
+    future = a.call("b", "echo", (1,), {})
+
+    def on_done(_: object) -> None:
+        entered.set()
+        release.wait(PATIENCE_S)
+
+    future.add_done_callback(on_done)
+    if not entered.wait(1):  # the answer was there before the callback
+        pytest.fail("the callback was not called")
+    process.kill()
+    began, used = time.perf_counter(), time.process_time()
+    release.wait(0.3)
+    share = (time.process_time() - used) / (time.perf_counter() - began)
+    release.set()
+    for path in world.run_dir.iterdir():
+        if path.name == process.inbox.inbox_id:
+            path.unlink()
+    assert share < 0.5
+
+
+def test_closing_from_a_handler_from_a_callback_and_from_two_threads(world: World) -> None:
+    a, b = world.pair({"close": lambda: b.close(), "ping": lambda: 1})
+    future = a.call("b", "ping", (), {})
+    future.add_done_callback(lambda _: a.call("b", "close", (), {}))
+    assert eventually(lambda: b._is_closing)
+    c, inbox = world.endpoint("c", {"ping": lambda: 1, "hold": lambda: time.sleep(0.05)})
+    a.update_directory([entry("c", inbox)])
+    a.call("c", "hold", (), {}).add_done_callback(lambda _: a.close())
+    assert eventually(lambda: a._is_closing)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: c.close(), range(2)))
+
+
+def test_closing_while_others_call(world: World) -> None:
+    a, _ = world.pair({"ping": lambda: 1})
+    assert call(a, "ping") == 1
+    ends: list[BaseException | None] = []
+
+    def work() -> None:
+        for _ in range(10_000):
+            future = a.call("b", "ping", (), {})
+            ends.append(future.exception(PATIENCE_S))
+            if ends[-1] is not None:
+                return
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: len(ends) > 50)
+    a.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert {type(each).__name__ for each in ends} <= {"NoneType", "RpcCancelledError"}
+
+
+def test_what_a_worker_forked_does_not_keep_its_connections(tmp_path: Path) -> None:
+    world = World(tmp_path, "auto", "")
+    a, _ = world.endpoint("a")
+    process = world.process("b")
+    a.update_directory([entry("b", process.inbox)])
+    child = call(a, "fork")
+    assert process.inbox.inbox_id in a._post._ways
+    process.kill()
+    try:
+        assert eventually(lambda: process.inbox.inbox_id not in a._post._ways)
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+    (tmp_path / process.inbox.inbox_id).unlink()
+    world.close()
+
+
+def test_future_of_the_parent_is_refused_in_a_child(world: World) -> None:
+    release = threading.Event()
+    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
+    future = a.call("b", "hold", (), {})
+    a._pid += 1  # as a child that was forked from here sees it
+    with pytest.raises(UsageError, match="was forked from it"):
+        future.result(0.1)
+    a._pid -= 1
+    release.set()
+    assert future.result(PATIENCE_S)
+
+
+class _Exhausted(socket.socket):
+    """A listener in a process that has no file numbers left, for a while."""
+
+    num_tries = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.num_tries += 1
+        if self.num_tries <= 20:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_no_file_numbers_left_is_waited_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listener = _Exhausted(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "s"))
+    listener.listen()
+    came: list[socket.socket] = []
+
+    def on_link(connection: socket.socket) -> Any:
+        came.append(connection)
+        raise SystemExit
+
+    ticking = threading.Event()
+    receiver = Receiver(listener, on_link=on_link, on_mail=lambda *_: None, on_busy=ticking.set, on_idle=lambda: None)
+    receiver.start()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(tmp_path / "s"))
+        for tries in range(1, 21):
+            assert ticking.wait(PATIENCE_S)
+            assert eventually(lambda tries=tries: listener.num_tries == tries)  # type: ignore[misc]
+            ticking.clear()
+            receiver.tick()
+        assert eventually(lambda: came)
+    receiver.close()
+    came[0].close()
+    assert caplog.text.count("event=cannot-accept") == 1
+
+
+def test_answer_that_cannot_be_sent_is_an_error_of_its_call(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = world.pair({"ping": lambda: 1})
+    send = b._courier.send
+
+    def fail(way: Any, envelope: Envelope, *rest: Any) -> bool:
+        if envelope.kind is Kind.RESULT:
+            raise OverflowError("too large to be said")
+        return send(way, envelope, *rest)
+
+    monkeypatch.setattr(b._courier, "send", fail)
+    with pytest.raises(OverflowError, match="too large to be said"):
+        call(a, "ping")

@@ -1,0 +1,247 @@
+"""The relay forwards, says what it cannot forward, and waits for nobody."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.support.bus import PATIENCE_S, World, entry
+from unified.errors import BusOverloadedError, RouteLostError, RpcError, RpcTimeoutError, UnifiedError
+from unified.protocol.envelope import (
+    BUS_VERSION,
+    Envelope,
+    Kind,
+    Undelivered,
+    decode_envelope,
+    decode_undelivered,
+    encode_envelope,
+)
+from unified.protocol.records import Inbox
+from unified.testing import eventually
+from unified_master.relay import BusRelay
+
+Socket = zmq.Socket[bytes]
+
+
+class Hub:
+    """A relay and raw sockets at it."""
+
+    def __init__(self, limit_bytes: int = 256 << 20) -> None:
+        self.relay = BusRelay("tcp://127.0.0.1:0", limit_bytes=limit_bytes)
+        self.address = self.relay.start()
+        self.context: zmq.Context[Socket] = zmq.Context()
+        self.sockets: list[Socket] = []
+
+    def socket(self, identity: str, **options: int) -> Socket:
+        socket = self.context.socket(zmq.DEALER)
+        self.sockets.append(socket)
+        for option, value in options.items():
+            socket.set(getattr(zmq, option), value)
+        socket.set(zmq.IDENTITY, identity.encode())
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        socket.connect(self.address)
+        return socket
+
+    def close(self) -> None:
+        self.context.destroy(0)
+        self.relay.close()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub()
+    yield hub
+    hub.close()
+
+
+def envelope(target: str, call_id: int = 1, kind: Kind = Kind.CALL, sender: str = "a") -> bytes:
+    return encode_envelope(Envelope(BUS_VERSION, kind, call_id, sender, "worker", target, "method"))
+
+
+def known(hub: Hub, socket: Socket, identity: str) -> None:
+    """Wait until the relay knows the socket: it can send to itself."""
+    probe = [envelope(identity, 0, Kind.CANCEL, "nobody"), b"probe"]
+
+    def arrives() -> bool:
+        socket.send_multipart(probe)
+        return bool(socket.poll(50))
+
+    eventually(arrives)
+    while socket.poll(50):
+        socket.recv_multipart()
+
+
+def test_forwards_by_the_envelope_alone(hub: Hub) -> None:
+    a, b = hub.socket("a"), hub.socket("b")
+    known(hub, a, "a")
+    known(hub, b, "b")
+    message = [envelope("b"), b"\xc1 not for the relay to read", b"x" * 1_000_000, b""]
+    a.send_multipart(message)
+    assert b.recv_multipart() == message
+
+
+def test_unknown_target_goes_back_to_the_sender(hub: Hub) -> None:
+    a = hub.socket("a")
+    known(hub, a, "a")
+    a.send_multipart([envelope("nobody", 7), b""])
+    head, body = a.recv_multipart()
+    back = decode_envelope(head)
+    assert (back.kind, back.call_id, back.target) == (Kind.UNDELIVERABLE, 7, "a")
+    assert decode_undelivered(body) == Undelivered(kind=Kind.CALL, target="nobody", code="unknown-target")
+
+
+def test_undeliverable_to_an_unknown_sender_is_the_end_of_it(hub: Hub) -> None:
+    a = hub.socket("a")
+    known(hub, a, "a")
+    before = hub.relay.num_undeliverable
+    a.send_multipart([envelope("nobody", 7, sender="neither"), b""])
+    eventually(lambda: hub.relay.num_undeliverable == before + 1)
+    assert not a.poll(20)
+
+
+def test_bad_frames_are_counted_and_dropped(hub: Hub) -> None:
+    a, b = hub.socket("a"), hub.socket("b")
+    known(hub, a, "a")
+    known(hub, b, "b")
+    for frames in ([b""], [b"\xc1"], [b"x" * 100_000, b""], [envelope("")], [envelope("x" * 300)]):
+        a.send_multipart(frames)
+    a.send_multipart([envelope("b"), b"after"])
+    assert b.recv_multipart()[1] == b"after"
+    assert hub.relay.num_rejected == 5
+
+
+def test_slow_receiver_holds_up_nobody_and_fills_no_memory() -> None:
+    hub = Hub(limit_bytes=1 << 20)
+    try:
+        a, slow, b = hub.socket("a"), hub.socket("slow", RCVHWM=1, RCVBUF=4096), hub.socket("b")
+        for name, socket in (("a", a), ("b", b), ("slow", slow)):
+            known(hub, socket, name)
+        for call_id in range(100):
+            a.send_multipart([envelope("slow", call_id), b"", b"x" * (1 << 20)])
+        a.send_multipart([envelope("b"), b"past it"])
+        assert b.recv_multipart()[1] == b"past it"
+        head, body = a.recv_multipart()
+        assert decode_envelope(head).kind is Kind.UNDELIVERABLE
+        assert decode_undelivered(body).code == "overloaded"
+    finally:
+        hub.close()
+
+
+def test_port_that_is_taken_is_an_error_with_the_address(hub: Hub) -> None:
+    with pytest.raises(UnifiedError, match=f"cannot listen on {hub.address}: Address already in use"):
+        BusRelay(hub.address).start()
+
+
+def test_host_replaces_a_wildcard() -> None:
+    relay = BusRelay("tcp://127.0.0.1:0", host="node-1.example")
+    assert relay.start().startswith("tcp://node-1.example:")
+    relay.close()
+    relay.close()
+
+
+def test_call_waits_for_a_callee_that_has_not_reached_the_relay_yet(tmp_path: Path, hub: Hub) -> None:
+    world = World(tmp_path, "relay", hub.address)
+    try:
+        a, _ = world.endpoint("a")
+        a.update_directory([entry("b", Inbox(inbox_id="late-inbox"))])
+        pending = a.call("b", "ping", (), {}, timeout=PATIENCE_S)
+        eventually(lambda: hub.relay.num_undeliverable >= 2)
+        head = hub.socket("late-inbox").recv_multipart()[0]
+        assert decode_envelope(head).method == "ping"
+        assert not pending.done()
+    finally:
+        world.close()
+
+
+def test_calls_that_the_relay_gave_back_keep_their_order(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unified.bus.calls.pending.FIRST_RETRY_S", 0.5)  # until when the inbox is there
+    world = World(tmp_path, "relay", hub.address)
+    try:
+        a, _ = world.endpoint("a")
+        a.update_directory([entry("b", Inbox(inbox_id="late-inbox"))])
+        futures = [a.call("b", "ping", (), {}) for _ in range(20)]
+        eventually(lambda: hub.relay.num_undeliverable >= 20)
+        late = hub.socket("late-inbox")
+        known(hub, late, "late-inbox")
+        futures.append(a.call("b", "ping", (), {}))
+        came = [decode_envelope(late.recv_multipart()[0]).call_id for _ in futures]
+        assert came == sorted(came)
+    finally:
+        world.close()
+
+
+def test_lost_relay_ends_the_calls_that_were_with_it(tmp_path: Path) -> None:
+    hub = Hub()
+    world = World(tmp_path, "relay", hub.address)
+    try:
+        a, _ = world.endpoint("a")
+        process = world.process("b")
+        a.update_directory([entry("b", process.inbox)])
+        assert a.call("b", "echo", (1,), {}).result(PATIENCE_S) == 1
+        pending = a.call("b", "forever", (), {})
+        hub.close()
+        with pytest.raises(
+            RpcError, match=r"connection to the bus relay broke .* whether its handler ran is not known"
+        ):
+            pending.result(PATIENCE_S)
+        again = BusRelay(hub.address)
+        assert again.start() == hub.address
+        assert a.call("b", "echo", (2,), {}, timeout=PATIENCE_S).result(PATIENCE_S) == 2
+        again.close()
+    finally:
+        world.close()
+
+
+def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path, relay: str) -> None:
+    world = World(tmp_path, "relay", relay)
+    try:
+        a, b = world.pair({"ping": lambda: "pong", "swallow": lambda: "lost"})
+        assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
+        reply, answered = b._service._reply, threading.Event()
+
+        def lose(*args: Any, **kwargs: Any) -> bool:
+            answered.set()
+            return True
+
+        b._service._reply = lose
+        pending = a.call("b", "swallow", (), {})
+        assert answered.wait(PATIENCE_S)
+        b._service._reply = reply
+        assert not pending.done()
+        b._sorter.relay_lost()
+        with pytest.raises(RouteLostError, match="the answer to 'swallow' may have been lost"):
+            pending.result(PATIENCE_S)
+        assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
+    finally:
+        world.close()
+
+
+def test_overloaded_relay_is_an_error_of_the_call(tmp_path: Path) -> None:
+    hub = Hub(limit_bytes=1 << 20)
+    world = World(tmp_path, "relay", hub.address)
+    try:
+        a, _ = world.endpoint("a")
+        process = world.process("b")
+        a.update_directory([entry("b", process.inbox)])
+        assert a.call("b", "echo", (1,), {}).result(PATIENCE_S) == 1
+        process.kill(signal.SIGSTOP)
+        futures = [a.call("b", "echo", (b"x" * (8 << 20),), {}, timeout=PATIENCE_S) for _ in range(8)]
+        with pytest.raises(BusOverloadedError, match="the relay dropped the call of 'echo' to worker b"):
+            futures[-1].result(PATIENCE_S)
+        process.kill(signal.SIGCONT)
+        first = futures[0].result(PATIENCE_S)
+        assert len(first) == 8 << 20
+        for future in futures[1:-1]:
+            assert isinstance(future.exception(PATIENCE_S), BusOverloadedError | RpcTimeoutError | None)
+    finally:
+        world.close()
+        hub.close()

@@ -1,0 +1,325 @@
+"""A driver and the command line in front of a fake master: progress, output, Ctrl-C, last words, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.played_job import WORKER, Job
+from unified import process
+from unified.cli.main import main
+from unified.client.connection import MasterConnection
+from unified.client.display import PlainDisplay, QuietDisplay
+from unified.client.handle import JobHandle
+from unified.client.submission import submit_job
+from unified.client.watch import Watch
+from unified.errors import ClusterError, MasterUnreachableError, RefusedError
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.client_master import (
+    ClientToMaster,
+    EndReport,
+    GetJob,
+    JobStatus,
+    MasterAnswer,
+    Refused,
+    StopJob,
+    SubmitJob,
+)
+from unified.protocol.records import (
+    Failure,
+    Stage,
+)
+from unified.testing import eventually
+
+if TYPE_CHECKING:
+    from tests.support.fake_master import FakeMaster
+else:
+    FakeMaster = Any
+
+SPEC = JobSpec(
+    name="gpt",
+    roles=[RoleSpec(name="trainer", kind="simple", entry_point=EntryPoint(kind="script", target="t.py"))],
+)
+
+
+def test_a_blocking_submit_shows_output_and_returns_the_exit_code(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    threads_before = process.num_threads()
+    job.output = {"out": b"hello\nworld\n", "err": b"careful\n"}
+    threading.Timer(0.2, job.finish, (0,)).start()
+    assert submit_job(SPEC) == 0
+    said = capsys.readouterr()
+    assert said.out == "[trainer-0] hello\n[trainer-0] world\n"
+    lines = said.err.splitlines()
+    assert "[trainer-0] careful" in lines
+    assert lines[0].startswith("gpt-1  submitted to tcp://127.0.0.1:")
+    assert "gpt-1  RUNNING  all workers run" in lines
+    assert "gpt-1  trainer: 1 RUNNING, step 3/10" in lines
+    assert lines[-1] == "job gpt-1 finished"
+    eventually(lambda: process.num_threads() <= threads_before, message="threads are left")
+
+
+def test_a_failed_job_ends_with_its_first_failure(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    failure = Failure(summary="ValueError: no", traceback="Traceback\nValueError: no")
+    job.finish(
+        1,
+        "no restart is left",
+        EndReport(worker=WORKER, incarnation=0, node="n1", failure=failure, limit="max_restart"),
+    )
+    assert submit_job(SPEC) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert "  failure  ValueError: no" in lines
+    assert "  limit    max_restart" in lines
+    assert lines[-1].startswith("  next     unified explain gpt-1 --master tcp://")
+
+
+def test_a_refused_submit_raises_and_leaves_nothing(job: Job, fake_master: FakeMaster) -> None:
+    fake_master.respond = lambda message: Refused(code="does-not-fit", reason="needs 8 devices; n1 has 1.")
+    with pytest.raises(RefusedError, match="needs 8 devices"):
+        submit_job(SPEC, wait=False)
+    (request,) = fake_master.requests_of(SubmitJob)
+    assert (request.spec.name, request.wait) == ("gpt", False)
+
+
+def test_a_handle_waits_reads_and_stops(job: Job) -> None:
+    job.output["out"] = b"one\ntwo"
+    with submit_job(SPEC, blocking=False) as handle:
+        assert handle.status().stage == Stage.RUNNING
+        assert list(handle.logs()) == ["[trainer-0] one", "[trainer-0] two"]
+        assert list(handle.logs(role="other")) == []
+        with pytest.raises(TimeoutError, match=r"still runs after 0\.05 s"):
+            handle.wait(timeout=0.05)
+        handle.stop()
+        assert handle.wait(timeout=5) == 130
+        assert list(handle.logs(follow=True)) == ["[trainer-0] one", "[trainer-0] two"]
+
+
+def test_a_watch_ends_when_its_cluster_is_of_no_use(job: Job, fake_master: FakeMaster) -> None:
+    with MasterConnection(fake_master.address, timeout_s=0.1) as connection:
+        display = PlainDisplay(io.StringIO(), io.StringIO())
+        watch = Watch(connection, "gpt-1", display, problem=lambda: "the embedded master was killed by SIGKILL")
+        fake_master.close()
+        with pytest.raises(ClusterError, match="the embedded master was killed by SIGKILL"):
+            watch.run()
+    watch.join()
+
+
+def test_a_wait_survives_a_master_that_comes_back(job: Job, fake_master: FakeMaster) -> None:
+    with MasterConnection(fake_master.address, timeout_s=0.2) as connection:
+        codes: list[int] = []
+        waiting = threading.Thread(target=lambda: codes.append(JobHandle(connection, "gpt-1").wait()))
+        waiting.start()
+        fake_master.close()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+        again = type(fake_master)(fake_master.address)
+        job.finish(0)
+        again.respond = job.respond
+        again.start()
+        try:
+            waiting.join(10)
+            assert codes == [0]
+        finally:
+            again.close()
+
+
+def test_a_master_that_is_away_is_told_once_and_its_return_too(
+    job: Job, fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unified.client.follow.SILENT_S", 0.1)
+    monkeypatch.setattr("unified.client.follow.POLL_S", 0.0)
+    monkeypatch.setattr("unified.client.connection.RESEND_S", 0.02)
+    asked = 0
+
+    def respond(message: ClientToMaster) -> MasterAnswer | None:
+        nonlocal asked
+        asked += isinstance(message, GetJob)
+        if 3 <= asked < 40:  # several requests are given up meanwhile
+            return None
+        if asked == 50:
+            job.finish(0)
+        return job.respond(message)
+
+    fake_master.respond = respond
+    err = io.StringIO()
+    with MasterConnection(fake_master.address, timeout_s=0.2) as connection:
+        watch = Watch(connection, "gpt-1", QuietDisplay(io.StringIO(), err), with_logs=False)
+        assert watch.run().exit_code == 0
+    watch.join()
+    master = f"gpt-1  the master at {fake_master.address}"
+    assert err.getvalue().splitlines() == [
+        f"{master} does not answer; the job goes on, waiting up to 300 s",
+        f"{master} answers again",
+    ]
+
+
+DRIVER = """
+import sys
+from unified.client.submission import submit_job
+from unified.job.spec import JobSpec
+sys.exit(submit_job(JobSpec(name="gpt", roles=[])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "code"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)], ids=str
+)
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_ctrl_c_and_sigterm_stop_in_order_and_a_second_one_at_once(
+    job: Job, fake_master: FakeMaster, is_stubborn: bool, number: signal.Signals, name: str, code: int
+) -> None:
+    job.ends_on_stop = not is_stubborn
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert driver.stderr is not None
+    said = ""
+    for line in driver.stderr:
+        said += line
+        if "RUNNING  all workers run" in line:
+            driver.send_signal(number)
+        if f"{name} again" in line and is_stubborn:
+            driver.send_signal(number)
+    assert driver.wait(10) == code
+    driver.communicate()
+    assert [stop.force for stop in job.stops] == ([False, True] if is_stubborn else [False])
+    assert "Traceback" not in said
+    if not is_stubborn:
+        assert said.splitlines()[-1] == f"job gpt-1 was stopped: {name} in its driver"
+
+
+def test_ctrl_c_is_heard_by_a_master_that_was_away(
+    job: Job, fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unified.client.connection.RESEND_S", 0.02)
+    asked: list[ClientToMaster] = []
+
+    def respond(message: ClientToMaster) -> MasterAnswer | None:
+        if isinstance(message, StopJob):
+            asked.append(message)
+            if len(asked) < 10:  # longer away than an ordinary request waits
+                return None
+        return job.respond(message)
+
+    fake_master.respond = respond
+
+    class Impatient(QuietDisplay):
+        def update(self, status: JobStatus) -> None:
+            if not asked and status.stage == Stage.RUNNING:
+                signal.raise_signal(signal.SIGINT)
+
+    with MasterConnection(fake_master.address, timeout_s=0.1) as connection:
+        watch = Watch(connection, "gpt-1", Impatient(io.StringIO(), io.StringIO()), with_logs=False)
+        assert watch.run().exit_code == 130
+    watch.join()
+    assert len(asked) >= 10  # another may be on its way when the answer comes
+
+
+def test_a_wait_on_a_handle_that_is_closed_ends(job: Job, fake_master: FakeMaster) -> None:
+    handle = JobHandle(MasterConnection(fake_master.address), "gpt-1")
+    ended: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            handle.wait()
+        except MasterUnreachableError as error:
+            ended.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    eventually(lambda: fake_master.requests_of(GetJob), message="nobody waits")
+    handle.close()
+    waiter.join(5.0)
+    assert [str(error).endswith("is closed.") for error in ended] == [True]
+
+
+def test_commands_print_what_the_master_knows(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*words: str) -> list[str]:
+        assert main(words) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert [line.split()[:4] for line in run("jobs")] == [
+        ["JOB", "STAGE", "EXIT", "WORKERS"],
+        ["gpt-1", "RUNNING", "-", "1"],
+    ]
+    assert run("nodes")[1].split()[:9] == ["n1", "ALIVE", "10.0.0.1", "0", "6/8", "8.0/16.0", "GB", "0/1", "virtual"]
+    status = run("status", "gpt")
+    assert status[0].startswith("job gpt-1 is RUNNING")
+    assert status[-1].split()[:5] == ["trainer-0", "0", "RUNNING", "n1", "77"]
+    assert run("explain", "gpt-1")[0].split()[1:] == ["job-submitted", "gpt-1", "by", "me"]
+    assert run("explain", "trainer-0") == run("explain", "gpt-1", "trainer-0")
+    assert run("explain", "gpt-1/trainer-0") == run("explain", "gpt-1", "trainer-0")
+    assert run("stop", "gpt") == ["gpt-1 is stopped"]
+    assert run("stop", "gpt") == ["gpt-1 had already ended with exit code 130"]
+    assert [stop.job for stop in job.stops] == ["gpt-1"]
+    assert run("status", "gpt")[0] == "job gpt-1 was stopped: unified stop"
+
+
+@pytest.mark.parametrize("words", [["jobs"], ["nodes"], ["status", "gpt"], ["explain", "gpt-1"]])
+def test_json_is_json(job: Job, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found
+
+
+def test_logs_can_be_cut(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.output = {"out": b"".join(b"line %d\n" % number for number in range(5000)), "err": b"oops\n"}
+
+    def run(*words: str) -> list[str]:
+        assert main(["logs", "gpt", *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert len(run()) == 5001
+    assert run("--tail", "2", "--stream", "out") == ["[trainer-0] line 4998", "[trainer-0] line 4999"]
+    assert run("--stream=err") == ["[trainer-0] oops"]
+    assert run("trainer-0", "--stream=err") == ["[trainer-0] oops"]
+    assert main(["logs", "gpt", "--role", "trainr"]) == 2
+    assert "Did you mean 'trainer'?" in capsys.readouterr().err
+    assert main(["logs", "gpt", "--rank", "1"]) == 2
+
+
+def test_a_job_that_is_not_known_is_exit_code_2(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["status", "x"], ["logs", "x"], ["stop", "x"], ["explain", "x"], ["explain", "x-1"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == "unified: there is no such job.\n"
+
+
+def test_watching_a_job_ends_with_its_exit_code(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    threading.Timer(0.2, job.finish, (1, "it broke")).start()
+    assert main(["status", "gpt", "--watch"]) == 1
+    assert "  reason   it broke" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_is_no_error(job: Job) -> None:
+    job.output["out"] = b"x" * 99 + b"\n"
+    job.output["out"] *= 10_000
+    command = f"{sys.executable} -m unified logs gpt | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout == "[trainer-0] " + "x" * 99 + "\n"
+
+
+def test_a_closed_pipe_does_not_end_the_job(job: Job) -> None:
+    job.output["out"] = (b"x" * 99 + b"\n") * 20_000
+    threading.Timer(1.0, job.finish, (3,)).start()
+    command = f"{sys.executable} -c '{DRIVER}' | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "[trainer-0] " + "x" * 99 + "\n"
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    assert done.stderr.splitlines()[-3].startswith("job gpt-1 failed with exit code 3")
+    assert done.returncode == 3
+
+
+def test_run_sends_the_job_and_detaches(job: Job, fake_master: FakeMaster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--detach", "--nproc-per-node=2", "train.py", "--master", "not ours"]) == 0
+    assert capsys.readouterr().out == "gpt-1\n"
+    (request,) = fake_master.requests_of(SubmitJob)
+    assert isinstance(request, SubmitJob)
+    assert request.spec.roles[0].entry_point.argv == ["--master", "not ours"]
+    assert request.spec.roles[0].total == 2
+    assert not request.spec.roles[0].communication.auto_setup

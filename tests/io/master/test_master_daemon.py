@@ -1,0 +1,385 @@
+"""A real master process on loopback, with agents and clients that are sockets of this test."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+import zmq
+
+from tests.support.sim.sim_agent import Said, SimAgent, resources
+from unified.errors import InvariantError, UnifiedError
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.agent_master import DesiredWorkers, MasterToAgent, master_to_agent
+from unified.protocol.client_master import (
+    Accepted,
+    ClientToMaster,
+    Done,
+    Explain,
+    GetJob,
+    JobStatus,
+    ListNodes,
+    LogChunk,
+    MasterToClient,
+    NodeList,
+    ReadLog,
+    Refused,
+    StopJob,
+    Story,
+    SubmitJob,
+    master_to_client,
+)
+from unified.protocol.framing import PROTOCOL_VERSION
+from unified.protocol.records import NodeState, Stage
+from unified_master.core.master import MasterCore
+from unified_master.daemon import MAX_DEFECTS, MasterDaemon, MasterOptions
+from unified_master.store import Store
+
+PATIENCE_MS = 15_000
+A = TypeVar("A")
+
+
+class MasterProcess:
+    """``python -m unified_master`` on a free port."""
+
+    def __init__(self, directory: Path, *flags: str, bind: str = "tcp://127.0.0.1:0") -> None:
+        self.address_file = directory / "address"
+        self.address_file.unlink(missing_ok=True)
+        self.log = directory / "master.log"
+        command = [sys.executable, "-m", "unified_master", "--bind", bind, "--state-dir", str(directory / "state")]
+        command += ["--address-file", str(self.address_file), *flags]
+        env = {**os.environ, "UNIFIED_HEARTBEAT_S": "0.1", "UNIFIED_LEASE_S": "1.0"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log, env=env)
+
+    @property
+    def address(self) -> str:
+        deadline = time.monotonic() + PATIENCE_MS / 1000
+        while not self.address_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the master is not ready: {self.log.read_text()}")
+            time.sleep(0.005)  # a file that another process writes: there is nothing to wait on
+        return self.address_file.read_text().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+class Peer:
+    """A DEALER."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.RECONNECT_IVL, 20)
+        self.socket.connect(address)
+
+    def frames(self) -> list[bytes]:
+        assert self.socket.poll(PATIENCE_MS), "no answer"
+        return self.socket.recv_multipart()
+
+    def ask(self, request: ClientToMaster, request_id: int = 7) -> MasterToClient:
+        self.socket.send_multipart(master_to_client.encode(request, request_id))
+        found = master_to_client.decode(self.frames())
+        assert found.request_id == request_id
+        return found.message
+
+
+class FakeAgent:
+    """A simulated agent behind a real socket."""
+
+    def __init__(self, peer: Peer, node: str = "n1") -> None:
+        self.agent = SimAgent(node, resources(devices=2))
+        self.peer = peer
+        self.heard: list[MasterToAgent] = []
+        self._say(self.agent.begin(time.monotonic()))
+
+    def until(self, is_true: Callable[[], bool]) -> None:
+        """Live until something is true."""
+        deadline = time.monotonic() + PATIENCE_MS / 1000
+        while not is_true():
+            assert time.monotonic() < deadline, f"still not; heard {self.heard[-3:]}"
+            due = self.agent.next_deadline
+            wait_s = 0.05 if due is None else min(0.05, max(0.0, due - time.monotonic()))
+            if self.peer.socket.poll(round(wait_s * 1000)):
+                request_id, message = master_to_agent.decode(self.peer.socket.recv_multipart())
+                self.heard.append(message)
+                self._say(self.agent.receive(time.monotonic(), request_id, message))
+            self._say(self.agent.tick(time.monotonic()))
+
+    def status_after(self, client: Peer, request: ClientToMaster) -> MasterToClient:
+        """Ask as a client while the agent goes on living."""
+        client.socket.send_multipart(master_to_client.encode(request, 9))
+        self.until(lambda: bool(client.socket.poll(0)))
+        return master_to_client.decode(client.socket.recv_multipart()).message
+
+    def until_stage(self, client: Peer, job: str, stage: Stage) -> JobStatus:
+        version = -1
+        while True:
+            found = self.status_after(client, GetJob(job=job, after_version=version, wait_s=10))
+            assert isinstance(found, JobStatus)
+            if found.stage is stage:
+                return found
+            version = found.version
+
+    def _say(self, said: list[Said]) -> None:
+        for request_id, message in said:
+            self.peer.socket.send_multipart(master_to_agent.encode(message, request_id))
+
+
+Connect = Callable[[str], Peer]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Makes peers of an address, and closes them."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peers: list[Peer] = []
+
+    def _connect(address: str) -> Peer:
+        peers.append(Peer(context, address))
+        return peers[-1]
+
+    yield _connect
+    for peer in peers:
+        peer.socket.close()
+    context.term()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., MasterProcess]]:
+    started: list[MasterProcess] = []
+
+    def _start(*flags: str, bind: str = "tcp://127.0.0.1:0") -> MasterProcess:
+        started.append(MasterProcess(tmp_path, *flags, bind=bind))
+        return started[-1]
+
+    yield _start
+    for master in started:
+        master.kill()
+
+
+def spec(name: str = "train") -> JobSpec:
+    entry = EntryPoint(kind="attribute", target="m", attribute="f")
+    return JobSpec(name=name, roles=[RoleSpec(name="trainer", kind="elastic", entry_point=entry, total=2)])
+
+
+def expect(answer: MasterToClient, kind: type[A]) -> A:
+    assert isinstance(answer, kind), answer
+    return answer
+
+
+Start = Callable[..., MasterProcess]
+
+
+def test_a_job_runs_and_survives_a_killed_master(start: Start, connect: Connect) -> None:
+    master = start()
+    agent = FakeAgent(connect(master.address))
+    agent.until(lambda: any(isinstance(message, DesiredWorkers) for message in agent.heard))
+    client = connect(master.address)
+    assert expect(agent.status_after(client, SubmitJob(spec=spec())), Accepted).job_id == "train-1"
+    running = agent.until_stage(client, "train", Stage.RUNNING)
+    assert {(worker.name, worker.incarnation, worker.node) for worker in running.workers} == {
+        ("trainer_2-0_1-0", 0, "n1"),
+        ("trainer_2-1_1-0", 0, "n1"),
+    }
+    chunk = expect(agent.status_after(client, ReadLog(job="train", worker="trainer-1")), LogChunk)
+    assert (chunk.data, chunk.is_final) == (b"trainer_2-1_1-0#0 says hello\n", False)
+
+    address = master.address
+    master.kill()
+    generation = agent.agent.generation
+    again = start(bind=address)
+    assert again.address == address
+    agent.heard.clear()
+    agent.until(lambda: any(isinstance(message, DesiredWorkers) for message in agent.heard))
+    assert agent.agent.generation > generation
+    status = agent.until_stage(client, "train", Stage.RUNNING)
+    assert [worker.incarnation for worker in status.workers] == [0, 0]
+    for life in list(agent.agent.lives):
+        agent._say(agent.agent.finish(life[0], life[1]))
+    done = agent.until_stage(client, "train-1", Stage.STOPPED)
+    assert (done.exit_code, [worker.incarnation for worker in done.workers]) == (0, [0, 0])
+    events = [event.event for event in expect(client.ask(Explain(job="train")), Story).events]
+    assert events[:2] == ["job-submitted", "job-placed"]
+    assert events[-1] == "job-stopped"
+    at = expect(client.ask(Explain(job="train")), Story).events[0].at
+    assert abs(at - time.time()) < 120
+    assert expect(client.ask(StopJob(job="train")), Done).note
+
+
+def test_a_lost_agent_is_seen(start: Start, connect: Connect) -> None:
+    master = start()
+    agent = FakeAgent(connect(master.address))
+    agent.until(lambda: any(isinstance(message, DesiredWorkers) for message in agent.heard))
+    client = connect(master.address)
+    agent.peer.socket.close()
+    deadline = time.monotonic() + 10
+    while expect(client.ask(ListNodes()), NodeList).nodes[0].state is not NodeState.LOST:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # asks again: there is no long poll for nodes
+
+
+def test_another_protocol_version_is_answered_in_that_version(start: Start, connect: Connect) -> None:
+    master = start()
+    client = connect(master.address)
+    client.socket.send_multipart(master_to_client.encode(ListNodes(), 5, version=PROTOCOL_VERSION + 1))
+    header, body = client.frames()
+    assert msgspec.msgpack.decode(header) == [PROTOCOL_VERSION + 1, 5]
+    refused = master_to_client.decode_body(body)
+    assert isinstance(refused, Refused)
+    assert refused.code == "version"
+    assert f"version {PROTOCOL_VERSION + 1}" in refused.reason
+
+
+def test_rubbish_is_refused_and_survived(start: Start, connect: Connect) -> None:
+    master = start()
+    address = master.address
+    client = connect(address)
+    header = master_to_client.encode(ListNodes(), 3)[0]
+    for frames in ([b""], [b"x"] * 5, [header, b"\xc1"], [header, b"\x81\xa4type\xa3wat"], [b"\xff" * 100, b""]):
+        client.socket.send_multipart(frames)
+        refused = master_to_client.decode_body(client.frames()[1])
+        assert isinstance(refused, Refused), frames
+        assert refused.code == "bad-request"
+    host, port = address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
+    assert expect(client.ask(ListNodes()), NodeList).nodes == []
+    assert "event=message-refused" in master.log.read_text()
+
+
+def test_a_taken_port_is_named(start: Start, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        master = start(bind=f"tcp://127.0.0.1:{port}")
+        assert master.process.wait(20) == 1
+    said = master.log.read_text().splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"unified-master: port {port} is taken")
+
+
+def test_a_state_directory_in_use_is_named(start: Start) -> None:
+    first = start()
+    assert first.address
+    second = start()
+    assert second.process.wait(20) == 1
+    assert f"in use by another master (pid {first.process.pid})" in second.log.read_text()
+
+
+def test_sigterm_ends_it_cleanly(start: Start, connect: Connect) -> None:
+    master = start()
+    client = connect(master.address)
+    assert expect(client.ask(ListNodes()), NodeList).nodes == []
+    master.process.send_signal(signal.SIGTERM)
+    assert master.process.wait(10) == 0
+    log = master.log.read_text()
+    assert "event=master-stopped" in log
+    (relay,) = re.findall(r"relay=(tcp://\S+)", log)
+    again = start()
+    assert again.address
+    both = re.findall(r"relay=(tcp://\S+)", again.log.read_text())
+    assert both == [relay, relay], "workers that lived on know no other relay"
+
+
+def test_a_wildcard_address_is_advertised_as_one_that_can_be_reached(start: Start, connect: Connect) -> None:
+    master = start("--insecure", bind="tcp://0.0.0.0:0")
+    assert "0.0.0.0" not in master.address
+    assert expect(connect(master.address).ask(ListNodes()), NodeList).nodes == []
+    assert master.log.read_text().count("event=insecure") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--bind", "http://x"], "is not an address"),
+        (["--bind", "tcp://127.0.0.1:99999"], "is not an address"),
+        (["--insecure", "--bind", "tcp://203.0.113.7:0"], "cannot listen on"),
+        (["--insecure", "--bind", "tcp://nohost:0"], "nohost is no address, name or network interface of this host"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_bad_flags_are_refused(flags: list[str], text: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "unified_master", "--state-dir", str(tmp_path), *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode != 0
+    assert text in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) < 10
+
+
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    address_file = tmp_path / "address"
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'unified_master', *sys.argv[1:]])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    flags = ["--bind", "tcp://127.0.0.1:0", "--state-dir", str(tmp_path), "--address-file", str(address_file)]
+    command = [sys.executable, "-c", code, *flags, "--die-with-parent", "--log-level", "error"]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = os.pidfd_open(int(parent.stdout.readline()))
+    try:
+        deadline = time.monotonic() + 15
+        while not address_file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # a file that another process writes
+        parent.kill()
+        parent.wait()
+        poller = zmq.Poller()
+        poller.register(child, zmq.POLLIN)
+        assert poller.poll(5000), "the master outlived its parent"
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        os.close(child)
+
+
+def test_a_defect_is_answered_and_the_core_rebuilt_from_the_store(
+    tmp_path: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = MasterDaemon(MasterOptions(bind="tcp://127.0.0.1:0", state_dir=tmp_path))
+    store = Store(tmp_path)
+    router = daemon._bind()
+    client = connect(router.get_string(zmq.LAST_ENDPOINT))
+
+    def ask(core: MasterCore, request: ClientToMaster) -> tuple[MasterCore, MasterToClient]:
+        client.socket.send_multipart(master_to_client.encode(request, 4))
+        assert router.poll(PATIENCE_MS)
+        core = daemon._handle(core, daemon._take_in(router), router, store)
+        return core, master_to_client.decode(client.frames()).message
+
+    def broken(*_: object) -> None:
+        raise InvariantError("a defect")
+
+    core, _ = ask(daemon._begin_reign(store, ""), SubmitJob(spec=spec()))
+    with monkeypatch.context() as patch:
+        patch.setattr(MasterCore, "step", broken)
+        rebuilt, answer = ask(core, GetJob(job="train"))
+    assert expect(answer, Refused).code == "defect"
+    assert rebuilt is not core
+    assert expect(ask(rebuilt, GetJob(job="train"))[1], JobStatus).job_id == "train-1"
+    monkeypatch.setattr(MasterCore, "step", broken)
+    for _ in range(MAX_DEFECTS - 1):
+        rebuilt, _ = ask(rebuilt, GetJob(job="train"))
+    with pytest.raises(UnifiedError, match="defects within"):
+        ask(rebuilt, GetJob(job="train"))
+    router.close()
+    daemon._context.term()
+    store.close()

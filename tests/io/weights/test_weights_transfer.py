@@ -1,0 +1,331 @@
+"""Versions of a model from one worker to others, over real sockets: whole, in order, whoever dies on the way."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.bus import PATIENCE_S
+from tests.support.weights import SMALL, Cast, fill, model_of, one_route, values_of
+from unified.errors import (
+    WeightsError,
+    WeightsTimeoutError,
+    WeightsVersionError,
+)
+from unified.protocol.records import Reachability
+from unified.testing import eventually
+from unified.weights.lives import OVERTAKEN, method
+from unified.weights.receiver import WeightsReceiver
+from unified.weights.state_dict import Source
+from unified.weights.transfer_plan import Manifest
+from unified.weights.versions import Life
+
+
+def test_versions_reach_everybody_and_get_into_models(cast: Cast) -> None:
+    first, second = cast.receiver("r0"), cast.receiver("r1", copy=True)
+    sender = cast.sender()
+    for number in (1, 2, 3):
+        assert cast.send(sender, model_of(number), bucket_bytes=SMALL) == number
+        for receiver in (first, second):
+            model = model_of(0)
+            assert receiver.version == number
+            assert receiver.load_into(model, min_version=number, timeout=0) == number
+            assert values_of(model.state_dict()) == {number}
+            assert receiver.state_dict().version == number
+
+
+def test_workers_of_another_node_are_reached_through_one_of_them(cast: Cast) -> None:
+    for name, node in {"r0": "here", "r1": "there", "r2": "there", "r3": "there"}.items():
+        cast.receiver(name)
+        cast.nodes[name] = node
+    sender = cast.sender()
+    sent_to: set[tuple[str, ...]] = set()
+    bus = cast.buses["trainer"]
+    call_many = bus.call_many
+
+    def spy(targets: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == method("default", "bucket"):
+            sent_to.add(tuple(targets))
+        return call_many(targets, name, *args, **kwargs)
+
+    bus.call_many = spy  # type: ignore[method-assign, assignment]  # it looks on
+    assert cast.send(sender, model_of(1), bucket_bytes=SMALL) == 1
+    assert sent_to == {("r0", "r1")}
+    assert [values_of(receiver.state_dict()) for receiver in cast.receivers.values()] == [{1}] * 4
+
+
+@one_route
+def test_the_sender_waits_for_receivers_that_are_not_there_yet(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    cast.receiver("r0")
+    cast.worker("r1")
+    sender = cast.sender()
+    asked = threading.Semaphore(0)
+    bus = cast.buses["trainer"]
+    call_many = bus.call_many
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        asked.release()
+        return call_many(*args, **kwargs)
+
+    bus.call_many = spy  # type: ignore[method-assign]  # it looks on
+    sent = pool.submit(cast.send, sender, model_of(1), "r0", "r1", "r2")
+    assert asked.acquire(timeout=PATIENCE_S)
+    cast.receiver("r2")  # its whole life begins only now
+    assert asked.acquire(timeout=PATIENCE_S)
+    cast.receivers["r1"] = WeightsReceiver(bus=cast.buses["r1"])
+    assert sent.result(PATIENCE_S) == 1
+    assert {receiver.version for receiver in cast.receivers.values()} == {1}
+
+
+@one_route
+def test_a_worker_without_receiver_is_named(cast: Cast) -> None:
+    first = cast.receiver("r0")
+    cast.worker("r1")
+    sender = cast.sender()
+    with pytest.raises(WeightsTimeoutError, match=r"did not reach r1: there is no WeightsReceiver\('default'\) there"):
+        cast.send(sender, model_of(1), "r0", "r1", timeout=0.2)
+    with pytest.raises(WeightsTimeoutError, match=r"r2: worker r2 did not answer .* it has not started yet"):
+        cast.send(sender, model_of(1), "r0", "r2", timeout=0.2)
+    assert first.version == 0
+
+
+@one_route
+def test_versions_go_up_unless_forced(cast: Cast) -> None:
+    receiver = cast.receiver("r0")
+    sender = cast.sender()
+    assert cast.send(sender, model_of(1), version=10) == 10
+    with pytest.raises(WeightsVersionError, match=r"version 9 of .* was not sent: worker r0 has version 10"):
+        cast.send(sender, model_of(2), version=9)
+    assert values_of(receiver.state_dict()) == {1}
+    assert cast.send(sender, model_of(3), version=10) == 10  # once more, not back
+    assert values_of(receiver.state_dict()) == {3}
+    assert cast.send(sender, model_of(4), version=5, force=True) == 5
+    assert receiver.version == 5
+    assert cast.send(sender, model_of(5)) == 11  # never a number that this sender gave before
+
+
+def test_numbers_go_on_after_a_restart_of_either_side(cast: Cast) -> None:
+    cast.receiver("r0")
+    cast.receiver("r1")
+    sender = cast.sender()
+    assert [cast.send(sender, model_of(1)) for _ in range(3)] == [1, 2, 3]
+    cast.die("trainer")
+    sender = cast.sender(incarnation=1)
+    assert cast.send(sender, model_of(2)) == 4
+    cast.die("r1")
+    fresh = cast.receiver("r1", 1)
+    assert fresh.version == 0
+    assert cast.send(sender, model_of(3)) == 5
+    assert {receiver.version for receiver in cast.receivers.values()} == {5}
+
+
+class Holdup:
+    """Holds a receiver's handler up at its n-th call."""
+
+    def __init__(self, cast: Cast, worker: str, verb: str, at: int = 1) -> None:
+        self.reached, self.release = threading.Event(), threading.Event()
+        registry = cast.buses[worker].registry
+        handler = registry[method("default", verb)]
+        calls = iter(range(1, 1000))
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == at:
+                self.reached.set()
+                self.release.wait(PATIENCE_S)
+            return handler(*args, **kwargs)
+
+        registry[method("default", verb)] = held
+
+
+def begin_and_hold(cast: Cast, pool: ThreadPoolExecutor, worker: str, verb: str, at: int) -> tuple[Future[int], Holdup]:
+    """Version 2 is on its way, and stands still at `worker`."""
+    sender = cast.sender()
+    assert cast.send(sender, model_of(1)) == 1
+    holdup = Holdup(cast, worker, verb, at)
+    sent = pool.submit(cast.send, sender, model_of(2), bucket_bytes=SMALL)
+    assert holdup.reached.wait(PATIENCE_S)
+    return sent, holdup
+
+
+@pytest.mark.parametrize(("verb", "at"), [("begin", 1), ("bucket", 3), ("commit", 1)])
+def test_a_receiver_that_dies_on_the_way_gets_it_in_its_next_life(
+    cast: Cast, pool: ThreadPoolExecutor, verb: str, at: int
+) -> None:
+    first = cast.receiver("r0")
+    cast.receiver("r1")
+    sent, holdup = begin_and_hold(cast, pool, "r1", verb, at)
+    eventually(lambda: first.version == (2 if verb == "commit" else 1))
+    cast.die("r1")
+    holdup.release.set()
+    fresh = cast.receiver("r1", 1)
+    assert sent.result(PATIENCE_S) == 2
+    assert values_of(fresh.state_dict()) == values_of(first.state_dict()) == {2}
+
+
+@one_route
+def test_a_receiver_that_ends_for_good_is_named_and_the_others_have_it(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    first = cast.receiver("r0")
+    cast.receiver("r1")
+    sent, holdup = begin_and_hold(cast, pool, "r1", "bucket", 3)
+    cast.die("r1", Reachability.ENDED)
+    holdup.release.set()
+    with pytest.raises(WeightsError, match=r"(?s)version 2 .*|r1: worker r1 has ended for good"):
+        sent.result(PATIENCE_S)
+    assert first.version == 2
+
+
+@one_route
+def test_who_passes_buckets_on_may_die_too(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    for name in ("r0", "r1", "r2"):
+        cast.receiver(name)
+        cast.nodes[name] = "there"
+    sent, holdup = begin_and_hold(cast, pool, "r0", "bucket", 3)
+    cast.die("r0")
+    holdup.release.set()
+    cast.receiver("r0", 1)
+    assert sent.result(PATIENCE_S) == 2
+    assert [values_of(receiver.state_dict()) for receiver in cast.receivers.values()] == [{2}] * 3
+
+
+@one_route
+def test_a_mate_that_dies_is_no_harm_to_the_others(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    for name in ("r0", "r1", "r2"):
+        cast.receiver(name)
+        cast.nodes[name] = "there"
+    sent, holdup = begin_and_hold(cast, pool, "r2", "bucket", 2)
+    cast.die("r2")
+    holdup.release.set()
+    cast.receiver("r2", 1)
+    assert sent.result(PATIENCE_S) == 2
+    assert [values_of(receiver.state_dict()) for receiver in cast.receivers.values()] == [{2}] * 3
+
+
+def opened(
+    cast: Cast, version: int, value: float, sender: str = "trainer"
+) -> tuple[Manifest, list[list[torch.Tensor]]]:
+    """A version that `sender` has begun to send to r0, and its buckets."""
+    source = Source(model_of(value))
+    manifest = Manifest(
+        session=f"{sender} {version}",
+        version=version,
+        buckets=source.cut(SMALL, 1),
+        keys=source.keys,
+        aliases=source.aliases,
+        others=source.others,
+        metadata=source.metadata,
+        senders=(Life(sender, 0),),
+        mates={},
+        is_lent=True,
+        timeout_s=PATIENCE_S,
+        force=False,
+    )
+    assert told(cast, sender, "begin", manifest) == ""
+    return manifest, [[source.collect(entry) for entry in bucket.entries] for bucket in manifest.buckets]
+
+
+def told(cast: Cast, sender: str, verb: str, *args: Any) -> Any:
+    return cast.buses[sender].call("r0", method("default", verb), args, {}).result(PATIENCE_S)
+
+
+def test_a_sender_that_dies_on_the_way_leaves_no_trace(cast: Cast) -> None:
+    receiver = cast.receiver("r0")
+    cast.send(cast.sender(), model_of(1))
+    manifest, buckets = opened(cast, 2, 2.0)
+    for index, tensors in enumerate(buckets[:-1]):
+        assert told(cast, "trainer", "bucket", manifest.session, index, tensors) == {}
+    with pytest.raises(WeightsTimeoutError, match=rf"version 2 from trainer \({len(buckets) - 1} of {len(buckets)}"):
+        receiver.wait(2, timeout=0.05)
+    cast.die("trainer")
+    with pytest.raises(WeightsTimeoutError, match="complete is version 1; on its way nothing"):
+        receiver.wait(2, timeout=0.05)
+    assert receiver._reception._coming == {}
+    assert cast.send(cast.sender(incarnation=1), model_of(3), bucket_bytes=SMALL) == 2
+    assert values_of(receiver.state_dict()) == {3}
+
+
+@one_route
+def test_what_was_not_committed_is_not_published(cast: Cast) -> None:
+    receiver = cast.receiver("r0")
+    cast.worker("trainer")
+    manifest, buckets = opened(cast, 1, 1.0)
+    for index, tensors in enumerate(buckets):
+        told(cast, "trainer", "bucket", manifest.session, index, tensors)
+    assert receiver.version == 0
+    told(cast, "trainer", "abort", manifest.session, "late")
+    failure = told(cast, "trainer", "commit", manifest.session)
+    assert failure.text == "late"
+    assert receiver.version == 0
+
+
+@one_route
+def test_two_senders(cast: Cast) -> None:
+    receiver = cast.receiver("r0")
+    cast.worker("a")
+    slow, buckets = opened(cast, 1, 1.0, "a")
+    sender = cast.sender("b")
+    with pytest.raises(
+        WeightsVersionError, match="worker r0 refuses it, because the same version is on its way from a"
+    ):
+        cast.send(sender, model_of(2), version=1)
+    assert cast.send(sender, model_of(2), version=2) == 2
+    assert told(cast, "a", "bucket", slow.session, 0, buckets[0])["r0"].kind == OVERTAKEN
+    assert told(cast, "a", "commit", slow.session) is None  # as good as delivered
+    assert values_of(receiver.state_dict()) == {2}
+
+
+@one_route
+def test_who_passes_buckets_on_is_overtaken(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    for name in ("r0", "r1", "r2"):
+        cast.receiver(name)
+        cast.nodes[name] = "there"
+    sent, holdup = begin_and_hold(cast, pool, "r0", "bucket", 2)
+    assert cast.send(cast.sender("other"), model_of(7), "r0", version=7) == 7
+    holdup.release.set()
+    assert sent.result(PATIENCE_S) == 2
+    assert [values_of(receiver.state_dict()) for receiver in cast.receivers.values()] == [{7}, {2}, {2}]
+
+
+@one_route
+def test_a_receiver_that_hangs_is_named_when_time_is_up(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    first = cast.receiver("r0")
+    cast.receiver("r1")
+    sender = cast.sender()
+    cast.send(sender, model_of(1))
+    holdup = Holdup(cast, "r1", "bucket", 2)
+    with pytest.raises(WeightsTimeoutError, match=r"(?s)version 2 .* did not reach:\n  r1: "):
+        cast.send(sender, model_of(2), bucket_bytes=SMALL, timeout=0.5)
+    holdup.release.set()
+    eventually(lambda: cast.receivers["r1"]._reception._coming == {}, message="the rest of version 2 is still kept")
+    assert values_of(cast.receivers["r1"].state_dict()) == {1}
+    assert first.version in (1, 2)
+    assert cast.send(sender, model_of(3)) == 3
+
+
+def test_sending_behind_the_back(cast: Cast) -> None:
+    receivers = [cast.receiver("r0"), cast.receiver("r1")]
+    sender = cast.sender()
+    model = model_of(1)
+    for number in (1, 2, 3):
+        fill(model, number)
+        assert cast.send(sender, model, bucket_bytes=SMALL, wait=False) == number
+        fill(model, -1)
+    for receiver in receivers:
+        assert receiver.wait(3, timeout=PATIENCE_S) == 3
+        assert values_of(receiver.state_dict()) == {3}
+    assert cast.send(sender, model_of(4)) == 4  # and the thread has ended well
+
+
+@one_route
+def test_what_went_wrong_behind_the_back_is_told_by_the_next_call(cast: Cast) -> None:
+    cast.receiver("r0")
+    sender = cast.sender()
+    holdup = Holdup(cast, "r0", "bucket", 1)
+    assert cast.send(sender, model_of(1), wait=False, timeout=0.3) == 1
+    with pytest.raises(WeightsError, match=r"(?s)the version before, which was not waited for: version 1 .*r0"):
+        cast.send(sender, model_of(2))
+    holdup.release.set()
+    assert cast.send(sender, model_of(2)) == 2

@@ -1,0 +1,143 @@
+"""Workers on a bus: some in this process, some in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from unified.bus.calls.registry import MethodRegistry
+from unified.bus.endpoint import BusEndpoint
+from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+from unified.testing import eventually
+
+PATIENCE_S = 20.0
+HOST_ID = "host"
+
+
+def entry(
+    worker: str, inbox: Inbox | None, incarnation: int = 0, state: Reachability = Reachability.ALIVE, reason: str = ""
+) -> DirectoryEntry:
+    """News of one life."""
+    return DirectoryEntry(worker=worker, incarnation=incarnation, state=state, inbox=inbox, node="n1", reason=reason)
+
+
+class Process:
+    """A worker in a process of its own, running `programs/bus_peer.py`; `prefix` is a command that runs others."""
+
+    def __init__(self, *arguments: str, prefix: Sequence[str] = ()) -> None:
+        script = str(Path(__file__).parent / "programs/bus_peer.py")
+        self.popen = subprocess.Popen(
+            [*prefix, sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.popen.stdout is not None
+        self.inbox = msgspec.json.decode(self.popen.stdout.readline(), type=Inbox)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.popen.pid, number)
+        if number == signal.SIGKILL:
+            self.popen.wait()
+        elif number == signal.SIGSTOP:
+            eventually(lambda: states(self.popen.pid) == {"T"}, PATIENCE_S)  # a thread on another core runs on a little
+
+    def close(self) -> None:
+        for stream in (self.popen.stdin, self.popen.stdout):
+            if stream is not None:
+                stream.close()
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGCONT)
+            self.popen.wait(PATIENCE_S)
+
+
+def states(pid: int) -> set[str]:
+    """Of the threads of a process, as `ps` names them."""
+    found = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {file.read_text().rpartition(")")[2].split()[0] for file in found}
+
+
+class World:
+    """Makes endpoints that all take one route, and tells each of the others."""
+
+    def __init__(self, run_dir: Path, route: str, relay: str) -> None:
+        self.run_dir = run_dir
+        self.route = route
+        self.relay = relay
+        self.endpoints: list[BusEndpoint] = []
+        self.processes: list[Process] = []
+
+    def endpoint(
+        self,
+        worker: str,
+        methods: dict[str, Callable[..., Any]] | None = None,
+        incarnation: int = 0,
+        address: str = "127.0.0.1",
+        **options: Any,
+    ) -> tuple[BusEndpoint, Inbox]:
+        """Started, and open if it was given methods."""
+        endpoint = BusEndpoint(
+            job_id="job-1",
+            worker=worker,
+            incarnation=incarnation,
+            node="n1",
+            host_id=HOST_ID,
+            run_dir=str(self.run_dir),
+            address=address,
+            relay=self.relay,
+            route=self.route,
+            registry=MethodRegistry(methods or {}),
+            **options,
+        )
+        self.endpoints.append(endpoint)
+        inbox = endpoint.start()
+        if methods is not None:
+            endpoint.open()
+        return endpoint, inbox
+
+    def pair(self, methods: dict[str, Callable[..., Any]], **options: Any) -> tuple[BusEndpoint, BusEndpoint]:
+        """`a`, which knows `b`, and `b`, which has the methods."""
+        a, _ = self.endpoint("a", **options)
+        b, inbox = self.endpoint("b", methods)
+        a.update_directory([entry("b", inbox)])
+        return a, b
+
+    def process(self, worker: str, incarnation: int = 0) -> Process:
+        process = Process(worker, str(incarnation), str(self.run_dir), self.route, self.relay, HOST_ID)
+        self.processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+
+@pytest.fixture(params=["auto", "tcp", "relay"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, relay: str) -> Iterator[World]:
+    """Everything on the bus works the same on every route."""
+    run_dir: Path = tmp_path_factory.mktemp("b")
+    before = set(threading.enumerate())
+    world = World(run_dir, request.param, relay)
+    yield world
+    world.close()
+    assert not list(run_dir.iterdir()), "an inbox left its socket behind"
+    assert eventually(lambda: not _new_since(before), message="a thread of the bus is left")
+
+
+def _new_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("bus-")]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool

@@ -1,0 +1,89 @@
+"""One job on simulated agents whose workers fail as told: what the tests of the master's recovery share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.sim.sim_agent import SimAgent, resources
+from tests.support.sim.world import World
+from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
+from unified.protocol.client_master import SubmitJob
+from unified.protocol.records import Failure, Stage, WorkerState
+from unified_master.core.state import JobRecord, WorkerRecord
+
+CRASH = Failure(summary="killed by SIGKILL", category="crash", signal=9)
+USER = Failure(summary="ValueError: boom", category="user", exception_type="ValueError")
+SETUP = Failure(summary="no run()", category="setup")
+
+
+class Bench:
+    """One job, whose workers fail as told."""
+
+    def __init__(self, *roles: RoleSpec, nodes: int = 1, devices: int = 8, **options: Any) -> None:
+        self.world = World()
+        options.setdefault("node_num", nodes)
+        for number in range(1, nodes + 1):
+            self.world.add(SimAgent(f"n{number}", resources(devices=devices)))
+        self.world.run(0.1)
+        self.world.ask(SubmitJob(spec=JobSpec(name="job", roles=list(roles), **options)))
+        self.running()
+        self.world.run(2.0)
+
+    @property
+    def job(self) -> JobRecord:
+        return self.world.job("job")
+
+    def worker(self, role: str, rank: int = 0) -> WorkerRecord:
+        return self.job.ranks(role)[rank]
+
+    def lives(self) -> dict[str, int]:
+        return {f"{one.role}-{one.rank}": one.incarnation for one in self.job.workers.values() if one.kind == "worker"}
+
+    def end(self, role: str, rank: int, failure: Failure | None) -> None:
+        self.end_worker(self.worker(role, rank), failure)
+
+    def end_worker(self, worker: WorkerRecord, failure: Failure | None) -> None:
+        agent = self.world.agents[worker.node]
+        assert isinstance(agent, SimAgent)
+        self.world.say(agent.node, agent.end("job-1", worker.name, failure))
+        self.world.run(0.002)
+
+    def finish(self, role: str, rank: int = 0) -> None:
+        worker = self.worker(role, rank)
+        agent = self.world.agents[worker.node]
+        assert isinstance(agent, SimAgent)
+        self.world.say(agent.node, agent.finish("job-1", worker.name))
+        self.world.run(0.002)
+
+    def running(self) -> None:
+        def all_run() -> bool:
+            workers = [worker for worker in self.job.workers.values() if worker.kind == "worker"]
+            return all(worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) for worker in workers)
+
+        self.world.until(all_run, "all workers to run")
+
+    def stopped(self) -> JobRecord:
+        self.world.until_stage("job", Stage.STOPPED)
+        return self.job
+
+    def limit(self) -> str:
+        job = self.stopped()
+        assert job.exit_code == 1
+        assert job.end is not None
+        return job.end.limit
+
+
+def simple(name: str = "s", total: int = 1, **more: Any) -> RoleSpec:
+    return RoleSpec(
+        name=name,
+        kind="simple",
+        entry_point=EntryPoint(kind="attribute", target="m", attribute="f"),
+        total=total,
+        **more,
+    )
+
+
+def elastic(name: str = "e", total: int = 2, accelerator: float = 0, **more: Any) -> RoleSpec:
+    entry = EntryPoint(kind="attribute", target="m", attribute="f")
+    needs = Resources(accelerator=accelerator)
+    return RoleSpec(name=name, kind="elastic", entry_point=entry, total=total, resources=needs, **more)

@@ -1,0 +1,402 @@
+"""The agent's decisions about workers: what is desired against what is, in every order in which news can come."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.support.agent_core import SPEC, STORE, W0, W1, Driver, next_life, started, wanted
+from unified.protocol.agent_master import (
+    AgentRegistered,
+    DesiredJob,
+    RegisterAgain,
+    RunOrder,
+)
+from unified.protocol.records import Failure, Inbox, Progress, WorkerState
+from unified.protocol.worker_agent import (
+    Failed,
+    Finished,
+    Hello,
+    Reported,
+    Run,
+    Running,
+    Stop,
+)
+from unified_agent.core.messages import (
+    AgentEvent,
+    Life,
+    SignalWorker,
+    StartWorker,
+    TellWorker,
+    WorkerExited,
+    WorkerNotStarted,
+    WorkerSaid,
+    WorkerStarted,
+)
+
+# Reconciliation
+
+
+def test_what_is_desired_is_started_once_however_often_it_is_said() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0), wanted(W1))
+    assert started(driver.take()) == [W0, W1]
+    driver.generation -= 1
+    driver.desire(wanted(W0), wanted(W1))
+    driver.desire(wanted(W0), wanted(W1))
+    assert driver.notable() == []
+
+
+def test_an_older_generation_is_ignored() -> None:
+    driver = Driver()
+    driver.generation = 5
+    driver.desire(wanted(W0))
+    driver.take()
+    driver.generation = 3
+    driver.desire()
+    assert driver.notable() == []
+    assert driver.core.generation == 6
+
+
+def test_generations_begin_anew_with_a_new_registration() -> None:
+    driver = Driver()
+    driver.generation = 5
+    driver.desire(wanted(W0))
+    driver.hear(RegisterAgain())
+    driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
+    driver.generation = 0
+    driver.take()
+    driver.desire()
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_a_new_life_waits_until_the_old_one_is_gone() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.take()
+    driver.desire(wanted(next_life(W0)))
+    assert started(driver.take()) == []
+    driver.step(WorkerExited(life=W0, code=0))
+    assert started(driver.take()) == [next_life(W0)]
+
+
+def test_a_life_that_ended_is_not_started_again() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.step(WorkerExited(life=W0, code=3))
+    driver.take()
+    driver.desire(wanted(W0))
+    assert driver.notable() == []
+
+
+def test_an_ended_life_is_told_until_a_later_desired_set_leaves_it_out() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.step(WorkerExited(life=W0, code=3))
+    assert driver.observed()[f"{W0.name}#0"].state is WorkerState.EXITED
+    driver.desire(wanted(W0))
+    assert f"{W0.name}#0" in driver.observed()
+    driver.desire()
+    assert driver.observed() == {}
+
+
+def test_a_worker_without_its_job_or_role_is_no_reason_to_fall_over() -> None:
+    driver = Driver()
+    driver.desire(wanted(Life("job-2", "w", 0)), msgspec.structs.replace(wanted(W0), role="nobody"))
+    assert started(driver.take()) == []
+
+
+# Leave to run
+
+
+def test_a_round_is_told_once_and_only_to_a_worker_that_said_hello() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    assert [type(action) for action in driver.notable()] == [StartWorker]
+    driver.start(W0)
+    order = RunOrder(round=1, rank=0, world_size=2)
+    assert driver.notable() == [TellWorker(life=W0, message=Run(order=order))]
+    driver.desire(wanted(W0, run=1))
+    driver.say(W0, Running(round=1))
+    driver.desire(wanted(W0, run=1))
+    assert driver.notable() == []
+
+
+def test_a_later_round_is_told_too() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.say(W0, Running(round=1))
+    driver.take()
+    driver.desire(wanted(W0, run=2))
+    (told,) = driver.notable()
+    assert isinstance(told, TellWorker)
+    assert isinstance(told.message, Run)
+    assert told.message.order.round == 2
+
+
+# A worker's life
+
+
+def test_the_states_of_a_good_life_are_told() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    key = f"{W0.name}#0"
+    assert driver.observed()[key].state is WorkerState.STARTING
+    driver.start(W0, pid=12)
+    ready = driver.observed()[key]
+    assert (ready.state, ready.pid, ready.inbox) == (WorkerState.READY, 12, Inbox(inbox_id=str(W0)))
+    driver.say(W0, Running(round=1))
+    assert driver.observed()[key].state is WorkerState.RUNNING
+    driver.say(W0, Reported(progress=Progress(step=3)))
+    assert driver.observed()[key].progress == Progress(step=3)
+    driver.say(W0, Finished())
+    assert driver.observed()[key].state is WorkerState.FINISHED
+    driver.step(WorkerExited(life=W0, code=0))
+    ended = driver.observed()[key]
+    assert (ended.state, ended.failure) == (WorkerState.EXITED, None)
+
+
+CRASHES = [
+    (-9, "killed by SIGKILL", None, 9),
+    (-11, "killed by SIGSEGV", None, 11),
+    (3, "exited with code 3", 3, None),
+]
+
+
+@pytest.mark.parametrize(("code", "summary", "exit_code", "signal"), CRASHES)
+@pytest.mark.parametrize("is_running", [False, True])
+def test_an_end_without_a_word_is_a_crash(
+    code: int, summary: str, exit_code: int | None, signal: int | None, is_running: bool
+) -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    if is_running:
+        driver.start(W0)
+        driver.say(W0, Running(round=1))
+    driver.step(WorkerExited(life=W0, code=code, last_lines="oh no"))
+    assert driver.observed()[f"{W0.name}#0"].failure == Failure(
+        category="crash", summary=summary, exit_code=exit_code, signal=signal, traceback="oh no"
+    )
+
+
+def test_an_exit_with_code_0_is_success_for_who_runs_and_a_crash_before() -> None:
+    """`os._exit(0)` in a script is what it is under torchrun."""
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.say(W0, Running(round=1))
+    driver.step(WorkerExited(life=W0, code=0))
+    assert driver.observed()[f"{W0.name}#0"].failure is None
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.start(W0)
+    driver.step(WorkerExited(life=W0, code=0))
+    failure = driver.observed()[f"{W0.name}#0"].failure
+    assert failure == Failure(category="crash", summary="exited with code 0 before it was told to run", exit_code=0)
+
+
+def test_what_a_worker_says_of_its_failure_counts_more_than_its_exit_code() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    failure = Failure(summary="ValueError: no", exception_type="ValueError")
+    driver.say(W0, Running(round=1), Failed(failure=failure))
+    driver.step(WorkerExited(life=W0, code=1, last_lines="noise"))
+    assert driver.observed()[f"{W0.name}#0"].failure == failure
+
+
+def test_a_failed_worker_that_hangs_on_its_way_out_is_killed() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.say(W0, Failed(failure=Failure(summary="no")))
+    driver.take()
+    driver.pass_time(9.9, answered=True)
+    assert driver.notable() == []
+    driver.pass_time(0.2)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_a_bad_exit_after_the_work_was_done_is_still_told() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.say(W0, Running(round=1), Finished())
+    driver.step(WorkerExited(life=W0, code=-6))
+    failure = driver.observed()[f"{W0.name}#0"].failure
+    assert failure is not None
+    assert failure.summary == "killed by SIGABRT"
+
+
+def test_a_worker_that_never_says_hello_is_killed() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.step(WorkerStarted(life=W0, pid=7))
+    driver.take()
+    driver.pass_time(59, answered=True)
+    assert driver.notable() == []
+    driver.pass_time(2, answered=True)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+    driver.step(WorkerExited(life=W0, code=-9))
+    failure = driver.observed()[f"{W0.name}#0"].failure
+    assert failure == Failure(category="crash", summary="did not answer within 60 s of its start")
+
+
+def test_news_of_a_start_does_not_cut_a_graceful_stop_short() -> None:
+    """The worker's own hello may overtake what its zygote says of it."""
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.say(W0, Hello(pid=7))
+    driver.desire()
+    assert driver.state(W0) is WorkerState.STOPPING
+    driver.take()
+    driver.step(WorkerStarted(life=W0, pid=7))
+    assert driver.notable() == []
+
+
+def test_a_worker_that_cannot_be_started_has_ended() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    failure = Failure(category="setup", summary="no such interpreter")
+    driver.step(WorkerNotStarted(life=W0, failure=failure))
+    ended = driver.observed()[f"{W0.name}#0"]
+    assert (ended.state, ended.failure) == (WorkerState.EXITED, failure)
+
+
+STALE: list[AgentEvent] = [
+    WorkerStarted(life=W0, pid=7),
+    WorkerNotStarted(life=W0, failure=Failure(summary="late")),
+    WorkerSaid(life=W0, word=Hello(pid=7)),
+    WorkerSaid(life=W0, word=Finished()),
+    WorkerSaid(life=W0, word=Failed(failure=Failure(summary="late"))),
+    WorkerExited(life=W0, code=1),
+    WorkerStarted(life=next_life(W0), pid=7),
+    WorkerExited(life=next_life(W0), code=1),
+]
+
+
+@pytest.mark.parametrize("event", STALE, ids=lambda event: type(event).__name__)
+def test_news_of_a_life_that_has_ended_changes_nothing(event: AgentEvent) -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.step(WorkerExited(life=W0, code=0))
+    before = driver.core.workers[W0].observed()
+    driver.take()
+    driver.step(event)
+    assert driver.notable() == []
+    assert driver.core.workers[W0].observed() == before
+
+
+# Stopping
+
+
+def stopping(grace_s: float | None = None) -> Driver:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.say(W0, Running(round=1))
+    driver.take()
+    driver.desire(grace_s=grace_s)
+    return driver
+
+
+def test_a_stop_asks_first_and_kills_after_the_grace() -> None:
+    driver = stopping()
+    told, signalled = driver.notable()
+    assert isinstance(told, TellWorker)
+    assert told.message == Stop(grace_s=10, reason="it is no longer desired")
+    assert signalled == SignalWorker(life=W0, how="terminate")
+    driver.pass_time(9.9, answered=True)
+    driver.desire()
+    assert driver.notable() == []
+    driver.pass_time(0.2, answered=True)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+    driver.step(WorkerExited(life=W0, code=-9))
+    assert driver.observed()[f"{W0.name}#0"].failure is None
+
+
+def test_the_master_may_set_another_grace() -> None:
+    driver = stopping(grace_s=2)
+    driver.take()
+    driver.pass_time(2.1)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_no_grace_is_a_kill_at_once() -> None:
+    assert stopping(grace_s=0).notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_a_stop_that_has_begun_can_be_hastened_but_not_delayed() -> None:
+    driver = stopping(grace_s=5)
+    driver.take()
+    driver.desire(grace_s=60)
+    driver.desire(grace_s=3)
+    driver.pass_time(2.9)
+    assert driver.notable() == []
+    driver.desire(grace_s=0)
+    driver.desire(grace_s=0)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_a_worker_that_is_still_starting_is_killed_without_ado() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.take()
+    driver.desire()
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+    driver.step(WorkerStarted(life=W0, pid=7))
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+    driver.step(WorkerExited(life=W0, code=-9))
+    assert driver.observed()[f"{W0.name}#0"].failure is None
+
+
+def test_ctrl_c_is_sigint() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.take()
+    driver.desire(jobs=[DesiredJob(job_id="job-1", spec=SPEC, is_interrupted=True)])
+    told, signalled = driver.notable()
+    assert isinstance(told, TellWorker)
+    assert told.message == Stop(grace_s=10, reason="it is no longer desired", interrupt=True)
+    assert signalled == SignalWorker(life=W0, how="interrupt")
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_end_that_a_stop_cut_short_is_a_failure(is_told: bool) -> None:
+    driver = stopping(grace_s=2)
+    driver.say(W0, Running(round=0, is_ending=True))
+    if is_told:
+        driver.say(W0, Failed(failure=Failure(summary="its end was cut short", is_cut=True)))
+    driver.pass_time(2.1)
+    driver.step(WorkerExited(life=W0, code=-9))
+    driver.desire()  # another job's news, before the end was told
+    failure = driver.observed()[f"{W0.name}#0"].failure
+    driver.desire()
+    assert driver.observed() == {}
+    assert failure is not None
+    assert failure.is_cut
+    assert failure.summary.startswith(
+        "its end was cut short" if is_told else "its end took longer than 2 s and was cut"
+    )
+
+
+def test_what_fails_while_it_stops_did_not_fail() -> None:
+    driver = stopping()
+    driver.say(W0, Failed(failure=Failure(summary="a broken collective")))
+    driver.step(WorkerExited(life=W0, code=1))
+    assert driver.observed()[f"{W0.name}#0"].failure is None
+
+
+def test_the_store_outlives_the_workers_that_stop() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1), wanted(STORE))
+    driver.start(W0)
+    driver.start(STORE)
+    driver.take()
+    driver.desire()
+    assert {action.life for action in driver.notable() if isinstance(action, SignalWorker)} == {W0}
+    driver.step(WorkerExited(life=W0, code=0))
+    assert SignalWorker(life=STORE, how="terminate") in driver.take()

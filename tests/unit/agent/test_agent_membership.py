@@ -1,0 +1,316 @@
+"""What the agent tells whom, how it stands with its master, and how it ends."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.support.agent_core import FACTS, SPEC, STORE, W0, W1, Driver, next_life, sent, wanted
+from unified.protocol.agent_master import (
+    AgentLeaving,
+    AgentRefused,
+    AgentRegistered,
+    DesiredJob,
+    DesiredWorkers,
+    DirectoryChanged,
+    Heartbeat,
+    RegisterAgain,
+    RegisterAgent,
+)
+from unified.protocol.records import DirectoryEntry, Progress, Reachability
+from unified.protocol.worker_agent import (
+    DirectoryNews,
+    Finished,
+    Reported,
+    Running,
+    Stop,
+)
+from unified_agent.core.messages import (
+    AgentEvent,
+    Exit,
+    KeepInterpreters,
+    MasterReached,
+    MasterUnreadable,
+    Note,
+    Reconnect,
+    SendMaster,
+    SignalWorker,
+    StartWorker,
+    StopAsked,
+    TellWorker,
+    WorkerExited,
+    WorkerSaid,
+)
+
+# The directory
+
+
+def entry(worker: str, incarnation: int, state: Reachability = Reachability.ALIVE) -> DirectoryEntry:
+    return DirectoryEntry(worker=worker, incarnation=incarnation, state=state)
+
+
+def test_news_of_the_directory_reach_every_worker_of_the_job_once() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0), wanted(STORE))
+    driver.start(W0)
+    driver.take()
+    news = DirectoryChanged(job_id="job-1", entries=[entry("x", 0)])
+    driver.hear(news)
+    assert driver.notable() == [TellWorker(life=W0, message=DirectoryNews(entries=[entry("x", 0)]))]
+    driver.hear(news)
+    driver.hear(DirectoryChanged(job_id="job-2", entries=[entry("y", 0)]))
+    assert driver.notable() == []
+
+
+def test_a_worker_is_born_with_the_newest_of_the_directory() -> None:
+    driver = Driver()
+    driver.desire()
+    entries = [entry("x", 1), entry("x", 0, Reachability.ENDED), entry("y", 0, Reachability.DEAD), entry("y", 0)]
+    driver.hear(DirectoryChanged(job_id="job-1", entries=entries))
+    driver.desire(wanted(W0))
+    (start,) = driver.notable()
+    assert isinstance(start, StartWorker)
+    assert start.launch.directory == [entry("x", 1), entry("y", 0, Reachability.DEAD)]
+
+
+# Interpreters
+
+
+def test_an_interpreter_is_kept_while_its_job_or_a_worker_of_it_lives() -> None:
+    driver = Driver()
+    job = DesiredJob(job_id="job-1", spec=msgspec.structs.replace(SPEC, python="/venv/bin/python"))
+    driver.desire(wanted(W0), jobs=[job])
+    assert KeepInterpreters(pythons=["/venv/bin/python"]) in driver.take()
+    driver.hear(DesiredWorkers(generation=9, workers=[], jobs=[]))
+    assert not any(isinstance(action, KeepInterpreters) for action in driver.take())
+    driver.step(WorkerExited(life=W0, code=-9))
+    assert KeepInterpreters(pythons=[]) in driver.take()
+
+
+def test_the_agents_own_interpreter_is_no_other() -> None:
+    driver = Driver()
+    job = DesiredJob(job_id="job-1", spec=msgspec.structs.replace(SPEC, python=FACTS.python, start_method="spawn"))
+    driver.desire(wanted(W0), jobs=[job])
+    actions = driver.take()
+    assert not any(isinstance(action, KeepInterpreters) for action in actions)
+    (start,) = (action for action in actions if isinstance(action, StartWorker))
+    assert (start.python, start.is_fresh) == (None, True)
+
+
+# Telling the master
+
+
+def test_changes_close_together_are_told_together() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0), wanted(W1))
+    driver.start(W0)
+    driver.start(W1)
+    driver.pass_time(0.01)
+    assert sent(driver.take()) == ["ObservedWorkers"]
+    driver.pass_time(0.5)
+    assert "ObservedWorkers" not in sent(driver.take())
+
+
+def test_progress_is_told_five_times_a_second() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.say(W0, Running(round=1))
+    driver.pass_time(0.5)
+    driver.take()
+    for step in range(200):
+        driver.say(W0, Reported(progress=Progress(step=step)))
+        driver.pass_time(0.01, answered=True)
+    driver.pass_time(0.2)
+    assert 9 <= sent(driver.take()).count("ObservedWorkers") <= 12
+
+
+def test_the_whole_set_is_told_now_and_then_even_when_nothing_happens() -> None:
+    driver = Driver()
+    driver.pass_time(25, answered=True)
+    assert sent(driver.take()).count("ObservedWorkers") == 2
+
+
+# Membership
+
+
+def test_it_registers_again_and_again_until_it_is_heard() -> None:
+    driver = Driver(registered=False)
+    driver.pass_time(3.5)
+    assert sent(driver.take()) == ["RegisterAgent"] * 4
+    driver.step(MasterReached())
+    assert sent(driver.take()) == ["RegisterAgent"]
+
+
+def test_it_beats_once_registered() -> None:
+    driver = Driver()
+    driver.desire()
+    driver.take()
+    driver.pass_time(3, answered=True)
+    beats = [action.message for action in driver.take() if isinstance(action, SendMaster)]
+    assert Heartbeat(node="n1", incarnation="abc", generation=1) in beats
+    assert sum(isinstance(message, Heartbeat) for message in beats) == 3
+    assert not any(isinstance(message, RegisterAgent) for message in beats)
+
+
+def test_a_silent_master_costs_no_worker() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.start(W0)
+    driver.take()
+    driver.pass_time(60)
+    actions = driver.take()
+    assert {type(action) for action in actions} == {SendMaster, Note, Reconnect}
+    assert 10 <= sum(isinstance(action, Reconnect) for action in actions) <= 12
+    driver.hear(RegisterAgain())
+    assert sent(driver.take()) == ["RegisterAgent"]
+    driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
+    assert f"{W0.name}#0" in driver.observed()
+
+
+def test_a_reached_master_hears_at_once() -> None:
+    driver = Driver()
+    driver.step(MasterReached())
+    driver.pass_time(0.01)
+    assert sent(driver.take()) == ["Heartbeat", "ObservedWorkers"]
+
+
+def test_an_unreachable_master_is_complained_of_first_soon_and_then_seldom() -> None:
+    driver = Driver(registered=False)
+    driver.pass_time(75)
+    complaints = [action.reason for action in driver.take() if isinstance(action, Note)]
+    assert complaints == [
+        f"cannot reach the master at tcp://m:7077: no answer for {waited} s; keeps trying" for waited in (10, 40, 70)
+    ]
+
+
+def test_it_gives_up_only_if_told_so_and_never_once_it_belonged() -> None:
+    driver = Driver(registered=False, give_up_s=5)
+    driver.pass_time(4.9)
+    assert not any(isinstance(action, Exit) for action in driver.take())
+    driver.pass_time(1)
+    end = driver.take()[-1]
+    assert end == Exit(code=1, reason="cannot reach the master at tcp://m:7077: no answer for 5 s.")
+    member = Driver(give_up_s=5)
+    member.hear(RegisterAgain())
+    member.pass_time(100)
+    assert not any(isinstance(action, Exit) for action in member.take())
+
+
+def test_a_refusal_for_good_ends_it_and_a_refusal_for_now_does_not() -> None:
+    driver = Driver(registered=False)
+    driver.pass_time(0)
+    driver.take()
+    driver.hear(AgentRefused(reason="the old life's lease runs", retry_after_s=3))
+    driver.pass_time(2.9)
+    assert sent(driver.take()) == []
+    driver.pass_time(0.2)
+    assert sent(driver.take()) == ["RegisterAgent"]
+    driver.hear(AgentRefused(reason="not you"))
+    assert driver.take() == [Exit(code=1, reason="not you")]
+    driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
+    assert driver.take() == []
+
+
+def test_an_unreadable_master_ends_it() -> None:
+    driver = Driver(registered=False)
+    driver.step(MasterUnreadable(reason="version 2"))
+    assert driver.take() == [Exit(code=1, reason="version 2")]
+
+
+def test_a_member_bears_an_unreadable_master_and_says_so_once() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.start(W0)
+    driver.take()
+    for _ in range(3):
+        driver.step(MasterUnreadable(reason="version 2."))
+    assert driver.take() == [Note(event="master-unreadable", reason="version 2. The workers stay.", level="error")]
+    assert f"{W0.name}#0" in driver.observed()
+
+
+# The agent's own end
+
+
+def test_it_leaves_when_its_workers_are_gone() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0), wanted(W1))
+    driver.start(W0)
+    driver.start(W1)
+    driver.take()
+    driver.step(StopAsked(reason="SIGTERM"))
+    assert sum(action == SignalWorker(life=W0, how="terminate") for action in driver.take()) == 1
+    driver.step(WorkerExited(life=W0, code=0))
+    driver.desire(wanted(W0), wanted(next_life(W0)))
+    assert driver.notable() == []
+    driver.step(WorkerExited(life=W1, code=0))
+    actions = driver.take()
+    assert sent(actions)[-2:] == ["ObservedWorkers", "AgentLeaving"]
+    assert actions[-1] == Exit(code=0, reason="SIGTERM")
+
+
+def test_an_idle_agent_leaves_at_once() -> None:
+    driver = Driver()
+    driver.step(StopAsked(reason="SIGTERM"))
+    leaving, end = driver.take()[-2:]
+    assert leaving == SendMaster(message=AgentLeaving(node="n1", incarnation="abc", reason="SIGTERM"))
+    assert end == Exit(code=0, reason="SIGTERM")
+
+
+@pytest.mark.parametrize("events", [[StopAsked(reason="SIGINT")] * 2, [StopAsked(reason="orphan", at_once=True)]])
+def test_a_stop_at_once_kills(events: list[AgentEvent]) -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.start(W0)
+    driver.take()
+    for event in events:
+        driver.step(event)
+    assert driver.notable()[-1] == SignalWorker(life=W0, how="kill")
+
+
+@pytest.mark.parametrize(("stop_first", "category"), [(True, "node"), (False, None)])
+def test_what_returns_because_the_agent_ends_has_not_done_its_work(stop_first: bool, category: str | None) -> None:
+    driver = Driver()
+    driver.desire(wanted(W0, run=1), wanted(W1))
+    driver.start(W0)
+    driver.start(W1)  # it keeps the agent from leaving meanwhile
+    driver.say(W0, Running(round=1))
+    events: list[AgentEvent] = [StopAsked(reason="SIGTERM"), WorkerSaid(life=W0, word=Finished())]
+    for event in events if stop_first else reversed(events):
+        driver.step(event)
+    driver.step(WorkerExited(life=W0, code=0))
+    failure = driver.observed()[f"{W0.name}#0"].failure
+    assert (failure.category if failure else None) == category
+
+
+@pytest.mark.parametrize(("told", "grace"), [(2.0, 10.0), (None, 10.0), (0.0, None)])
+def test_an_end_gives_workers_the_whole_grace_of_their_job(told: float | None, grace: float | None) -> None:
+    driver = Driver()
+    driver.desire(wanted(W0), grace_s=told)  # what a restart of the role would leave them, or a stop by force
+    driver.start(W0)
+    driver.take()
+    driver.step(StopAsked(reason="SIGTERM"))
+    if grace is None:
+        assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+        return
+    order, signal = driver.notable()
+    assert order == TellWorker(life=W0, message=Stop(grace_s=grace, reason="the agent stops: SIGTERM"))
+    assert signal == SignalWorker(life=W0, how="terminate")
+    driver.pass_time(grace - 0.1, answered=True)
+    assert driver.notable() == []
+    driver.pass_time(0.2, answered=True)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_die() -> None:
+    driver = Driver()
+    driver.desire(wanted(W0))
+    driver.start(W0)
+    driver.take()
+    driver.step(StopAsked(reason="SIGTERM"))
+    driver.pass_time(11.9, answered=True)
+    assert not any(isinstance(action, Exit) for action in driver.take())
+    driver.pass_time(0.2, answered=True)
+    end = driver.take()[-1]
+    assert isinstance(end, Exit)
+    assert end.code == 1

@@ -1,0 +1,109 @@
+"""Which checkpoint a coordinator takes for the latest of its series."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.coordinator import Story
+from unified.core.coordination.events import SpaceClosed
+from unified.protocol.coordinator import CheckpointResponse, GetLatestCheckpoint, NotifyCheckpoint, RecoveryInfo
+
+
+def notice(step: int, **fields: Any) -> NotifyCheckpoint:
+    values = {"worker_id": "w0", "path": f"step-{step:06}.json", "size_bytes": 7, "checksum": "c", "world_size": 4}
+    return NotifyCheckpoint(step=step, **{**values, **fields})
+
+
+def tell(story: Story, request: NotifyCheckpoint) -> bool:
+    return story.ask(request, CheckpointResponse).is_latest
+
+
+def latest(story: Story, name: str = "default", space: str = "") -> RecoveryInfo:
+    return story.ask(GetLatestCheckpoint(name=name, space=space), RecoveryInfo)
+
+
+def test_there_is_none_at_first_and_asking_leaves_nothing() -> None:
+    story = Story()
+    assert latest(story) == RecoveryInfo(is_found=False)
+    assert story.core.spaces == {}
+
+
+def test_highest_step_is_the_latest_in_whatever_order_they_come() -> None:
+    story = Story()
+    assert tell(story, notice(200, metadata={"loss": "0.5"}))
+    story.now += 50
+    assert not tell(story, notice(100))
+    assert latest(story) == RecoveryInfo(
+        is_found=True,
+        step=200,
+        path="step-000200.json",
+        size_bytes=7,
+        checksum="c",
+        world_size=4,
+        worker_id="w0",
+        metadata={"loss": "0.5"},
+        saved_at=1000.0,
+    )
+    assert tell(story, notice(300))
+    assert (latest(story).step, latest(story).saved_at) == (300, 1050.0)
+
+
+def test_after_going_back_the_latest_is_a_lower_one() -> None:
+    story = Story()
+    tell(story, notice(200))
+    assert tell(story, notice(100, goes_back=True))
+    assert "training went back: step 100" in story.reports[-1].reason
+    story.restart()
+    assert not tell(story, notice(50))
+    assert tell(story, notice(110))
+    assert latest(story).step == 110
+
+
+def test_telling_again_changes_nothing() -> None:
+    story = Story()
+    tell(story, notice(200))
+    writes = story.num_writes
+    story.now += 50
+    assert tell(story, notice(200))
+    assert (story.num_writes, latest(story).saved_at) == (writes, 1000.0)
+
+
+def test_of_many_a_minute_the_event_log_has_one() -> None:
+    story = Story()
+    for step in range(30):
+        story.now += 5
+        tell(story, notice(step))
+        tell(story, notice(step, name="critic"))
+        if step == 12:
+            story.restart()
+    assert [report.reason.split()[1] for report in story.reports if "critic" in report.reason] == ["0", "12", "24"]
+    assert latest(story).step == 29
+
+
+def test_of_two_with_one_step_the_later_counts() -> None:
+    story = Story()
+    tell(story, notice(200))
+    assert tell(story, notice(200, checksum="other"))
+    assert latest(story).checksum == "other"
+
+
+def test_series_and_spaces_keep_apart_and_outlive_the_coordinator() -> None:
+    story = Story()
+    tell(story, notice(200))
+    tell(story, notice(5, name="critic"))
+    tell(story, notice(1, space="job"))
+    story.restart()
+    assert [latest(story).step, latest(story, "critic").step, latest(story, space="job").step] == [200, 5, 1]
+    assert not tell(story, notice(199))
+    story.tell(SpaceClosed(space="job"))
+    assert not latest(story, space="job").is_found
+    assert len(story.store) == 2
+
+
+@pytest.mark.parametrize("request_", [notice(-1), notice(1, path="")])
+def test_checkpoint_that_is_none_is_refused(request_: NotifyCheckpoint) -> None:
+    story = Story()
+    assert story.refused(request_).code == "bad-request"
+    assert story.store == {}

@@ -1,0 +1,49 @@
+"""What a node's agent is told of the devices of its workers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tests.support.master import CRASH, Bench, elastic, simple
+from tests.support.sim.sim_agent import SimAgent
+from unified.job.spec import Resources
+from unified.protocol.agent_master import DesiredWorker
+
+
+def desired(bench: Bench, role: str) -> dict[tuple[int, int], DesiredWorker]:
+    """The workers of a role that agents keep, by rank and incarnation."""
+    agents = [agent for agent in bench.world.agents.values() if isinstance(agent, SimAgent)]
+    kept = [life.wanted for agent in agents for life in agent.lives.values()]
+    return {(one.rank, one.worker_incarnation): one for one in kept if one.role == role}
+
+
+def test_an_elastic_worker_is_told_the_devices_of_its_group_in_the_order_of_local_ranks() -> None:
+    bench = Bench(elastic(total=4, accelerator=2, per_group=2))
+    told = desired(bench, "e")
+    for rank in range(4):
+        first, second = told[rank - rank % 2, 0].devices, told[rank - rank % 2 + 1, 0].devices
+        assert told[rank, 0].group_devices == [first[0], second[0], first[1], second[1]]
+        assert told[rank, 0].group_devices[told[rank, 0].local_rank] == told[rank, 0].devices[0]
+
+
+def test_a_device_that_ranks_share_is_named_once() -> None:
+    told = desired(Bench(elastic(total=4, accelerator=0.5, per_group=4)), "e")
+    assert [one.group_devices for one in told.values()] == [[0, 1]] * 4
+
+
+def test_a_simple_worker_is_told_its_own_unless_it_chooses_by_rank() -> None:
+    needs = Resources(accelerator=1)
+    plain = simple("s", 2, per_group=2, resources=needs)
+    choosing = msgspec.structs.replace(plain, name="c", rank_based_gpu_selection=True)
+    bench = Bench(plain, choosing)
+    assert all(one.group_devices == [] for one in desired(bench, "s").values())
+    assert [one.group_devices for one in desired(bench, "c").values()] == [[2, 3]] * 2
+
+
+def test_a_worker_that_restarts_alone_is_told_the_same_devices_while_its_mate_waits() -> None:
+    role = simple("c", 2, per_group=2, resources=Resources(accelerator=1), rank_based_gpu_selection=True)
+    bench = Bench(role, failover_exec=2)
+    for rank in (0, 1):
+        bench.end("c", rank, CRASH)
+    bench.running()
+    assert [one.group_devices for (_, life), one in desired(bench, "c").items() if life] == [[0, 1]] * 2

@@ -1,0 +1,196 @@
+"""Who holds a name: the master's answers to claims that come in any order, again, late, and across lives."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.support.master import CRASH, Bench, simple
+from tests.support.sim.sim_agent import SimAgent
+from unified.job.spec import Resources
+from unified.protocol.agent_master import DirectoryChanged, ObservedWorkers
+from unified.protocol.records import DirectoryEntry, NameClaims, NameRefusal, Reachability, Stage, WorkerState
+from unified_master.core.messages import Received
+
+
+class NameBench(Bench):
+    """A job of three simple workers, restarted alone, each on a node of its own unless there are fewer."""
+
+    def __init__(self, nodes: int = 3) -> None:
+        role = simple(total=3, resources=Resources(accelerator=1), restart_alone=True)
+        super().__init__(role, nodes=nodes, devices=3 // nodes)
+        self.pushed: list[DirectoryEntry] = []
+        self.world.watch = self._watch
+
+    def _watch(self, _now: float, who: str, what: object) -> None:
+        if isinstance(what, DirectoryChanged) and who == "to n3":
+            self.pushed += what.entries
+
+    def claim(self, rank: int, *names: str) -> None:
+        """The worker claims these names and no others; the master hears of it."""
+        worker = self.worker("s", rank)
+        agent = self.world.agents[worker.node]
+        assert isinstance(agent, SimAgent)
+        self.world.say(agent.node, agent.claim("job-1", worker.name, names))
+        self.world.run(0.005)
+
+    def report(self, rank: int, claims: NameClaims) -> None:
+        """An agent's report with these claims reaches the master, whatever the worker claims now."""
+        worker = self.worker("s", rank)
+        agent = self.world.agents[worker.node]
+        assert isinstance(agent, SimAgent)
+        ((_, report),) = agent.report_progress("job-1", worker.name, 1)
+        assert isinstance(report, ObservedWorkers)
+        lives = [msgspec.structs.replace(one, claims=claims) for one in report.workers]
+        report = msgspec.structs.replace(report, workers=lives)
+        self.world.step(Received(peer=b"x", message=report))
+
+    def entry(self, rank: int) -> DirectoryEntry:
+        entry = self.worker("s", rank).entry
+        assert entry is not None
+        return entry
+
+    def holders(self) -> dict[str, int]:
+        ranks = {worker.name: worker.rank for worker in self.job.workers.values()}
+        return {name: ranks[holder] for name, holder in self.job.holders.items()}
+
+
+@pytest.fixture
+def bench() -> NameBench:
+    return NameBench()
+
+
+def test_the_first_claimant_holds_it_and_all_workers_are_told(bench: NameBench) -> None:
+    bench.claim(0, "x", "y")
+    assert bench.holders() == {"x": 0, "y": 0}
+    assert bench.entry(0).names == {"x": 1, "y": 1}
+    assert bench.pushed == [bench.entry(0)]
+    assert [event.reason for event in bench.world.log if event.event == "name-claimed"] == [
+        "it holds the name 'x' from now on",
+        "it holds the name 'y' from now on",
+    ]
+
+
+def test_the_second_claimant_is_refused_for_good(bench: NameBench) -> None:
+    bench.claim(0, "x")
+    bench.claim(1, "x", "z")
+    name = bench.worker("s", 0).name
+    assert bench.entry(1).refused == {"x": NameRefusal(number=1, holder=name)}
+    assert bench.entry(1).names == {"z": 1}
+    bench.claim(0)
+    assert bench.holders() == {"z": 1}, "what was refused is not granted behind the claimant's back"
+    bench.claim(1, "z")
+    assert bench.entry(1).refused == {}
+    bench.claim(1, "z", "x")
+    assert bench.entry(1).names == {"z": 1, "x": 3}
+
+
+def test_claims_are_decided_in_the_order_in_which_they_are_heard(bench: NameBench) -> None:
+    for rank in (1, 0, 2):
+        bench.claim(rank, "x", f"own {rank}")
+    assert bench.holders() == {"x": 1, "own 0": 0, "own 1": 1, "own 2": 2}
+
+
+def test_a_claim_made_anew_gets_a_new_answer_though_its_withdrawal_was_never_heard(bench: NameBench) -> None:
+    bench.claim(0, "x")
+    bench.claim(1, "x")
+    bench.claim(0)
+    bench.report(1, NameClaims(number=3, names={"x": 3}))
+    assert bench.entry(1).names == {"x": 3}
+    bench.report(1, NameClaims(number=5, names={"x": 5}))
+    assert bench.entry(1).names == {"x": 5}, "its own name is granted under the new number"
+
+
+def test_reports_that_come_again_or_late_change_nothing(bench: NameBench) -> None:
+    bench.report(0, NameClaims(number=2, names={"x": 2}))
+    before = bench.entry(0)
+    for late in (NameClaims(number=2, names={"x": 2}), NameClaims(number=1, names={"y": 1}), NameClaims()):
+        bench.report(0, late)
+    assert bench.entry(0) == before
+    assert bench.holders() == {"x": 0}
+
+
+def test_a_report_that_was_overtaken_does_not_bring_an_earlier_state_back(bench: NameBench) -> None:
+    bench.claim(0, "x")
+    worker = bench.worker("s", 0)
+    agent = bench.world.agents[worker.node]
+    assert isinstance(agent, SimAgent)
+    ((_, report),) = agent.report_progress("job-1", worker.name, 1)
+    assert isinstance(report, ObservedWorkers)
+    early = [msgspec.structs.replace(one, state=WorkerState.STARTING, inbox=None) for one in report.workers]
+    bench.world.step(Received(peer=b"x", message=msgspec.structs.replace(report, workers=early)))
+    assert worker.state is WorkerState.RUNNING
+    assert bench.holders() == {"x": 0}
+
+
+def test_a_name_is_free_when_its_holder_died_and_the_next_life_may_claim_it(bench: NameBench) -> None:
+    bench.claim(0, "x")
+    bench.end("s", 0, CRASH)
+    assert bench.holders() == {}
+    assert (bench.entry(0).state, bench.entry(0).names) == (Reachability.DEAD, {})
+    assert bench.pushed[-1] == bench.entry(0)
+    bench.running()
+    bench.claim(0, "x")
+    assert bench.holders() == {"x": 0}
+    assert (bench.entry(0).incarnation, bench.entry(0).names, bench.entry(0).revision) == (1, {"x": 1}, 1)
+
+
+def test_another_worker_may_claim_the_name_of_the_dead(bench: NameBench) -> None:
+    bench.claim(0, "x")
+    bench.end("s", 0, CRASH)
+    bench.claim(1, "x")
+    bench.running()
+    bench.claim(0, "x")
+    assert bench.holders() == {"x": 1}
+    assert bench.entry(0).refused["x"].holder == bench.worker("s", 1).name
+
+
+def test_a_name_is_free_for_a_claim_that_comes_in_the_report_of_its_holders_end() -> None:
+    bench = NameBench(nodes=1)
+    bench.claim(1, "x")
+    agent = bench.world.agents["n1"]
+    assert isinstance(agent, SimAgent)
+    agent.end("job-1", bench.worker("s", 1).name, CRASH)
+    bench.claim(0, "x")
+    assert bench.holders() == {"x": 0}
+
+
+def test_a_lost_node_frees_its_names(bench: NameBench) -> None:
+    bench.claim(1, "x")
+    bench.world.kill_agent("n2")
+    bench.world.run(10)
+    assert bench.holders() == {}
+
+
+def test_a_finished_worker_keeps_its_names_until_it_is_gone(bench: NameBench) -> None:
+    bench.claim(0, "x")
+    bench.finish("s", 0)
+    assert bench.holders() == {"x": 0}
+    for rank in (1, 2):
+        bench.finish("s", rank)
+    assert bench.job.stage is Stage.STOPPING
+    assert bench.holders() == {"x": 0}
+    bench.stopped()
+    assert bench.holders() == {}
+
+
+def test_a_restored_master_knows_the_holders_and_decides_what_came_meanwhile_alike(bench: NameBench) -> None:
+    bench.claim(0, "x")
+    bench.world.restart_master()
+    assert bench.holders() == {"x": 0}
+    for rank, node in enumerate(("n1", "n2", "n3")):
+        agent = bench.world.agents[node]
+        assert isinstance(agent, SimAgent)
+        agent.claim("job-1", bench.worker("s", rank).name, ["x", "y"])  # nobody hears it
+    bench.world.run(10)
+    assert bench.holders()["x"] == 0
+    assert [rank for rank in range(3) if "y" in bench.entry(rank).names] == [bench.holders()["y"]]
+    assert sum("y" in bench.entry(rank).refused for rank in range(3)) == 2
+    assert bench.lives() == {"s-0": 0, "s-1": 0, "s-2": 0}
+
+
+def test_a_worker_that_claims_without_end_does_not_drown_the_log(bench: NameBench) -> None:
+    for _ in range(150):
+        bench.claim(0, "x")
+        bench.claim(0)
+    assert sum(event.event == "name-claimed" for event in bench.world.log) == 50

@@ -1,0 +1,385 @@
+"""What follows from a failure, rule by rule and budget by budget, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.master import CRASH, SETUP, USER, Bench, elastic, simple
+from tests.support.sim.sim_agent import SimAgent, resources
+from unified.job.spec import JobSpec
+from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
+from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage
+from unified_master.core.messages import TimePassed
+from unified_master.core.status import job_status
+
+
+def test_strategy_2_restarts_the_role_of_an_elastic_worker_that_crashed() -> None:
+    bench = Bench(elastic(), simple(), failover_exec=2)
+    bench.end("e", 1, CRASH)
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
+    assert [bench.worker("e", rank).round for rank in (0, 1)] == [2, 2]
+    assert bench.job.roles["e"].round == 2
+    assert bench.worker("e").run != bench.worker("e", 1).run
+    prefixes = {worker.run.store_prefix for worker in bench.job.ranks("e") if worker.run}
+    assert prefixes == {"job-1/e/2"}
+    assert (bench.worker("e", 1).num_failures, bench.worker("e", 0).num_failures) == (1, 0)
+    assert bench.job.num_restarts == 0
+
+
+def test_a_setup_failure_is_never_repaired() -> None:
+    bench = Bench(elastic())
+    bench.end("e", 0, msgspec.structs.replace(SETUP, summary="there is no module 'x'. Name its folder."))
+    assert bench.job.reason.endswith("Name its folder; not restarted: a setup failure would happen again")
+    assert bench.limit() == "not restarted: a setup failure would happen again"
+
+
+def test_the_end_names_worker_life_node_failure_and_limit() -> None:
+    bench = Bench(elastic(max_restart=1))
+    bench.end("e", 1, CRASH)
+    bench.running()
+    bench.world.run(2)
+    bench.end("e", 1, CRASH)
+    assert bench.limit() == "max_restart"
+    end = bench.job.end
+    assert end is not None
+    assert (end.worker, end.incarnation, end.node, end.failure) == ("e_2-1_1-0", 1, "n1", CRASH)
+    assert end.log_file == "/logs/job-1/e_2-1_1-0/1.err"
+    assert "max_restart=1" in bench.job.reason
+    assert "killed by SIGKILL" in bench.job.reason
+
+
+def test_max_restart_is_counted_for_each_worker() -> None:
+    bench = Bench(elastic(max_restart=1))
+    bench.end("e", 0, CRASH)
+    bench.running()
+    bench.world.run(2)
+    bench.end("e", 1, CRASH)
+    bench.running()
+    assert bench.lives() == {"e-0": 2, "e-1": 2}
+
+
+def test_max_restart_0_ends_the_job_at_the_first_failure() -> None:
+    bench = Bench(elastic(max_restart=0))
+    bench.end("e", 0, CRASH)
+    assert bench.limit() == "max_restart"
+
+
+@pytest.mark.parametrize("failure", [CRASH, USER])
+def test_role_max_restart_bounds_the_group_whoever_fails_and_wherever(failure: Failure) -> None:
+    bench = Bench(elastic(max_restart=6, role_max_restart=6), job_max_restart=2)
+    for attempt in range(6):
+        bench.end("e", attempt % 2, failure)
+        bench.running()
+        assert bench.lives() == {"e-0": attempt + 1, "e-1": attempt + 1}
+        bench.world.run(2)
+    assert bench.job.excluded == []
+    bench.end("e", 1, failure)
+    assert bench.limit() == "role_max_restart"
+
+
+def test_a_role_without_it_is_limited_for_each_worker_and_node() -> None:
+    bench = Bench(elastic(max_restart=6))
+    for attempt in range(3):
+        bench.end("e", attempt % 2, CRASH)
+        bench.running()
+        bench.world.run(2)
+    bench.end("e", 1, CRASH)
+    assert bench.limit() == "per_node_max_failure"
+
+
+def test_a_node_with_too_many_failures_is_excluded_and_its_group_moves() -> None:
+    bench = Bench(elastic(total=1, accelerator=1, per_node_max_failure=0), nodes=2, devices=1)
+    assert bench.worker("e").node == "n1"
+    bench.end("e", 0, CRASH)
+    bench.running()
+    assert (bench.worker("e").node, bench.job.excluded) == ("n2", ["n1"])
+    assert bench.worker("e").past[0].node == "n1"
+
+
+def test_a_node_too_many_ends_the_job_if_there_is_no_other() -> None:
+    bench = Bench(elastic(per_node_max_failure=1))
+    bench.end("e", 0, CRASH)
+    bench.running()
+    bench.world.run(2)
+    bench.end("e", 1, CRASH)
+    assert bench.limit() == "per_node_max_failure"
+
+
+@pytest.mark.parametrize(("failover_exec", "event"), [(1, "job-restarts"), (2, "role-restarts")])
+def test_a_restart_that_the_limits_forbid_is_neither_counted_nor_told(failover_exec: Any, event: str) -> None:
+    bench = Bench(elastic(per_node_max_failure=1), failover_exec=failover_exec)
+    bench.end("e", 0, USER)
+    bench.running()
+    bench.world.run(2)
+    bench.end("e", 1, USER)
+    assert bench.limit() == "per_node_max_failure"
+    events = [event.event for event in bench.world.core.cluster.events["job-1"]]
+    assert (events.count(event), events.count("job-stops")) == (1, 1)
+    assert (bench.job.num_restarts, bench.job.num_charged_restarts) == ((1, 1) if failover_exec == 1 else (0, 0))
+    assert bench.job.roles["e"].num_restarts == 1
+
+
+def test_an_excluded_job_waits_if_the_others_are_only_busy() -> None:
+    bench = Bench(elastic(total=1, accelerator=1, per_node_max_failure=0), nodes=2, devices=1)
+    other = JobSpec(name="other", roles=[elastic("x", 1, 1)])
+    bench.world.ask(SubmitJob(spec=other))
+    bench.world.until_stage("other", Stage.RUNNING)
+    bench.end("e", 0, CRASH)
+    bench.world.run(1)
+    assert bench.job.is_waiting
+    assert "n1 failed too often" in bench.job.reason
+    agent = bench.world.agents["n2"]
+    assert isinstance(agent, SimAgent)
+    bench.world.say("n2", agent.finish("other-2", "x_1-0_1-0"))
+    bench.running()
+    assert bench.worker("e").node == "n2"
+
+
+def test_a_lost_node_is_charged_to_that_node_and_not_to_the_worker() -> None:
+    bench = Bench(elastic(accelerator=1), nodes=3, devices=1)
+    bench.world.kill_agent("n2")
+    bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
+    bench.running()
+    assert [worker.node for worker in bench.job.ranks("e")] == ["n1", "n3"]
+    assert bench.job.node_losses == {"n2": 1}
+    assert all(worker.num_failures == 0 for worker in bench.job.workers.values())
+    assert bench.job.store is not None
+    assert (bench.job.store.node, bench.job.store.incarnation) == ("n1", 0)
+
+
+def test_node_max_restart_ends_the_job() -> None:
+    bench = Bench(elastic(accelerator=1), nodes=3, devices=1, node_max_restart=0)
+    bench.world.kill_agent("n1")
+    assert bench.limit() == "node_max_restart"
+    assert bench.job.end is not None
+    assert bench.job.end.failure.category == "node"
+
+
+def test_node_max_restart_is_counted_for_each_node() -> None:
+    bench = Bench(elastic(accelerator=1), nodes=3, devices=1, node_max_restart=1)
+    for losses, node in enumerate(("n1", "n2", "n3"), 1):
+        bench.world.kill_agent(node)
+        bench.world.until(lambda losses=losses: len(bench.job.node_losses) == losses, f"the loss of {node}")  # type: ignore[misc]
+        bench.world.add(SimAgent(node, resources(devices=1), incarnation=f"b{losses}"))
+        bench.running()
+    assert bench.job.node_losses == {"n1": 1, "n2": 1, "n3": 1}
+    bench.world.kill_agent(bench.worker("e").node)
+    assert bench.limit() == "node_max_restart"
+    assert "node_max_restart=1 is used up for node n" in bench.job.reason
+
+
+def test_job_max_restart_ends_the_job() -> None:
+    bench = Bench(simple(), job_max_restart=1)
+    bench.end("s", 0, USER)
+    bench.running()
+    bench.world.run(2)
+    bench.end("s", 0, USER)
+    assert bench.limit() == "job_max_restart"
+    assert bench.job.num_restarts == 1
+
+
+def test_only_the_root_cause_is_charged_in_whatever_order_failures_come() -> None:
+    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
+    bench = Bench(elastic(total=3))
+    bench.end("e", 1, collateral)
+    bench.end("e", 2, collateral)
+    assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 0}
+    bench.end("e", 0, CRASH)
+    bench.running()
+    assert [worker.num_failures for worker in bench.job.ranks("e")] == [1, 0, 0]
+    bench.world.run(2)
+    bench.end("e", 0, CRASH)
+    bench.running()
+    assert [worker.num_failures for worker in bench.job.ranks("e")] == [2, 0, 0]
+
+
+def test_a_suspect_waits_for_the_lease_of_a_node_that_is_late() -> None:
+    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
+    bench = Bench(elastic(accelerator=1), nodes=3, devices=1)
+    bench.world.cut.add("n2")
+    bench.world.run(2.5)
+    bench.end("e", 0, collateral)
+    bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
+    assert [worker.num_failures for worker in bench.job.ranks("e")] == [0, 0]
+    assert bench.job.node_losses == {"n2": 1}
+
+
+def test_a_new_master_does_not_settle_before_every_node_has_reported_to_it() -> None:
+    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
+    bench = Bench(elastic(accelerator=1), nodes=2, devices=1)
+    bench.world.cut.add("n2")
+    bench.end("e", 0, collateral)
+    bench.world.restart_master()
+    bench.world.run(3)
+    assert bench.lives() == {"e-0": 0, "e-1": 0}
+    bench.world.cut.clear()
+    bench.running()
+    assert [worker.num_failures for worker in bench.job.ranks("e")] == [1, 0]
+
+
+def test_a_master_that_was_not_there_to_listen_loses_no_node() -> None:
+    bench = Bench(elastic())
+    world = bench.world
+    world.now += 60.0  # its process was stopped, or its machine slept
+    world.step(TimePassed())
+    assert world.core.cluster.nodes["n1"].state is NodeState.ALIVE
+    world.run(20)
+    assert bench.lives() == {"e-0": 0, "e-1": 0}
+    assert bench.job.node_losses == {}
+
+
+def test_a_node_is_spared_once_in_a_silence() -> None:
+    bench = Bench(elastic())
+    world = bench.world
+    world.cut.add("n1")
+    for state in (NodeState.ALIVE, NodeState.LOST):
+        world.now += 60.0
+        world.step(TimePassed())
+        assert world.core.cluster.nodes["n1"].state is state
+
+
+def reasons(bench: Bench) -> dict[str, str]:
+    answer = bench.world.request(GetJob(job="job"))
+    assert isinstance(answer, JobStatus)
+    return {f"{worker.role}-{worker.rank}": worker.reason for worker in answer.workers}
+
+
+def test_a_worker_shows_the_last_decision_that_concerned_it() -> None:
+    bench = Bench(simple("driver", 2, restart_alone=True), simple("service", is_driver=False))
+    bench.end("driver", 0, CRASH)
+    bench.running()
+    assert reasons(bench)["driver-0"].startswith("worker restarts: driver_2-0_1-0 on n1: killed by SIGKILL")
+    bench.finish("driver", 0)
+    bench.end("driver", 1, None)
+    bench.stopped()
+    assert reasons(bench) == {
+        "driver-0": "finished: its entry point returned",
+        "driver-1": "finished: it ended without a failure",
+        "service-0": "stopped with its job: done: every worker that the job waits for has finished",
+    }
+
+
+def test_a_failed_worker_shows_its_failure_and_the_others_why_they_were_stopped() -> None:
+    bench = Bench(simple(total=2), failover_exec=0)
+    bench.end("s", 1, USER)
+    bench.stopped()
+    why = "failed: s_2-1_1-0 on n1: ValueError: boom; failover_exec_strategy=0 stops the job at a failure"
+    assert reasons(bench) == {"s-0": f"stopped with its job: {why}", "s-1": "ValueError: boom"}
+
+
+def test_callers_are_told_why_a_life_ended() -> None:
+    bench = Bench(elastic(), failover_exec=2)
+    bench.end("e", 0, CRASH)
+    entries = [worker.entry for worker in bench.job.ranks("e")]
+    assert [entry and entry.state for entry in entries] == [Reachability.DEAD, Reachability.DEAD]
+    told = [entry.reason if entry else "" for entry in entries]
+    assert told[0] == "killed by SIGKILL"
+    assert told[1].startswith("role e restarts: e_2-0_1-0 on n1: killed by SIGKILL")
+
+
+def test_a_driver_that_has_finished_cannot_fail_any_more() -> None:
+    bench = Bench(simple(total=2))
+    bench.finish("s", 0)
+    bench.end("s", 0, CRASH)
+    bench.world.run(2)
+    assert bench.lives() == {"s-0": 0, "s-1": 0}
+    bench.finish("s", 1)
+    assert bench.stopped().exit_code == 0
+
+
+def test_a_service_that_has_returned_and_then_crashes_is_restarted() -> None:
+    bench = Bench(simple("driver"), simple("service", is_driver=False), failover_exec=2)
+    bench.finish("service")
+    bench.end("service", 0, CRASH)
+    bench.running()
+    assert bench.lives() == {"driver-0": 0, "service-0": 1}
+
+
+def test_services_end_with_the_drivers() -> None:
+    bench = Bench(simple("driver", 2), simple("service", is_driver=False))
+    bench.finish("driver", 0)
+    bench.end("driver", 1, None)
+    assert bench.stopped().exit_code == 0
+    entry = bench.worker("service").entry
+    assert entry is not None
+    assert entry.state is Reachability.ENDED
+
+
+def test_a_lost_store_gives_the_elastic_roles_a_new_round() -> None:
+    bench = Bench(elastic(), simple(), failover_exec=2)
+    assert bench.job.store is not None
+    bench.end_worker(bench.job.store, CRASH)
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
+    assert bench.job.store.incarnation == 1
+    assert bench.job.roles["e"].round == 2
+    bench = Bench(elastic(), simple(), failover_exec=1)
+    assert bench.job.store is not None
+    bench.end_worker(bench.job.store, CRASH)
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 1}
+    assert (bench.job.store.incarnation, bench.job.num_charged_restarts) == (1, 1)
+
+
+def test_a_worker_that_never_says_hello_is_a_crash() -> None:
+    bench = Bench(elastic())
+    agent = bench.world.agents["n1"]
+    assert isinstance(agent, SimAgent)
+    agent.never_starts = True
+    bench.end("e", 0, CRASH)
+    bench.world.run(100)
+    assert bench.lives() == {"e-0": 1, "e-1": 1}
+    agent.never_starts = False
+    bench.world.run(40)
+    bench.running()
+    assert bench.lives() == {"e-0": 2, "e-1": 2}
+    assert any("did not start within 120 s" in event.reason for event in bench.world.log)
+
+
+def test_the_directory_follows_the_lives() -> None:
+    bench = Bench(simple(total=2, restart_alone=True))
+    entry = bench.worker("s").entry
+    assert entry is not None
+    assert (entry.incarnation, entry.state) == (0, Reachability.ALIVE)
+    assert entry.inbox == bench.worker("s").inbox
+    bench.end("s", 0, USER)
+    dead = bench.worker("s").entry
+    assert dead is not None
+    assert (dead.incarnation, dead.state, dead.reason) == (0, Reachability.DEAD, "ValueError: boom")
+    bench.running()
+    alive = bench.worker("s").entry
+    assert alive is not None
+    assert (alive.incarnation, alive.state) == (1, Reachability.ALIVE)
+    bench.finish("s", 0)
+    bench.finish("s", 1)
+    bench.stopped()
+    assert all(worker.entry and worker.entry.state is Reachability.ENDED for worker in bench.job.workers.values())
+
+
+def test_a_restart_on_request_is_not_charged() -> None:
+    bench = Bench(elastic(max_restart=0), simple(), job_max_restart=0, failover_exec=2)
+    bench.world.ask(RestartWorkers(job="job", workers=["e-1"]))
+    bench.running()
+    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
+    bench.world.ask(RestartWorkers(job="job", workers=[]))
+    bench.running()
+    assert bench.lives() == {"e-0": 2, "e-1": 2, "s-0": 1}
+    assert (bench.job.num_restarts, bench.job.num_charged_restarts) == (1, 0)
+
+
+def test_errors_that_nobody_read_are_counted_over_all_lives_of_a_worker() -> None:
+    bench = Bench(simple())
+    agent = bench.world.agents["n1"]
+    assert isinstance(agent, SimAgent)
+    for count in (3, 4):
+        for life, sim in agent.lives.items():
+            if life[2] == bench.worker("s").incarnation:
+                sim.progress = Progress(step=1, num_unread_errors=count)
+        bench.end("s", 0, CRASH)
+        bench.running()
+    status = job_status(bench.world.core.cluster, bench.job)
+    assert status.workers[0].num_unread_errors == 7

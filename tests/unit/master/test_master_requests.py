@@ -1,0 +1,389 @@
+"""What clients and agents ask the master, and what they are answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.sim.sim_agent import SimAgent, resources
+from tests.support.sim.world import World
+from unified.job.spec import Blob, EntryPoint, JobSpec, Resources, RoleSpec
+from unified.protocol.agent_master import AgentRefused, DesiredWorkers
+from unified.protocol.client_master import (
+    Accepted,
+    ClientToMaster,
+    Done,
+    Explain,
+    GetDirectory,
+    GetJob,
+    JobDirectory,
+    JobList,
+    JobStatus,
+    ListJobs,
+    ListNodes,
+    LogChunk,
+    NodeList,
+    ReadLog,
+    Refused,
+    RestartWorkers,
+    StopJob,
+    Story,
+    SubmitJob,
+)
+from unified.protocol.records import NodeState, Stage
+from unified_master.core.messages import Received, Send
+from unified_master.core.state import JobRecord
+
+
+def role(name: str = "a", total: int = 1, **more: Any) -> RoleSpec:
+    return RoleSpec(
+        name=name,
+        kind="simple",
+        entry_point=EntryPoint(kind="attribute", target="m", attribute="f"),
+        total=total,
+        **more,
+    )
+
+
+def spec(name: str = "job", *roles: RoleSpec, **more: Any) -> JobSpec:
+    return JobSpec(name=name, roles=list(roles) or [role()], **more)
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.add(SimAgent("n1", resources(devices=2)))
+    world.run(0.1)
+    return world
+
+
+def refusal(world: World, request: ClientToMaster) -> Refused:
+    answer = world.request(request)
+    assert isinstance(answer, Refused), answer
+    return answer
+
+
+def running(world: World, name: str = "job", *roles: RoleSpec) -> JobRecord:
+    assert isinstance(world.request(SubmitJob(spec=spec(name, *roles))), Accepted)
+    world.until_stage(name, Stage.RUNNING)
+    return world.job(name)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (spec("no/slash"), "not allowed"),
+        (spec("x" * 300), "at most 63"),
+        (JobSpec(name="j", roles=[]), "no role"),
+        (spec("j", role("a"), role("a")), "two roles of one name"),
+        (spec("j", role("../a")), "role name"),
+        (spec("j", role("..")), "must not begin with a dot"),
+        (spec("j", role("a", 3, per_group=2)), "cannot be cut into groups of 2"),
+        (spec("j", role("a", -1)), "total must be at least 0"),
+        (spec("j", role("a", 1, per_group=0)), "per_group at least 1"),
+        (spec("j", role("a", 10**9)), "more than 100000 workers"),
+        (spec("j", role("a", resources=Resources(cpu=float("nan")))), "amount of a resource"),
+        (spec("j", role("a", resources=Resources(accelerator=-1))), "amount of a resource"),
+        (spec("j", role("a", 2, collocation="x"), role("b", 1, collocation="x")), "same number of groups"),
+        (spec("j", device_per_node=0), "device_per_node"),
+        (spec("j", stop_grace_s=-1), "stop_grace_s"),
+        (spec("j", role(max_restart=-1)), "max_restart"),
+    ],
+)
+def test_a_bad_job_is_refused(world: World, bad: JobSpec, text: str) -> None:
+    answer = refusal(world, SubmitJob(spec=bad))
+    assert answer.code == "bad-request"
+    assert text in answer.reason
+    assert world.core.cluster.jobs == {}
+
+
+def test_the_same_job_from_another_host_is_joined_and_another_of_its_name_is_not(world: World) -> None:
+    first = world.request(SubmitJob(spec=spec("j", role(total=2), submitted_by="me@h0:1"), joins=True))
+    assert isinstance(first, Accepted)
+    assert first.submitted_by == ""
+    again = world.request(SubmitJob(spec=spec("j", role(total=2), submitted_by="me@h1:2"), joins=True))
+    assert again == Accepted(job_id=first.job_id, submitted_by="me@h0:1")
+    assert refusal(world, SubmitJob(spec=spec("j", role(total=3)), joins=True)).code == "name-taken"
+    assert refusal(world, SubmitJob(spec=spec("j", role(total=2)))).code == "name-taken"
+    assert len(world.core.cluster.jobs) == 1
+
+
+def test_job_ids_count_up_and_names_find_the_newest(world: World) -> None:
+    running(world)
+    assert refusal(world, SubmitJob(spec=spec())).code == "name-taken"
+    world.request(StopJob(job="job"))
+    world.until_stage("job", Stage.STOPPED)
+    assert world.request(SubmitJob(spec=spec())) == Accepted(job_id="job-2")
+    assert world.job("job").job_id == "job-2"
+    answer = world.request(GetJob(job="job-1"))
+    assert isinstance(answer, JobStatus)
+    assert (answer.stage, answer.exit_code) == (Stage.STOPPED, 130)
+
+
+def test_an_unknown_job_or_worker_is_answered_with_the_nearest(world: World) -> None:
+    running(world, "train", role("trainer", 2))
+    answer = refusal(world, GetJob(job="trian"))
+    assert (answer.code, answer.reason) == ("not-found", "there is no job 'trian'. Did you mean 'train'?")
+    assert refusal(world, GetJob(job="tra")).reason == "there is no job 'tra'. Did you mean 'train-1'?"
+    assert refusal(world, GetJob(job="zzz")).reason.endswith("`unified jobs` lists those that are known.")
+    assert "Did you mean 'trainer-1'?" in refusal(world, ReadLog(job="train", worker="traner-1")).reason
+    assert "write 'role-rank'" in refusal(world, Explain(job="train", worker="what")).reason
+    assert refusal(world, RestartWorkers(job="train", workers=["store"])).code == "not-found"
+
+
+def test_a_job_that_does_not_fit_now_is_refused_on_request(world: World) -> None:
+    large = spec("large", role("a", 1, resources=Resources(accelerator=4)))
+    answer = refusal(world, SubmitJob(spec=large, wait=False))
+    assert answer.code == "does-not-fit"
+    assert "role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 2)" in answer.reason
+    assert world.core.cluster.jobs == {}
+
+
+def test_a_job_that_would_have_to_queue_does_not_fit_now(world: World) -> None:
+    running(world, "first", role("a", 1, resources=Resources(accelerator=1)))
+    world.request(SubmitJob(spec=spec("second", role("a", 1, resources=Resources(accelerator=2)))))
+    small = spec("third", role("a", 1, resources=Resources(accelerator=1)))
+    assert "second-2 came first" in refusal(world, SubmitJob(spec=small, wait=False)).reason
+
+
+def test_without_nodes_a_job_waits_and_says_so() -> None:
+    world = World()
+    world.request(SubmitJob(spec=spec()))
+    assert world.job("job").reason.startswith("waits: no node is alive; start an agent")
+    world.add(SimAgent("n1", resources()))
+    world.until_stage("job", Stage.RUNNING)
+
+
+def test_a_job_larger_than_the_cluster_blocks_nobody(world: World) -> None:
+    world.request(SubmitJob(spec=spec("huge", role("a", 1, resources=Resources(accelerator=4)))))
+    running(world, "small", role("a", 1, resources=Resources(accelerator=1)))
+    assert world.job("huge").is_waiting
+
+
+def test_a_waiting_job_can_be_stopped(world: World) -> None:
+    world.request(SubmitJob(spec=spec("huge", role("a", 1, resources=Resources(accelerator=4)))))
+    world.request(StopJob(job="huge", reason="changed my mind"))
+    job = world.job("huge")
+    assert (job.stage, job.exit_code, job.reason) == (Stage.STOPPED, 130, "stopped: changed my mind")
+
+
+def test_a_job_without_workers_is_done_at_once(world: World) -> None:
+    world.request(SubmitJob(spec=spec("empty", role("a", 0))))
+    assert (world.job("empty").stage, world.job("empty").exit_code) == (Stage.STOPPED, 0)
+
+
+def test_a_poll_is_answered_by_news_or_in_time(world: World) -> None:
+    job = running(world)
+    world.run(1)
+    number = world.ask(GetJob(job="job", after_version=job.version, wait_s=30))
+    world.run(5)
+    assert world.answer(number) is None
+    agent = world.agents["n1"]
+    assert isinstance(agent, SimAgent)
+    world.say("n1", agent.report_progress("job-1", "a_1-0_1-0", 17))
+    world.run(0.1)
+    news = world.answer(number)
+    assert isinstance(news, JobStatus)
+    assert news.version > job.version - 1
+    assert news.workers[0].progress is not None
+    assert news.workers[0].progress.step == 17
+    number = world.ask(GetJob(job="job", after_version=news.version, wait_s=3))
+    started = world.now
+    world.until(lambda: world.answer(number) is not None, "the poll's end")
+    assert world.now - started == pytest.approx(3.0)
+    assert world.core.cluster.polls == {}
+
+
+def test_a_poll_on_an_ended_job_does_not_wait(world: World) -> None:
+    running(world)
+    world.request(StopJob(job="job", force=True))
+    world.until_stage("job", Stage.STOPPED)
+    version = world.job("job").version
+    number = world.ask(GetJob(job="job", after_version=version, wait_s=30))
+    assert isinstance(world.answer(number), JobStatus)
+
+
+def test_logs_come_from_the_agent(world: World) -> None:
+    running(world)
+    chunk = world.request(ReadLog(job="job", worker="a-0"))
+    assert isinstance(chunk, LogChunk)
+    assert (chunk.worker, chunk.incarnation, chunk.data) == ("a_1-0_1-0", 0, b"a_1-0_1-0#0 says hello\n")
+    assert not chunk.is_final
+    world.request(StopJob(job="job"))
+    world.until_stage("job", Stage.STOPPED)
+    last = world.request(ReadLog(job="job", worker="a-0"))
+    assert isinstance(last, LogChunk)
+    assert last.is_final
+    assert "its newest is 0" in refusal(world, ReadLog(job="job", worker="a-0", incarnation=5)).reason
+
+
+def test_the_log_of_an_earlier_life_is_read_where_it_was(world: World) -> None:
+    running(world)
+    world.request(RestartWorkers(job="job", workers=["a-0"]))
+    world.run(1)
+    chunk = world.request(ReadLog(job="job", worker="a-0", incarnation=0))
+    assert isinstance(chunk, LogChunk)
+    assert (chunk.incarnation, chunk.is_final) == (0, True)
+
+
+def test_a_worker_that_never_lived_has_an_empty_log(world: World) -> None:
+    world.request(SubmitJob(spec=spec("huge", role("a", 1, resources=Resources(accelerator=4)))))
+    chunk = world.request(ReadLog(job="huge", worker="a-0"))
+    assert isinstance(chunk, LogChunk)
+    assert (chunk.data, chunk.is_final) == (b"", False)
+
+
+def test_a_log_that_does_not_come_is_refused_in_time(world: World) -> None:
+    running(world)
+    world.cut.add("n1")
+    number = world.ask(ReadLog(job="job", worker="a-0"))
+    world.run(30)
+    answer = world.answer(number)
+    assert isinstance(answer, Refused)
+    assert answer.code == "unavailable"
+    assert "n1" in answer.reason
+    assert refusal(world, ReadLog(job="job", worker="a-0")).code == "unavailable"
+
+
+def test_stories_tell_what_concerns_one_worker(world: World) -> None:
+    running(world, "job", role("a", 2), role("b"))
+    whole = world.request(Explain(job="job"))
+    assert isinstance(whole, Story)
+    assert [event.event for event in whole.events][:3] == ["job-submitted", "job-placed", "worker-starts"]
+    one = world.request(Explain(job="job", worker="a-1"))
+    assert isinstance(one, Story)
+    assert {event.worker for event in one.events} == {"", "a_2-1_1-0"}
+    short = world.request(Explain(job="job", limit=1))
+    assert isinstance(short, Story)
+    assert [event.event for event in short.events] == ["job-running"]
+
+
+def test_lists_show_jobs_and_what_nodes_have_left(world: World) -> None:
+    running(world, "job", role("a", 1, resources=Resources(accelerator=1, cpu=3, memory_mb=100)))
+    jobs = world.request(ListJobs())
+    assert isinstance(jobs, JobList)
+    assert [(line.job_id, line.stage, line.num_workers) for line in jobs.jobs] == [("job-1", Stage.RUNNING, 1)]
+    nodes = world.request(ListNodes())
+    assert isinstance(nodes, NodeList)
+    (node,) = nodes.nodes
+    assert (node.state, node.num_workers, node.free.cpu, node.free.memory_mb) == (NodeState.ALIVE, 1, 5, 15900)
+    assert [device.index for device in node.free.devices] == [1]
+
+
+def test_restarting_or_stopping_what_has_ended(world: World) -> None:
+    running(world)
+    world.request(StopJob(job="job"))
+    assert refusal(world, RestartWorkers(job="job", workers=[])).code == "ended"
+    world.until_stage("job", Stage.STOPPED)
+    answer = world.request(StopJob(job="job"))
+    assert answer == Done(note="job job-1 had already ended with exit code 130.")
+
+
+def register(world: World, **changes: Any) -> list[object]:
+    """Register an agent of node n1 on a connection of its own; what it is answered."""
+    (said,) = SimAgent("n1", resources(), incarnation="z").begin(0.0)
+    message = msgspec.structs.replace(said[1], **changes)
+    actions = world.core.step(world.now, Received(peer=b"x/1", request_id=1, message=message))
+    return [action.message for action in actions if isinstance(action, Send) and action.peer == b"x/1"]
+
+
+def test_a_node_id_on_another_host_is_refused_while_the_lease_lives(world: World) -> None:
+    (answer,) = register(world, host_id="other", hostname="elsewhere")
+    assert isinstance(answer, AgentRefused)
+    assert answer.retry_after_s is None
+    assert "node id n1 is taken by the agent on n1.local (pid 1)" in answer.reason
+    world.kill_agent("n1")
+    world.run(10)
+    assert any(isinstance(one, DesiredWorkers) for one in register(world, host_id="other"))
+    assert world.core.cluster.nodes["n1"].info.host_id == "other"
+
+
+def test_an_agent_of_the_same_host_replaces_the_old_life(world: World) -> None:
+    assert any(isinstance(one, DesiredWorkers) for one in register(world))
+    assert world.core.cluster.nodes["n1"].info.incarnation == "z"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"node": "../n"}, "not allowed"),
+        ({"node": "n9", "resources": resources(cpu=float("inf"))}, "not a number"),
+        ({"node": "n9", "resources": resources(MR=-1)}, "not a number"),
+    ],
+)
+def test_an_agent_with_impossible_facts_is_refused(world: World, changes: dict[str, Any], text: str) -> None:
+    (answer,) = register(world, **changes)
+    assert isinstance(answer, AgentRefused)
+    assert text in answer.reason
+
+
+def test_a_lost_node_is_forgotten_after_an_hour(world: World) -> None:
+    world.kill_agent("n1")
+    world.run(10)
+    assert world.core.cluster.nodes["n1"].state is NodeState.LOST
+    world.run(3700)
+    assert world.core.cluster.nodes == {}
+    assert not [key for key in world.stored if key[0] == "node"]
+
+
+def test_a_master_that_lost_its_memory_is_obeyed_again(world: World) -> None:
+    running(world)
+    world.request(RestartWorkers(job="job", workers=[]))
+    world.run(1)
+    world.stored.clear()
+    world.log.clear()
+    world.restart_master()
+    world.run(5)
+    agent = world.agents["n1"]
+    assert isinstance(agent, SimAgent)
+    assert agent.lives == {}
+    running(world, "next")
+    assert len(agent.lives) == 1
+
+
+def test_ended_jobs_are_forgotten_in_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unified_master.core.jobs.MAX_ENDED", 2)
+    for number in range(4):
+        world.request(SubmitJob(spec=spec(f"j{number}", role("a", 0))))
+    assert list(world.core.cluster.jobs) == ["j2-3", "j3-4"]
+    assert {key for kind, key in world.stored if kind in ("job", "spec")} == {"j2-3", "j3-4"}
+    assert set(world.core.cluster.events) == {"j2-3", "j3-4"}
+
+
+def test_ended_jobs_are_forgotten_when_they_weigh_too_much(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unified_master.core.jobs.MAX_ENDED_WEIGHT", 50)
+    heavy = role("a", 0, config=Blob(codec="pickle", data=bytes(100 * 1024)))
+    for number, one in enumerate([role("a", 0), role("a", 0), heavy]):
+        world.request(SubmitJob(spec=spec(f"j{number}", one)))
+    assert list(world.core.cluster.jobs) == ["j2-3"]
+    world.request(SubmitJob(spec=spec("j3", role("a", 0))))
+    assert list(world.core.cluster.jobs) == ["j3-4"]
+
+
+def test_directory_of_a_job_for_clients_outside_it(world: World) -> None:
+    def directory(job: str = "job", after: int = -1) -> Any:
+        return world.request(GetDirectory(job=job, after_revision=after))
+
+    world.core.cluster.relay = "tcp://10.0.0.1:9"
+    world.ask(SubmitJob(spec=spec("job", role("a", 2), role("b"))))
+    world.until_stage("job", Stage.RUNNING)
+    found = directory()
+    assert isinstance(found, JobDirectory)
+    assert (found.job_id, found.relay) == ("job-1", "tcp://10.0.0.1:9")
+    assert found.roles == {"a": ["a_2-0_1-0", "a_2-1_1-0"], "b": ["b_1-0_1-0"]}
+    assert found.entries is not None
+    assert [entry.worker for entry in found.entries] == ["a_2-0_1-0", "a_2-1_1-0", "b_1-0_1-0"]
+    assert directory(after=found.revision) == msgspec.structs.replace(found, entries=None)
+    refused = directory("jbo")
+    assert isinstance(refused, Refused)
+    assert refused.code == "not-found"
+    world.ask(StopJob(job="job", force=True))
+    world.until_stage("job", Stage.STOPPED)
+    refused = directory()
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.reason) == (
+        "ended",
+        "job job-1 has ended with exit code 130: nobody is there to be called.",
+    )

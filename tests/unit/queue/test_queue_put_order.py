@@ -1,0 +1,218 @@
+"""Puts that wait for others, that are given up, or that a thread fails: each goes in in its order or not at all, and
+nobody waits for ever."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+
+from tests.support.queue_sites import DIED, LOST, PATIENCE_S, WAITING, Finder, Site, puts, putter
+from unified.errors import QueueClosedError, QueueJournalError
+from unified.queue.core.outcomes import Outcome
+from unified.queue.owner_lookup import OwnerFinder
+from unified.queue.producer import Putter
+from unified.testing import eventually
+
+
+def dying(num_puts: int, *, may_be_cancelled: bool = True) -> tuple[Putter, Any, Site, Site, list[Future[None]]]:
+    """So many puts are on their way to an owner of which it is known that it died; with it the finder, both lives, and
+    the futures.
+
+    Args:
+        may_be_cancelled: their calls have not ended; else they have, and whoever waits is about to be told.
+    """
+    old, new = Site(*["later"] * num_puts, is_durable=True), Site(is_durable=True)
+    finder = Finder(old, new)
+    ours = Putter(cast(OwnerFinder, finder))
+    futures = puts(ours, num_puts)
+    finder.detach(old)
+    for call in old.later:
+        if not may_be_cancelled:
+            call.cancel = lambda: False  # type: ignore[method-assign]
+    return ours, finder, old, new, futures
+
+
+def test_what_is_put_before_those_on_their_way_come_back_stays_behind_them() -> None:
+    ours, finder, old, new, futures = dying(2)
+    attach, looks, is_there = finder.attach, threading.Event(), threading.Event()
+
+    def slow_attach(until: float | None = None) -> Any:
+        looks.set()
+        is_there.wait(PATIENCE_S)
+        return attach(until)
+
+    finder.attach = slow_attach
+    futures += puts(ours, 1)
+    assert looks.wait(PATIENCE_S)
+    for call in old.later:
+        call.fail(DIED)
+    is_there.set()
+    for each in futures:
+        each.result(PATIENCE_S)
+    assert new.numbers == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["put", "put_async"])
+def test_an_owner_that_is_back_sooner_than_they_are_gets_them_first(how: str) -> None:
+    ours, finder, old, new, futures = dying(2, may_be_cancelled=False)
+    futures += puts(ours, 1)
+    assert eventually(lambda: finder.site is new)
+    if how == "put":
+        pool = ThreadPoolExecutor(1)
+        futures.append(pool.submit(ours.put, [b"3"], None))
+        pool.shutdown(wait=False)
+        assert eventually(lambda: 3 in ours._parked)
+    else:
+        futures += puts(ours, 1)
+    assert new.asked == []
+    for call in old.later:
+        call.fail(DIED)
+    for each in futures:
+        each.result(PATIENCE_S)
+    assert new.numbers == [0, 1, 2, 3]
+    assert eventually(lambda: ours._helper is None)
+
+
+def test_those_on_their_way_are_called_back_before_they_can_go_to_the_next_life() -> None:
+    """The bus would send what it has not sent yet, as the connection was broken, to whichever life comes next."""
+    ours, finder, old, new, futures = dying(2)
+    attach = finder.attach
+
+    def check_and_attach(until: float | None = None) -> Any:
+        assert all(each.cancelled() for each in old.later)
+        return attach(until)
+
+    finder.attach = check_and_attach
+    futures += puts(ours, 1)
+    for each in futures:
+        each.result(PATIENCE_S)
+    assert new.numbers == [0, 1, 2]
+    assert not ours._open
+
+
+def test_they_are_called_back_when_the_owner_dies_while_one_of_them_pauses() -> None:
+    old, new = Site("later", "later", is_durable=True), Site(is_durable=True)
+    finder: Any = Finder(old, new)
+    attach, seen = finder.attach, []
+
+    def see_and_attach(until: float | None = None) -> Any:
+        seen.append(old.later[1].cancelled())
+        return attach(until)
+
+    finder.attach = see_and_attach
+    finder.pause = lambda num_failed, until: finder.detach(old)
+    ours = Putter(cast(OwnerFinder, finder))
+    futures = puts(ours, 2)
+    old.later[0].fail(LOST)
+    for each in futures:
+        each.result(PATIENCE_S)
+    assert seen == [True]
+    assert new.numbers == [0, 1]
+
+
+def test_those_on_their_way_come_back_one_by_one() -> None:
+    ours, _, old, new, futures = dying(3, may_be_cancelled=False)
+    old.later[0].fail(DIED)
+    futures[0].result(PATIENCE_S)
+    assert eventually(lambda: ours._helper is None)
+    futures += puts(ours, 1)
+    assert new.numbers == [0], "what is not back does not keep from going what was put before"
+    old.later[1].fail(DIED)
+    futures[1].result(PATIENCE_S)
+    old.later[2].succeed(None)  # it had been answered before the death
+    futures[3].result(PATIENCE_S)
+    assert new.numbers == [0, 1, 3]
+    ours.put([b"straight again"], None)
+    assert new.numbers == [0, 1, 3, 4]
+    assert not ours._open
+
+
+def test_a_put_that_is_cancelled_while_it_waits_for_room_is_not_asked_for_again() -> None:
+    site = Site("later", "later")
+    ours = putter(site)
+    first, second = puts(ours, 2)
+    first.cancel()
+    site.later[0].succeed(WAITING)
+    assert site.numbers == [0, 1]
+    site.later[1].succeed(WAITING)
+    second.result(PATIENCE_S)
+    assert [question[1:3] for question in site.asked] == [(0, 0), (1, 0), (1, 1)], "the owner hears that 0 is given up"
+    assert not ours._open
+
+
+def test_a_put_that_is_cancelled_just_before_it_is_sent_is_not_sent() -> None:
+    site = Site()
+    finder: Any = Finder(None, site)
+    ours = Putter(cast(OwnerFinder, finder))
+    ask, cancelled = ours._ask, threading.Event()
+
+    def cancel_and_ask(put: Any, site: Any) -> Any:
+        put.future.cancel()
+        cancelled.set()
+        return ask(put, site)
+
+    ours._ask = cancel_and_ask  # type: ignore[method-assign]
+    future = ours.put_async([b"a"])
+    assert cancelled.wait(PATIENCE_S)
+    assert eventually(lambda: ours._helper is None)
+    assert future.cancelled()
+    assert site.asked == []
+
+
+def test_puts_go_on_when_the_system_has_a_thread_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site()
+    ours = putter(None, site)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            ours.put([b"a"], None)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            ours.put_async([b"a"]).result(PATIENCE_S)
+    assert not ours._open
+    ours.put([b"b"], PATIENCE_S)
+    assert site.numbers == [2]
+
+
+def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_puts() -> None:
+    finder: Any = Finder(None, Site([int(Outcome.CLOSED), 0]))
+    is_there, attach = threading.Event(), finder.attach
+
+    def slow_attach(until: float | None = None) -> Any:
+        is_there.wait(PATIENCE_S)
+        return attach(until)
+
+    finder.attach = slow_attach
+    ours = Putter(cast(OwnerFinder, finder))
+    first, second = puts(ours, 2)
+    first.add_done_callback(lambda _: sys.exit("of a user's"))
+    is_there.set()
+    with pytest.raises(QueueClosedError):
+        first.result(PATIENCE_S)
+    second.result(PATIENCE_S)
+    assert eventually(lambda: ours._helper is None)
+
+
+def test_an_owner_in_this_process_that_fails_ends_the_put_and_no_other() -> None:
+    site: Any = Site()
+    put, errors = site.put, [QueueJournalError("the disk is full")]
+
+    def put_here(*question: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return put(*question)
+
+    site.put = put_here
+    ours = putter(None, site)
+    first, second = puts(ours, 2)
+    with pytest.raises(QueueJournalError):
+        first.result(PATIENCE_S)
+    second.result(PATIENCE_S)
+    assert not ours._open
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

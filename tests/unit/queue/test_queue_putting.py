@@ -1,0 +1,231 @@
+"""A put goes in once, whatever becomes of its questions and answers; and puts go in in their order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from tests.support.queue_sites import DIED, LOST, PATIENCE_S, UNKNOWN, WAITING, Finder, Site, puts, putter
+from unified.errors import (
+    QueueClosedError,
+    QueueFullError,
+    QueueLostError,
+    QueueNotFoundError,
+    RpcError,
+    RpcTimeoutError,
+)
+from unified.queue import sites
+from unified.queue.core.outcomes import Outcome
+from unified.queue.owner_lookup import OwnerFinder
+from unified.queue.producer import Putter
+from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S
+from unified.testing import eventually
+
+
+def test_all_is_well() -> None:
+    site = Site()
+    ours = putter(site)
+    ours.put([b"a", b"b"], None)
+    ours.put([b"c"], None)
+    assert site.asked == [(7, 0, 0, [b"a", b"b"], SLICE_S, False), (7, 1, 1, [b"c"], SLICE_S, False)]
+    assert not ours._open
+
+
+def test_what_is_open_is_what_the_owner_has_to_remember() -> None:
+    site = Site("later", "later")
+    ours = putter(site)
+    first, second, third = puts(ours, 3)
+    third.result(PATIENCE_S)
+    site.later[1].succeed(None)
+    second.result(PATIENCE_S)
+    ours.put([b"x"], None)
+    site.later[0].succeed(None)
+    first.result(PATIENCE_S)
+    ours.put([b"y"], None)
+    assert [(number, below) for _, number, below, *_ in site.asked] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 4)]
+
+
+@pytest.mark.parametrize("how", ["put", "put_async"])
+def test_a_full_queue_is_asked_again_without_the_items(how: str) -> None:
+    site = Site(WAITING, WAITING)
+    ours = putter(site)
+    if how == "put":
+        ours.put([b"a"], None)
+    else:
+        ours.put_async([b"a"]).result(PATIENCE_S)
+    assert [question[3] for question in site.asked] == [[b"a"], None, None]
+    assert site.numbers == [0, 0, 0]
+
+
+def test_a_large_put_waits_shortly_while_its_items_count_as_being_on_their_way() -> None:
+    site = Site(WAITING)
+    putter(site).put([bytes(LARGE_BYTES + 1)], None)
+    assert [question[4] for question in site.asked] == [LARGE_SLICE_S, SLICE_S]
+
+
+def test_a_put_with_a_timeout_says_when_it_gives_up() -> None:
+    site = Site(WAITING, [int(Outcome.FULL), 1])
+    ours = putter(site)
+    with pytest.raises(QueueFullError, match="1 of 2 items") as caught:
+        ours.put([b"a", b"b"], SLICE_S + 0.5)
+    assert caught.value.num_put == 1
+    assert [question[5] for question in site.asked] == [False, False]
+    site.script = [[int(Outcome.FULL), 0]]
+    with pytest.raises(QueueFullError):
+        ours.put([b"c"], 0.5)
+    assert site.asked[-1][5]
+    assert not ours._open
+
+
+@pytest.mark.parametrize("how", ["put", "put_async"])
+def test_a_closed_queue(how: str) -> None:
+    ours = putter(Site([int(Outcome.CLOSED), 0]))
+    act: Callable[[], None] = {
+        "put": lambda: ours.put([b"a"], None),
+        "put_async": lambda: ours.put_async([b"a"]).result(PATIENCE_S),
+    }[how]
+    with pytest.raises(QueueClosedError, match="0 of 1 items"):
+        act()
+    assert not ours._open
+
+
+@pytest.mark.parametrize("trouble", [LOST, UNKNOWN])
+@pytest.mark.parametrize("how", ["put", "put_async"])
+def test_a_lost_answer_is_asked_for_again_under_the_same_number(trouble: Any, how: str) -> None:
+    site = Site(trouble, trouble)
+    ours = putter(site, site, site)
+    if how == "put":
+        ours.put([b"a"], None)
+    else:
+        ours.put_async([b"a"]).result(PATIENCE_S)
+    assert site.numbers == [0, 0, 0]
+    assert all(question[3] == [b"a"] for question in site.asked)
+    assert eventually(lambda: ours._helper is None)
+
+
+def test_an_owner_that_forgot_is_given_the_items_again() -> None:
+    site = Site(WAITING, UNKNOWN)
+    putter(site, site).put([b"a"], None)
+    assert [question[3] for question in site.asked] == [[b"a"], None, [b"a"]]
+
+
+def test_puts_keep_their_order_over_the_owners_death() -> None:
+    old, new = Site(*["later"] * 4, is_durable=True), Site(is_durable=True)
+    ours = putter(old, new)
+    futures = puts(ours, 4)
+    for call in old.later:  # a death ends calls in the order in which they were made
+        call.fail(DIED)
+    for future in futures:
+        future.result(PATIENCE_S)
+    ours.put([b"next"], None)
+    assert new.numbers == [0, 1, 2, 3, 4]
+    assert not ours._open
+
+
+def test_what_is_put_meanwhile_stays_behind_what_waits() -> None:
+    old, new = Site("later", is_durable=True), Site("later", is_durable=True)
+    finder = Finder(old, new)
+    ours = Putter(cast(OwnerFinder, finder))
+    first = ours.put_async([b"0"])
+    attach, arrived = finder.attach, []
+
+    def slow_attach(until: float | None = None) -> Any:
+        arrived.append(ours.put_async([b"1"]))
+        return attach(until)
+
+    finder.attach = slow_attach  # type: ignore[method-assign]
+    old.later[0].fail(DIED)
+    eventually(lambda: new.numbers == [0, 1])
+    assert not first.done()
+    new.later[0].succeed(None)
+    first.result(PATIENCE_S)
+    arrived[0].result(PATIENCE_S)
+
+
+def test_a_queue_that_is_lost_ends_all_of_its_puts() -> None:
+    site = Site("later", "later", "later")
+    ours = putter(site)
+    futures = puts(ours, 3)
+    for call in site.later:
+        call.fail(DIED)
+    for future in futures:
+        with pytest.raises(QueueLostError):
+            future.result(PATIENCE_S)
+    assert not ours._open
+
+
+def test_no_owner_in_time_ends_all_that_have_waited() -> None:
+    ours = putter(None)
+    for future in puts(ours, 5):
+        with pytest.raises(QueueNotFoundError):
+            future.result(PATIENCE_S)
+    with pytest.raises(QueueNotFoundError):
+        ours.put([b"a"], 0.5)
+    assert not ours._open
+
+
+@pytest.mark.parametrize("before", [[], [LOST]], ids=["straight", "asked again"])
+def test_a_put_to_a_silent_owner_ends_with_its_time(before: list[Any]) -> None:
+    site = Site(*before, RpcTimeoutError("no answer"))
+    finder: Any = Finder(site)
+    finder.pause = lambda num_failed, until: time.sleep(max(until - time.monotonic(), 0.0))
+    ours = Putter(cast(OwnerFinder, finder))
+    with pytest.raises(QueueNotFoundError, match=r"a is silent\. What was put may be in the queue, or go in yet"):
+        ours.put([b"a"], 0.05 if before else 0.0)
+    assert len(site.asked) == len(before) + 1
+    assert not ours._open
+    assert eventually(lambda: ours._helper is None)
+
+
+def test_a_put_has_no_more_time_behind_one_that_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is parked first waits for an owner for ever, as for the next life of a durable queue's."""
+    monkeypatch.setattr(sites, "GRACE_S", 0.05)
+    site, found = Site(), threading.Event()
+    finder: Any = Finder(None, site)
+    attach = finder.attach
+
+    def slow_attach(until: float | None = None) -> Any:
+        found.wait(PATIENCE_S)
+        return attach()
+
+    finder.attach, finder.not_found = slow_attach, lambda begun: QueueNotFoundError("nobody came")
+    ours = Putter(cast(OwnerFinder, finder))
+    first = ours.put_async([b"a"])
+    with pytest.raises(QueueNotFoundError, match="nobody came"):
+        ours.put([b"b"], 0.05)
+    found.set()
+    first.result(PATIENCE_S)
+    assert eventually(lambda: ours._helper is None)
+    assert [question[3] for question in site.asked] == [[b"a"]]
+
+
+def test_an_error_of_the_owner_is_not_tried_again() -> None:
+    site = Site(RpcError("the disk is full"))
+    with pytest.raises(RpcError, match="the disk is full"):
+        putter(site).put([b"a"], None)
+    assert site.numbers == [0]
+
+
+def test_a_put_that_is_cancelled_while_it_waits_for_an_owner_is_not_made() -> None:
+    old, new = Site("later", is_durable=True), Site(is_durable=True)
+    finder = Finder(old, new)
+    ours = Putter(cast(OwnerFinder, finder))
+    kept = ours.put_async([b"0"])
+    attach, cancelled = finder.attach, []
+
+    def slow_attach(until: float | None = None) -> Any:
+        late = ours.put_async([b"1"])
+        late.cancel()
+        cancelled.append(late)
+        return attach(until)
+
+    finder.attach = slow_attach  # type: ignore[method-assign]
+    old.later[0].fail(DIED)
+    kept.result(PATIENCE_S)
+    assert cancelled[0].cancelled()
+    assert eventually(lambda: ours._helper is None)
+    assert new.numbers == [0]
