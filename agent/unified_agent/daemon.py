@@ -17,7 +17,7 @@ from msgspec import structs
 
 from unified.config.settings import Intervals
 from unified.protocol.agent_master import LogRead
-from unified.protocol.records import Failure
+from unified.protocol.records import Failure, JobWorkerIncarnation
 from unified.security.keys import ClusterKey
 from unified.values import Value
 from unified_agent.core.agent import AgentCore
@@ -27,7 +27,6 @@ from unified_agent.core.messages import (
     DeadlineReached,
     Exit,
     KeepInterpreters,
-    Life,
     Note,
     Reconnect,
     SendLog,
@@ -223,5 +222,5 @@ def _is_due(deadline: float | None) -> bool:
     return deadline is not None and deadline <= time.monotonic()
 
 
-def _who(life: Life | None) -> str:
-    return "" if life is None else f"job={life.job_id} worker={life.name} incarnation={life.incarnation} "
+def _who(life: JobWorkerIncarnation | None) -> str:
+    return "" if life is None else f"job={life.job_id} worker={life.worker} incarnation={life.incarnation} "

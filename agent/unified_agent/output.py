@@ -26,8 +26,8 @@ from typing import Literal, NamedTuple
 from unified import error_file
 from unified.error_file import WrittenError
 from unified.protocol.agent_master import ReadAgentLog
+from unified.protocol.records import JobWorkerIncarnation
 from unified.protocol.worker_agent import Launch
-from unified_agent.core.messages import Life
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
 
 log = logging.getLogger("unified_agent")
@@ -43,7 +43,7 @@ _LAST_BYTES = 16 * 1024 * 1024
 class OutputClosed(NamedTuple):
     """All that a life printed is on disk."""
 
-    life: Life
+    life: JobWorkerIncarnation
     code: int
     last_lines: str
     error: WrittenError | None = None
@@ -114,14 +114,14 @@ class _Stream:
 
 
 class _Watch(NamedTuple):
-    life: Life
+    life: JobWorkerIncarnation
     out: int
     err: int
     destinations: tuple[Destination, Destination]
 
 
 class _Finish(NamedTuple):
-    life: Life
+    life: JobWorkerIncarnation
     code: int
 
 
@@ -147,13 +147,15 @@ class OutputReader:
         """Readable when `take` has something."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._streams: dict[Life, tuple[_Stream, _Stream]] = {}
+        self._streams: dict[JobWorkerIncarnation, tuple[_Stream, _Stream]] = {}
         self._waiting: set[_Stream] = set()
         """Their pipes are left alone until a reader has caught up."""
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def open(self, life: Life, out: Destination = LOG_ALONE, err: Destination = LOG_ALONE) -> tuple[int, int]:
+    def open(
+        self, life: JobWorkerIncarnation, out: Destination = LOG_ALONE, err: Destination = LOG_ALONE
+    ) -> tuple[int, int]:
         """Pipes for a life's stdout and stderr; the ends to write to are the caller's.
 
         Raises:
@@ -169,7 +171,7 @@ class OutputReader:
         self._order(_Watch(life, out_read, err_read, (out, err)))
         return out_write, err_write
 
-    def finish(self, life: Life, code: int) -> None:
+    def finish(self, life: JobWorkerIncarnation, code: int) -> None:
         """Its process has ended: take what is left in the pipes. Answered by `OutputClosed` with the same code."""
         self._order(_Finish(life, code))
 
@@ -254,8 +256,8 @@ class OutputReader:
         self._results.append(result)
         os.eventfd_write(self.ready, 1)
 
-    def _path(self, life: Life, suffix: str) -> Path:
-        return self._log_dir / life.job_id / life.name / f"{life.incarnation}.{suffix}"
+    def _path(self, life: JobWorkerIncarnation, suffix: str) -> Path:
+        return self._log_dir / life.job_id / life.worker / f"{life.incarnation}.{suffix}"
 
     def _watch(self, order: _Watch) -> None:
         streams = [
@@ -293,7 +295,7 @@ class OutputReader:
             self._selector.unregister(stream.descriptor)
         return len(data)
 
-    def _close_streams(self, life: Life) -> str:
+    def _close_streams(self, life: JobWorkerIncarnation) -> str:
         """Take what is left, close the files; the last lines of stderr."""
         streams = self._streams.pop(life, None)
         if streams is None:
@@ -330,7 +332,7 @@ class OutputReader:
         return read_slice(path, order.offset, order.max_bytes, self._max_files)
 
     def _keep(self, order: ReadAgentLog) -> None:
-        streams = self._streams.get(Life(order.job_id, order.worker, order.worker_incarnation))
+        streams = self._streams.get(JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation))
         if streams is not None:
             stream = streams[order.stream == "err"]
             stream.read_to = max(stream.read_to, order.offset)

@@ -25,10 +25,10 @@ from unified import process
 from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteToAgent, ZygoteUp
 from unified.protocol.framing import PROTOCOL_VERSION
-from unified.protocol.records import Failure
+from unified.protocol.records import Failure, JobWorkerIncarnation
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.child_channel import Link, LinkOverflowError
-from unified_agent.core.messages import AgentEvent, Life, WorkerNotStarted, WorkerSaid, WorkerStarted
+from unified_agent.core.messages import AgentEvent, WorkerNotStarted, WorkerSaid, WorkerStarted
 from unified_agent.orphans import SharedMemory
 from unified_agent.poll_loop import Sources
 from unified_agent.zygote import Zygote
@@ -45,7 +45,7 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 class _Child:
     """A worker's process, from the wish for it to its end."""
 
-    def __init__(self, life: Life, link: Link, order: Fork, descriptors: list[int]) -> None:
+    def __init__(self, life: JobWorkerIncarnation, link: Link, order: Fork, descriptors: list[int]) -> None:
         self.life = life
         self.link = link
         self.order = order
@@ -72,7 +72,7 @@ class Processes:
         run_dir: Path,
         env: Mapping[str, str],
         on_event: Callable[[AgentEvent], None],
-        on_end: Callable[[Life, int], None],
+        on_end: Callable[[JobWorkerIncarnation, int], None],
     ) -> None:
         """Make the handle; nothing is started.
 
@@ -95,7 +95,7 @@ class Processes:
         """By pid: those and the ones on their way out."""
         self._kept: set[str] = {python}
         self._children: dict[int, _Child] = {}
-        self._numbers: dict[Life, int] = {}
+        self._numbers: dict[JobWorkerIncarnation, int] = {}
         self._count = 0
         self._num_zygotes = 0
         self._shared_memory = SharedMemory()
@@ -113,7 +113,7 @@ class Processes:
 
     def start(
         self,
-        life: Life,
+        life: JobWorkerIncarnation,
         launch: Launch,
         python: str | None,
         is_fresh: bool,
@@ -155,7 +155,7 @@ class Processes:
         if zygote.is_up:
             self._order(child)
 
-    def tell(self, life: Life, message: AgentToWorker) -> None:
+    def tell(self, life: JobWorkerIncarnation, message: AgentToWorker) -> None:
         """Send a worker a message. One that reads nothing is killed before what waits for it fills the memory."""
         child = self._of(life)
         if child is None:
@@ -167,7 +167,7 @@ class Processes:
             self._sources.unwatch_link(child.link)
             self.signal(life, "kill")
 
-    def signal(self, life: Life, how: Literal["terminate", "interrupt", "kill"]) -> None:
+    def signal(self, life: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"]) -> None:
         """SIGTERM or SIGINT to a worker's process, or SIGKILL to its whole group."""
         child = self._of(life)
         if child is None:
@@ -359,7 +359,7 @@ class Processes:
 
     # Workers
 
-    def _of(self, life: Life) -> _Child | None:
+    def _of(self, life: JobWorkerIncarnation) -> _Child | None:
         number = self._numbers.get(life)
         return None if number is None else self._children.get(number)
 

@@ -17,7 +17,7 @@ from unified.protocol.agent_master import (
     RegisterAgain,
     RunOrder,
 )
-from unified.protocol.records import Failure, NameClaims, NodeResources, WorkerState
+from unified.protocol.records import Failure, JobWorkerIncarnation, NameClaims, NodeResources, WorkerState
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Running, WorkerToAgent
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.invariants import check
@@ -25,7 +25,6 @@ from unified_agent.core.messages import (
     AgentEvent,
     DeadlineReached,
     Exit,
-    Life,
     MasterReached,
     MasterSaid,
     SignalWorker,
@@ -62,8 +61,8 @@ class World:
         self.random = random.Random(seed)
         self.core = AgentCore(FACTS, Intervals())
         self.now = 0.0
-        self.alive: dict[Life, WorkerState] = {}
-        self.born: set[Life] = set()
+        self.alive: dict[JobWorkerIncarnation, WorkerState] = {}
+        self.born: set[JobWorkerIncarnation] = set()
         self.incarnations = [0, 0, 0]
         self.generation = 0
         self.desired: list[DesiredWorker] = []
@@ -172,7 +171,7 @@ def test_what_is_desired_comes_to_be_whatever_happened_before(seed: int) -> None
     world.desired = [world.worker(rank) for rank in range(3)]
     world.desire(world.generation, world.desired)
     world.settle(within_s=20)
-    wanted = {Life("job-1", worker.name, worker.worker_incarnation) for worker in world.desired}
+    wanted = {JobWorkerIncarnation("job-1", worker.name, worker.worker_incarnation) for worker in world.desired}
     assert set(world.alive) == wanted
     world.step(StopAsked(reason="the end"))
     world.settle(within_s=20)

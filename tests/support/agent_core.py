@@ -17,7 +17,7 @@ from unified.protocol.agent_master import (
     ObservedWorkers,
     RunOrder,
 )
-from unified.protocol.records import Inbox, NodeResources, WorkerState
+from unified.protocol.records import Inbox, JobWorkerIncarnation, NodeResources, WorkerState
 from unified.protocol.worker_agent import (
     Hello,
     WorkerToAgent,
@@ -29,7 +29,6 @@ from unified_agent.core.messages import (
     AgentEvent,
     DeadlineReached,
     KeepInterpreters,
-    Life,
     MasterSaid,
     Note,
     SendMaster,
@@ -52,9 +51,9 @@ FACTS = NodeFacts(
     resources=NodeResources(cpu=8, memory_mb=1000, disk_mb=1000),
     python="/usr/bin/python3",
 )
-W0 = Life("job-1", "w_2-0_2-0", 0)
-W1 = Life("job-1", "w_2-1_2-1", 0)
-STORE = Life("job-1", "store", 0)
+W0 = JobWorkerIncarnation("job-1", "w_2-0_2-0", 0)
+W1 = JobWorkerIncarnation("job-1", "w_2-1_2-1", 0)
+STORE = JobWorkerIncarnation("job-1", "store", 0)
 
 
 class Driver:
@@ -93,11 +92,11 @@ class Driver:
         known = jobs or [DesiredJob(job_id="job-1", spec=SPEC, stop_grace_s=grace_s)]
         self.hear(DesiredWorkers(generation=self.generation, workers=list(workers), jobs=list(known)))
 
-    def say(self, life: Life, *words: WorkerToAgent) -> None:
+    def say(self, life: JobWorkerIncarnation, *words: WorkerToAgent) -> None:
         for word in words:
             self.step(WorkerSaid(life=life, word=word))
 
-    def start(self, life: Life, pid: int = 7) -> None:
+    def start(self, life: JobWorkerIncarnation, pid: int = 7) -> None:
         self.step(WorkerStarted(life=life, pid=pid))
         self.say(life, Hello(pid=pid, inbox=Inbox(inbox_id=str(life))))
 
@@ -119,7 +118,7 @@ class Driver:
         ]
         return {f"{worker.name}#{worker.worker_incarnation}": worker for worker in sent[-1].workers}
 
-    def state(self, life: Life) -> WorkerState:
+    def state(self, life: JobWorkerIncarnation) -> WorkerState:
         return self.core.workers[life].state
 
 
@@ -127,20 +126,20 @@ ROLE = RoleSpec(name="w", kind="simple", entry_point=EntryPoint(kind="attribute"
 SPEC = JobSpec(name="job", roles=[ROLE], stop_grace_s=10)
 
 
-def wanted(life: Life, run: int | None = None) -> DesiredWorker:
-    if life.name == "store":
+def wanted(life: JobWorkerIncarnation, run: int | None = None) -> DesiredWorker:
+    if life.worker == "store":
         return DesiredWorker(job_id=life.job_id, name="store", worker_incarnation=life.incarnation, kind="store")
     order = None if run is None else RunOrder(round=run, rank=0, world_size=2)
     return DesiredWorker(
-        job_id=life.job_id, name=life.name, worker_incarnation=life.incarnation, kind="worker", role="w", run=order
+        job_id=life.job_id, name=life.worker, worker_incarnation=life.incarnation, kind="worker", role="w", run=order
     )
 
 
-def next_life(life: Life) -> Life:
+def next_life(life: JobWorkerIncarnation) -> JobWorkerIncarnation:
     return life._replace(incarnation=life.incarnation + 1)
 
 
-def started(actions: Sequence[AgentAction]) -> list[Life]:
+def started(actions: Sequence[AgentAction]) -> list[JobWorkerIncarnation]:
     return [action.life for action in actions if isinstance(action, StartWorker)]
 
 

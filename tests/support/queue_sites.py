@@ -16,11 +16,11 @@ from unified.errors import (
     RpcTimeoutError,
     WorkerDiedError,
 )
+from unified.protocol.records import WorkerIncarnation
 from unified.queue.core.outcomes import Outcome
 from unified.queue.owner_lookup import OwnerFinder
 from unified.queue.producer import Putter
 from unified.queue.sites import PutQuestion
-from unified.worker.name_table import Holder
 
 PATIENCE_S = 10.0
 WAITING = [int(Outcome.WAITING), 0]
@@ -34,7 +34,7 @@ class Site:
     the end always DONE."""
 
     is_here = False
-    holder = Holder("a", 0)
+    holder = WorkerIncarnation("a", 0)
 
     def __init__(self, *script: Any, is_durable: bool = False) -> None:
         self.script = list(script)
@@ -95,7 +95,7 @@ class Finder:
         if not site.is_durable:
             raise QueueLostError("gone")
 
-    def silent(self, holder: Holder, consequence: str = "") -> QueueNotFoundError:
+    def silent(self, holder: WorkerIncarnation, consequence: str = "") -> QueueNotFoundError:
         return QueueNotFoundError(f"{holder.worker} is silent. {consequence}")
 
     def pause(self, num_failed: int, until: float | None = None) -> None:

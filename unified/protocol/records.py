@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -65,6 +65,26 @@ WORKER_MOVES = TransitionTable(
         WorkerState.EXITED: (),
     },
 )
+
+
+class WorkerIncarnation(NamedTuple):
+    """One life of one worker, among the workers of its job."""
+
+    worker: str
+    """Full name."""
+    incarnation: int
+
+
+class JobWorkerIncarnation(NamedTuple):
+    """One life of one worker, among the workers of all jobs."""
+
+    job_id: str
+    worker: str
+    """Full name."""
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.job_id}/{self.worker}#{self.incarnation}"
 
 
 class NodeState(StrEnum):

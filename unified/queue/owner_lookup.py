@@ -28,13 +28,12 @@ from unified.errors import (
     UsageError,
     WorkerDiedError,
 )
-from unified.protocol.records import Reachability
+from unified.protocol.records import Reachability, WorkerIncarnation
 from unified.queue.cleanup import FAREWELLS
 from unified.queue.hosting import claimed_name, host_of
 from unified.queue.server import method
 from unified.queue.sites import LocalSite, RemoteSite, Site, listens_s
 from unified.worker.context import Worker
-from unified.worker.name_table import Holder
 
 logger = logging.getLogger(__name__)
 AGAIN = Backoff(first_s=0.01, limit_s=1.0, num_free=1)
@@ -130,7 +129,7 @@ class OwnerFinder:
         if isinstance(error, RpcTimeoutError):
             logger.warning("event=queue-owner-silent queue=%s reason=%r: asked again", self.queue, str(error))
 
-    def silent(self, holder: Holder, consequence: str = "") -> QueueNotFoundError:
+    def silent(self, holder: WorkerIncarnation, consequence: str = "") -> QueueNotFoundError:
         """The owner lives and did not answer in all the time that its asker had."""
         owner, we = holder.worker, self.worker.bus.worker
         return QueueNotFoundError(
@@ -165,7 +164,7 @@ class OwnerFinder:
                 self.pause(num_failed, until)
         return site
 
-    def _holder(self, begun: float, until: float | None) -> Holder:
+    def _holder(self, begun: float, until: float | None) -> WorkerIncarnation:
         """Who has the queue's name; waits for one. One that is known is given even if there is no time left."""
         while (holder := self.worker.names.holder(self._name)) is None:
             left_s = self._left_s(begun, until)
@@ -175,7 +174,7 @@ class OwnerFinder:
                 self.worker.names.find(self._name, left_s)
         return holder
 
-    def _attach_to(self, holder: Holder, left_s: float) -> None:
+    def _attach_to(self, holder: WorkerIncarnation, left_s: float) -> None:
         worker = self.worker
         name, incarnation = worker.bus.worker, worker.bus.incarnation
         site: Site
@@ -211,7 +210,7 @@ class OwnerFinder:
         """Hear when the owner changes; not longer than this object lives."""
         finder, watched = ref(self), self._name
 
-        def on_change(name: str, holder: Holder | None) -> None:
+        def on_change(name: str, holder: WorkerIncarnation | None) -> None:
             if name != watched:
                 return
             found = finder()
@@ -263,7 +262,7 @@ class OwnerFinder:
             )
         return f"life {last.holder.incarnation} of its owner, worker {last.holder.worker}, ended, and it is made anew"
 
-    def _node_of(self, holder: Holder) -> str:
+    def _node_of(self, holder: WorkerIncarnation) -> str:
         entry = self.worker.bus.life_of(holder.worker)
         return f" on node {entry.node}" if entry is not None and entry.node else ""
 

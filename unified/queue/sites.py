@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from unified.bus.endpoint import BusEndpoint
+from unified.protocol.records import WorkerIncarnation
 from unified.queue import items as packed
 from unified.queue.server import QueueService, method
-from unified.worker.name_table import Holder
 
 SLICE_S = 20.0
 """The owner answers after so long at the latest, if only to say that there is nothing yet: so an answer that got lost
@@ -45,7 +45,7 @@ class Site(Protocol):
     """One life of the owner, in which a handle is known. `until` is when the asker's own time is over: soon after that
     the owner is not heard any more, and the question ends in RpcTimeoutError; None: it has time for ever."""
 
-    holder: Holder
+    holder: WorkerIncarnation
     identity: str
     """Of the queue's contents; see `QueueService`."""
     is_durable: bool
@@ -64,7 +64,9 @@ class RemoteSite:
 
     is_here = False
 
-    def __init__(self, bus: BusEndpoint, queue: str, holder: Holder, identity: str, is_durable: bool) -> None:
+    def __init__(
+        self, bus: BusEndpoint, queue: str, holder: WorkerIncarnation, identity: str, is_durable: bool
+    ) -> None:
         self.holder = holder
         self.identity = identity
         self.is_durable = is_durable
@@ -92,7 +94,7 @@ class LocalSite:
 
     is_here = True
 
-    def __init__(self, service: QueueService, holder: Holder) -> None:
+    def __init__(self, service: QueueService, holder: WorkerIncarnation) -> None:
         self.holder = holder
         self.identity = service.identity
         self.is_durable = service.is_durable

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from unified.errors import RpcError, RpcTimeoutError
+from unified.protocol.records import WorkerIncarnation
 from unified.weights.lives import GONE, LATE, OVERTAKEN, Failure, LifeCalls, failure_of, method
 from unified.weights.staging import Staged, Stager
 from unified.weights.transfer_plan import Manifest
-from unified.weights.versions import Life
 
 IN_FLIGHT = 3
 """Buckets that were sent and not answered yet."""
@@ -31,7 +31,13 @@ class Conveyor:
     """
 
     def __init__(
-        self, calls: LifeCalls, stager: Stager, name: str, manifest: Manifest, heads: Sequence[Life], deadline: float
+        self,
+        calls: LifeCalls,
+        stager: Stager,
+        name: str,
+        manifest: Manifest,
+        heads: Sequence[WorkerIncarnation],
+        deadline: float,
     ) -> None:
         self.failures: dict[str, Failure] = {}
         self._calls = calls
@@ -41,7 +47,7 @@ class Conveyor:
         self._heads = heads
         self._deadline = deadline
         self._overtaken: set[str] = set()
-        self._under_way: deque[tuple[Staged, dict[Life, Future[Any]]]] = deque()
+        self._under_way: deque[tuple[Staged, dict[WorkerIncarnation, Future[Any]]]] = deque()
 
     def put(self, index: int, staged: Staged) -> None:
         """Send a bucket as soon as there is room."""
@@ -82,7 +88,7 @@ class Conveyor:
         if is_over:
             self._stager.put_back(staged)  # else a message that reads it may still be waiting: the memory goes with it
 
-    def _learn(self, head: Life, failures: dict[str, Failure]) -> None:
+    def _learn(self, head: WorkerIncarnation, failures: dict[str, Failure]) -> None:
         """What a head answered, of itself and of its mates."""
         self.failures |= {worker: failure for worker, failure in failures.items() if failure.kind != OVERTAKEN}
         own = failures.get(head.worker)
@@ -93,11 +99,11 @@ class Conveyor:
             own = Failure(GONE, "it has a newer version")
         self._lose_mates(head, own)
 
-    def _fail(self, head: Life, failure: Failure) -> None:
+    def _fail(self, head: WorkerIncarnation, failure: Failure) -> None:
         self.failures[head.worker] = failure
         self._lose_mates(head, failure)
 
-    def _lose_mates(self, head: Life, failure: Failure) -> None:
+    def _lose_mates(self, head: WorkerIncarnation, failure: Failure) -> None:
         for mate in self._manifest.mates.get(head.worker, ()):
             text = f"worker {head.worker}, which passes buckets on to it, did not: {failure.text}"
             self.failures.setdefault(mate.worker, Failure(failure.kind, text))

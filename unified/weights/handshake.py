@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from unified.bus.shm.quota import default_limit
 from unified.errors import RpcError, RpcNotFoundError, WeightsError, WeightsTimeoutError, WeightsVersionError
+from unified.protocol.records import WorkerIncarnation
 from unified.weights.lives import GONE, LATE, Failure, LifeCalls, failure_of, method
 from unified.weights.state_dict import Source
 from unified.weights.transfer_plan import Bucket, Manifest, tree
-from unified.weights.versions import Life
 
 FIRST_PAUSE_S = 0.005
 LAST_PAUSE_S = 0.25
@@ -27,9 +27,9 @@ class Attempt(NamedTuple):
     """A version that receivers expect."""
 
     manifest: Manifest
-    heads: tuple[Life, ...]
+    heads: tuple[WorkerIncarnation, ...]
     """To whom the buckets are sent."""
-    lives: tuple[Life, ...]
+    lives: tuple[WorkerIncarnation, ...]
     """All that will have them."""
     failures: dict[str, Failure]
     """Of those that were lost meanwhile."""
@@ -62,7 +62,7 @@ class Handshake:
         targets: Mapping[str, str],
         source: Source,
         buckets: tuple[Bucket, ...],
-        senders: tuple[Life, ...],
+        senders: tuple[WorkerIncarnation, ...],
         *,
         version: int | None,
         last: int,
@@ -147,9 +147,9 @@ class Handshake:
         is_late = {failure.kind for failure in failures.values()} <= {LATE, GONE}
         return (WeightsTimeoutError if is_late else WeightsError)(f"{what} did not reach:{texts}")
 
-    def _find(self, targets: Sequence[str], deadline: float) -> tuple[dict[str, int], list[Life]]:
+    def _find(self, targets: Sequence[str], deadline: float) -> tuple[dict[str, int], list[WorkerIncarnation]]:
         """The newest version that each worker has, and its life, as soon as each has a receiver."""
-        found: dict[str, tuple[int, Life]] = {}
+        found: dict[str, tuple[int, WorkerIncarnation]] = {}
         pause_s = FIRST_PAUSE_S
         while True:
             missing = [worker for worker in targets if worker not in found]
@@ -157,7 +157,7 @@ class Handshake:
             for worker, call in zip(missing, calls, strict=True):
                 try:
                     version, incarnation = call.result()
-                    found[worker] = version, Life(worker, incarnation)
+                    found[worker] = version, WorkerIncarnation(worker, incarnation)
                 except RpcNotFoundError:
                     pass
                 except RpcError as error:
@@ -175,7 +175,9 @@ class Handshake:
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, LAST_PAUSE_S)
 
-    def _ask(self, lives: Sequence[Life], verb: str, args: Sequence[Any], deadline: float) -> dict[str, Any]:
+    def _ask(
+        self, lives: Sequence[WorkerIncarnation], verb: str, args: Sequence[Any], deadline: float
+    ) -> dict[str, Any]:
         """The answers by worker, or the failure of the call."""
         answers: dict[str, Any] = {}
         calls = self._calls.call_many(lives, method(self._name, verb), args, timeout=left_s(deadline))

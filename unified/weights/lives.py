@@ -18,8 +18,7 @@ from unified.errors import (
     RpcTimeoutError,
     WorkerDiedError,
 )
-from unified.protocol.records import DirectoryEntry, Reachability
-from unified.weights.versions import Life
+from unified.protocol.records import DirectoryEntry, Reachability, WorkerIncarnation
 
 GONE, LATE, FAILED, OVERTAKEN = "gone", "late", "failed", "overtaken"
 
@@ -51,14 +50,16 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(FAILED, f"{type(error).__name__}: {error}")
 
 
-def ended_lives(entries: Iterable[DirectoryEntry]) -> list[tuple[Life, str]]:
+def ended_lives(entries: Iterable[DirectoryEntry]) -> list[tuple[WorkerIncarnation, str]]:
     """The lives that are over, as news of the directory tell, and why."""
     found = []
     for entry in entries:
         if entry.state is not Reachability.ALIVE:
-            found.append((Life(entry.worker, entry.incarnation), entry.reason or "no reason given"))
+            found.append((WorkerIncarnation(entry.worker, entry.incarnation), entry.reason or "no reason given"))
         elif entry.incarnation > 0:
-            found.append((Life(entry.worker, entry.incarnation - 1), f"life {entry.incarnation} took its place"))
+            found.append(
+                (WorkerIncarnation(entry.worker, entry.incarnation - 1), f"life {entry.incarnation} took its place")
+            )
     return found
 
 
@@ -75,7 +76,7 @@ class LifeCalls:
         self.bus = bus
         self._also = also
         self._over: dict[str, int] = {}
-        self._calls: list[tuple[Life, RpcFuture[Any]]] = []
+        self._calls: list[tuple[WorkerIncarnation, RpcFuture[Any]]] = []
         self._lock = threading.Lock()
         listener = weakref.WeakMethod(self._learn)
 
@@ -87,7 +88,7 @@ class LifeCalls:
         bus.on_directory(learn)
 
     def call_many(
-        self, lives: Sequence[Life], method: str, args: Sequence[Any], *, timeout: float
+        self, lives: Sequence[WorkerIncarnation], method: str, args: Sequence[Any], *, timeout: float
     ) -> list[Future[Any]]:
         """Call each; the arguments are encoded once.
 
@@ -116,11 +117,11 @@ class LifeCalls:
             future.cancel()
         self._also(entries)
 
-    def _is_over(self, life: Life) -> bool:
+    def _is_over(self, life: WorkerIncarnation) -> bool:
         return life.incarnation <= self._over.get(life.worker, -1)
 
 
-def _failed(life: Life, method: str) -> Future[Any]:
+def _failed(life: WorkerIncarnation, method: str) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(
         WorkerDiedError(f"worker {life.worker} (life {life.incarnation}) died before {method!r} was called.")

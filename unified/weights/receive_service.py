@@ -14,13 +14,13 @@ import torch
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutError
-from unified.protocol.records import DirectoryEntry
+from unified.protocol.records import DirectoryEntry, WorkerIncarnation
 from unified.weights.arena import Arena, ArenaPool
 from unified.weights.lives import FAILED, GONE, OVERTAKEN, Failure, LifeCalls, ended_lives, failure_of, method
 from unified.weights.snapshot import VersionedStateDict, assemble
 from unified.weights.state_dict import check_bucket
 from unified.weights.transfer_plan import Manifest
-from unified.weights.versions import Assembly, Ended, How, Life, Opening, Take
+from unified.weights.versions import Assembly, Ended, How, Opening, Take
 
 GRACE_S = 5.0
 """How much longer than its sender a receiver keeps a session alive."""
@@ -258,7 +258,7 @@ class Reception:
 
 
 def _all_of(
-    own: dict[str, Failure], mates: Sequence[Life], passed_on: Sequence[Future[dict[str, Failure]]]
+    own: dict[str, Failure], mates: Sequence[WorkerIncarnation], passed_on: Sequence[Future[dict[str, Failure]]]
 ) -> Future[dict[str, Failure]]:
     """The failures of all, once all calls have ended."""
     whole: Future[dict[str, Failure]] = Future()

@@ -11,6 +11,7 @@ import torch
 
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import UsageError, WeightsError, WeightsTimeoutError
+from unified.protocol.records import WorkerIncarnation
 from unified.weights.conveyor import IN_FLIGHT, Conveyor
 from unified.weights.handshake import FIRST_PAUSE_S, LAST_PAUSE_S, Attempt, Handshake, left_s
 from unified.weights.lives import LifeCalls
@@ -18,7 +19,6 @@ from unified.weights.ranks import lead, ranks_for
 from unified.weights.staging import Staged, Stager
 from unified.weights.state_dict import Source, is_replicated
 from unified.weights.transfer_plan import Bucket
-from unified.weights.versions import Life
 from unified.worker.rank_group import Ranks
 
 Stream = Iterable[tuple[int, Staged]]
@@ -41,7 +41,7 @@ class _Task(NamedTuple):
 
     source: Source
     buckets: tuple[Bucket, ...]
-    senders: tuple[Life, ...]
+    senders: tuple[WorkerIncarnation, ...]
     ranks: Ranks
     order: Order
     deadline: float
@@ -89,10 +89,12 @@ class WeightsSender:
         finally:
             self._lock.release()
 
-    def _agree(self, ranks: Ranks, digest: str, buckets: Sequence[Bucket], deadline: float) -> tuple[Life, ...]:
+    def _agree(
+        self, ranks: Ranks, digest: str, buckets: Sequence[Bucket], deadline: float
+    ) -> tuple[WorkerIncarnation, ...]:
         """That every rank sends the same model, and that the last one was sent; the lives of those that will send."""
-        mine = Life(self._bus.worker, self._bus.incarnation)
-        said: list[tuple[Life, str, str]] = ranks.gather((mine, digest, self._end_of_background(deadline)))
+        mine = WorkerIncarnation(self._bus.worker, self._bus.incarnation)
+        said: list[tuple[WorkerIncarnation, str, str]] = ranks.gather((mine, digest, self._end_of_background(deadline)))
         for rank, (life, theirs, error) in enumerate(said):
             if error:
                 raise WeightsError(f"the version before, which was not waited for: {error}")

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from unified.weights.versions import Life
+from unified.protocol.records import WorkerIncarnation
 
 BUCKET_BYTES = 32 * 1024 * 1024
 ALIGNMENT = 64
@@ -60,8 +60,8 @@ class Manifest(NamedTuple):
     """Entries that are no dense tensors, by key."""
     metadata: Any
     """What torch keeps beside a state dict (the versions of its modules)."""
-    senders: tuple[Life, ...]
-    mates: Mapping[str, tuple[Life, ...]]
+    senders: tuple[WorkerIncarnation, ...]
+    mates: Mapping[str, tuple[WorkerIncarnation, ...]]
     """For a receiver those on its node to whom it passes buckets on."""
     is_lent: bool
     """The sender can spare the shared memory of this version until the next one."""
@@ -94,8 +94,8 @@ def digest(buckets: Iterable[Bucket], aliases: Mapping[str, str], others: Iterab
 
 
 def tree(
-    targets: Iterable[Life], nodes: Mapping[str, str], here: str
-) -> tuple[list[Life], dict[str, tuple[Life, ...]]]:
+    targets: Iterable[WorkerIncarnation], nodes: Mapping[str, str], here: str
+) -> tuple[list[WorkerIncarnation], dict[str, tuple[WorkerIncarnation, ...]]]:
     """To whom the sender sends, and who of them passes on to whom.
 
     Workers on the sender's own node read one copy in shared memory. Of those on another node the first gets the bytes
@@ -105,8 +105,8 @@ def tree(
         nodes: of each target; empty: not known.
         here: the sender's node.
     """
-    direct: list[Life] = []
-    by_node: dict[str, list[Life]] = {}
+    direct: list[WorkerIncarnation] = []
+    by_node: dict[str, list[WorkerIncarnation]] = {}
     for target in targets:
         node = nodes[target.worker]
         if node in ("", here):

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
+from unified.protocol.records import WorkerIncarnation
 from unified.values import Value
 
 MAX_OPEN = 2
@@ -20,20 +21,13 @@ MAX_REMEMBERED = 64
 """Sessions that are over, whose end can still be asked for."""
 
 
-class Life(NamedTuple):
-    """One life of one worker."""
-
-    worker: str
-    incarnation: int
-
-
 class Opening(Value, frozen=True, kw_only=True):
     """What a sender says before the first bucket."""
 
     session: str
     version: int
     num_buckets: int
-    senders: tuple[Life, ...]
+    senders: tuple[WorkerIncarnation, ...]
     """Who will send buckets; the first answers for the session. It is over when one of them dies."""
     expires_at: float
     """Past this nobody sends any more."""
@@ -155,7 +149,7 @@ class Assembly:
         incoming = self._open.get(session)
         return [] if incoming is None else [self._end(incoming, How.DROPPED, reason)]
 
-    def life_over(self, life: Life, reason: str) -> list[Ended]:
+    def life_over(self, life: WorkerIncarnation, reason: str) -> list[Ended]:
         """A worker's life, and all before it, is over: so are the sessions to which it was to send."""
         if life.incarnation <= self._over.get(life.worker, -1):
             return []
@@ -229,7 +223,7 @@ class Assembly:
             return f"no more than {MAX_OPEN} are received at a time, and there are: {self.progress()}"
         return ""
 
-    def _first_dead(self, senders: Iterable[Life]) -> Life | None:
+    def _first_dead(self, senders: Iterable[WorkerIncarnation]) -> WorkerIncarnation | None:
         return next((life for life in senders if life.incarnation <= self._over.get(life.worker, -1)), None)
 
     def _publish(self, incoming: _Incoming) -> list[Ended]:

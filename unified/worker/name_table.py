@@ -10,24 +10,23 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from unified.errors import UsageError
-from unified.protocol.records import MAX_NAME_LENGTH, MAX_NAMES, DirectoryEntry, NameClaims, Reachability
+from unified.protocol.records import (
+    MAX_NAME_LENGTH,
+    MAX_NAMES,
+    DirectoryEntry,
+    NameClaims,
+    Reachability,
+    WorkerIncarnation,
+)
 
 _RANK = {Reachability.ALIVE: 0, Reachability.DEAD: 1, Reachability.ENDED: 2}
-
-
-class Holder(NamedTuple):
-    """One life of one worker."""
-
-    worker: str
-    """Full name."""
-    incarnation: int
 
 
 class NameChanged(NamedTuple):
     """A name has another holder than before; None: it has none."""
 
     name: str
-    holder: Holder | None
+    holder: WorkerIncarnation | None
 
 
 class Claim:
@@ -61,9 +60,9 @@ class NameTable:
     """
 
     def __init__(self, worker: str, incarnation: int) -> None:
-        self._self = Holder(worker, incarnation)
+        self._self = WorkerIncarnation(worker, incarnation)
         self._lives: dict[str, _Life] = {}
-        self._holders: dict[str, Holder] = {}
+        self._holders: dict[str, WorkerIncarnation] = {}
         self._claims: dict[str, Claim] = {}
         self._number = 0
         self._end = ""
@@ -74,7 +73,7 @@ class NameTable:
         """The set to tell the agent: a higher number than before means that it changed."""
         return NameClaims(number=self._number, names={name: claim.number for name, claim in self._claims.items()})
 
-    def holder(self, name: str) -> Holder | None:
+    def holder(self, name: str) -> WorkerIncarnation | None:
         return self._holders.get(name)
 
     def claim(self, name: str) -> Claim:
@@ -115,7 +114,7 @@ class NameTable:
 
         A claim that was refused or ended is withdrawn here, so that the name can be claimed anew.
         """
-        touched: dict[str, Holder | None] = {}
+        touched: dict[str, WorkerIncarnation | None] = {}
         for entry in entries:
             old = self._lives.get(entry.worker)
             weight = (entry.incarnation, _RANK[entry.state], entry.revision)
@@ -125,7 +124,7 @@ class NameTable:
             self._lives[entry.worker] = _Life(weight, names)
             for name in {*names, *(old.names if old is not None else ())}:
                 touched.setdefault(name, self._holders.get(name))
-                self._move(name, Holder(entry.worker, entry.incarnation), holds=name in names)
+                self._move(name, WorkerIncarnation(entry.worker, entry.incarnation), holds=name in names)
             if (entry.worker, entry.incarnation) == self._self:
                 self._answer(entry)
         return [
@@ -134,7 +133,7 @@ class NameTable:
             if (holder := self._holders.get(name)) != before
         ]
 
-    def _move(self, name: str, life: Holder, *, holds: bool) -> None:
+    def _move(self, name: str, life: WorkerIncarnation, *, holds: bool) -> None:
         """Of two that seem to hold it, because one was told before the other's loss, the one told last does."""
         if holds:
             self._holders[name] = life

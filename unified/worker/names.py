@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from unified.errors import RpcTimeoutError, UsageError
-from unified.protocol.records import DirectoryEntry, NameClaims
-from unified.worker.name_table import Claim, Holder, NameChanged, NameTable
+from unified.protocol.records import DirectoryEntry, NameClaims, WorkerIncarnation
+from unified.worker.name_table import Claim, NameChanged, NameTable
 
-Watcher = Callable[[str, Holder | None], None]
+Watcher = Callable[[str, WorkerIncarnation | None], None]
 
 
 class Names:
@@ -104,7 +104,7 @@ class Names:
             )
         return holder.worker
 
-    def holder(self, name: str) -> Holder | None:
+    def holder(self, name: str) -> WorkerIncarnation | None:
         """(worker, incarnation) of the life that holds `name`, as far as is known here; None if there is none."""
         return self._table.holder(name)
 

@@ -23,7 +23,7 @@ from unified.protocol.agent_master import (
     ReadAgentLog,
     RegisterAgain,
 )
-from unified.protocol.records import DirectoryEntry, Failure, Reachability, WorkerState
+from unified.protocol.records import DirectoryEntry, Failure, JobWorkerIncarnation, Reachability, WorkerState
 from unified.protocol.worker_agent import DirectoryNews, Failed, Hello, Reported, Run, Stop, WorkerToAgent
 from unified_agent.core.directory import JobDirectory
 from unified_agent.core.launching import launch_of
@@ -35,7 +35,6 @@ from unified_agent.core.messages import (
     Exit,
     KeepInterpreters,
     KeyRefused,
-    Life,
     MasterReached,
     MasterSaid,
     MasterUnreadable,
@@ -70,8 +69,8 @@ class AgentCore:
         self.timers = self._turn.timers
         self.membership = Membership(self._turn, facts, intervals, give_up_s)
         self.shutdown = Shutdown()
-        self.workers: dict[Life, LocalWorker] = {}
-        self.desired: dict[Life, DesiredWorker] = {}
+        self.workers: dict[JobWorkerIncarnation, LocalWorker] = {}
+        self.desired: dict[JobWorkerIncarnation, DesiredWorker] = {}
         self.jobs: dict[str, DesiredJob] = {}
         self.directories: dict[str, JobDirectory] = {}
         self.generation = 0
@@ -151,7 +150,7 @@ class AgentCore:
             return
         self.generation = self._floor = message.generation
         self._num_elsewhere = message.num_elsewhere
-        self.desired = {Life(w.job_id, w.name, w.worker_incarnation): w for w in message.workers}
+        self.desired = {JobWorkerIncarnation(w.job_id, w.name, w.worker_incarnation): w for w in message.workers}
         self.jobs = {job.job_id: job for job in message.jobs}
         for job in message.jobs:
             self._on_directory(job.job_id, job.directory)
@@ -177,13 +176,13 @@ class AgentCore:
                 self._run_if_told(known, wanted)
         self._keep_interpreters()
 
-    def _start_if_free(self, life: Life, wanted: DesiredWorker) -> None:
+    def _start_if_free(self, life: JobWorkerIncarnation, wanted: DesiredWorker) -> None:
         """Start a life, unless an earlier one of the same worker still is: its exit brings us here again."""
         job = self.jobs.get(life.job_id)
         if job is None or (wanted.kind == "worker" and all(role.name != wanted.role for role in job.spec.roles)):
             self._turn.report("worker-unknown-job", "the desired set lacks its job or role", life, level="error")
             return
-        if any(w.job_id == life.job_id and w.name == life.name and not w.is_ended for w in self.workers.values()):
+        if any(w.job_id == life.job_id and w.name == life.worker and not w.is_ended for w in self.workers.values()):
             return
         launch = launch_of(
             wanted,
@@ -274,7 +273,7 @@ class AgentCore:
 
     # Workers
 
-    def _on_started(self, life: Life, pid: int) -> None:
+    def _on_started(self, life: JobWorkerIncarnation, pid: int) -> None:
         worker = self.workers.get(life)
         if worker is None or worker.is_ended:
             return
@@ -283,7 +282,7 @@ class AgentCore:
             self._kill(worker)
         self._observe_soon()
 
-    def _on_not_started(self, life: Life, failure: Failure) -> None:
+    def _on_not_started(self, life: JobWorkerIncarnation, failure: Failure) -> None:
         worker = self.workers.get(life)
         if worker is None or worker.is_ended:
             return
@@ -293,7 +292,7 @@ class AgentCore:
         worker.move(WorkerState.EXITED)
         self._after_end(worker)
 
-    def _on_word(self, life: Life, word: WorkerToAgent) -> None:
+    def _on_word(self, life: JobWorkerIncarnation, word: WorkerToAgent) -> None:
         worker = self.workers.get(life)
         if worker is None or worker.is_ended:
             return

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from unified.protocol.agent_master import AgentToMaster, MasterToAgent, ReadAgentLog
-from unified.protocol.records import Failure
+from unified.protocol.records import Failure, JobWorkerIncarnation
 from unified.protocol.worker_agent import AgentToWorker, Launch, WorkerToAgent
 from unified.values import Value
-
-
-class Life(NamedTuple):
-    """One life of one worker: the key of everything local."""
-
-    job_id: str
-    name: str
-    incarnation: int
-
-    def __str__(self) -> str:
-        return f"{self.job_id}/{self.name}#{self.incarnation}"
 
 
 class MasterReached(Value, frozen=True):
@@ -45,26 +34,26 @@ class KeyRefused(Value, frozen=True):
 class WorkerStarted(Value, frozen=True):
     """Its process exists."""
 
-    life: Life
+    life: JobWorkerIncarnation
     pid: int
 
 
 class WorkerNotStarted(Value, frozen=True):
     """There will be no process."""
 
-    life: Life
+    life: JobWorkerIncarnation
     failure: Failure
 
 
 class WorkerSaid(Value, frozen=True):
-    life: Life
+    life: JobWorkerIncarnation
     word: WorkerToAgent
 
 
 class WorkerExited(Value, frozen=True):
     """Its process is gone, and all it had to say has been heard."""
 
-    life: Life
+    life: JobWorkerIncarnation
     code: int
     """Exit code, or minus the signal."""
     last_lines: str = ""
@@ -113,7 +102,7 @@ class Reconnect(Value, frozen=True):
 class StartWorker(Value, frozen=True):
     """Make a process and give it `launch` as its first word."""
 
-    life: Life
+    life: JobWorkerIncarnation
     launch: Launch
     python: str | None = None
     is_fresh: bool = False
@@ -123,14 +112,14 @@ class StartWorker(Value, frozen=True):
 
 
 class TellWorker(Value, frozen=True):
-    life: Life
+    life: JobWorkerIncarnation
     message: AgentToWorker
 
 
 class SignalWorker(Value, frozen=True):
     """`terminate`: SIGTERM to the process, `interrupt`: SIGINT. `kill`: SIGKILL to its whole group."""
 
-    life: Life
+    life: JobWorkerIncarnation
     how: Literal["terminate", "interrupt", "kill"]
 
 
@@ -152,7 +141,7 @@ class Note(Value, frozen=True):
 
     event: str
     reason: str
-    life: Life | None = None
+    life: JobWorkerIncarnation | None = None
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 

@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple
 
 from unified.core.timers import TimerTable
 from unified.protocol.agent_master import AgentToMaster
-from unified_agent.core.messages import AgentAction, Life, Note, SendMaster
+from unified.protocol.records import JobWorkerIncarnation
+from unified_agent.core.messages import AgentAction, Note, SendMaster
 
 MARGIN_S = 2.0
 """From the last SIGKILL to the moment at which the agent stops waiting to see it work."""
@@ -16,7 +17,7 @@ class Timer(NamedTuple):
     """Key of a deadline."""
 
     kind: Literal["register", "heartbeat", "observe", "complain", "reconnect", "drain", "start", "kill"]
-    life: Life | None = None
+    life: JobWorkerIncarnation | None = None
 
 
 class AgentTurn:
@@ -41,7 +42,7 @@ class AgentTurn:
         self,
         event: str,
         reason: str,
-        life: Life | None = None,
+        life: JobWorkerIncarnation | None = None,
         *,
         level: Literal["debug", "info", "warning", "error"] = "info",
     ) -> None:

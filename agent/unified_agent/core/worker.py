@@ -6,18 +6,27 @@ from typing import Literal
 
 from unified.process import describe_end
 from unified.protocol.agent_master import DesiredWorker, ObservedWorker, RunOrder
-from unified.protocol.records import WORKER_MOVES, Failure, Inbox, NameClaims, Progress, WorkerState
+from unified.protocol.records import (
+    WORKER_MOVES,
+    Failure,
+    Inbox,
+    JobWorkerIncarnation,
+    NameClaims,
+    Progress,
+    WorkerState,
+)
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Reported, Running, WorkerToAgent
-from unified_agent.core.messages import Life
 
 
 class LocalWorker:
     """State of one life. Only `AgentCore` changes it, through these methods."""
 
-    def __init__(self, life: Life, desired: DesiredWorker, grace_s: float, log_file: str, python: str | None) -> None:
+    def __init__(
+        self, life: JobWorkerIncarnation, desired: DesiredWorker, grace_s: float, log_file: str, python: str | None
+    ) -> None:
         self.life = life
         self.job_id = life.job_id
-        self.name = life.name
+        self.name = life.worker
         self.kind: Literal["worker", "store"] = desired.kind
         self.grace_s = grace_s
         self.log_file = log_file

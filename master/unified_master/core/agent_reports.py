@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from unified.protocol.agent_master import ObservedWorker, ObservedWorkers
-from unified.protocol.records import Failure, WorkerState
+from unified.protocol.records import Failure, JobWorkerIncarnation, WorkerState
 from unified_master.core import directory, incarnations, jobs, recovery
 from unified_master.core.nodes import catch_up
-from unified_master.core.state import JobRecord, LifeKey, NodeRecord, TimerKey, WorkerRecord
+from unified_master.core.state import JobRecord, NodeRecord, TimerKey, WorkerRecord
 from unified_master.core.step import Turn
 
 _COURSE = list(WorkerState)
@@ -19,9 +19,9 @@ def observe(turn: Turn, node: NodeRecord, report: ObservedWorkers) -> None:
         node.has_reported = True
         turn.wants_schedule = True
         turn.touch_ending_jobs()
-    seen: dict[LifeKey, ObservedWorker] = {}
+    seen: dict[JobWorkerIncarnation, ObservedWorker] = {}
     for observed in sorted(report.workers, key=_is_collateral):
-        life = LifeKey(observed.job_id, observed.name, observed.worker_incarnation)
+        life = JobWorkerIncarnation(observed.job_id, observed.name, observed.worker_incarnation)
         seen[life] = observed
         if life in node.lives:
             _update(turn, turn.cluster.jobs[life.job_id], node.lives[life], observed)
@@ -130,7 +130,7 @@ def _vanished(turn: Turn, node: NodeRecord, worker: WorkerRecord) -> None:
     recovery.on_failure(turn, job, worker, Failure(summary=text, category="crash"))
 
 
-def _meet_stranger(turn: Turn, node: NodeRecord, life: LifeKey) -> None:
+def _meet_stranger(turn: Turn, node: NodeRecord, life: JobWorkerIncarnation) -> None:
     """A life that we do not want, left from before a restart or a partition: it is leaving, and holds what it used."""
     job = turn.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None

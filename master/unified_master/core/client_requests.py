@@ -28,11 +28,11 @@ from unified.protocol.client_master import (
     StopJob,
     SubmitJob,
 )
-from unified.protocol.records import Stage, WorkerState
+from unified.protocol.records import JobWorkerIncarnation, Stage, WorkerState
 from unified_master.core import directory, jobs, status
 from unified_master.core.restart import restart, restart_job
 from unified_master.core.scheduling import job_queue
-from unified_master.core.state import STORE, JobRecord, LifeKey, ParkedPoll, ParkedRead, WorkerRecord
+from unified_master.core.state import STORE, JobRecord, ParkedPoll, ParkedRead, WorkerRecord
 from unified_master.core.step import Turn
 
 MAX_WAIT_S = 300.0
@@ -245,7 +245,7 @@ def _read(turn: Turn, peer: bytes, request_id: int, request: ReadLog, job: JobRe
     if isinstance(worker, Refused):
         return worker
     incarnation = worker.incarnation if request.incarnation is None else request.incarnation
-    life = LifeKey(job.job_id, worker.name, incarnation)
+    life = JobWorkerIncarnation(job.job_id, worker.name, incarnation)
     if worker.incarnation < 0:
         return _empty(life, is_final=job.stage is Stage.STOPPED)
     name = _where_was(worker, incarnation)
@@ -279,12 +279,12 @@ def _where_was(worker: WorkerRecord, incarnation: int) -> str:
     return next((past.node for past in worker.past if past.incarnation == incarnation), "")
 
 
-def _empty(life: LifeKey, *, is_final: bool) -> LogChunk:
+def _empty(life: JobWorkerIncarnation, *, is_final: bool) -> LogChunk:
     """What can be read of a worker that never lived."""
     return LogChunk(worker=life.worker, incarnation=0, data=b"", offset=0, next_offset=0, size=0, is_final=is_final)
 
 
-def _is_over(turn: Turn, life: LifeKey) -> bool:
+def _is_over(turn: Turn, life: JobWorkerIncarnation) -> bool:
     """The life has ended, so that its log grows no more."""
     job = turn.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None

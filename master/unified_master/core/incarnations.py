@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from unified.protocol.records import WorkerState
+from unified.protocol.records import JobWorkerIncarnation, WorkerState
 from unified_master.core import directory
-from unified_master.core.state import (
-    JobRecord,
-    Leaving,
-    LifeKey,
-    NodeRecord,
-    PastLife,
-    SeatClaim,
-    TimerKey,
-    WorkerRecord,
-)
+from unified_master.core.state import JobRecord, Leaving, NodeRecord, PastLife, SeatClaim, TimerKey, WorkerRecord
 from unified_master.core.step import Turn
 
 MAX_PAST = 20
@@ -78,12 +69,12 @@ def end_life(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
     directory.publish(turn, job, worker)
 
 
-def note_leaving(node: NodeRecord, life: LifeKey, claim: SeatClaim | None) -> None:
+def note_leaving(node: NodeRecord, life: JobWorkerIncarnation, claim: SeatClaim | None) -> None:
     """Expect the end of a life; a report of the next generation that lacks it is proof."""
     node.leaving[life] = Leaving(life=life, node=node.name, generation=node.generation + 1, claim=claim)
 
 
-def confirm_gone(turn: Turn, node: NodeRecord, life: LifeKey) -> None:
+def confirm_gone(turn: Turn, node: NodeRecord, life: JobWorkerIncarnation) -> None:
     """The agent knows this life no longer, or reports its exit."""
     if node.leaving.pop(life, None) is None:
         return

@@ -9,9 +9,9 @@ from unified.errors import JobNameError
 from unified.job.names import check_job_name
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.client_master import EndReport
-from unified.protocol.records import JOB_MOVES, Failure, NodeState, Stage, WorkerState, raw
+from unified.protocol.records import JOB_MOVES, Failure, JobWorkerIncarnation, NodeState, Stage, WorkerState, raw
 from unified_master.core import directory, incarnations, rendezvous
-from unified_master.core.state import JobRecord, LifeKey, NodeRecord, RoleRecord, WorkerRecord
+from unified_master.core.state import JobRecord, NodeRecord, RoleRecord, WorkerRecord
 from unified_master.core.step import Turn, count
 
 MAX_WORKERS = 100_000
@@ -196,7 +196,7 @@ def end_badly(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure
     begin_stop(turn, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary.rstrip('.')}; {why}")
 
 
-def cut_short(turn: Turn, life: LifeKey, node: NodeRecord, failure: Failure) -> None:
+def cut_short(turn: Turn, life: JobWorkerIncarnation, node: NodeRecord, failure: Failure) -> None:
     """A stop has cut short what a program does at its end: a job that went well so far did not."""
     job = turn.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None

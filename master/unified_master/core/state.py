@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ from unified.protocol.records import (
     EventRecord,
     Failure,
     Inbox,
+    JobWorkerIncarnation,
     NameClaims,
     NameRefusal,
     NodeState,
@@ -36,14 +37,6 @@ MAX_EVENTS = 2000
 DeviceKey = tuple[str, int]
 """(``device``, index among the node's devices) or (``slot``, number of a CPU core that stands in for one)."""
 TimerKey = tuple[str, ...]
-
-
-class LifeKey(NamedTuple):
-    """One life of one worker."""
-
-    job_id: str
-    worker: str
-    incarnation: int
 
 
 class SeatClaim(Value, frozen=True, kw_only=True):
@@ -113,8 +106,8 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     reason: str = ""
 
     @property
-    def life(self) -> LifeKey:
-        return LifeKey(self.job_id, self.name, self.incarnation)
+    def life(self) -> JobWorkerIncarnation:
+        return JobWorkerIncarnation(self.job_id, self.name, self.incarnation)
 
     @property
     def place_key(self) -> tuple[str, str]:
@@ -236,7 +229,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Leaving(msgspec.Struct, kw_only=True):
     """A life that shall not be, and whose end its agent has not confirmed."""
 
-    life: LifeKey
+    life: JobWorkerIncarnation
     node: str
     generation: int
     """A report of this generation or a later one that does not list the life confirms its end."""
@@ -261,10 +254,10 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     seen_at: float = 0.0
     spared_at: float = -1.0
     """The `seen_at` of the silence for which its lease was prolonged, because we ourselves were late."""
-    lives: dict[LifeKey, WorkerRecord] = {}
+    lives: dict[JobWorkerIncarnation, WorkerRecord] = {}
     """Those desired here."""
     claims: dict[tuple[str, str], SeatClaim] = {}
-    leaving: dict[LifeKey, Leaving] = {}
+    leaving: dict[JobWorkerIncarnation, Leaving] = {}
     told: dict[str, int] = {}
     """The `revision` of each job's directory that its agent has been sent, unless something was lost on the way. Empty
     when that cannot be known: then whole directories are sent again."""
@@ -305,7 +298,7 @@ class ParkedRead(Value, frozen=True, kw_only=True):
 
     peer: bytes
     request_id: int
-    life: LifeKey
+    life: JobWorkerIncarnation
     node: str
 
 

@@ -13,12 +13,12 @@ from typing import Literal
 import pytest
 
 from unified.protocol.agent_master import ReadAgentLog
-from unified_agent.core.messages import Life
+from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
 from unified_agent.output import KEEP_S, Destination, OutputClosed, OutputFailed, OutputReader, SliceRead
 
 PATIENCE_MS = 10_000
-LIFE = Life("job-1", "w-0", 2)
+LIFE = JobWorkerIncarnation("job-1", "w-0", 2)
 FOLLOWED = Destination(is_followed=True)
 
 
@@ -41,13 +41,13 @@ class Desk:
         self,
         offset: int = 0,
         stream: Literal["out", "err", "both"] = "out",
-        life: Life = LIFE,
+        life: JobWorkerIncarnation = LIFE,
         max_bytes: int = 65536,
         keep: bool = False,
     ) -> LogSlice:
         order = ReadAgentLog(
             job_id=life.job_id,
-            worker=life.name,
+            worker=life.worker,
             worker_incarnation=life.incarnation,
             stream=stream,
             offset=offset,
@@ -113,24 +113,24 @@ def test_a_life_that_was_never_born_can_be_finished(desk: Desk) -> None:
 
 
 def test_many_lives_at_once_do_not_mix(desk: Desk, tmp_path: Path) -> None:
-    lives = [Life("job-1", f"w-{rank}", 0) for rank in range(8)]
+    lives = [JobWorkerIncarnation("job-1", f"w-{rank}", 0) for rank in range(8)]
     pipes = {life: desk.reader.open(life) for life in lives}
     for _ in range(20):
         for life, (out, _) in pipes.items():
-            os.write(out, f"{life.name}\n".encode())
+            os.write(out, f"{life.worker}\n".encode())
     for life in lives:
         desk.reader.finish(life, 0)
     assert {desk.next() for _ in lives} == {OutputClosed(life, 0, "") for life in lives}
     for life in lives:
-        assert (tmp_path / f"job-1/{life.name}/0.out").read_text() == f"{life.name}\n" * 20
+        assert (tmp_path / f"job-1/{life.worker}/0.out").read_text() == f"{life.worker}\n" * 20
         for descriptor in pipes[life]:
             os.close(descriptor)
 
 
 @pytest.mark.parametrize("name", ["../w-0", "..", "", "a/b", "a\0b"])
 def test_only_workers_output_can_be_read(desk: Desk, name: str) -> None:
-    assert "is no worker of this node" in desk.read(life=Life("job-1", name, 0)).error
-    assert "is no worker of this node" in desk.read(life=Life(name, "w-0", 0)).error
+    assert "is no worker of this node" in desk.read(life=JobWorkerIncarnation("job-1", name, 0)).error
+    assert "is no worker of this node" in desk.read(life=JobWorkerIncarnation(name, "w-0", 0)).error
 
 
 def test_unknown_output_and_both_streams_at_once_are_errors(desk: Desk) -> None:

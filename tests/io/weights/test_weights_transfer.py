@@ -16,13 +16,12 @@ from unified.errors import (
     WeightsTimeoutError,
     WeightsVersionError,
 )
-from unified.protocol.records import Reachability
+from unified.protocol.records import Reachability, WorkerIncarnation
 from unified.testing import eventually
 from unified.weights.lives import OVERTAKEN, method
 from unified.weights.receiver import WeightsReceiver
 from unified.weights.state_dict import Source
 from unified.weights.transfer_plan import Manifest
-from unified.weights.versions import Life
 
 
 def test_versions_reach_everybody_and_get_into_models(cast: Cast) -> None:
@@ -217,7 +216,7 @@ def opened(
         aliases=source.aliases,
         others=source.others,
         metadata=source.metadata,
-        senders=(Life(sender, 0),),
+        senders=(WorkerIncarnation(sender, 0),),
         mates={},
         is_lent=True,
         timeout_s=PATIENCE_S,

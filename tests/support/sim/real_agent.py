@@ -10,7 +10,15 @@ from tests.support.sim.sim_agent import Delays, Said, next_claims
 from unified.config.settings import Intervals
 from unified.core.timers import TimerTable
 from unified.protocol.agent_master import LogRead, MasterToAgent
-from unified.protocol.records import DirectoryEntry, Failure, Inbox, NameClaims, NodeResources, Progress
+from unified.protocol.records import (
+    DirectoryEntry,
+    Failure,
+    Inbox,
+    JobWorkerIncarnation,
+    NameClaims,
+    NodeResources,
+    Progress,
+)
 from unified.protocol.worker_agent import (
     Claimed,
     Failed,
@@ -29,7 +37,6 @@ from unified_agent.core.messages import (
     AgentEvent,
     DeadlineReached,
     Exit,
-    Life,
     MasterReached,
     MasterSaid,
     Reconnect,
@@ -86,7 +93,7 @@ class RealAgent:
         self.is_stuck = False
         """Its processes ignore SIGTERM."""
         self.is_over = False
-        self._timers: TimerTable[tuple[str, Life | None]] = TimerTable()
+        self._timers: TimerTable[tuple[str, JobWorkerIncarnation | None]] = TimerTable()
         self._core = AgentCore(
             NodeFacts(
                 node=node,
@@ -160,8 +167,8 @@ class RealAgent:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _of(self, job_id: str, worker: str) -> list[Life]:
-        return [Life(*life) for life in self.lives if life[:2] == (job_id, worker)]
+    def _of(self, job_id: str, worker: str) -> list[JobWorkerIncarnation]:
+        return [JobWorkerIncarnation(*life) for life in self.lives if life[:2] == (job_id, worker)]
 
     def _say_if_running(self, job_id: str, worker: str, word: WorkerToAgent) -> list[Said]:
         said: list[Said] = []
@@ -209,7 +216,7 @@ class RealAgent:
                     self.is_over = True
         return said
 
-    def _signal(self, now: float, life: Life, how: str) -> None:
+    def _signal(self, now: float, life: JobWorkerIncarnation, how: str) -> None:
         process = self.lives[life]
         if how == "kill":
             process.code = -9
@@ -218,7 +225,7 @@ class RealAgent:
             process.code = 0
             self._timers.arm(("exit", life), now + self.delays.stop)
 
-    def _do(self, now: float, what: str, life: Life | None) -> list[Said]:
+    def _do(self, now: float, what: str, life: JobWorkerIncarnation | None) -> list[Said]:
         if life is None:
             return self._step(now, MasterReached())
         process = self.lives.get(life)
@@ -235,12 +242,12 @@ class RealAgent:
             case _:
                 return self._exited(now, life, process.code)
 
-    def _exited(self, now: float, life: Life, code: int) -> list[Said]:
+    def _exited(self, now: float, life: JobWorkerIncarnation, code: int) -> list[Said]:
         del self.lives[life]
         return self._step(now, WorkerExited(life=life, code=code))
 
 
-def _hello(life: Life, launch: Launch) -> Hello:
+def _hello(life: JobWorkerIncarnation, launch: Launch) -> Hello:
     if launch.kind == "store":
         return Hello(pid=100, store_port=29500)
     return Hello(pid=100, inbox=Inbox(inbox_id=f"{life}@{launch.node}"))

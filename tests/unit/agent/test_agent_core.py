@@ -12,7 +12,7 @@ from unified.protocol.agent_master import (
     RegisterAgain,
     RunOrder,
 )
-from unified.protocol.records import Failure, Inbox, Progress, WorkerState
+from unified.protocol.records import Failure, Inbox, JobWorkerIncarnation, Progress, WorkerState
 from unified.protocol.worker_agent import (
     Failed,
     Finished,
@@ -24,7 +24,6 @@ from unified.protocol.worker_agent import (
 )
 from unified_agent.core.messages import (
     AgentEvent,
-    Life,
     SignalWorker,
     StartWorker,
     TellWorker,
@@ -94,16 +93,16 @@ def test_an_ended_life_is_told_until_a_later_desired_set_leaves_it_out() -> None
     driver = Driver()
     driver.desire(wanted(W0))
     driver.step(WorkerExited(life=W0, code=3))
-    assert driver.observed()[f"{W0.name}#0"].state is WorkerState.EXITED
+    assert driver.observed()[f"{W0.worker}#0"].state is WorkerState.EXITED
     driver.desire(wanted(W0))
-    assert f"{W0.name}#0" in driver.observed()
+    assert f"{W0.worker}#0" in driver.observed()
     driver.desire()
     assert driver.observed() == {}
 
 
 def test_a_worker_without_its_job_or_role_is_no_reason_to_fall_over() -> None:
     driver = Driver()
-    driver.desire(wanted(Life("job-2", "w", 0)), msgspec.structs.replace(wanted(W0), role="nobody"))
+    driver.desire(wanted(JobWorkerIncarnation("job-2", "w", 0)), msgspec.structs.replace(wanted(W0), role="nobody"))
     assert started(driver.take()) == []
 
 
@@ -142,7 +141,7 @@ def test_a_later_round_is_told_too() -> None:
 def test_the_states_of_a_good_life_are_told() -> None:
     driver = Driver()
     driver.desire(wanted(W0, run=1))
-    key = f"{W0.name}#0"
+    key = f"{W0.worker}#0"
     assert driver.observed()[key].state is WorkerState.STARTING
     driver.start(W0, pid=12)
     ready = driver.observed()[key]
@@ -176,7 +175,7 @@ def test_an_end_without_a_word_is_a_crash(
         driver.start(W0)
         driver.say(W0, Running(round=1))
     driver.step(WorkerExited(life=W0, code=code, last_lines="oh no"))
-    assert driver.observed()[f"{W0.name}#0"].failure == Failure(
+    assert driver.observed()[f"{W0.worker}#0"].failure == Failure(
         category="crash", summary=summary, exit_code=exit_code, signal=signal, traceback="oh no"
     )
 
@@ -188,12 +187,12 @@ def test_an_exit_with_code_0_is_success_for_who_runs_and_a_crash_before() -> Non
     driver.start(W0)
     driver.say(W0, Running(round=1))
     driver.step(WorkerExited(life=W0, code=0))
-    assert driver.observed()[f"{W0.name}#0"].failure is None
+    assert driver.observed()[f"{W0.worker}#0"].failure is None
     driver = Driver()
     driver.desire(wanted(W0))
     driver.start(W0)
     driver.step(WorkerExited(life=W0, code=0))
-    failure = driver.observed()[f"{W0.name}#0"].failure
+    failure = driver.observed()[f"{W0.worker}#0"].failure
     assert failure == Failure(category="crash", summary="exited with code 0 before it was told to run", exit_code=0)
 
 
@@ -204,7 +203,7 @@ def test_what_a_worker_says_of_its_failure_counts_more_than_its_exit_code() -> N
     failure = Failure(summary="ValueError: no", exception_type="ValueError")
     driver.say(W0, Running(round=1), Failed(failure=failure))
     driver.step(WorkerExited(life=W0, code=1, last_lines="noise"))
-    assert driver.observed()[f"{W0.name}#0"].failure == failure
+    assert driver.observed()[f"{W0.worker}#0"].failure == failure
 
 
 def test_a_failed_worker_that_hangs_on_its_way_out_is_killed() -> None:
@@ -225,7 +224,7 @@ def test_a_bad_exit_after_the_work_was_done_is_still_told() -> None:
     driver.start(W0)
     driver.say(W0, Running(round=1), Finished())
     driver.step(WorkerExited(life=W0, code=-6))
-    failure = driver.observed()[f"{W0.name}#0"].failure
+    failure = driver.observed()[f"{W0.worker}#0"].failure
     assert failure is not None
     assert failure.summary == "killed by SIGABRT"
 
@@ -240,7 +239,7 @@ def test_a_worker_that_never_says_hello_is_killed() -> None:
     driver.pass_time(2, answered=True)
     assert driver.notable() == [SignalWorker(life=W0, how="kill")]
     driver.step(WorkerExited(life=W0, code=-9))
-    failure = driver.observed()[f"{W0.name}#0"].failure
+    failure = driver.observed()[f"{W0.worker}#0"].failure
     assert failure == Failure(category="crash", summary="did not answer within 60 s of its start")
 
 
@@ -261,7 +260,7 @@ def test_a_worker_that_cannot_be_started_has_ended() -> None:
     driver.desire(wanted(W0))
     failure = Failure(category="setup", summary="no such interpreter")
     driver.step(WorkerNotStarted(life=W0, failure=failure))
-    ended = driver.observed()[f"{W0.name}#0"]
+    ended = driver.observed()[f"{W0.worker}#0"]
     assert (ended.state, ended.failure) == (WorkerState.EXITED, failure)
 
 
@@ -314,7 +313,7 @@ def test_a_stop_asks_first_and_kills_after_the_grace() -> None:
     driver.pass_time(0.2, answered=True)
     assert driver.notable() == [SignalWorker(life=W0, how="kill")]
     driver.step(WorkerExited(life=W0, code=-9))
-    assert driver.observed()[f"{W0.name}#0"].failure is None
+    assert driver.observed()[f"{W0.worker}#0"].failure is None
 
 
 def test_the_master_may_set_another_grace() -> None:
@@ -349,7 +348,7 @@ def test_a_worker_that_is_still_starting_is_killed_without_ado() -> None:
     driver.step(WorkerStarted(life=W0, pid=7))
     assert driver.notable() == [SignalWorker(life=W0, how="kill")]
     driver.step(WorkerExited(life=W0, code=-9))
-    assert driver.observed()[f"{W0.name}#0"].failure is None
+    assert driver.observed()[f"{W0.worker}#0"].failure is None
 
 
 def test_ctrl_c_is_sigint() -> None:
@@ -373,7 +372,7 @@ def test_an_end_that_a_stop_cut_short_is_a_failure(is_told: bool) -> None:
     driver.pass_time(2.1)
     driver.step(WorkerExited(life=W0, code=-9))
     driver.desire()  # another job's news, before the end was told
-    failure = driver.observed()[f"{W0.name}#0"].failure
+    failure = driver.observed()[f"{W0.worker}#0"].failure
     driver.desire()
     assert driver.observed() == {}
     assert failure is not None
@@ -387,7 +386,7 @@ def test_what_fails_while_it_stops_did_not_fail() -> None:
     driver = stopping()
     driver.say(W0, Failed(failure=Failure(summary="a broken collective")))
     driver.step(WorkerExited(life=W0, code=1))
-    assert driver.observed()[f"{W0.name}#0"].failure is None
+    assert driver.observed()[f"{W0.worker}#0"].failure is None
 
 
 def test_the_store_outlives_the_workers_that_stop() -> None:

@@ -36,7 +36,7 @@ def test_a_member_keeps_its_workers_says_so_once_and_tries_again() -> None:
     assert {action.event for action in actions if isinstance(action, Note)} == {"master-silent", "master-unreachable"}
     driver.hear(RegisterAgain())
     driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
-    assert f"{W0.name}#0" in driver.observed()
+    assert f"{W0.worker}#0" in driver.observed()
     driver.step(REFUSED)
     assert notes(driver) == [("key-refused", "error")], "it is news again"
 

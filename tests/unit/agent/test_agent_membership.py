@@ -165,7 +165,7 @@ def test_a_silent_master_costs_no_worker() -> None:
     driver.hear(RegisterAgain())
     assert sent(driver.take()) == ["RegisterAgent"]
     driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
-    assert f"{W0.name}#0" in driver.observed()
+    assert f"{W0.worker}#0" in driver.observed()
 
 
 def test_a_reached_master_hears_at_once() -> None:
@@ -226,7 +226,7 @@ def test_a_member_bears_an_unreadable_master_and_says_so_once() -> None:
     for _ in range(3):
         driver.step(MasterUnreadable(reason="version 2."))
     assert driver.take() == [Note(event="master-unreadable", reason="version 2. The workers stay.", level="error")]
-    assert f"{W0.name}#0" in driver.observed()
+    assert f"{W0.worker}#0" in driver.observed()
 
 
 # The agent's own end
@@ -279,7 +279,7 @@ def test_what_returns_because_the_agent_ends_has_not_done_its_work(stop_first: b
     for event in events if stop_first else reversed(events):
         driver.step(event)
     driver.step(WorkerExited(life=W0, code=0))
-    failure = driver.observed()[f"{W0.name}#0"].failure
+    failure = driver.observed()[f"{W0.worker}#0"].failure
     assert (failure.category if failure else None) == category
 
 

@@ -30,11 +30,11 @@ def test_the_newest_claims_of_each_life_are_told_with_its_state(driver: Driver) 
     driver.say(W0, Claimed(claims=claims(1, "x")), Claimed(claims=claims(2, "y")), Claimed(claims=claims(1, "x")))
     driver.say(W1, Claimed(claims=claims(1, "x")))
     observed = driver.observed()
-    assert observed[f"{W0.name}#0"].claims == claims(2, "y")
-    assert observed[f"{W1.name}#0"].claims == claims(1, "x")
+    assert observed[f"{W0.worker}#0"].claims == claims(2, "y")
+    assert observed[f"{W1.worker}#0"].claims == claims(1, "x")
     driver.hear(DirectoryChanged(job_id="job-1", entries=[]))
     driver.pass_time(20)
-    assert driver.observed()[f"{W0.name}#0"].claims == claims(2, "y"), "and told again with every report"
+    assert driver.observed()[f"{W0.worker}#0"].claims == claims(2, "y"), "and told again with every report"
 
 
 def test_claims_are_told_at_once(driver: Driver) -> None:
@@ -49,7 +49,7 @@ def test_the_next_life_claims_nothing_yet(driver: Driver) -> None:
     driver.step(WorkerExited(life=W0, code=-9))
     driver.desire(wanted(next_life(W0)), wanted(W1))
     driver.start(next_life(W0))
-    assert driver.observed()[f"{W0.name}#1"].claims == NameClaims()
+    assert driver.observed()[f"{W0.worker}#1"].claims == NameClaims()
 
 
 def test_answers_are_news_and_older_ones_are_not(driver: Driver) -> None:
@@ -77,7 +77,7 @@ def test_neighbours_hear_of_an_end_before_the_master_does(driver: Driver) -> Non
     assert isinstance(told.message, DirectoryNews)
     (entry,) = told.message.entries
     assert told.life == W1
-    assert (entry.worker, entry.incarnation, entry.state) == (W0.name, 0, Reachability.DEAD)
+    assert (entry.worker, entry.incarnation, entry.state) == (W0.worker, 0, Reachability.DEAD)
     assert entry.reason == "killed by SIGKILL"
     driver.hear(DirectoryChanged(job_id="job-1", entries=[msgspec.structs.replace(entry, reason="as the master says")]))
     assert driver.notable() == [], "it is no news"

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from unified.errors import QueueNotFoundError, RouteLostError, RpcError, RpcTimeoutError
+from unified.protocol.records import WorkerIncarnation
 from unified.queue.consumer import Taker
 from unified.queue.core.outcomes import Outcome
 from unified.queue.items import pack
 from unified.queue.owner_lookup import OwnerFinder
 from unified.queue.sites import GetQuestion
-from unified.worker.name_table import Holder
 
 PATIENCE_S = 300.0
 
@@ -22,7 +22,7 @@ class ScriptedOwner:
     """Answers takes as it was told to, and remembers what was asked."""
 
     is_here = True
-    holder = Holder("a", 0)
+    holder = WorkerIncarnation("a", 0)
 
     def __init__(self, *script: Any) -> None:
         self.script = list(script)

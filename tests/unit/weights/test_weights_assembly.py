@@ -7,12 +7,13 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from unified.weights.versions import MAX_OPEN, MAX_REMEMBERED, Assembly, Ended, How, Life, Opening, Take
+from unified.protocol.records import WorkerIncarnation
+from unified.weights.versions import MAX_OPEN, MAX_REMEMBERED, Assembly, Ended, How, Opening, Take
 
-A, B, C = (Life(name, 0) for name in "abc")
+A, B, C = (WorkerIncarnation(name, 0) for name in "abc")
 
 
-def opening(session: str, version: int, num_buckets: int = 2, sender: Life = A, **fields: Any) -> Opening:
+def opening(session: str, version: int, num_buckets: int = 2, sender: WorkerIncarnation = A, **fields: Any) -> Opening:
     fields.setdefault("senders", (sender,))
     fields.setdefault("expires_at", 100.0)
     return Opening(session=session, version=version, num_buckets=num_buckets, **fields)
@@ -109,7 +110,7 @@ def test_the_same_version_from_two_senders_is_refused() -> None:
 
 def test_a_sender_that_begins_anew_drops_what_it_had_begun() -> None:
     assembly = begun(Assembly(), opening("s1", 1))
-    answer = assembly.begin(0, opening("s2", 1, sender=Life("a", 1)))
+    answer = assembly.begin(0, opening("s2", 1, sender=WorkerIncarnation("a", 1)))
     assert answer.refusal == ""
     assert answer.ended == [Ended("s1", How.DROPPED, 1, "its sender began version 1 instead")]
 
@@ -128,7 +129,7 @@ def test_death_of_any_sender_drops_what_it_was_to_send() -> None:
     assert ended == Ended("s", How.DROPPED, 1, "b, which was sending it, died: killed")
     assert assembly.life_over(B, "killed") == []
     assert assembly.begin(0, opening("late", 1, senders=(B,))).refusal == "b was to send it, and its life 0 is over"
-    begun(assembly, opening("next", 1, sender=Life("b", 1)))
+    begun(assembly, opening("next", 1, sender=WorkerIncarnation("b", 1)))
 
 
 def test_death_after_the_last_bucket_takes_nothing_back() -> None:
@@ -224,7 +225,7 @@ class Senders(RuleBasedStateMachine):
             f"s{len(self.openings)}",
             version,
             num_buckets,
-            senders=tuple(Life(name, self.lives[name]) for name in senders),
+            senders=tuple(WorkerIncarnation(name, self.lives[name]) for name in senders),
             force=force,
             expires_at=self.now + lasts,
         )
@@ -273,7 +274,7 @@ class Senders(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"))
     def die(self, name: str) -> None:
-        life = Life(name, self.lives[name])
+        life = WorkerIncarnation(name, self.lives[name])
         self.lives[name] += 1
         self.took(self.assembly.life_over(life, "killed"))
         for session in self.assembly.open_sessions:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unified.protocol.records import WorkerIncarnation
 from unified.weights.transfer_plan import ALIGNMENT, Bucket, Entry, cut, digest, tree
-from unified.weights.versions import Life
 
 ENTRIES = st.lists(
     st.builds(
@@ -61,7 +61,7 @@ def test_digest_tells_models_apart() -> None:
 
 def test_one_worker_of_each_other_node_passes_on() -> None:
     nodes = {"a": "n1", "b": "n2", "c": "n2", "d": "n3", "e": "", "f": "n2", "g": "n1"}
-    lives = {name: Life(name, number) for number, name in enumerate(nodes)}
+    lives = {name: WorkerIncarnation(name, number) for number, name in enumerate(nodes)}
     heads, mates = tree(lives.values(), nodes, "n1")
     assert {life.worker for life in heads} == {"a", "g", "e", "b", "d"}
     assert mates == {"b": (lives["c"], lives["f"])}
@@ -69,7 +69,7 @@ def test_one_worker_of_each_other_node_passes_on() -> None:
 
 @given(nodes=st.dictionaries(st.text("abcdef", min_size=1, max_size=2), st.sampled_from(["", "n1", "n2", "n3"])))
 def test_everybody_is_reached_once(nodes: dict[str, str]) -> None:
-    lives = [Life(name, 0) for name in nodes]
+    lives = [WorkerIncarnation(name, 0) for name in nodes]
     heads, mates = tree(lives, nodes, "n1")
     reached = [*heads, *(life for name in mates for life in mates[name])]
     assert sorted(reached) == sorted(lives)

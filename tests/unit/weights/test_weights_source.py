@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from unified.errors import UsageError
+from unified.protocol.records import WorkerIncarnation
 from unified.weights.staging import Stager
 from unified.weights.state_dict import Source, check_bucket, unwrap
 from unified.weights.transfer_plan import Bucket, Manifest
-from unified.weights.versions import Life
 
 
 class Tied(torch.nn.Module):
@@ -39,7 +39,7 @@ def manifest_of(source: Source, buckets: tuple[Bucket, ...], version: int = 1) -
         aliases=source.aliases,
         others=source.others,
         metadata=source.metadata,
-        senders=(Life("a", 0),),
+        senders=(WorkerIncarnation("a", 0),),
         mates={},
         is_lent=True,
         timeout_s=1.0,

@@ -9,8 +9,8 @@ import pytest
 
 from unified.bus.directory import Directory, LifeBegan
 from unified.errors import UsageError
-from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
-from unified.worker.name_table import Holder, NameChanged, NameTable
+from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability, WorkerIncarnation
+from unified.worker.name_table import NameChanged, NameTable
 
 ALIVE, DEAD, ENDED = Reachability.ALIVE, Reachability.DEAD, Reachability.ENDED
 
@@ -49,29 +49,29 @@ def table() -> NameTable:
 
 def test_a_holder_comes_and_goes_with_its_life(table: NameTable) -> None:
     assert table.holder("x") is None
-    assert table.learn([entry("b", names={"x": 1}, revision=1)]) == [NameChanged("x", Holder("b", 0))]
+    assert table.learn([entry("b", names={"x": 1}, revision=1)]) == [NameChanged("x", WorkerIncarnation("b", 0))]
     assert table.learn([entry("b", 0, DEAD, revision=1)]) == [NameChanged("x", None)]
-    assert table.learn([entry("b", 1, names={"x": 1}, revision=1)]) == [NameChanged("x", Holder("b", 1))]
+    assert table.learn([entry("b", 1, names={"x": 1}, revision=1)]) == [NameChanged("x", WorkerIncarnation("b", 1))]
     assert table.holder("x") == ("b", 1)
 
 
 def test_the_next_life_does_not_inherit(table: NameTable) -> None:
     table.learn([entry("b", names={"x": 1, "y": 2}, revision=2)])
     changes = table.learn([entry("b", 1, names={"y": 1}, revision=1)])
-    assert set(changes) == {NameChanged("x", None), NameChanged("y", Holder("b", 1))}
+    assert set(changes) == {NameChanged("x", None), NameChanged("y", WorkerIncarnation("b", 1))}
 
 
 def test_a_name_that_passes_on_is_one_change(table: NameTable) -> None:
     table.learn([entry("b", names={"x": 1}, revision=1)])
     released, claimed = entry("b", revision=2), entry("c", names={"x": 1}, revision=1)
-    assert table.learn([claimed, released]) == [NameChanged("x", Holder("c", 0))]
+    assert table.learn([claimed, released]) == [NameChanged("x", WorkerIncarnation("c", 0))]
 
 
 def test_what_is_told_again_or_late_changes_nothing(table: NameTable) -> None:
     first, second = entry("b", names={"x": 1}, revision=1), entry("b", names={"y": 2}, revision=2)
     table.learn([first, second])
     assert table.learn([second, first]) == []
-    assert (table.holder("x"), table.holder("y")) == (None, Holder("b", 0))
+    assert (table.holder("x"), table.holder("y")) == (None, WorkerIncarnation("b", 0))
 
 
 LIFE = [
@@ -100,7 +100,7 @@ def test_the_changes_add_up_to_the_state(seed: int) -> None:
     """Two workers hand names to and fro; whoever follows the changes knows what `holder` says."""
     rng = random.Random(seed)
     table = NameTable("a", 0)
-    followed: dict[str, Holder | None] = {}
+    followed: dict[str, WorkerIncarnation | None] = {}
     revisions = {"b": 0, "c": 0}
     held: dict[str, dict[str, int]] = {"b": {}, "c": {}}
     for _ in range(200):
@@ -112,7 +112,7 @@ def test_the_changes_add_up_to_the_state(seed: int) -> None:
             assert followed.get(change.name) != change.holder
             followed[change.name] = change.holder
     for name in "vwxyz":
-        holder = next((Holder(worker, 0) for worker in held if name in held[worker]), None)
+        holder = next((WorkerIncarnation(worker, 0) for worker in held if name in held[worker]), None)
         assert table.holder(name) == followed.get(name) == holder
 
 

@@ -10,8 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from unified.errors import RpcTimeoutError, UsageError
-from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
-from unified.worker.name_table import Holder
+from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability, WorkerIncarnation
 from unified.worker.names import Names
 
 
@@ -80,7 +79,7 @@ def test_claim_returns_once_it_is_granted(master: Master, start: Start) -> None:
     claiming = start(master.names.claim, "x", 10.0)
     master.hear_and_answer()
     claiming.result(10)
-    assert master.names.holder("x") == Holder("a", 0)
+    assert master.names.holder("x") == WorkerIncarnation("a", 0)
     master.names.claim("x", 0.0)
     assert master.said == [NameClaims(number=1, names={"x": 1})]
     master.names.release("x")
@@ -140,9 +139,9 @@ def test_find_says_how_long_it_waited(master: Master) -> None:
 
 
 def test_watchers_hear_of_every_change_until_they_stop(master: Master, capsys: pytest.CaptureFixture[str]) -> None:
-    heard: list[tuple[str, Holder | None]] = []
+    heard: list[tuple[str, WorkerIncarnation | None]] = []
 
-    def fail(name: str, holder: Holder | None) -> None:
+    def fail(name: str, holder: WorkerIncarnation | None) -> None:
         raise KeyError("not my day")
 
     master.names.on_change(fail)
@@ -153,14 +152,14 @@ def test_watchers_hear_of_every_change_until_they_stop(master: Master, capsys: p
     stop()
     stop()
     master.tell_holder("x", "b", 1)
-    assert heard == [("x", Holder("b", 0)), ("x", None)]
+    assert heard == [("x", WorkerIncarnation("b", 0)), ("x", None)]
     assert "not my day" in capsys.readouterr().err, "it is printed, and the others are called all the same"
 
 
 def test_a_watcher_cannot_wait_for_the_news_that_it_holds_up(master: Master) -> None:
     errors: list[UsageError] = []
 
-    def claim(name: str, holder: Holder | None) -> None:
+    def claim(name: str, holder: WorkerIncarnation | None) -> None:
         for wait in (master.names.claim, master.names.find):
             with pytest.raises(UsageError, match="in an on_change callback") as caught:
                 wait("z", 5.0)
