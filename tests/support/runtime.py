@@ -11,10 +11,9 @@ from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import RPC_REGISTRY
 from unified.bus.calls.remote_errors import describe, rebuild
 from unified.bus.codec.codec import Encoded
-from unified.bus.handler_pool import HandlerPool
-from unified.bus.streams.feed import StreamFeed
+from unified.bus.executor import HandlerPool
 from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
-from unified.bus.streams.stream import RpcStream
+from unified.bus.streams.stream import RpcStream, StreamFeed
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.envelope import Kind
 from unified.protocol.worker_agent import Launch

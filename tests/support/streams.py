@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Generator
 
 from unified.bus.calls.remote_errors import describe, rebuild
 from unified.bus.codec.codec import Encoded
-from unified.bus.streams.feed import StreamFeed
 from unified.bus.streams.generator import AnyGenerator, Step, StreamSource
+from unified.bus.streams.stream import StreamFeed
 from unified.protocol.envelope import Kind
 
 PATIENCE_S = 20.0

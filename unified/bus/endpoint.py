@@ -23,29 +23,26 @@ from typing import Any
 import zmq
 
 from unified.bus.calls import pending
-from unified.bus.calls.admission import Intake
 from unified.bus.calls.client import CallDesk
 from unified.bus.calls.deadlock.pool import PoolWatch
-from unified.bus.calls.dispatcher import MailSorter
+from unified.bus.calls.dispatcher import Intake, MailSorter
 from unified.bus.calls.future import Awaited, RpcFuture
 from unified.bus.calls.inbound import InboundCall
-from unified.bus.calls.outgoing_payload import Parcel
 from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry
-from unified.bus.calls.sender import Courier
+from unified.bus.calls.sender import Courier, Parcel
 from unified.bus.calls.server import MAX_HANDLER_THREADS, CallService
 from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments
 from unified.bus.codec.cuda import visible_devices
 from unified.bus.errands import Errands
-from unified.bus.handler_pool import HandlerPool
+from unified.bus.executor import HandlerPool
 from unified.bus.shm.files import identity, own_pid
 from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import SharedReader
-from unified.bus.transport.connections import PostOffice
+from unified.bus.transport.connections import Departed, PostOffice
 from unified.bus.transport.io_threads import Receiver
 from unified.bus.transport.listeners import InboxSockets
 from unified.bus.transport.routes import read_policy
-from unified.bus.transport.tombstones import Departed
 from unified.bus.transport.unix_connection import Link
 from unified.errors import UsageError
 from unified.protocol.records import DirectoryEntry, Inbox

@@ -1,10 +1,16 @@
-"""An event loop for async handlers."""
+"""Executors of handlers: the thread pool for plain functions and the event loop for coroutines.
+
+Unlike with `concurrent.futures`, a handler that never returns keeps no process alive.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from queue import Empty, SimpleQueue
 
 
 class LoopThread:
@@ -50,3 +56,157 @@ class LoopThread:
             loop.run_until_complete(asyncio.wait(tasks, timeout=0.5) if tasks else asyncio.sleep(0))
         finally:
             loop.close()
+
+
+logger = logging.getLogger(__name__)
+MOST_THREADS = 1024
+
+
+class HandlerPool:
+    """At most `max_threads` daemon threads that work, started as work comes; those that wait for other calls (`waits`)
+    do not count, so that handlers that call one another use it up only when `most_threads` of them wait.
+
+    Attributes:
+        most_threads: with those that wait for other calls.
+        on_used_up: called, on any thread, when there is work and `most_threads` wait.
+        on_full: the same when there is work that no thread is free for.
+    """
+
+    def __init__(self, name: str, max_threads: int, most_threads: int = MOST_THREADS) -> None:
+        self.most_threads = most_threads
+        self.on_used_up: Callable[[], object] = _nothing
+        self.on_full: Callable[[], object] = _nothing
+        self._name = name
+        self._max_threads = max_threads
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads: dict[int, threading.Thread] = {}
+        self._num_started = 0
+        self._num_busy = 0
+        """Pieces of work that are queued or running."""
+        self._num_waiting = 0
+        self._num_presumed = 0
+        """Threads that wait and have not said so."""
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Run `work` on a thread, in the order submitted. After `close` it is dropped."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._num_busy += 1
+            is_used_up = self._grow()
+            # Last: nothing that lets other threads run stands between this and what the submitting thread does next,
+            # which may be to begin the call before this one.
+            self._work.put(work)
+        if is_used_up:
+            self.on_used_up()
+        if self.is_full:
+            self.on_full()
+
+    def withdraw(self, is_wanted: Callable[[Callable[[], object]], bool]) -> list[Callable[[], object]]:
+        """Take work that has not begun back: that for which `is_wanted` is True."""
+        withdrawn: list[Callable[[], object]] = []
+        with self._lock:
+            kept: list[Callable[[], object] | None] = []
+            with contextlib.suppress(Empty):
+                while True:
+                    work = self._work.get_nowait()
+                    if work is not None and is_wanted(work):
+                        withdrawn.append(work)
+                    else:
+                        kept.append(work)
+            for each in kept:
+                self._work.put(each)
+            self._num_busy -= len(withdrawn)
+        return withdrawn
+
+    def waits(self) -> bool:
+        """This thread is about to wait for another call; if True, call `waited` afterwards."""
+        with self._lock:  # also for the question: a thread may be at work before it is entered
+            if threading.get_ident() not in self._threads:
+                return False
+            self._num_waiting += 1
+            is_used_up = self._grow()
+        if is_used_up:
+            self.on_used_up()
+        return True
+
+    def waited(self) -> None:
+        """This thread works again."""
+        with self._lock:
+            self._num_waiting -= 1
+
+    @property
+    def is_full(self) -> bool:
+        """There is work that no thread is free for."""
+        return self._num_busy > len(self._threads) and not self._is_closed
+
+    def presume(self, waiting: Collection[int]) -> None:
+        """Threads with these idents seem to wait for other calls, though they have not said so; as far as they are of
+        this pool, others stand in for them until this is called again."""
+        with self._lock:
+            self._num_presumed = len(self._threads.keys() & waiting)
+            num_threads = -1
+            while num_threads < len(self._threads):
+                num_threads = len(self._threads)
+                is_used_up = self._grow()
+        if is_used_up:
+            self.on_used_up()
+
+    def close(self, timeout_s: float = 0.2) -> None:
+        """Drop what has not begun, and wait `timeout_s` at most; a thread inside a handler ends with the process."""
+        with self._lock:
+            self._is_closed = True
+            threads = list(self._threads.values())
+        with contextlib.suppress(Empty):
+            while True:
+                self._work.get_nowait()
+        for _ in threads:
+            self._work.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+                timeout_s = 0.01 if thread.is_alive() else timeout_s
+
+    def _grow(self) -> bool:
+        """Under the lock: one more thread, if there is work for it. Whether there is, and none may be had for it before
+        one of those that wait goes on."""
+        num_threads = len(self._threads)
+        if self._num_busy <= num_threads or self._is_closed:
+            return False
+        if num_threads < min(self._limit, self.most_threads):
+            name = f"{self._name}-{self._num_started + 1}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has none to give
+                if num_threads == 0:
+                    raise
+                logger.warning("event=no-further-thread num_threads=%d reason=%r", num_threads, str(error))
+                return False
+            self._num_started += 1
+            self._threads[thread.ident or 0] = thread
+            return False
+        return self._num_waiting + self._num_presumed >= self.most_threads
+
+    @property
+    def _limit(self) -> int:
+        return self._max_threads + self._num_waiting + self._num_presumed
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except BaseException:
+                logger.exception("a handler thread of the bus caught what nobody expected")
+            del work  # it holds arguments, and the next may be long in coming
+            with self._lock:
+                self._num_busy -= 1
+                if len(self._threads) > self._limit:  # it stood in for one that waited
+                    self._threads.pop(threading.get_ident(), None)
+                    return
+
+
+def _nothing() -> None:
+    pass

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from unified.bus.shm.quota import default_limit
+from unified.bus.shm.pool import default_limit
 from unified.errors import RpcError, RpcNotFoundError, WeightsError, WeightsTimeoutError, WeightsVersionError
 from unified.protocol.records import WorkerIncarnation
 from unified.weights.lives import GONE, LATE, Failure, LifeCalls, failure_of, method

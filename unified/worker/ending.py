@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from unified.bus.shm import borrowed, pool
+from unified.bus.shm import pool, reader
 
 NOTICE_S = 10.0
 """An end that takes longer says what it waits for."""
-_RUNTIMES: tuple[Callable[[], object], ...] = (pool._close_all, borrowed._leave_all)
+_RUNTIMES: tuple[Callable[[], object], ...] = (pool._close_all, reader._leave_all)
 """Exit functions that would take away what other workers still read."""
 _EXECUTORS = ("concurrent.futures.thread", "concurrent.futures.process")
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.queue_members import QueueWorld
 from tests.support.queue_owner import OwnerProcess
-from unified.bus.shm.quota import default_limit
+from unified.bus.shm.pool import default_limit
 
 MIB = 1024 * 1024
 NUM_ITEMS = 16

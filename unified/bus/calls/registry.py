@@ -1,4 +1,4 @@
-"""Which functions of this process others may call, and by what name."""
+"""Registry of the functions of this process that others may call, with the properties of each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
+from unified.bus.calls.concurrency import Gate, Pace
 from unified.errors import RpcNotFoundError, UsageError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -295,3 +296,31 @@ def _reachable(function: Callable[..., Any], frame: FrameType) -> Iterator[objec
     yield value
     yield from frame.f_locals.values()
     yield from frame.f_globals.values()
+
+
+class Method(NamedTuple):
+    """A registered function, and how it is to be run."""
+
+    function: Callable[..., Any]
+    is_async: bool
+    is_inline: bool
+    gate: Gate | None
+    pace: Pace
+
+
+def describe_method(name: str, function: Callable[..., Any], gates: dict[str, Gate]) -> Method:
+    """Look at a function.
+
+    Args:
+        gates: of this service, by their names; one that is missing is made.
+    """
+    mark = mark_of(function) or RpcMark(name, False)
+    gate = None
+    if mark.group is not None or mark.concurrency is not None:
+        limit = mark.concurrency or 1
+        key = f"group {mark.group!r}" if mark.group is not None else f"method {name!r}"
+        gate = gates.get(key)
+        if gate is None:
+            gate = gates[key] = Gate(key, limit)
+        gate.limit = min(gate.limit, limit)  # of a group whose members say different numbers
+    return Method(function, is_async(function), mark.inline, gate, Pace())

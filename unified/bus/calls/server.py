@@ -20,13 +20,11 @@ from unified.bus.calls.concurrency import Gate, StartOrder
 from unified.bus.calls.deadlock.monitor import Asked, LineWatch
 from unified.bus.calls.future import Awaited, RpcFuture
 from unified.bus.calls.inbound import CURRENT, InboundCall, Reply
-from unified.bus.calls.method import Method, describe_method
 from unified.bus.calls.recent_replies import AnsweredCalls
-from unified.bus.calls.registry import MethodRegistry
+from unified.bus.calls.registry import Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
 from unified.bus.codec.codec import Encoded, decode, encode
-from unified.bus.executor import LoopThread
-from unified.bus.handler_pool import HandlerPool
+from unified.bus.executor import HandlerPool, LoopThread
 from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
 from unified.bus.transport.io_threads import INLINE_TICKS, Receiver
 from unified.bus.transport.unix_connection import Link

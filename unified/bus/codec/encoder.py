@@ -1,4 +1,4 @@
-"""Values to a body and buffers. What MessagePack can say is said as it is; extension types carry the rest."""
+"""Encoder of values: a MessagePack body, extension types for the rest, and large buffers as frames beside the body."""
 
 from __future__ import annotations
 

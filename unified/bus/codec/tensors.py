@@ -74,7 +74,7 @@ class Windows:
         """The same data, in memory that may be written to without anybody else's seeing it."""
         view = memoryview(data)
         source: Any = view.obj
-        if hasattr(source, "open_window"):  # shared memory (`unified.bus.shm.borrowed`)
+        if hasattr(source, "open_window"):  # shared memory (`unified.bus.shm.reader`)
             window = self._open.get(id(source))
             if window is None:
                 window = self._open[id(source)] = source.open_window(is_only=self._is_only)

@@ -10,8 +10,7 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # the codec asks here, and does without ctypes
-    from unified.bus.shm.mapping import Mapping
-    from unified.bus.shm.segment import Segment
+    from unified.bus.shm.segment import Mapping, Segment
     from unified.bus.shm.slots import Slot
 
 FORWARD_BYTES = 32 * 1024

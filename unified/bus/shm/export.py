@@ -1,4 +1,4 @@
-"""The buffers of one message on their way into shared memory, and what to send to each reader so that it finds them."""
+"""Export of the buffers of one message into shared memory, with a descriptor for each reader."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from unified.bus.codec.tensors import Buffer
 from unified.bus.shm.allocation import Born
-from unified.bus.shm.borrowed import Loan
 from unified.bus.shm.layout import Claims
+from unified.bus.shm.reader import Loan
 from unified.bus.shm.slots import Slot
 
 

@@ -1,29 +1,63 @@
-"""The owner's side of shared memory: payloads are copied into slots once, and granted to readers of this host.
+"""Pool of shared memory: payloads are copied into slots once, and granted to readers of this host, within a quota.
 
-Everything here may fail to be had (no room, no such directory, switched off); then the payload goes by the wire, and
-one line in the log says why.
+Shared memory may not be had (no room, no such directory, switched off); then the payload goes by the wire, and one
+line in the log says why.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from unified.bus.buffers import address_of
 from unified.bus.codec.tensors import Buffer
 from unified.bus.shm.allocation import FORWARD_BYTES, Born, bear, born_at, is_any_living
-from unified.bus.shm.borrowed import Loan, loan_behind
 from unified.bus.shm.export import Cell, Source, Staged
 from unified.bus.shm.files import DIRECTORY, is_alive, own_mark, own_pid
 from unified.bus.shm.layout import MIN_WIDTH, NUM_CELLS
-from unified.bus.shm.quota import LIMIT_VARIABLE, check_room, default_limit
+from unified.bus.shm.reader import Loan, loan_behind
 from unified.bus.shm.segment import Segment, places, space_for
 from unified.bus.shm.slots import Plan, Slot, SlotTable
+from unified.errors import UsageError
+
+LIMIT_VARIABLE = "UNIFIED_SHM_LIMIT"
+SHARE_OF_MOUNT = 0.25
+RESERVE_OF_MOUNT = 0.05
+"""Stays free for others: NCCL and data loaders use the same directory."""
+
+
+def default_limit(directory: str = DIRECTORY, env: Mapping[str, str] | None = None) -> int:
+    """Bytes that one process may hold in slots: ``UNIFIED_SHM_LIMIT``, else a quarter of the mount. 0: no pool.
+
+    Raises:
+        UsageError: the variable is no number of bytes.
+    """
+    env = os.environ if env is None else env
+    given = env.get(LIMIT_VARIABLE, "")
+    if given:
+        if not given.isdecimal():
+            raise UsageError(f"{LIMIT_VARIABLE}={given!r} is not a number of bytes (0 switches shared memory off).")
+        return int(given)
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return 0
+    return int(found.f_blocks * found.f_frsize * SHARE_OF_MOUNT)
+
+
+def check_room(directory: str, nbytes: int) -> None:
+    """OSError unless a segment of so many bytes leaves the mount its reserve."""
+    found = os.statvfs(directory)
+    if found.f_bavail * found.f_frsize - nbytes < found.f_blocks * found.f_frsize * RESERVE_OF_MOUNT:
+        raise OSError(errno.ENOSPC, "too little room is left")
+
 
 logger = logging.getLogger(__name__)
 THRESHOLD_BYTES = 64 * 1024

@@ -1,23 +1,300 @@
-"""The reader's side of shared memory: from the descriptors of a message to views of the sender's segments.
+"""Reader's side of shared memory: from the descriptors of a message to views of the sender's segments.
 
 A descriptor of one message is a list that names its buffers in order: a number n for n buffers that follow as frames,
 or a list ``[owner, segment, tag, cell, first, count, sole]`` for `count` parts of a segment from `first` on, or for one
 that `first` describes: ``[start, bytes]`` of the segment's data. An empty owner is the sender of the message.
+
+Each view is borrowed from a mapping of the segment, and holds one reader reference. It is an object of which
+memoryviews are made, so that every array over it keeps it alive, whoever made the array. When it is collected, the
+reference is given back: a store into the segment's header, on whatever thread that happens.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from unified.bus.buffers import address_of
 from unified.bus.codec.tensors import Buffer
-from unified.bus.shm.borrowed import Claim, Loan, SharedSegment, lend
-from unified.bus.shm.files import DIRECTORY, is_alive, own_mark, segment_name
+from unified.bus.shm.files import (
+    DIRECTORY,
+    is_alive,
+    open_segment,
+    own_mark,
+    own_pid,
+    remove_if_unclaimed,
+    segment_name,
+)
+from unified.bus.shm.layout import (
+    CLOSED_WORD,
+    HEADER_BYTES,
+    MAGIC,
+    MAGIC_WORD,
+    NUM_WORDS,
+    OWNER_WORD,
+    PARTS_WORD,
+    Claims,
+)
+from unified.bus.shm.segment import Mapping, array_type, places
 from unified.errors import ProtocolError
+
+_forwarding = threading.Lock()
+_known: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
+"""Every segment that is looked at here."""
+
+
+class SharedSegment:
+    """A segment of another process, mapped here.
+
+    Args:
+        path: of the file.
+        owner: inbox id of the process that made it.
+        number: its number there.
+
+    Raises:
+        OSError: it cannot be opened or mapped.
+        ProtocolError: it is no segment.
+    """
+
+    def __init__(self, path: str, owner: str, number: int) -> None:
+        self.path = path
+        self.owner = owner
+        self.number = number
+        self.used_at = 0.0
+        self.is_orphan = False
+        """Its process is known to be gone: the last one here to let go of it removes it."""
+        descriptor = open_segment(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size <= HEADER_BYTES:
+                raise ProtocolError(f"{path} is no segment of shared memory: it has {size} bytes.")
+            self.readable = Mapping(descriptor, size)
+            self.writable = Mapping(descriptor, size, writable=True)
+        finally:
+            os.close(descriptor)
+        self._words = self.writable.words(NUM_WORDS)
+        self._lengths = self.readable.view()[HEADER_BYTES : size - size % 8].toreadonly().cast("Q")
+        if self._words[MAGIC_WORD] != MAGIC:
+            raise ProtocolError(f"{path} is no segment of shared memory of this version.")
+        self.claims = Claims(self._words)
+        self._privates: list[Mapping] = []
+        _known.add(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Its owner is done with it."""
+        return bool(self._words[CLOSED_WORD])
+
+    @property
+    def data_bytes(self) -> int:
+        return self.readable.size - HEADER_BYTES
+
+    def read_places(self) -> list[tuple[int, int]]:
+        """Start and length of each part of the present use.
+
+        Raises:
+            ProtocolError: it claims parts that are not there.
+        """
+        count = self._words[PARTS_WORD]
+        if count * 8 > self.data_bytes:
+            raise ProtocolError(f"{self.path} claims {count} parts.")
+        sizes = self._lengths[:count].tolist()
+        found = places(sizes)
+        if any(start + size > self.data_bytes for start, size in found):
+            raise ProtocolError(f"{self.path} claims parts beyond its end.")
+        return found
+
+    def take_private(self) -> Mapping | None:
+        """A mapping to write to, for one at a time; None if there can be none any more."""
+        with contextlib.suppress(IndexError):
+            return self._privates.pop()
+        try:
+            descriptor = open_segment(self.path)
+        except OSError:
+            return None
+        try:
+            return Mapping(descriptor, self.readable.size, writable=True, private=True)
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+
+    def return_private(self, mapping: Mapping) -> None:
+        mapping.forget_writes()
+        self._privates.append(mapping)
+
+    def look_for_owner(self, is_alive: Callable[[int], bool]) -> None:
+        """Its owner is believed dead: if that is so, the file goes with the last claim."""
+        if not is_alive(self._words[OWNER_WORD]):
+            self.is_orphan = True
+            self.remove_if_left()
+
+    def leave(self, mark: int) -> None:
+        """This process, of that mark, is about to end with claims that it did not give back."""
+        if self.is_orphan or self.is_closed:
+            remove_if_unclaimed(self.path, self.claims, but_for=mark)
+
+    def remove_if_left(self) -> None:
+        """Remove the file if its process is gone, or closed it, and nobody reads it."""
+        if self.is_orphan or self.is_closed:
+            remove_if_unclaimed(self.path, self.claims)
+
+
+class Claim:
+    """One cell of a segment, held by this process."""
+
+    __slots__ = ("_own_pid", "_pid", "cell", "is_sole", "num_forwarded", "places", "segment", "tag")
+
+    def __init__(self, segment: SharedSegment, cell: int, tag: int, *, is_sole: bool) -> None:
+        self.segment = segment
+        self.cell = cell
+        self.tag = tag
+        self.is_sole = is_sole
+        """Nobody else was granted this use of the slot, so that this process may write to it."""
+        self.num_forwarded = 0
+        self._own_pid = own_pid
+        self._pid = own_pid()
+        try:
+            self.places = segment.read_places()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        if self._own_pid() != self._pid:
+            return  # a process that was forked from the reader: the claim is its parent's
+        self.segment.claims.give_back(self.cell)
+        self.segment.remove_if_left()
+
+    def can_forward(self, num_readers: int) -> bool:
+        """Whether so many more readers can be granted what this process was granted."""
+        return self.segment.claims.has_sub_cells(self.cell, self.num_forwarded + num_readers)
+
+    def forward(self, mark: int) -> int | None:
+        """A cell for one more reader, from this process; None if this claim can be handed on no further."""
+        with _forwarding:
+            cell = self.segment.claims.forward(self.cell, self.num_forwarded, mark)
+            self.num_forwarded += 1
+        return cell
+
+
+class Loan:
+    """Behind the views of one claim: all the data of a segment. A mixin of ctypes arrays, which `lend` makes."""
+
+    claim: Claim
+
+    def __del__(self) -> None:
+        claim = self.__dict__.get("claim")
+        if claim is not None:
+            claim.release()
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.claim.places)
+
+    def part(self, index: int) -> memoryview:
+        """One part, read-only; it keeps the loan."""
+        return self._view(*self.claim.places[index])
+
+    def range(self, start: int, nbytes: int) -> memoryview:
+        """Part of the data, read-only; it keeps the loan.
+
+        Raises:
+            ProtocolError: it is not there.
+        """
+        if not 0 <= start <= start + nbytes <= self.claim.segment.data_bytes:
+            raise ProtocolError(f"a message names bytes {start} to {start + nbytes} of what is shorter.")
+        return self._view(start, nbytes)
+
+    def part_of(self, view: memoryview) -> int | tuple[int, int]:
+        """Which part a view of this loan shows, or which range of the data."""
+        place = (self._offset(view), view.nbytes)
+        return next((index for index, each in enumerate(self.claim.places) if each == place), place)
+
+    def _view(self, start: int, nbytes: int) -> memoryview:
+        whole: Any = self
+        return memoryview(whole).cast("B")[start : start + nbytes].toreadonly()
+
+    def open_window(self, *, is_only: bool) -> Any:
+        """Memory with the same data that may be written to; None if there is none: make a copy.
+
+        Args:
+            is_only: nobody in this process will read the data again. If nobody else was granted it either, the window
+                is the segment itself; otherwise it is memory of which pages are copied as they are written to.
+        """
+        claim = self.claim
+        window: Any
+        if is_only and claim.is_sole:
+            window = array_type(_PlainWindow, claim.segment.data_bytes).from_address(
+                claim.segment.writable.address + HEADER_BYTES
+            )
+            window.loan = self
+            return window
+        mapping = claim.segment.take_private()
+        if mapping is None:
+            return None
+        window = array_type(_PrivateWindow, claim.segment.data_bytes).from_address(mapping.address + HEADER_BYTES)
+        window.loan, window.mapping, window.pid = self, mapping, own_pid()
+        return window
+
+    def through(self, window: Any, view: memoryview) -> memoryview:
+        """What `view` of this loan shows, in a window of it."""
+        start = self._offset(view)
+        return memoryview(window).cast("B")[start : start + view.nbytes]
+
+    def _offset(self, view: memoryview) -> int:
+        return address_of(view) - self.claim.segment.readable.address - HEADER_BYTES
+
+
+class _PlainWindow:
+    loan: Loan
+
+
+class _PrivateWindow:
+    loan: Loan
+    mapping: Mapping
+    pid: int
+    _own_pid = staticmethod(own_pid)
+
+    def __del__(self) -> None:
+        found = self.__dict__
+        if "pid" in found and self._own_pid() == self.pid:
+            self.loan.claim.segment.return_private(self.mapping)
+
+
+def lend(claim: Claim) -> Loan:
+    """The loan of a claim: its data, until nothing looks at it."""
+    segment = claim.segment
+    array: Any = array_type(Loan, segment.data_bytes).from_address(segment.readable.address + HEADER_BYTES)
+    array.claim = claim
+    loan: Loan = array
+    return loan
+
+
+def loan_behind(buffer: object) -> Loan | None:
+    """The loan that a buffer shows a part of: itself a view of it, or made of arrays over one."""
+    for _ in range(8):  # views of views; numpy keeps such chains short
+        if isinstance(buffer, Loan):
+            return buffer
+        buffer = buffer.obj if isinstance(buffer, memoryview) else getattr(buffer, "base", None)
+        if buffer is None:
+            return None
+    return None
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Of an interpreter that ends nothing collects what it still refers to. (A worker's agent would sweep, too.)"""
+    mark = own_mark()
+    for segment in list(_known):
+        segment.leave(mark)
+
 
 IDLE_S = 30.0
 """A mapping that no message needed for this long is dropped; the next one makes it anew."""

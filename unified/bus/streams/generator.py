@@ -36,8 +36,8 @@ from enum import Enum
 from typing import Any, TypeGuard
 
 from unified.bus.codec.codec import Encoded, encode
-from unified.bus.handler_pool import HandlerPool
-from unified.bus.streams.feed import WINDOW_BYTES, WINDOW_ITEMS
+from unified.bus.executor import HandlerPool
+from unified.bus.streams.stream import WINDOW_BYTES, WINDOW_ITEMS
 from unified.protocol.envelope import Kind
 
 logger = logging.getLogger(__name__)

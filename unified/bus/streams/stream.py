@@ -1,7 +1,7 @@
-"""A call whose handler is a generator: what its caller iterates over.
+"""Stream of results: the caller's side of a call whose handler is a generator.
 
-The caller's side is `unified.bus.streams.feed`, the callee's `unified.bus.streams.generator`; neither touches a socket.
-The messages, all with the call's id, and what they carry in the envelope's `count`::
+The callee's side is `unified.bus.streams.generator`; neither touches a socket. The messages, all with the call's id,
+and what they carry in the envelope's `count`::
 
     caller                                 callee
     CALL                    ───────►       calls the function and gets a generator
@@ -32,12 +32,255 @@ What the endpoint of the **caller** does, with no lock of its own held:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from unified.bus.streams.feed import StreamFeed
+from unified.bus.calls.future import Host
+from unified.bus.codec.codec import decode
+from unified.bus.codec.tensors import Buffer
+from unified.bus.transport.unix_connection import Link
+from unified.errors import ProtocolError, RpcError
+
+WINDOW_ITEMS = 16
+"""Items that a callee may be ahead of its caller."""
+WINDOW_BYTES = 64 * 1024 * 1024
+"""With as many unconsumed bytes, or more, on their way nothing is sent; so one item may be of any size."""
+
+
+class _Item(NamedTuple):
+    body: Buffer
+    buffers: list[Buffer]
+    nbytes: int
+
+
+class StreamFeed:
+    """What the endpoint puts a stream's messages into, and one `RpcStream` reads from.
+
+    Args:
+        what: the call in words, for messages.
+        send_more, cancel, abandon: see the module's docstring.
+        open_item: an item's value from its body and buffers; it runs on the thread that consumes.
+        link: on which the items come, where a waiting thread can receive them itself; else None.
+        host: around a thread or task that waits for an item.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        send_more: Callable[[int], object],
+        cancel: Callable[[], object],
+        abandon: Callable[[], object],
+        open_item: Callable[[Buffer, list[Buffer]], Any] = decode,
+        link: Link | None = None,
+        host: Host | None = None,
+    ) -> None:
+        self.what = what
+        self.reader_thread = self.reader_task = 0
+        """Ident of the thread that read last, or opened it, and id of the task in which it did."""
+        self.is_over = False
+        """Nothing more will come: it ended, failed or was closed. What came before may still lie here."""
+        self._send_more = send_more
+        self._cancel = cancel
+        self.abandon = abandon
+        self._open_item = open_item
+        self.link = link
+        self._host = host
+        self._items: deque[_Item] = deque()
+        self._error: BaseException | None = None
+        self._changed = threading.Condition(threading.Lock())
+        self._num_waiting = 0
+        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._num_pushed = 0
+        self._num_taken = 0
+        self._num_told = 0
+        """Of the items taken, those that the callee has been told of."""
+        self._bytes_untold = 0
+
+    @property
+    def is_drained(self) -> bool:
+        """It is over, and all that came has been taken."""
+        with self._changed:
+            return self.is_over and not self._items and self._error is None
+
+    def push(self, index: int, body: Buffer, buffers: list[Buffer]) -> None:
+        """An ITEM came. One that came before is ignored; a gap ends the stream: a relay dropped something."""
+        with self._changed:
+            if self.is_over or index < self._num_pushed:
+                return
+            is_next = index == self._num_pushed
+            if is_next:
+                self._num_pushed += 1
+                self._items.append(_Item(body, buffers, size_of(body, buffers)))
+                self._wake()
+        if not is_next:
+            self.fail(self._lost(f"item {index} came instead"))
+            self._cancel()
+
+    def end(self, num_items: int) -> None:
+        """The generator has ended, after so many items."""
+        is_all = num_items == self._num_pushed
+        self._finish(None if is_all else self._lost(f"there were {num_items}"))
+
+    def fail(self, error: BaseException) -> None:
+        """The stream has ended in `error`, which is raised after the items that came before; unless it is over."""
+        self._finish(error)
+
+    def close(self) -> None:
+        """Its consumer wants no more."""
+        with self._changed:
+            was_over, self.is_over = self.is_over, True
+            self._items.clear()
+            self._error = None
+            self._wake()
+        if not was_over:
+            self._cancel()
+
+    def take(self) -> _Item | None:
+        """The next item, or None where none is there now.
+
+        Raises:
+            RpcError: what the stream ended in; once.
+        """
+        with self._changed:
+            if not self._items:
+                error, self._error = self._error, None
+                if error is None:
+                    return None
+                try:
+                    raise error
+                finally:
+                    error = None  # else its traceback would keep this frame, and so itself
+            item = self._items.popleft()
+            self._num_taken += 1
+            self._bytes_untold += item.nbytes
+            num_told = self._tell()
+        if num_told:
+            self._send_more(num_told)
+        return item
+
+    def open(self, item: _Item) -> Any:
+        """The value of an item. One that cannot be read here ends the stream.
+
+        Raises:
+            RpcError: it holds what cannot be imported here, or is corrupt.
+        """
+        try:
+            return self._open_item(item.body, item.buffers)
+        except ProtocolError as error:
+            self.close()
+            raise RpcError(f"an item of {self.what} cannot be read here: {error}") from error
+
+    def wait(self) -> bool:
+        """Wait until there is something to take; False if there never will be.
+
+        Raises:
+            RpcError: this thread may not wait.
+        """
+        if self._has_news():
+            return not self.is_drained
+        token = None if self._host is None else self._host.before_wait(self)
+        link = self.link
+        try:
+            if link is not None:
+                if link.reader == threading.get_ident():
+                    raise self.waited_in_vain()
+                link.receive_until(self._has_news, None)
+            self._sleep()
+        finally:
+            if self._host is not None:
+                self._host.after_wait(token)
+        return not self.is_drained
+
+    async def wait_async(self) -> bool:
+        """As `wait`, in a task."""
+        if self._has_news():
+            return not self.is_drained
+        token = None if self._host is None else self._host.before_wait(self, id(asyncio.current_task()))
+        if self.link is not None:
+            self.link.attach()  # no thread is going to wait for it
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+        try:
+            with self._changed:
+                if not self._has_news():
+                    self._sleepers.append((loop, woken))
+                else:
+                    woken.set_result(None)
+            await woken
+        finally:
+            with self._changed, contextlib.suppress(ValueError):
+                self._sleepers.remove((loop, woken))
+            if self._host is not None:
+                self._host.after_wait(token)
+        return not self.is_drained
+
+    def waited_in_vain(self) -> RpcError:
+        """The error of a thread that waits for what it alone could receive."""
+        return RpcError(
+            f"{self.what} was read on the thread that its items come on (in a done callback, or while a value is "
+            "unpickled): it would wait for ever. Read it in another thread."
+        )
+
+    def _has_news(self) -> bool:
+        return bool(self._items) or self.is_over
+
+    def _sleep(self) -> None:
+        link = self.link
+        if link is not None:
+            link.want()
+        try:
+            with self._changed:
+                self._num_waiting += 1
+                try:
+                    self._changed.wait_for(self._has_news)
+                finally:
+                    self._num_waiting -= 1
+        finally:
+            if link is not None:
+                link.unwant()
+
+    def _finish(self, error: BaseException | None) -> None:
+        with self._changed:
+            if not self.is_over:
+                self.is_over, self._error = True, error
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._num_waiting:
+            self._changed.notify_all()
+        sleepers, self._sleepers = self._sleepers, []
+        for loop, woken in sleepers:
+            with contextlib.suppress(RuntimeError):  # its loop has been closed
+                loop.call_soon_threadsafe(_set, woken)
+        if self.link is not None and self.link.reader not in (0, threading.get_ident()):
+            self.link.wake()
+
+    def _tell(self) -> int:
+        """How many items were consumed in all, if it is time to tell, else 0. Half a window keeps both sides busy."""
+        half = 2 * (self._num_taken - self._num_told) >= WINDOW_ITEMS or 2 * self._bytes_untold >= WINDOW_BYTES
+        if self.is_over or not half:
+            return 0
+        self._num_told, self._bytes_untold = self._num_taken, 0
+        return self._num_told
+
+    def _lost(self, evidence: str) -> RpcError:
+        return RpcError(f"item {self._num_pushed} of {self.what} was lost on its way: {evidence}.")
+
+
+def size_of(body: Buffer, buffers: list[Buffer]) -> int:
+    """Bytes of one item, as both sides count them."""
+    return len(body) + sum(buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers)
+
+
+def _set(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
+
 
 T = TypeVar("T")
 

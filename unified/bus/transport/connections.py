@@ -1,4 +1,7 @@
-"""Which way a message leaves: a link to each peer on this host, a socket to each on others, and one to the relay."""
+"""Connection table: a Unix connection to each peer on this host, a socket to each on others, and one to the relay.
+
+Tombstones hold the inbox ids of dead incarnations, whose late messages are dropped.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,30 @@ from unified.bus.transport.failover import GIVE_UP_AFTER_S, State
 from unified.bus.transport.framing import pack
 from unified.bus.transport.io_threads import Receiver
 from unified.bus.transport.routes import LOCAL, Policy, Route, choose_route
-from unified.bus.transport.tombstones import Departed
 from unified.bus.transport.unix_connection import Link
-from unified.bus.transport.zmq_connection import DirectOutlet
-from unified.bus.transport.zmq_sender import Outlet
+from unified.bus.transport.zmq_connection import DirectOutlet, Outlet
 from unified.errors import RpcCancelledError, WorkerDiedError
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope, encode_record
 from unified.protocol.records import Inbox
+
+
+class Departed:
+    """Inbox ids of lives that are over: of so many of the last that mail of an earlier one cannot be on its way."""
+
+    KEPT = 10_000
+
+    def __init__(self) -> None:
+        self._ids: dict[str, None] = {}
+
+    def add(self, inbox_id: str) -> None:
+        """That life is over; by one thread at a time."""
+        self._ids[inbox_id] = None
+        if len(self._ids) > self.KEPT:
+            del self._ids[next(iter(self._ids))]
+
+    def __contains__(self, inbox_id: object) -> bool:
+        return inbox_id in self._ids
+
 
 logger = logging.getLogger(__name__)
 _RELAY = ""

@@ -17,7 +17,7 @@ import zmq
 
 from unified.bus.codec.tensors import Buffer
 from unified.bus.transport.routes import LOCAL, Policy, ipc_address
-from unified.bus.transport.zmq_sender import HEARTBEAT_MS
+from unified.bus.transport.zmq_connection import HEARTBEAT_MS
 from unified.config.settings import make_private
 from unified.errors import ClusterError
 from unified.protocol.records import Inbox

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.bus import PATIENCE_S, World, entry
 from unified.bus.codec.codec import encode_arguments
-from unified.bus.shm.borrowed import loan_behind
 from unified.bus.shm.files import DIRECTORY, inbox_of
+from unified.bus.shm.reader import loan_behind
 from unified.bus.shm.segment import Segment
 
 TARGETS = ["b", "c", "d"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.bus import PATIENCE_S, World, entry
-from unified.bus.calls.admission import SeenCalls
+from unified.bus.calls.dispatcher import SeenCalls
 from unified.errors import RouteLostError
 from unified.protocol.records import Reachability
 from unified.testing import eventually

@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.bus import PATIENCE_S, World, entry
 from unified.bus.calls import client
-from unified.bus.calls.outgoing_payload import Parcel
-from unified.bus.streams.feed import StreamFeed
+from unified.bus.calls.sender import Parcel
+from unified.bus.streams.stream import StreamFeed
 from unified.errors import RpcCancelledError, RpcTimeoutError, WorkerDiedError
 from unified.protocol.records import Reachability
 from unified.testing import eventually

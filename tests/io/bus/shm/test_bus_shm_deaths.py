@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.shared_memory import Side, peers
 from unified import process
-from unified.bus.shm.borrowed import SharedSegment
 from unified.bus.shm.files import GRACE_S, YOUNG_S, Sweeper, first_words, is_alive, own_mark, segment_name
 from unified.bus.shm.layout import CLOSED_WORD, HEADER_BYTES, NAMESPACE_WORD
+from unified.bus.shm.reader import SharedSegment
 from unified.bus.shm.segment import Segment
 from unified.errors import ProtocolError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 CODE = """
 import gc, os, sys
-from unified.bus.shm.mapping import Mapping
+from unified.bus.shm.segment import Mapping
 
 class Claim:
     def __del__(self):

@@ -13,11 +13,9 @@ import pytest
 
 from tests.support.bus import PATIENCE_S, World, entry
 from tests.support.weights import one_route
-from unified.bus.shm.borrowed import loan_behind
 from unified.bus.shm.files import DIRECTORY, inbox_of
-from unified.bus.shm.pool import SharedPool
-from unified.bus.shm.quota import LIMIT_VARIABLE, default_limit
-from unified.bus.shm.reader import SharedReader
+from unified.bus.shm.pool import LIMIT_VARIABLE, SharedPool, default_limit
+from unified.bus.shm.reader import SharedReader, loan_behind
 from unified.bus.shm.segment import Segment
 from unified.bus.transport.unix_connection import Link
 from unified.errors import UsageError

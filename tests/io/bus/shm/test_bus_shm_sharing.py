@@ -16,10 +16,9 @@ import torch
 
 from tests.support.shared_memory import Side, peers
 from unified.bus.codec.codec import Sealed, decode, seal
-from unified.bus.shm.borrowed import loan_behind
 from unified.bus.shm.files import Sweeper, identity
 from unified.bus.shm.reader import IDLE_S as READER_IDLE_S
-from unified.bus.shm.reader import SharedReader
+from unified.bus.shm.reader import SharedReader, loan_behind
 from unified.bus.shm.slots import IDLE_S
 from unified.errors import ProtocolError
 

@@ -16,8 +16,7 @@ import pytest
 from tests.support.bus import PATIENCE_S, World, entry
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.streams.feed import WINDOW_ITEMS
-from unified.bus.streams.stream import RpcStream
+from unified.bus.streams.stream import WINDOW_ITEMS, RpcStream
 from unified.errors import RemoteError, RouteLostError, RpcCancelledError, RpcTimeoutError, WorkerDiedError
 from unified.protocol.records import Reachability
 from unified.testing import eventually

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.calls.admission import MAX_OUTSIDERS, Intake, SeenCalls, TooOldError
-from unified.bus.transport.tombstones import Departed
+from unified.bus.calls.dispatcher import MAX_OUTSIDERS, Intake, SeenCalls, TooOldError
+from unified.bus.transport.connections import Departed
 from unified.errors import ProtocolError, VersionMismatchError
 from unified.protocol.envelope import BUS_VERSION, OUTSIDE, Envelope, Kind, encode_envelope
 

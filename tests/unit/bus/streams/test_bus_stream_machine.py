@@ -12,10 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from unified.bus.calls.remote_errors import describe, describe_ours, rebuild
 from unified.bus.codec.codec import Encoded
-from unified.bus.streams import feed, generator
-from unified.bus.streams.feed import StreamFeed
+from unified.bus.streams import generator, stream
 from unified.bus.streams.generator import Step, StreamSource
-from unified.bus.streams.stream import RpcStream
+from unified.bus.streams.stream import RpcStream, StreamFeed
 from unified.errors import BusOverloadedError, RemoteError, RpcError, WorkerDiedError
 from unified.protocol.envelope import Kind
 
@@ -28,7 +27,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._patched = [(module, vars(module).copy()) for module in (feed, generator)]
+        self._patched = [(module, vars(module).copy()) for module in (stream, generator)]
         for module, _ in self._patched:
             module.WINDOW_ITEMS, module.WINDOW_BYTES = WINDOW_ITEMS, WINDOW_BYTES  # type: ignore[attr-defined]
         self.to_caller: deque[tuple[Kind, int, Encoded]] = deque()

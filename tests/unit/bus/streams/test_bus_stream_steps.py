@@ -13,11 +13,11 @@ import pytest
 
 from tests.support.streams import Wire, count, count_async
 from unified.bus.codec.codec import encode
-from unified.bus.handler_pool import HandlerPool
-from unified.bus.streams import feed, generator
-from unified.bus.streams.feed import WINDOW_ITEMS
+from unified.bus.executor import HandlerPool
+from unified.bus.streams import generator
+from unified.bus.streams import stream as stream_module
 from unified.bus.streams.generator import Step, is_stream
-from unified.bus.streams.stream import RpcStream
+from unified.bus.streams.stream import WINDOW_ITEMS, RpcStream
 from unified.errors import RemoteError, RpcError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.protocol.envelope import Kind
 
@@ -53,7 +53,7 @@ def test_parks_a_window_ahead_and_goes_on_when_half_of_it_was_consumed() -> None
 
 
 def test_bytes_on_their_way_are_bounded_whatever_an_item_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (feed, generator):
+    for module in (stream_module, generator):
         monkeypatch.setattr(module, "WINDOW_BYTES", 100_000)
     wire = Wire(b"x" * size for size in [60_000, 60_000, 500_000, 10, 10])
     stream: RpcStream[bytes] = RpcStream(wire.feed)

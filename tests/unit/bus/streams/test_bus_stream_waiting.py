@@ -14,9 +14,8 @@ from tests.support.streams import PATIENCE_S, WHAT, Wire, count, count_async
 from unified.bus.calls.future import Awaited
 from unified.bus.codec.codec import encode
 from unified.bus.errands import Errands
-from unified.bus.handler_pool import HandlerPool
-from unified.bus.streams.feed import WINDOW_ITEMS, StreamFeed
-from unified.bus.streams.stream import RpcStream
+from unified.bus.executor import HandlerPool
+from unified.bus.streams.stream import WINDOW_ITEMS, RpcStream, StreamFeed
 from unified.errors import RemoteError, RpcError, RpcTimeoutError
 from unified.protocol.envelope import Kind
 from unified.testing import eventually

@@ -15,7 +15,7 @@ from unified.bus.calls.inbound import InboundCall, Reply
 from unified.bus.calls.retry import LATER
 from unified.bus.codec.codec import Encoded
 from unified.bus.codec.tensors import Buffer
-from unified.bus.streams.feed import StreamFeed
+from unified.bus.streams.stream import StreamFeed
 from unified.errors import RpcError
 from unified.protocol.envelope import Kind
 

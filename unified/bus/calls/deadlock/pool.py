@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from unified.bus.calls.retry import LATER
-from unified.bus.handler_pool import HandlerPool
+from unified.bus.executor import HandlerPool
 
 LOOK_S = 0.25
 
