@@ -16,11 +16,11 @@ _READS_A_CALL = 16
 """A peer that never stops talking must not keep the loop from its other work; a dead one's buffer holds less."""
 
 
-class LinkOverflowError(ConnectionError):
+class ChannelOverflowError(ConnectionError):
     """The peer has not read for so long that no more is kept for it."""
 
 
-class Link:
+class ChildChannel:
     """One end of a socket pair with a child process."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -42,7 +42,7 @@ class Link:
         """Send, or keep for later; a closed link drops it. Descriptors are ours from here on: sent, they are closed.
 
         Raises:
-            LinkOverflowError: the peer does not read; the link is closed.
+            ChannelOverflowError: the peer does not read; the link is closed.
         """
         if not self.is_open:
             _close_all(descriptors)
@@ -51,7 +51,7 @@ class Link:
         # The first message may be of any size: a job's own configuration is in it.
         if self._waiting and self._num_waiting_bytes + len(data) > MAX_WAITING_BYTES:
             self.close()
-            raise LinkOverflowError(f"{MAX_WAITING_BYTES >> 20} MiB of messages wait for a process that reads none.")
+            raise ChannelOverflowError(f"{MAX_WAITING_BYTES >> 20} MiB of messages wait for a process that reads none.")
         self._waiting.append((data, descriptors))
         self._num_waiting_bytes += len(data)
         self.flush()

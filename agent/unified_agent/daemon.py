@@ -42,7 +42,7 @@ from unified_agent.environment import TUNABLES, NodeFacts, tunables
 from unified_agent.host_resources import last_cache_bytes
 from unified_agent.master_channel import MasterChannel
 from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead, destinations
-from unified_agent.poll_loop import Sources
+from unified_agent.poll_loop import PollLoop
 from unified_agent.processes import Processes
 from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
 
@@ -72,7 +72,7 @@ class AgentDaemon:
         self._events: deque[AgentEvent] = deque()
         self._exit: Exit | None = None
         self._core = AgentCore(facts, intervals, give_up_s=options.connect_timeout_s)
-        self._sources = Sources()
+        self._sources = PollLoop()
         self._wake_read, self._wake_write = socket.socketpair()
         self._output = OutputReader(Path(facts.log_dir), max_bytes=options.log_max_bytes, max_files=options.log_files)
         self._processes = Processes(

@@ -1,8 +1,8 @@
 """Resources of this host: its accelerators, CPUs, memory, disk and addresses.
 
-Accelerators are found by one `Devices` a vendor; the first that finds any wins. Nothing here loads torch or touches a
-device: NVIDIA is asked through NVML, AMD and Ascend through the kernel's files. The agent offers only those that it was
-given itself (by a SLURM step's ``CUDA_VISIBLE_DEVICES``).
+Accelerators are found by one `VendorDevices` a vendor; the first that finds any wins. Nothing here loads torch or
+touches a device: NVIDIA is asked through NVML, AMD and Ascend through the kernel's files. The agent offers only those
+that it was given itself (by a SLURM step's ``CUDA_VISIBLE_DEVICES``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VRAM_HEAPS = ("1", "2")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-class Found(NamedTuple):
+class FoundDevice(NamedTuple):
     """One device, with the id by which its vendor's visibility variable calls it."""
 
     id: str
@@ -37,14 +37,14 @@ class Found(NamedTuple):
     memory_mb: float = 0.0
 
 
-class Devices(Protocol):
+class VendorDevices(Protocol):
     """Accelerators of one vendor."""
 
     @property
     def kind(self) -> str:
         """``cuda``, ``rocm`` or ``npu``: see `unified.protocol.records.Device`."""
 
-    def find(self, env: Mapping[str, str]) -> list[Found]:
+    def find(self, env: Mapping[str, str]) -> list[FoundDevice]:
         """Those that this process may use, in the order of its visibility variable; empty where there are none."""
 
 
@@ -53,7 +53,7 @@ class Nvidia:
 
     kind = "cuda"
 
-    def find(self, env: Mapping[str, str]) -> list[Found]:
+    def find(self, env: Mapping[str, str]) -> list[FoundDevice]:
         try:
             ctypes.CDLL("libnvidia-ml.so.1")  # most hosts have none, and need not pay for the import below
         except OSError:
@@ -72,7 +72,7 @@ class Nvidia:
         return restrict(found, env.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _ask_nvml(index: int) -> Found | None:
+def _ask_nvml(index: int) -> FoundDevice | None:
     """One device; None, and a warning, where it has fallen off the bus."""
     import pynvml
 
@@ -83,7 +83,7 @@ def _ask_nvml(index: int) -> Found | None:
     except pynvml.NVMLError as error:
         log.warning("event=device-left-out device %d does not answer: %s", index, error)
         return None
-    return Found(str(index), name, uuid, memory.total / _MB)
+    return FoundDevice(str(index), name, uuid, memory.total / _MB)
 
 
 class Amd:
@@ -94,8 +94,8 @@ class Amd:
     def __init__(self, topology: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> None:
         self._topology = topology
 
-    def find(self, env: Mapping[str, str]) -> list[Found]:
-        found: list[Found] = []
+    def find(self, env: Mapping[str, str]) -> list[FoundDevice]:
+        found: list[FoundDevice] = []
         for node in sorted(self._topology.glob("[0-9]*"), key=lambda path: int(path.name)):
             properties = _properties(node / "properties")
             if int(properties.get("simd_count", "0")) == 0:
@@ -103,7 +103,7 @@ class Amd:
             unique = int(properties.get("unique_id", "0"))
             name = properties.get("gfx_target_version", "AMD GPU")
             uuid = f"GPU-{unique:016x}" if unique else ""
-            found.append(Found(str(len(found)), f"gfx {name}", uuid, _vram_mb(node)))
+            found.append(FoundDevice(str(len(found)), f"gfx {name}", uuid, _vram_mb(node)))
         hip, rocr = env.get("HIP_VISIBLE_DEVICES"), env.get("ROCR_VISIBLE_DEVICES")
         kept = restrict(found, rocr)
         if rocr is not None:  # HIP counts what ROCR leaves, from 0
@@ -119,24 +119,24 @@ class Ascend:
     def __init__(self, folder: Path = Path("/dev")) -> None:
         self._folder = folder
 
-    def find(self, env: Mapping[str, str]) -> list[Found]:
+    def find(self, env: Mapping[str, str]) -> list[FoundDevice]:
         numbers = sorted(
             int(match[1])
             for path in self._folder.glob("davinci*")
             if (match := re.fullmatch(r"davinci(\d+)", path.name))
         )
-        found = [Found(str(number), "Ascend NPU") for number in numbers]
+        found = [FoundDevice(str(number), "Ascend NPU") for number in numbers]
         return restrict(found, env.get("ASCEND_RT_VISIBLE_DEVICES"))
 
 
-def restrict(found: list[Found], visible: str | None) -> list[Found]:
+def restrict(found: list[FoundDevice], visible: str | None) -> list[FoundDevice]:
     """What a visibility variable leaves, in its order and by its names; all of it where the variable is not set.
 
     As the vendors do it: an entry is an id or the beginning of a UUID, and the list ends at the first that is neither.
     """
     if visible is None:
         return found
-    kept: list[Found] = []
+    kept: list[FoundDevice] = []
     for entry in (part.strip() for part in visible.split(",")):
         match = next((d for d in found if entry and (d.id == entry or (d.uuid and d.uuid.startswith(entry)))), None)
         if match is None or any(known.uuid == match.uuid and match.uuid for known in kept):
@@ -148,7 +148,7 @@ def restrict(found: list[Found], visible: str | None) -> list[Found]:
 def find_devices(
     env: Mapping[str, str],
     num_virtual: int | None = None,
-    vendors: tuple[Devices, ...] = (Nvidia(), Amd(), Ascend()),
+    vendors: tuple[VendorDevices, ...] = (Nvidia(), Amd(), Ascend()),
 ) -> tuple[list[Device], list[str]]:
     """The node's devices, and what a visibility variable calls each.
 

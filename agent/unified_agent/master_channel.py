@@ -19,7 +19,7 @@ from unified.security.curve import secure_client
 from unified.security.handshakes import EVENTS, Handshakes
 from unified.security.keys import ClusterKey
 from unified_agent.core.messages import AgentEvent, KeyRefused, MasterReached, MasterSaid, MasterUnreadable
-from unified_agent.poll_loop import Sources
+from unified_agent.poll_loop import PollLoop
 
 RECONNECT_FIRST_MS = 50
 RECONNECT_MOST_MS = 2000
@@ -33,7 +33,7 @@ class MasterChannel:
     """Sends to the master; what comes from it goes to `on_event`."""
 
     def __init__(
-        self, sources: Sources, address: str, key: ClusterKey | None, on_event: Callable[[AgentEvent], None]
+        self, sources: PollLoop, address: str, key: ClusterKey | None, on_event: Callable[[AgentEvent], None]
     ) -> None:
         self._sources = sources
         self._address = address

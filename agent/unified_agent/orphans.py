@@ -45,7 +45,7 @@ class AgentTakenError(ClusterError):
     """An agent of this node id is alive on this host."""
 
 
-class LifeRecord(Value, frozen=True):
+class AgentRecord(Value, frozen=True):
     """Who holds, or held, a node id."""
 
     node: str
@@ -85,11 +85,11 @@ class NodeLock:
                 pass
             os.close(descriptor)  # its last holder removed it between our opening and our locking
 
-    def previous(self) -> LifeRecord | None:
+    def previous(self) -> AgentRecord | None:
         """Who held it last and did not release it: that agent was killed."""
         return _read_record(self._descriptor)
 
-    def write(self, record: LifeRecord) -> None:
+    def write(self, record: AgentRecord) -> None:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, msgspec.json.encode(record), 0)
 
@@ -199,7 +199,7 @@ def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
     run_dir = settings.make_private(run_root / f"{_RUN_DIR_PREFIX}{life[:8]}")
     own = process.facts(os.getpid())
     ticks = own.start_ticks if own is not None else 0
-    lock.write(LifeRecord(node=node, pid=os.getpid(), life=life, run_dir=str(run_dir), start_ticks=ticks))
+    lock.write(AgentRecord(node=node, pid=os.getpid(), life=life, run_dir=str(run_dir), start_ticks=ticks))
     try:
         yield NodeClaim(life, run_dir)
     finally:
@@ -209,14 +209,14 @@ def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
         name.close()
 
 
-def _read_record(descriptor: int) -> LifeRecord | None:
+def _read_record(descriptor: int) -> AgentRecord | None:
     try:
-        return msgspec.json.decode(os.pread(descriptor, 65536, 0), type=LifeRecord)
+        return msgspec.json.decode(os.pread(descriptor, 65536, 0), type=AgentRecord)
     except msgspec.DecodeError:
         return None
 
 
-def clean_up(record: LifeRecord, run_root: Path) -> list[int]:
+def clean_up(record: AgentRecord, run_root: Path) -> list[int]:
     """End what a killed agent left and remove its run folder; the pids that had to be killed.
 
     A process is its only if its environment names both the node and that very life of the agent, it belongs to this

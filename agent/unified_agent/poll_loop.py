@@ -7,25 +7,25 @@ from collections.abc import Callable
 
 import zmq
 
-from unified_agent.child_channel import Link
+from unified_agent.child_channel import ChildChannel
 
 Call = Callable[[], None]
 
 
-class Sources:
+class PollLoop:
     """A poller with a callback a source."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._calls: dict[object, Call] = {}
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, ChildChannel] = {}
 
     def watch(self, source: zmq.Socket[bytes] | int, call: Call) -> None:
         """Call when there is something to read."""
         self._calls[source] = call
         self._poller.register(source, zmq.POLLIN)
 
-    def watch_link(self, link: Link, call: Call) -> None:
+    def watch_link(self, link: ChildChannel, call: Call) -> None:
         """As `watch`; what waits in the link is sent as soon as its socket takes it."""
         self._links[link.descriptor] = link
         self.watch(link.descriptor, call)
@@ -35,7 +35,7 @@ class Sources:
         if self._calls.pop(source, None) is not None:
             self._poller.unregister(source)
 
-    def unwatch_link(self, link: Link) -> None:
+    def unwatch_link(self, link: ChildChannel) -> None:
         """Forget a link; once it has closed, another may have its descriptor's number, and is left alone."""
         if self._links.get(link.descriptor) is link:
             del self._links[link.descriptor]

@@ -27,11 +27,11 @@ from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed,
 from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import Failure, JobWorkerIncarnation
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
-from unified_agent.child_channel import Link, LinkOverflowError
+from unified_agent.child_channel import ChannelOverflowError, ChildChannel
 from unified_agent.core.messages import AgentEvent, WorkerNotStarted, WorkerSaid, WorkerStarted
 from unified_agent.orphans import SharedMemory
-from unified_agent.poll_loop import Sources
-from unified_agent.zygote import Zygote
+from unified_agent.poll_loop import PollLoop
+from unified_agent.zygote import ZygoteHandle
 
 log = logging.getLogger("unified_agent")
 CLOSE_S = 2.0
@@ -45,12 +45,12 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 class _Child:
     """A worker's process, from the wish for it to its end."""
 
-    def __init__(self, life: JobWorkerIncarnation, link: Link, order: Fork, descriptors: list[int]) -> None:
+    def __init__(self, life: JobWorkerIncarnation, link: ChildChannel, order: Fork, descriptors: list[int]) -> None:
         self.life = life
         self.link = link
         self.order = order
         self.descriptors = descriptors
-        self.zygote: Zygote | None = None
+        self.zygote: ZygoteHandle | None = None
         """None while the order waits for a zygote that is up."""
         self.pid = 0
         self.pidfd = -1
@@ -65,7 +65,7 @@ class Processes:
 
     def __init__(
         self,
-        sources: Sources,
+        sources: PollLoop,
         *,
         python: str,
         entry: str,
@@ -89,9 +89,9 @@ class Processes:
         self._env = dict(env)
         self._on_event = on_event
         self._on_end = on_end
-        self._zygotes: dict[str, Zygote] = {}
+        self._zygotes: dict[str, ZygoteHandle] = {}
         """By interpreter: those that take orders."""
-        self._running: dict[int, Zygote] = {}
+        self._running: dict[int, ZygoteHandle] = {}
         """By pid: those and the ones on their way out."""
         self._kept: set[str] = {python}
         self._children: dict[int, _Child] = {}
@@ -134,7 +134,7 @@ class Processes:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        link = Link(ours)
+        link = ChildChannel(ours)
         self._count += 1
         marker = f"UNIFIED_WORKER={launch.env.get('UNIFIED_WORKER', '')}"
         order = Fork(child=self._count, fresh=is_fresh, marker=marker, env=dict(env))
@@ -162,7 +162,7 @@ class Processes:
             return
         try:
             child.link.send(message)
-        except LinkOverflowError as error:
+        except ChannelOverflowError as error:
             log.warning("event=worker-killed life=%s reason=%r", life, str(error))
             self._sources.unwatch_link(child.link)
             self.signal(life, "kill")
@@ -220,7 +220,7 @@ class Processes:
             self._drop(child)
         self._zygotes.clear()
 
-    def _await_end(self, zygote: Zygote, deadline: float) -> None:
+    def _await_end(self, zygote: ZygoteHandle, deadline: float) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             pidfd = os.pidfd_open(zygote.pid)
             poll = select.poll()
@@ -234,17 +234,17 @@ class Processes:
 
     # Zygotes
 
-    def _zygote(self, python: str) -> Zygote:
+    def _zygote(self, python: str) -> ZygoteHandle:
         known = self._zygotes.get(python)
         if known is not None:
             return known
         self._num_zygotes += 1
-        zygote = Zygote(python, self._entry, self._run_dir, self._env, self._num_zygotes)
+        zygote = ZygoteHandle(python, self._entry, self._run_dir, self._env, self._num_zygotes)
         self._zygotes[python] = self._running[zygote.pid] = zygote
         self._sources.watch_link(zygote.link, lambda: self._hear_zygote(zygote))
         return zygote
 
-    def _hear_zygote(self, zygote: Zygote) -> None:
+    def _hear_zygote(self, zygote: ZygoteHandle) -> None:
         try:
             words = zygote.receive()
         except (msgspec.DecodeError, ProtocolError) as error:
@@ -256,7 +256,7 @@ class Processes:
         for word in words:
             self._on_zygote_word(zygote, word)
 
-    def _on_zygote_word(self, zygote: Zygote, word: ZygoteToAgent) -> None:
+    def _on_zygote_word(self, zygote: ZygoteHandle, word: ZygoteToAgent) -> None:
         if isinstance(word, ZygoteUp):
             self._on_zygote_up(zygote, word)
             return
@@ -272,7 +272,7 @@ class Processes:
                 self._end(child, word.code)
                 self._close_if_idle(zygote.python)
 
-    def _on_zygote_up(self, zygote: Zygote, word: ZygoteUp) -> None:
+    def _on_zygote_up(self, zygote: ZygoteHandle, word: ZygoteUp) -> None:
         log.info("event=zygote-up pid=%d python=%s torch=%s", word.pid, zygote.python, word.has_torch)
         zygote.is_up = word.protocol_version == PROTOCOL_VERSION
         for child in [child for child in self._children.values() if child.zygote is zygote]:
@@ -302,7 +302,7 @@ class Processes:
         if child.is_kill_asked:
             self.signal(child.life, "kill")
 
-    def _on_zygote_ended(self, zygote: Zygote, code: int) -> None:
+    def _on_zygote_ended(self, zygote: ZygoteHandle, code: int) -> None:
         self._hear_zygote(zygote)  # its last words may say how a worker ended
         self._dismiss(zygote)
         zygote.reaped(code)
@@ -350,7 +350,7 @@ class Processes:
             return
         self._dismiss(zygote)
 
-    def _dismiss(self, zygote: Zygote) -> None:
+    def _dismiss(self, zygote: ZygoteHandle) -> None:
         """It takes no more orders; `reap` sees its end."""
         if self._zygotes.get(zygote.python) is zygote:
             del self._zygotes[zygote.python]
@@ -428,7 +428,7 @@ def _ended_child() -> tuple[int, int] | None:
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
-def _why_no_zygote(zygote: Zygote, how: str) -> str:
+def _why_no_zygote(zygote: ZygoteHandle, how: str) -> str:
     words = zygote.last_words()
     hint = ""
     if "No module named 'unified" in words:

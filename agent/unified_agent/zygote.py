@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unified.protocol.agent_zygote import Fork, ZygoteToAgent, zygote_to_agent
-from unified_agent.child_channel import Link
+from unified_agent.child_channel import ChildChannel
 from unified_agent.logfile import last_lines
 
 MARKER_NODE = "UNIFIED_AGENT_NODE"
@@ -19,7 +19,7 @@ MARKER_LIFE = "UNIFIED_AGENT_LIFE"
 """In the environment of everything an agent starts, so that its next life knows what its last one left."""
 
 
-class Zygote:
+class ZygoteHandle:
     """One running zygote process. Made and forgotten by `Processes`, which also reaps it."""
 
     def __init__(self, python: str, entry: str, run_dir: Path, env: Mapping[str, str], number: int) -> None:
@@ -48,7 +48,7 @@ class Zygote:
         finally:
             theirs.close()
         self.pid = self._process.pid
-        self.link = Link(ours)
+        self.link = ChildChannel(ours)
 
     def fork(self, order: Fork, descriptors: list[int]) -> None:
         self.link.send(order, descriptors)

@@ -19,14 +19,14 @@ from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartb
 from unified.protocol.records import EventRecord, WorkerState
 from unified.values import Value
 from unified_master.core.master import MasterCore
-from unified_master.core.messages import MasterAction, Report, Save, Send
+from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, Send
 from unified_master.core.restore import Record
 
 LIFE_ENDS = frozenset({"worker-finished", "worker-exited", "worker-failed"})
 """Events of the master's core after which that life of the worker says nothing more."""
 
 
-class Asked(Value, frozen=True, kw_only=True):
+class CoordinatorReceived(Value, frozen=True, kw_only=True):
     """A worker asks the coordinator. `peer` is where the answer goes."""
 
     peer: bytes
@@ -34,7 +34,7 @@ class Asked(Value, frozen=True, kw_only=True):
     request: CoordinatorRequest
 
 
-class Desk:
+class CoordinatorService:
     """The coordinator's core behind the master's socket and store.
 
     Args:
@@ -59,7 +59,7 @@ class Desk:
         """
         self._core.restore(now, records)
 
-    def answer(self, now: float, asked: Asked) -> list[MasterAction]:
+    def answer(self, now: float, asked: CoordinatorReceived) -> list[MasterAction]:
         """What to do about a request; at a barrier its answer comes from a later call."""
         peer, request_id, request = asked.peer, asked.request_id, asked.request
         if isinstance(request, Heartbeat):  # thousands a second, and nothing of them is kept
@@ -78,9 +78,9 @@ class Desk:
         """What to do about what the master's core has just decided: lives that ended, jobs that are forgotten."""
         found: list[MasterAction] = []
         for action in actions:
-            if isinstance(action, Report) and action.record.event in LIFE_ENDS:
+            if isinstance(action, ReportEvent) and action.record.event in LIFE_ENDS:
                 found += self._life_ended(now, action.record)
-            elif isinstance(action, Save) and action.kind == "job" and action.data is None:
+            elif isinstance(action, SaveRecord) and action.kind == "job" and action.data is None:
                 found += self._step(now, SpaceClosed(space=action.key))
         return found
 
@@ -110,9 +110,9 @@ class Desk:
                 case Answer(token=(peer, request_id), answer=answer):
                     translated.append(Send(peer=peer, request_id=request_id, message=answer))
                 case Persist(rows=rows):
-                    translated += [Save(kind=kind, key=key, data=data) for kind, key, data in rows]
+                    translated += [SaveRecord(kind=kind, key=key, data=data) for kind, key, data in rows]
                 case Forget(keys=keys):
-                    translated += [Save(kind=kind, key=key, data=None) for kind, key in keys]
+                    translated += [SaveRecord(kind=kind, key=key, data=None) for kind, key in keys]
                 case Remark():
                     translated.append(
                         self._master.remark(now, action.event, action.reason, action.space, action.worker_id)

@@ -27,9 +27,17 @@ from unified.protocol.framing import MAX_MESSAGE, UNREADABLE, Codec
 from unified.protocol.records import EventRecord
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
-from unified_master.coordinator_service import Asked, Desk
+from unified_master.coordinator_service import CoordinatorReceived, CoordinatorService
 from unified_master.core.master import MasterCore
-from unified_master.core.messages import MasterAction, MasterEvent, Received, Report, Save, Send, TimePassed
+from unified_master.core.messages import (
+    MasterAction,
+    MasterEvent,
+    MasterTimePassed,
+    Received,
+    ReportEvent,
+    SaveRecord,
+    Send,
+)
 from unified_master.relay import BusRelay
 from unified_master.store import Store
 
@@ -170,7 +178,7 @@ class MasterDaemon:
                 poller.poll(math.ceil(wait_s * 1000))
                 events = self._take_in(router)
                 if due is not None and self._clock.now() >= due:
-                    events.append(TimePassed())
+                    events.append(MasterTimePassed())
                 core = self._handle(core, events, router, store)
         finally:
             signal.set_wakeup_fd(previous)
@@ -186,7 +194,7 @@ class MasterDaemon:
         records, now = store.records(), self._clock.now()
         actions = core.restore(now, records, store.events())
         self._record(actions, store)
-        self._desk = Desk(core, self.options.worker_heartbeats)
+        self._desk = CoordinatorService(core, self.options.worker_heartbeats)
         self._desk.restore(now, records)
         return core
 
@@ -200,9 +208,9 @@ class MasterDaemon:
         if self.options.address_file is not None:
             write_atomically(self.options.address_file, f"{address}\n")
 
-    def _take_in(self, router: zmq.Socket[bytes]) -> list[MasterEvent | Asked]:
+    def _take_in(self, router: zmq.Socket[bytes]) -> list[MasterEvent | CoordinatorReceived]:
         """All messages that are there, up to a limit, checked at the door."""
-        events: list[MasterEvent | Asked] = []
+        events: list[MasterEvent | CoordinatorReceived] = []
         for _ in range(MAX_BATCH):
             received = _receive(router)
             if received is None:
@@ -214,7 +222,7 @@ class MasterDaemon:
                 self._refuse(router, peer, frames, error)
                 continue
             if isinstance(message, CoordinatorRequest):
-                events.append(Asked(peer=peer, request_id=request_id, request=message))
+                events.append(CoordinatorReceived(peer=peer, request_id=request_id, request=message))
             else:
                 events.append(Received(peer=peer, request_id=request_id, message=message))
         return events
@@ -232,7 +240,11 @@ class MasterDaemon:
             _log.warning("event=message-refused reason=%r refused_so_far=%d", text, self._refusals.total)
 
     def _handle(
-        self, core: MasterCore, events: Sequence[MasterEvent | Asked], router: zmq.Socket[bytes], store: Store
+        self,
+        core: MasterCore,
+        events: Sequence[MasterEvent | CoordinatorReceived],
+        router: zmq.Socket[bytes],
+        store: Store,
     ) -> MasterCore:
         """Step through a batch of events; commit everything, then send. Returns the core to go on with."""
         actions: list[MasterAction] = []
@@ -248,20 +260,20 @@ class MasterDaemon:
         self._perform(actions, router)
         return core
 
-    def _step(self, core: MasterCore, event: MasterEvent | Asked, actions: list[MasterAction]) -> None:
+    def _step(self, core: MasterCore, event: MasterEvent | CoordinatorReceived, actions: list[MasterAction]) -> None:
         """One event; its consequences are added to `actions` as soon as each is known."""
         now = self._clock.now()
-        if isinstance(event, Asked):
+        if isinstance(event, CoordinatorReceived):
             actions += self._desk.answer(now, event)
             return
         decided = core.step(now, event)
         actions += decided
         actions += self._desk.hear(now, decided)
-        if isinstance(event, TimePassed):
+        if isinstance(event, MasterTimePassed):
             actions += self._desk.time_passed(now)
 
     def _after_defect(
-        self, core: MasterCore, event: MasterEvent | Asked, router: zmq.Socket[bytes], store: Store
+        self, core: MasterCore, event: MasterEvent | CoordinatorReceived, router: zmq.Socket[bytes], store: Store
     ) -> MasterCore:
         """Go on from what was saved, as after a restart. Too many defects in a short time end the process."""
         _log.exception("event=defect reason=%r", f"while handling {str(event)[:500]}")
@@ -272,14 +284,14 @@ class MasterDaemon:
                 f"{len(self._defects)} defects within {DEFECT_WINDOW_S:g} s (see the log): the master gives up. "
                 "Workers run on; start it again with the same --state-dir, and please report the traceback."
             )
-        if isinstance(event, Received | Asked):
+        if isinstance(event, Received | CoordinatorReceived):
             reason = "the master met a defect of its own while handling this; its log has the traceback."
             _send(router, event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id))
         return self._begin_reign(store, core.relay)
 
     def _record(self, actions: Sequence[MasterAction], store: Store) -> None:
-        saves = [action for action in actions if isinstance(action, Save)]
-        reports = [action for action in actions if isinstance(action, Report)]
+        saves = [action for action in actions if isinstance(action, SaveRecord)]
+        reports = [action for action in actions if isinstance(action, ReportEvent)]
         if saves or reports:
             store.commit(saves, reports)
         for report in reports:

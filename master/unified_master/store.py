@@ -13,7 +13,7 @@ import msgspec
 from unified.config import settings
 from unified.errors import ClusterError
 from unified.protocol.records import EventRecord
-from unified_master.core.messages import Report, Save
+from unified_master.core.messages import ReportEvent, SaveRecord
 
 SCHEMA_VERSION = 1
 MAX_EVENTS = 200_000
@@ -55,7 +55,7 @@ class Store:
             os.close(self._lock)
             raise
 
-    def commit(self, saves: Iterable[Save], reports: Iterable[Report]) -> None:
+    def commit(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
         """Write everything in one transaction; on return it is on disk.
 
         Raises:
@@ -69,7 +69,7 @@ class Store:
                 "workers run on meanwhile."
             ) from None
 
-    def _write(self, saves: Iterable[Save], reports: Iterable[Report]) -> None:
+    def _write(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
         database = self._database
         database.execute("begin immediate")
         try:
@@ -116,7 +116,7 @@ class Store:
 
     def write_note(self, name: str, text: str) -> None:
         """Keep something of the shell's own beside the core's records, which never have the kind ``shell``."""
-        self.commit([Save(kind="shell", key=name, data=text.encode())], [])
+        self.commit([SaveRecord(kind="shell", key=name, data=text.encode())], [])
 
     def close(self) -> None:
         self._database.close()

@@ -235,7 +235,7 @@ def test_invariants_hold_and_all_jobs_end(seed: int, is_real: bool, monkeypatch:
     assert all((job.end is not None) == (job.exit_code == 1) for job in cluster.jobs.values())
     chaos.world.run(400.0)
     for node in cluster.nodes.values():
-        assert (node.lives, node.claims, node.leaving) == ({}, {}, {}), f"seed {seed}: {node.name} holds something"
+        assert (node.lives, node.allocations, node.leaving) == ({}, {}, {}), f"seed {seed}: {node.name} holds something"
         agent = chaos.world.agents[node.name]
         assert isinstance(agent, SimAgent | RealAgent)
         assert agent.lives == {}, f"seed {seed}: {node.name} still runs something"

@@ -27,7 +27,7 @@ from unified.protocol.records import DirectoryEntry, Failure, JobWorkerIncarnati
 from unified.protocol.worker_agent import DirectoryNews, Failed, Hello, Reported, Run, Stop, WorkerToAgent
 from unified_agent.core.directory import JobDirectory
 from unified_agent.core.launching import launch_of
-from unified_agent.core.membership import Membership, Standing
+from unified_agent.core.membership import Membership, MembershipState
 from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,
@@ -116,7 +116,7 @@ class AgentCore:
         return self._turn.actions
 
     def _on_master(self, message: MasterToAgent, request_id: int) -> None:
-        if self.membership.standing is Standing.REFUSED:
+        if self.membership.standing is MembershipState.REFUSED:
             return
         if self.membership.heard():
             self._observe_soon()

@@ -16,7 +16,7 @@ COMPLAIN_EVERY_S = 30.0
 """How often an agent that cannot reach its master says so."""
 
 
-class Standing(StrEnum):
+class MembershipState(StrEnum):
     """What the agent believes of its place in the cluster."""
 
     UNKNOWN = "UNKNOWN"
@@ -30,10 +30,10 @@ class Standing(StrEnum):
 STANDING_MOVES = TransitionTable(
     "agent",
     {
-        Standing.UNKNOWN: (Standing.REGISTERED, Standing.REFUSED),
-        Standing.REGISTERED: (Standing.SILENT, Standing.UNKNOWN, Standing.REFUSED),
-        Standing.SILENT: (Standing.REGISTERED, Standing.UNKNOWN, Standing.REFUSED),
-        Standing.REFUSED: (),
+        MembershipState.UNKNOWN: (MembershipState.REGISTERED, MembershipState.REFUSED),
+        MembershipState.REGISTERED: (MembershipState.SILENT, MembershipState.UNKNOWN, MembershipState.REFUSED),
+        MembershipState.SILENT: (MembershipState.REGISTERED, MembershipState.UNKNOWN, MembershipState.REFUSED),
+        MembershipState.REFUSED: (),
     },
 )
 
@@ -42,7 +42,7 @@ class Membership:
     """Registers, renews the lease, notices silence."""
 
     def __init__(self, turn: AgentTurn, facts: NodeFacts, intervals: Intervals, give_up_s: float | None) -> None:
-        self.standing = Standing.UNKNOWN
+        self.standing = MembershipState.UNKNOWN
         self.relay = ""
         self._turn = turn
         self._facts = facts
@@ -60,31 +60,31 @@ class Membership:
 
     @property
     def is_registered(self) -> bool:
-        return self.standing in (Standing.REGISTERED, Standing.SILENT)
+        return self.standing in (MembershipState.REGISTERED, MembershipState.SILENT)
 
     def reached(self, generation: int) -> None:
         """A connection stands: use it at once, since what was sent without one is lost."""
         if self.is_registered:
             self.beat(generation)
-        elif self.standing is Standing.UNKNOWN:
+        elif self.standing is MembershipState.UNKNOWN:
             self.register()
 
     def heard(self) -> bool:
         """The master said something. True if it had been silent."""
-        was_silent = self.standing is Standing.SILENT
+        was_silent = self.standing is MembershipState.SILENT
         self._heard_at = self._turn.now
         self._unanswered_since = None
         self._is_locked_out = False
         self._turn.timers.cancel(Timer("reconnect"))
         self._turn.timers.cancel(Timer("complain"))
         if was_silent:
-            self._move(Standing.REGISTERED)
+            self._move(MembershipState.REGISTERED)
             self._turn.report("master-back", f"the master at {self._facts.master} answers again")
         return was_silent
 
     def register(self) -> None:
         """Ask to be registered, and again until there is an answer."""
-        self._move(Standing.UNKNOWN)
+        self._move(MembershipState.UNKNOWN)
         facts = self._facts
         self._turn.send(
             RegisterAgent(
@@ -108,7 +108,7 @@ class Membership:
         self._was_ever_registered = True
         self._heartbeat_s, self._lease_s, self.relay = terms.heartbeat_s, terms.lease_s, terms.relay
         if is_new:
-            self._move(Standing.REGISTERED)
+            self._move(MembershipState.REGISTERED)
             self._turn.timers.cancel(Timer("register"))
             self._turn.arm(Timer("heartbeat"), self._heartbeat_s)
             self._turn.report("registered", f"registered with the master at {self._facts.master}")
@@ -118,14 +118,14 @@ class Membership:
         if message.retry_after_s is None:
             self.end(message.reason)
             return
-        self._move(Standing.UNKNOWN)
+        self._move(MembershipState.UNKNOWN)
         text = f"{message.reason}; asks again in {message.retry_after_s:g} s"
         self._turn.report("refused", text, level="warning")
         self._turn.arm(Timer("register"), message.retry_after_s)
 
     def end(self, reason: str) -> None:
         """There is no place for this agent here."""
-        self._move(Standing.REFUSED)
+        self._move(MembershipState.REFUSED)
         self._turn.act(Exit(code=1, reason=reason))
 
     def unreadable(self, reason: str) -> None:
@@ -150,7 +150,7 @@ class Membership:
         self._turn.act(Reconnect())
 
     def register_due(self) -> None:
-        if self.standing is not Standing.UNKNOWN:
+        if self.standing is not MembershipState.UNKNOWN:
             return
         if not self._was_ever_registered and self._give_up_s is not None and self._waited_s >= self._give_up_s:
             self.end(f"cannot reach the master at {self._facts.master}: no answer for {self._waited_s:.0f} s.")
@@ -171,13 +171,13 @@ class Membership:
         self._turn.arm(Timer("heartbeat"), self._heartbeat_s)
         self.beat(generation)
         silent_s = self._turn.now - self._heard_at
-        if self.standing is Standing.REGISTERED and silent_s > self._lease_s:
-            self._move(Standing.SILENT)
+        if self.standing is MembershipState.REGISTERED and silent_s > self._lease_s:
+            self._move(MembershipState.SILENT)
             text = f"the master at {self._facts.master} has said nothing for {silent_s:.1f} s; the workers stay"
             self._turn.report("master-silent", text, level="warning")
             self._await_answer()
             self._reconnect_at = self._turn.now
-        if self.standing is Standing.SILENT and self._turn.now >= self._reconnect_at:
+        if self.standing is MembershipState.SILENT and self._turn.now >= self._reconnect_at:
             self._reconnect_at = self._turn.now + self._lease_s
             self._turn.act(Reconnect())
 
@@ -195,6 +195,6 @@ class Membership:
             self._unanswered_since = self._turn.now
             self._turn.arm(Timer("complain"), self._connect_s)
 
-    def _move(self, standing: Standing) -> None:
+    def _move(self, standing: MembershipState) -> None:
         if standing is not self.standing:
             self.standing = STANDING_MOVES.check(self._facts.node, self.standing, standing)

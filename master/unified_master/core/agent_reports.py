@@ -134,6 +134,6 @@ def _meet_stranger(turn: Turn, node: NodeRecord, life: JobWorkerIncarnation) -> 
     """A life that we do not want, left from before a restart or a partition: it is leaving, and holds what it used."""
     job = turn.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None
-    claim = worker.claim if worker is not None and worker.node == node.name else None
-    incarnations.note_leaving(node, life, claim)
+    allocation = worker.allocation if worker is not None and worker.node == node.name else None
+    incarnations.note_leaving(node, life, allocation)
     turn.touch_node(node.name)

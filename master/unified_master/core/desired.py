@@ -84,14 +84,10 @@ def _worker(job: JobRecord, worker: WorkerRecord) -> DesiredWorker:
         local_rank=worker.rank % role.per_group,
         local_world_size=role.per_group,
         node_rank=worker.rank // role.per_group,
-        devices=_devices(worker),
+        devices=worker.devices,
         group_devices=_group_devices(job, role, worker.rank // role.per_group),
         run=worker.run,
     )
-
-
-def _devices(worker: WorkerRecord) -> list[int]:
-    return [index for kind, index in (worker.claim.devices if worker.claim else ()) if kind == "device"]
 
 
 def _group_devices(job: JobRecord, role: RoleSpec, group: int) -> list[int]:
@@ -102,5 +98,5 @@ def _group_devices(job: JobRecord, role: RoleSpec, group: int) -> list[int]:
     if role.kind != "elastic" and not role.rank_based_gpu_selection:
         return []
     ranks = range(group * role.per_group, (group + 1) * role.per_group)
-    rows = zip_longest(*(_devices(job.workers[role.worker(rank)]) for rank in ranks))
+    rows = zip_longest(*(job.workers[role.worker(rank)].devices for rank in ranks))
     return list(dict.fromkeys(index for row in rows for index in row if index is not None))

@@ -6,30 +6,38 @@ import msgspec
 
 from unified.protocol.records import JobWorkerIncarnation, WorkerState
 from unified_master.core import directory
-from unified_master.core.state import JobRecord, Leaving, NodeRecord, PastLife, SeatClaim, TimerKey, WorkerRecord
+from unified_master.core.state import (
+    Allocation,
+    JobRecord,
+    Leaving,
+    NodeRecord,
+    PastLife,
+    TimerKey,
+    WorkerRecord,
+)
 from unified_master.core.step import Turn
 
 MAX_PAST = 20
 START_SLACK_S = 5.0
 
 
-def take_seat(turn: Turn, job: JobRecord, worker: WorkerRecord, node: NodeRecord, claim: SeatClaim) -> None:
+def allocate(turn: Turn, job: JobRecord, worker: WorkerRecord, node: NodeRecord, allocation: Allocation) -> None:
     """Give the worker a place; its life must not be desired elsewhere."""
-    leave_seat(turn, job, worker)
+    release(turn, job, worker)
     _remember_life(worker)
     worker.node = node.name
-    worker.claim = claim
-    node.claims[worker.place_key] = claim
+    worker.allocation = allocation
+    node.allocations[worker.place_key] = allocation
     turn.touch_worker(job, worker)
 
 
-def leave_seat(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
+def release(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
     """Give the place up. What a life that is still leaving uses stays held until it is gone."""
-    if worker.claim is None:
+    if worker.allocation is None:
         return
-    worker.claim = None
+    worker.allocation = None
     if (node := turn.cluster.nodes.get(worker.node)) is not None:
-        node.claims.pop(worker.place_key, None)
+        node.allocations.pop(worker.place_key, None)
     turn.wants_schedule = True
     turn.touch_worker(job, worker)
 
@@ -64,14 +72,14 @@ def end_life(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
     if node is not None and node.lives.pop(worker.life, None) is not None:
         turn.touch_node(node.name)
         if worker.state is not WorkerState.EXITED:
-            note_leaving(node, worker.life, worker.claim)
+            note_leaving(node, worker.life, worker.allocation)
     turn.touch_worker(job, worker)
     directory.publish(turn, job, worker)
 
 
-def note_leaving(node: NodeRecord, life: JobWorkerIncarnation, claim: SeatClaim | None) -> None:
+def note_leaving(node: NodeRecord, life: JobWorkerIncarnation, allocation: Allocation | None) -> None:
     """Expect the end of a life; a report of the next generation that lacks it is proof."""
-    node.leaving[life] = Leaving(life=life, node=node.name, generation=node.generation + 1, claim=claim)
+    node.leaving[life] = Leaving(life=life, node=node.name, generation=node.generation + 1, allocation=allocation)
 
 
 def confirm_gone(turn: Turn, node: NodeRecord, life: JobWorkerIncarnation) -> None:
@@ -127,7 +135,6 @@ def _patience_s(turn: Turn, job: JobRecord, worker: WorkerRecord) -> float:
 
 
 def _on_devices(worker: WorkerRecord) -> str:
-    devices = [str(index) for kind, index in (worker.claim.devices if worker.claim else ()) if kind == "device"]
-    if not devices:
+    if not (devices := worker.devices):
         return ""
-    return f" with device {devices[0]}" if len(devices) == 1 else f" with devices {', '.join(devices)}"
+    return f" with device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}"

@@ -15,7 +15,7 @@ def check(cluster: Cluster) -> list[str]:
     for node in cluster.nodes.values():
         broken += _node(cluster, node)
     for job in cluster.jobs.values():
-        broken += _seats(cluster, job)
+        broken += _places(cluster, job)
         broken += _stage(cluster, job)
         broken += _rounds(job)
         broken += _budgets(job)
@@ -26,23 +26,23 @@ def check(cluster: Cluster) -> list[str]:
 
 def _node(cluster: Cluster, node: NodeRecord) -> Iterator[str]:
     has = node.info.resources
-    claims = list(node.claims.values())
+    allocations = list(node.allocations.values())
     for field in ("cpu", "memory_mb", "disk_mb"):
-        used = sum(getattr(claim, field) for claim in claims)
+        used = sum(getattr(allocation, field) for allocation in allocations)
         if used > getattr(has, field) + EPSILON:
             yield f"node {node.name}: {used:g} of {getattr(has, field):g} {field} are claimed"
     shares: dict[DeviceKey, float] = {}
-    for claim in claims:
-        for key in claim.devices:
-            shares[key] = shares.get(key, 0.0) + claim.share
+    for allocation in allocations:
+        for key in allocation.devices:
+            shares[key] = shares.get(key, 0.0) + allocation.share
     yield from (
         f"node {node.name}: {share:g} of device {key} is claimed" for key, share in shares.items() if share > 1 + 1e-4
     )
-    for name in {name for claim in claims for name in claim.user_defined}:
-        used = sum(claim.user_defined.get(name, 0.0) for claim in claims)
+    for name in {name for allocation in allocations for name in allocation.user_defined}:
+        used = sum(allocation.user_defined.get(name, 0.0) for allocation in allocations)
         if used > has.user_defined.get(name, 0.0) + EPSILON:
             yield f"node {node.name}: {used:g} of {has.user_defined.get(name, 0.0):g} {name} are claimed"
-    if node.state is NodeState.LOST and (node.lives or node.claims or node.leaving):
+    if node.state is NodeState.LOST and (node.lives or node.allocations or node.leaving):
         yield f"node {node.name} is lost and still has workers"
     if node.state is NodeState.ALIVE and node.name not in cluster.leases:
         yield f"node {node.name} is alive without a lease"
@@ -53,26 +53,26 @@ def _node(cluster: Cluster, node: NodeRecord) -> Iterator[str]:
             yield f"node {node.name}: {life} is both desired and leaving"
 
 
-def _seats(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+def _places(cluster: Cluster, job: JobRecord) -> Iterator[str]:
     """At most one desired life for each worker, where the worker has its place."""
     devices: dict[str, set[DeviceKey]] = {}
     for worker in job.workers.values():
-        homes = [
+        listed = [
             node.name
             for node in cluster.nodes.values()
             for life in node.lives
             if life.job_id == job.job_id and life.worker == worker.name
         ]
-        if homes != ([worker.node] if worker.is_desired else []):
-            yield f"{worker.life}: desired={worker.is_desired} on {worker.node!r}, listed on {homes}"
-        holders = [node.name for node in cluster.nodes.values() if worker.place_key in node.claims]
-        if holders != ([worker.node] if worker.claim is not None else []):
+        if listed != ([worker.node] if worker.is_desired else []):
+            yield f"{worker.life}: desired={worker.is_desired} on {worker.node!r}, listed on {listed}"
+        holders = [node.name for node in cluster.nodes.values() if worker.place_key in node.allocations]
+        if holders != ([worker.node] if worker.allocation is not None else []):
             yield f"{worker.life}: has its place on {worker.node!r}, claims on {holders}"
-        if worker.is_desired and worker.claim is None:
+        if worker.is_desired and worker.allocation is None:
             yield f"{worker.life} is desired without a place"
-        if worker.claim is not None:
-            devices.setdefault(worker.node, set()).update(worker.claim.devices)
-    used = {worker.node for worker in job.workers.values() if worker.kind == "worker" and worker.claim is not None}
+        if worker.allocation is not None:
+            devices.setdefault(worker.node, set()).update(worker.allocation.devices)
+    used = {worker.node for worker in job.workers.values() if worker.kind == "worker" and worker.allocation is not None}
     if len(used) > job.spec.node_num:
         yield f"job {job.job_id} uses {sorted(used)}; node_num={job.spec.node_num}"
     for name, keys in devices.items():
@@ -81,7 +81,7 @@ def _seats(cluster: Cluster, job: JobRecord) -> Iterator[str]:
 
 
 def _stage(cluster: Cluster, job: JobRecord) -> Iterator[str]:
-    holds = [worker.name for worker in job.workers.values() if worker.claim is not None]
+    holds = [worker.name for worker in job.workers.values() if worker.allocation is not None]
     desired = [worker.name for worker in job.workers.values() if worker.is_desired]
     if (job.is_waiting or job.stage is Stage.STOPPED) and (holds or desired):
         yield f"job {job.job_id} is {job.stage} without a place, yet holds {holds} and desires {desired}"

@@ -229,7 +229,7 @@ def settle_stop(turn: Turn, job: JobRecord) -> None:
     if turn.cluster.leaving_of(job.job_id) or _may_have_more(turn, job):
         return
     for worker in job.workers.values():
-        incarnations.leave_seat(turn, job, worker)
+        incarnations.release(turn, job, worker)
     job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.STOPPED)
     job.exit_code = job.outcome
     job.ended_at = turn.now

@@ -16,7 +16,7 @@ from unified.protocol.agent_master import (
 )
 from unified.protocol.records import EventRecord
 from unified_master.core import agent_reports, client_requests, desired, directory, jobs, nodes, recovery, restart
-from unified_master.core.messages import MasterAction, MasterEvent, Received, Report, TimePassed
+from unified_master.core.messages import MasterAction, MasterEvent, MasterTimePassed, Received, ReportEvent
 from unified_master.core.restore import Record, restore
 from unified_master.core.scheduling import job_queue
 from unified_master.core.state import Cluster, TimerKey
@@ -40,7 +40,7 @@ class MasterCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `TimePassed` is due; None if nothing is awaited."""
+        """When `MasterTimePassed` is due; None if nothing is awaited."""
         deadlines = [self.cluster.timers.next_deadline, self.cluster.leases.next_check]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -62,15 +62,17 @@ class MasterCore:
         match event:
             case Received():
                 self._received(turn, event)
-            case TimePassed():
+            case MasterTimePassed():
                 self._time_passed(turn)
             case _:
                 assert_never(event)
         return self._finish(turn)
 
-    def remark(self, now: float, event: str, reason: str, job: str = "", worker: str = "") -> Report:
+    def remark(self, now: float, event: str, reason: str, job: str = "", worker: str = "") -> ReportEvent:
         """An entry for the event log about what was decided elsewhere in this process."""
-        return Report(record=Turn(now, self.cluster).entry(event, reason, self.cluster.jobs.get(job), worker=worker))
+        return ReportEvent(
+            record=Turn(now, self.cluster).entry(event, reason, self.cluster.jobs.get(job), worker=worker)
+        )
 
     def _received(self, turn: Turn, event: Received) -> None:
         peer, number, message = event.peer, event.request_id, event.message

@@ -1,4 +1,4 @@
-"""Events and actions of the master's core. All `Save`s and `Report`s of a step are on disk before a `Send` goes.
+"""Events and actions of the master's core. Whatever a step saves and reports is on disk before a `Send` goes.
 
 There are two events: somebody said something, or time passed.
 """
@@ -11,7 +11,7 @@ from unified.protocol.records import EventRecord
 from unified.values import Value
 
 
-class Save(Value, frozen=True, kw_only=True):
+class SaveRecord(Value, frozen=True, kw_only=True):
     """Keep these bytes under (kind, key); None forgets them."""
 
     kind: str
@@ -19,7 +19,7 @@ class Save(Value, frozen=True, kw_only=True):
     data: bytes | None
 
 
-class Report(Value, frozen=True, kw_only=True):
+class ReportEvent(Value, frozen=True, kw_only=True):
     """A fact or a decision with its reason: into the event log and the daemon's log."""
 
     record: EventRecord
@@ -33,7 +33,7 @@ class Send(Value, frozen=True, kw_only=True):
     message: MasterToAgent | MasterAnswer
 
 
-MasterAction = Save | Report | Send
+MasterAction = SaveRecord | ReportEvent | Send
 
 
 class Received(Value, frozen=True, kw_only=True):
@@ -44,8 +44,8 @@ class Received(Value, frozen=True, kw_only=True):
     message: AgentToMaster | ClientToMaster
 
 
-class TimePassed(Value, frozen=True, kw_only=True):
+class MasterTimePassed(Value, frozen=True, kw_only=True):
     """`MasterCore.next_deadline` has come. Too early or too often does no harm."""
 
 
-MasterEvent = Received | TimePassed
+MasterEvent = Received | MasterTimePassed

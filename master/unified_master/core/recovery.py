@@ -14,11 +14,11 @@ from unified_master.core.restart import (
     count_job,
     restart,
     restart_job,
-    seat,
+    stop,
     unfinished_elastic,
 )
 from unified_master.core.scheduling import job_queue
-from unified_master.core.scheduling.packing import Plan
+from unified_master.core.scheduling.packing import PlacementPlan
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import Turn
 
@@ -123,7 +123,7 @@ def on_node_lost(turn: Turn, job: JobRecord, node: NodeRecord, reason: str) -> N
     """The node took its workers along: charge it once, and give them new places by the job's strategies."""
     failure = Failure(summary=f"node {node.name} was lost: {reason}", category="node")
     is_store_needed = bool(unfinished_elastic(job))
-    lost = [one for one in _bury(turn, job, node, failure) if one.kind == "worker" or is_store_needed]
+    lost = [one for one in _reap(turn, job, node, failure) if one.kind == "worker" or is_store_needed]
     if job.is_ending or not lost:
         return
     first = lost[0]
@@ -192,17 +192,17 @@ def _repair(
     else:
         what, whom = "worker", (role.name, worker.name)
     why = f"{what} restarts{after}: {_cause(job, worker, failure)}"
-    seated = seat(turn, job, _scoped(job, worker, scope), why)
-    if is_excluding and not seated.plan.fits and not job_queue.could_ever_fit(turn.cluster, job):
-        limit = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {seated.plan.reason}"
+    pending = stop(turn, job, _scoped(job, worker, scope), why)
+    if is_excluding and not pending.plan.fits and not job_queue.could_ever_fit(turn.cluster, job):
+        limit = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {pending.plan.reason}"
         jobs.end_badly(turn, job, worker, failure, "per_node_max_failure", limit)
         return
     if scope == "job":
         job.num_charged_restarts += not is_role_limited
         count_job(job)
     turn.decide(f"{scope}-restarts", why, job, *whom)
-    begin(turn, job, seated, delay)
-    _or_wait(turn, job, seated.plan)
+    begin(turn, job, pending, delay)
+    _or_wait(turn, job, pending.plan)
 
 
 def _scope(job: JobRecord, role: RoleSpec) -> Scope:
@@ -260,7 +260,7 @@ def _not_put_off(turn: Turn, job: JobRecord, lost: list[WorkerRecord], failure: 
     return due
 
 
-def _or_wait(turn: Turn, job: JobRecord, found: Plan) -> None:
+def _or_wait(turn: Turn, job: JobRecord, found: PlacementPlan) -> None:
     """A job whose workers found no new place goes back into the queue."""
     if not found.fits:
         job_queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
@@ -348,7 +348,7 @@ def _replace_store(turn: Turn, job: JobRecord, store: WorkerRecord) -> None:
     _or_wait(turn, job, restart(turn, job, all_workers(job), why, delay))
 
 
-def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:
+def _reap(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:
     """Mark every life on a lost node as ended and free its seat; returns the workers that are missed."""
     missed: list[WorkerRecord] = []
     told: list[WorkerRecord] = []
@@ -369,7 +369,7 @@ def _bury(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> lis
         if was_living:
             worker.state = WorkerState.EXITED
         incarnations.end_life(turn, job, worker)
-        incarnations.leave_seat(turn, job, worker)
+        incarnations.release(turn, job, worker)
         turn.touch_worker(job, worker)
         directory.publish(turn, job, worker)
     for worker in missed:

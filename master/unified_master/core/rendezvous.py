@@ -7,7 +7,7 @@ from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import WorkerState
 from unified_master.core import incarnations
 from unified_master.core.scheduling.placement import control_unit
-from unified_master.core.state import STORE, JobRecord, SeatClaim, WorkerRecord
+from unified_master.core.state import STORE, Allocation, JobRecord, WorkerRecord
 from unified_master.core.step import Turn, count
 
 
@@ -24,12 +24,12 @@ def settle_store(turn: Turn, job: JobRecord, reason: str) -> None:
     if store.is_desired and store.state is not WorkerState.EXITED:
         return
     if control_unit(job.spec) is None:
-        seated = [worker for role in elastic for worker in job.ranks(role.name) if worker.claim is not None]
-        if not seated:
+        placed = [worker for role in elastic for worker in job.ranks(role.name) if worker.allocation is not None]
+        if not placed:
             return
         incarnations.end_life(turn, job, store)
-        incarnations.take_seat(turn, job, store, turn.cluster.nodes[seated[0].node], SeatClaim())
-    elif store.claim is None:
+        incarnations.allocate(turn, job, store, turn.cluster.nodes[placed[0].node], Allocation())
+    elif store.allocation is None:
         return
     incarnations.begin_life(turn, job, store, reason)
     where = store.node

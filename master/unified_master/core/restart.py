@@ -8,40 +8,40 @@ from typing import NamedTuple
 from unified.protocol.records import JOB_MOVES, NodeState, Stage, WorkerState
 from unified_master.core import incarnations, rendezvous
 from unified_master.core.scheduling.node_capacity import Unit
-from unified_master.core.scheduling.packing import Plan
+from unified_master.core.scheduling.packing import PlacementPlan
 from unified_master.core.scheduling.placement import control_unit, place, units_of
 from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.step import Turn
 
 
-class Seated(NamedTuple):
+class PendingRestart(NamedTuple):
     """Workers whose lives were ended, to begin others where the plan says."""
 
     workers: list[WorkerRecord]
-    plan: Plan
+    plan: PlacementPlan
     """If it does not fit, it says why, and the caller decides what becomes of the job."""
 
 
-def restart(turn: Turn, job: JobRecord, names: Iterable[str], reason: str, delay_s: float = 0.0) -> Plan:
-    """`seat` the named workers and, if the plan fits, `begin` their new lives."""
-    seated = seat(turn, job, names, reason)
-    begin(turn, job, seated, delay_s)
-    return seated.plan
+def restart(turn: Turn, job: JobRecord, names: Iterable[str], reason: str, delay_s: float = 0.0) -> PlacementPlan:
+    """`stop` the named workers and, if the plan fits, `begin` their new lives."""
+    pending = stop(turn, job, names, reason)
+    begin(turn, job, pending, delay_s)
+    return pending.plan
 
 
-def seat(turn: Turn, job: JobRecord, names: Iterable[str], reason: str) -> Seated:
+def stop(turn: Turn, job: JobRecord, names: Iterable[str], reason: str) -> PendingRestart:
     """End the named workers' lives, and those that depend on them. Those whose node is lost or excluded move."""
     scope, moving = _widen(turn, job, set(names))
     workers = [worker for worker in job.workers.values() if worker.name in scope]
     for worker in workers:
         worker.reason = reason  # first, because callers are told it
         incarnations.end_life(turn, job, worker)
-    return Seated(workers, _move(turn, job, [*moving, *_moving_store(turn, job)]))
+    return PendingRestart(workers, _move(turn, job, [*moving, *_moving_store(turn, job)]))
 
 
-def begin(turn: Turn, job: JobRecord, seated: Seated, delay_s: float = 0.0) -> None:
+def begin(turn: Turn, job: JobRecord, pending: PendingRestart, delay_s: float = 0.0) -> None:
     """Begin the new lives after `delay_s`; nothing if there is no place for them."""
-    workers, found = seated
+    workers, found = pending
     if not found.fits:
         return
     for worker in workers:
@@ -56,7 +56,7 @@ def begin(turn: Turn, job: JobRecord, seated: Seated, delay_s: float = 0.0) -> N
     _begin_later(turn, job, delay_s)
 
 
-def restart_job(turn: Turn, job: JobRecord, reason: str) -> Plan:
+def restart_job(turn: Turn, job: JobRecord, reason: str) -> PlacementPlan:
     """All workers again, the job back to INIT."""
     count_job(job)
     return restart(turn, job, all_workers(job), reason)
@@ -139,7 +139,7 @@ def unfinished_elastic(job: JobRecord) -> set[str]:
 def _moving_store(turn: Turn, job: JobRecord) -> list[Unit]:
     """The store host, if the job says what it needs and it has to go to another node."""
     unit, store = control_unit(job.spec), job.store
-    if unit is None or store is None or not is_store_lost(job) or _has_good_seat(turn, job, store):
+    if unit is None or store is None or not is_store_lost(job) or _has_good_place(turn, job, store):
         return []
     incarnations.end_life(turn, job, store)
     return [unit]
@@ -150,28 +150,28 @@ def _in(unit: Unit, names: set[str]) -> bool:
 
 
 def _must_move(turn: Turn, job: JobRecord, unit: Unit) -> bool:
-    return any(not _has_good_seat(turn, job, job.workers[member.worker]) for member in unit.members)
+    return any(not _has_good_place(turn, job, job.workers[member.worker]) for member in unit.members)
 
 
-def _has_good_seat(turn: Turn, job: JobRecord, worker: WorkerRecord) -> bool:
+def _has_good_place(turn: Turn, job: JobRecord, worker: WorkerRecord) -> bool:
     """Its node is believed alive (heard from since the master restarted, or not yet) and not excluded."""
     node = turn.cluster.nodes.get(worker.node)
     return (
-        worker.claim is not None
+        worker.allocation is not None
         and node is not None
         and node.state is NodeState.ALIVE
         and node.name not in job.excluded
     )
 
 
-def _move(turn: Turn, job: JobRecord, moving: list[Unit]) -> Plan:
+def _move(turn: Turn, job: JobRecord, moving: list[Unit]) -> PlacementPlan:
     """New seats for whole units."""
     if not moving:
-        return Plan()
+        return PlacementPlan()
     for unit in moving:
         for member in unit.members:
-            incarnations.leave_seat(turn, job, job.workers[member.worker])
+            incarnations.release(turn, job, job.workers[member.worker])
     found = place(turn.cluster, job, moving)
-    for seat in found.seats:
-        incarnations.take_seat(turn, job, job.workers[seat.worker], turn.cluster.nodes[seat.node], seat.claim)
+    for one in found.assignments:
+        incarnations.allocate(turn, job, job.workers[one.worker], turn.cluster.nodes[one.node], one.allocation)
     return found

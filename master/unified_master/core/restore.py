@@ -99,14 +99,14 @@ def _worker(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
     node = turn.cluster.nodes.get(worker.node)
     if node is None:
         return
-    if worker.claim is not None:
-        node.claims[worker.place_key] = worker.claim
+    if worker.allocation is not None:
+        node.allocations[worker.place_key] = worker.allocation
     if worker.is_desired:
         node.lives[worker.life] = worker
         if worker.state is WorkerState.STARTING:
             turn.cluster.timers.arm(incarnations.start_timer(worker), turn.now + turn.cluster.intervals.start_s)
     elif worker.incarnation >= 0 and worker.state is not WorkerState.EXITED and node.state is NodeState.ALIVE:
-        incarnations.note_leaving(node, worker.life, worker.claim)
+        incarnations.note_leaving(node, worker.life, worker.allocation)
 
 
 def _timers(turn: Turn, job: JobRecord) -> None:

@@ -39,7 +39,7 @@ DeviceKey = tuple[str, int]
 TimerKey = tuple[str, ...]
 
 
-class SeatClaim(Value, frozen=True, kw_only=True):
+class Allocation(Value, frozen=True, kw_only=True):
     """What one worker holds of its node."""
 
     cpu: float = 0.0
@@ -71,8 +71,8 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     """-1: it never lived."""
     node: str = ""
     """Where it is, or was last."""
-    claim: SeatClaim | None = None
-    """What it holds of `node`; None: it has no place."""
+    allocation: Allocation | None = msgspec.field(default=None, name="claim")  # as older state directories have it
+    """The part of `node` that it holds; None: it has no place."""
     is_desired: bool = False
     """This life shall be."""
     is_held: bool = False
@@ -108,6 +108,11 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     @property
     def life(self) -> JobWorkerIncarnation:
         return JobWorkerIncarnation(self.job_id, self.name, self.incarnation)
+
+    @property
+    def devices(self) -> list[int]:
+        """Indices of the node's devices that it holds."""
+        return [index for kind, index in (self.allocation.devices if self.allocation else ()) if kind == "device"]
 
     @property
     def place_key(self) -> tuple[str, str]:
@@ -233,7 +238,7 @@ class Leaving(msgspec.Struct, kw_only=True):
     node: str
     generation: int
     """A report of this generation or a later one that does not list the life confirms its end."""
-    claim: SeatClaim | None = None
+    allocation: Allocation | None = None
 
 
 class NodeRecord(msgspec.Struct, kw_only=True):
@@ -256,7 +261,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """The `seen_at` of the silence for which its lease was prolonged, because we ourselves were late."""
     lives: dict[JobWorkerIncarnation, WorkerRecord] = {}
     """Those desired here."""
-    claims: dict[tuple[str, str], SeatClaim] = {}
+    allocations: dict[tuple[str, str], Allocation] = {}
     leaving: dict[JobWorkerIncarnation, Leaving] = {}
     told: dict[str, int] = {}
     """The `revision` of each job's directory that its agent has been sent, unless something was lost on the way. Empty
@@ -276,12 +281,12 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         """Workers can be placed here."""
         return self.is_connected and self.has_reported
 
-    def held(self) -> Iterator[SeatClaim]:
+    def held(self) -> Iterator[Allocation]:
         """Every claim, those of lives that are still leaving included."""
-        yield from self.claims.values()
+        yield from self.allocations.values()
         for leaving in self.leaving.values():
-            if leaving.claim is not None and leaving.life[:2] not in self.claims:
-                yield leaving.claim
+            if leaving.allocation is not None and leaving.life[:2] not in self.allocations:
+                yield leaving.allocation
 
 
 class ParkedPoll(Value, frozen=True, kw_only=True):

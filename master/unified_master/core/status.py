@@ -103,7 +103,7 @@ def _worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> Wo
         node=worker.node,
         address=node.info.address if node is not None else "",
         pid=worker.pid,
-        devices=[index for kind, index in (worker.claim.devices if worker.claim else ()) if kind == "device"],
+        devices=worker.devices,
         num_failures=worker.num_failures,
         progress=worker.progress,
         log_file=worker.log_file,
@@ -117,15 +117,15 @@ def _free(node: NodeRecord) -> NodeResources:
     cpu, memory_mb, disk_mb = has.cpu, has.memory_mb, has.disk_mb
     user_defined = dict(has.user_defined)
     used: dict[int, float] = {}
-    for claim in node.held():
-        cpu -= claim.cpu
-        memory_mb -= claim.memory_mb
-        disk_mb -= claim.disk_mb
-        for name, amount in claim.user_defined.items():
+    for allocation in node.held():
+        cpu -= allocation.cpu
+        memory_mb -= allocation.memory_mb
+        disk_mb -= allocation.disk_mb
+        for name, amount in allocation.user_defined.items():
             user_defined[name] = user_defined.get(name, 0.0) - amount
-        for kind, index in claim.devices:
+        for kind, index in allocation.devices:
             if kind == "device":
-                used[index] = used.get(index, 0.0) + claim.share
+                used[index] = used.get(index, 0.0) + allocation.share
     return NodeResources(
         cpu=max(0.0, cpu),
         memory_mb=max(0.0, memory_mb),

@@ -9,7 +9,7 @@ import msgspec
 from unified.protocol.agent_master import MasterToAgent
 from unified.protocol.client_master import MasterToClient
 from unified.protocol.records import EventRecord, Stage
-from unified_master.core.messages import MasterAction, Report, Save, Send
+from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, Send
 from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, TimerKey, WorkerRecord
 
 BATCH_FROM = 64
@@ -32,7 +32,7 @@ class Turn:
         self._visible: dict[str, JobRecord] = {}
 
     def save(self, kind: str, key: str, data: bytes | None) -> None:
-        self.actions.append(Save(kind=kind, key=key, data=data))
+        self.actions.append(SaveRecord(kind=kind, key=key, data=data))
 
     def send(self, peer: bytes, message: MasterToAgent | MasterToClient, request_id: int = 0) -> None:
         if peer:
@@ -72,7 +72,7 @@ class Turn:
         self, event: str, reason: str, job: JobRecord | None = None, role: str = "", worker: str = "", node: str = ""
     ) -> None:
         """A fact or a decision, for the log and for `unified explain`."""
-        self.actions.append(Report(record=self.entry(event, reason, job, role, worker, node)))
+        self.actions.append(ReportEvent(record=self.entry(event, reason, job, role, worker, node)))
 
     def entry(
         self, event: str, reason: str, job: JobRecord | None = None, role: str = "", worker: str = "", node: str = ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unified_agent.host_resources import Amd, Ascend, Found, find_devices, restrict
+from unified_agent.host_resources import Amd, Ascend, FoundDevice, find_devices, restrict
 
 ASK = (
     "import json, os, msgspec; from unified_agent.host_resources import find_devices\n"
@@ -111,5 +111,5 @@ def test_a_host_without_any_has_none(tmp_path: Path) -> None:
     ],
 )
 def test_a_visibility_list_ends_at_the_first_entry_that_is_none(visible: str | None, ids: list[str]) -> None:
-    found = [Found("0", "x", "GPU-aa"), Found("1", "x", "GPU-bb")]
+    found = [FoundDevice("0", "x", "GPU-aa"), FoundDevice("1", "x", "GPU-bb")]
     assert [one.id for one in restrict(found, visible)] == ids

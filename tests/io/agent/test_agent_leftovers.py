@@ -16,7 +16,7 @@ from unified.bus.shm.files import GRACE_S
 from unified.protocol.records import WorkerState
 from unified_agent.cgroups import Limits
 from unified_agent.host_resources import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
-from unified_agent.orphans import AgentTakenError, LifeRecord, NodeLock, claim, clean_up, hold_name
+from unified_agent.orphans import AgentRecord, AgentTakenError, NodeLock, claim, clean_up, hold_name
 
 
 class Sleepers:
@@ -44,8 +44,8 @@ def sleepers() -> Iterator[Sleepers]:
         one.communicate()
 
 
-def record(run_dir: Path, *, node: str = "n1", life: str = "aaa", start_ticks: int = 0) -> LifeRecord:
-    return LifeRecord(node=node, pid=1, life=life, run_dir=str(run_dir), start_ticks=start_ticks)
+def record(run_dir: Path, *, node: str = "n1", life: str = "aaa", start_ticks: int = 0) -> AgentRecord:
+    return AgentRecord(node=node, pid=1, life=life, run_dir=str(run_dir), start_ticks=start_ticks)
 
 
 def test_only_what_carries_node_and_life_is_ended(sleepers: Sleepers, tmp_path: Path) -> None:

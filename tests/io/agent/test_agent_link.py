@@ -7,15 +7,15 @@ import os
 import socket
 
 from unified.protocol.framing import StreamBuffer, encode_stream
-from unified_agent.child_channel import Link
-from unified_agent.poll_loop import Sources
+from unified_agent.child_channel import ChildChannel
+from unified_agent.poll_loop import PollLoop
 
 
 def test_forgetting_a_closed_link_twice_does_not_touch_its_descriptors_next_owner() -> None:
     """A worker's end of file comes before its exit is told; another worker may be started in between."""
-    sources = Sources()
+    sources = PollLoop()
     ours, theirs = socket.socketpair()
-    old = Link(ours)
+    old = ChildChannel(ours)
     sources.watch_link(old, lambda: None)
     theirs.close()
     assert old.receive() == []
@@ -24,7 +24,7 @@ def test_forgetting_a_closed_link_twice_does_not_touch_its_descriptors_next_owne
     number = os.dup2(next_ours.fileno(), old.descriptor) if next_ours.fileno() != old.descriptor else next_ours.detach()
     heard: list[bytes] = []
     with contextlib.closing(next_ours), contextlib.closing(next_theirs):
-        new = Link(socket.socket(fileno=number))
+        new = ChildChannel(socket.socket(fileno=number))
         assert new.descriptor == old.descriptor
         sources.watch_link(new, lambda: heard.extend(new.receive()))
         sources.unwatch_link(old)
@@ -35,11 +35,11 @@ def test_forgetting_a_closed_link_twice_does_not_touch_its_descriptors_next_owne
 
 
 def test_a_message_larger_than_the_socket_takes_is_sent_as_it_is_read() -> None:
-    sources = Sources()
+    sources = PollLoop()
     ours, theirs = socket.socketpair()
     with contextlib.closing(theirs):
         theirs.setblocking(False)
-        link = Link(ours)
+        link = ChildChannel(ours)
         sources.watch_link(link, lambda: None)
         link.send(b"x" * 3_000_000)
         link.send("after")

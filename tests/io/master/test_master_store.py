@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from unified.protocol.records import EventRecord
-from unified_master.core.messages import Report, Save
+from unified_master.core.messages import ReportEvent, SaveRecord
 from unified_master.store import SCHEMA_VERSION, Store, StoreError
 
 
-def save(key: str, data: bytes | None) -> Save:
-    return Save(kind="job", key=key, data=data)
+def save(key: str, data: bytes | None) -> SaveRecord:
+    return SaveRecord(kind="job", key=key, data=data)
 
 
-def report(sequence: int) -> Report:
-    return Report(record=EventRecord(at=1.5, event="job-placed", reason="fits", job="a-1", sequence=sequence))
+def report(sequence: int) -> ReportEvent:
+    return ReportEvent(record=EventRecord(at=1.5, event="job-placed", reason="fits", job="a-1", sequence=sequence))
 
 
 def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
 
 def test_a_commit_is_all_or_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    bad = Report(record=EventRecord(at=0, event="x", reason="", sequence=2**70))
+    bad = ReportEvent(record=EventRecord(at=0, event="x", reason="", sequence=2**70))
     with pytest.raises((StoreError, OverflowError)):
         store.commit([save("a", b"1")], [bad])
     assert store.records() == []
@@ -87,7 +87,7 @@ def test_the_event_log_does_not_grow_without_end(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("unified_master.store.TRIM_EVERY", 5)
     store = Store(tmp_path)
     for sequence in range(1, 43):
-        store.commit([], [Report(record=EventRecord(at=0, event="e", reason="r", sequence=sequence))])
+        store.commit([], [ReportEvent(record=EventRecord(at=0, event="e", reason="r", sequence=sequence))])
     store.close()
     database = sqlite3.connect(tmp_path / "master.sqlite")
     kept = [sequence for (sequence,) in database.execute("select sequence from events order by sequence")]

@@ -23,9 +23,9 @@ from unified.protocol.coordinator import (
     WorkerRegistration,
 )
 from unified.protocol.records import EventRecord, WorkerState
-from unified_master.coordinator_service import Asked, Desk
+from unified_master.coordinator_service import CoordinatorReceived, CoordinatorService
 from unified_master.core.master import MasterCore
-from unified_master.core.messages import MasterAction, Report, Save, Send
+from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, Send
 from unified_master.core.state import JobRecord, WorkerRecord
 
 NOW = 1000.0
@@ -37,22 +37,22 @@ class Behind:
     def __init__(self, kept: dict[tuple[str, str], bytes] | None = None) -> None:
         self.kept = kept or {}
         self.master = MasterCore(Intervals())
-        self.desk = Desk(self.master)
+        self.desk = CoordinatorService(self.master)
         self.desk.restore(NOW, [(*key, data) for key, data in self.kept.items()])
         self.reports: list[EventRecord] = []
 
     def ask(self, request: CoordinatorRequest, request_id: int = 1) -> list[MasterAnswer]:
-        asked = Asked(peer=b"p", request_id=request_id, request=request)
+        asked = CoordinatorReceived(peer=b"p", request_id=request_id, request=request)
         return [message for _, message in self.take(self.desk.answer(NOW, asked))]
 
     def take(self, actions: list[MasterAction]) -> list[tuple[int, MasterAnswer]]:
         answers: list[tuple[int, MasterAnswer]] = []
         for action in actions:
-            if isinstance(action, Save):
+            if isinstance(action, SaveRecord):
                 self.kept.pop((action.kind, action.key), None)
                 if action.data is not None:
                     self.kept[action.kind, action.key] = action.data
-            elif isinstance(action, Report):
+            elif isinstance(action, ReportEvent):
                 self.reports.append(action.record)
             elif isinstance(action, Send) and isinstance(action.message, MasterAnswer):
                 answers.append((action.request_id, action.message))
@@ -72,8 +72,8 @@ def test_the_end_of_a_life_releases_those_who_wait_for_it() -> None:
     assert behind.ask(wait, request_id=5) == []
     ended = EventRecord(at=NOW, event="worker-failed", reason="signal 9", job="job-1", worker="w1", sequence=1)
     elsewhere = EventRecord(at=NOW, event="worker-failed", reason="signal 9", job="job-2", worker="w1", sequence=2)
-    assert behind.take(behind.desk.hear(NOW, [Report(record=elsewhere)])) == []
-    ((request_id, answer),) = behind.take(behind.desk.hear(NOW, [Report(record=ended)]))
+    assert behind.take(behind.desk.hear(NOW, [ReportEvent(record=elsewhere)])) == []
+    ((request_id, answer),) = behind.take(behind.desk.hear(NOW, [ReportEvent(record=ended)]))
     assert isinstance(answer, BarrierResponse)
     assert (request_id, answer.released_by, answer.lost) == (5, "lost", ["w1"])
     assert "signal 9" in answer.reason
@@ -94,7 +94,7 @@ def test_what_is_saved_is_known_to_the_next_one_and_forgotten_with_the_job() -> 
     assert answer.is_known
     assert after.kept == behind.kept
     assert after.desk.next_deadline is not None
-    after.take(after.desk.hear(NOW, [Save(kind="job", key="job-1", data=None)]))
+    after.take(after.desk.hear(NOW, [SaveRecord(kind="job", key="job-1", data=None)]))
     assert after.kept == {}
     assert after.desk.next_deadline is None
 

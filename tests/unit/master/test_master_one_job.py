@@ -81,7 +81,8 @@ def test_the_store_host_is_where_its_isolation_says(word: str) -> None:
     assert placed(cluster) == ["placed on n1 (2); its store host on n2"]
     store = cluster.job("job").store
     assert store is not None
-    assert (store.node, store.claim and store.claim.user_defined) == ("n2", {"HEAD": 1.0} if word == "HEAD" else {})
+    held = store.allocation.user_defined if store.allocation else None
+    assert (store.node, held) == ("n2", {"HEAD": 1.0} if word == "HEAD" else {})
     run = cluster.job("job").ranks("e")[0].run
     assert run is not None
     assert run.store_host == "10.0.0.2"

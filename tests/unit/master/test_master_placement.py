@@ -10,10 +10,10 @@ import pytest
 
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.records import Device, NodeResources
-from unified_master.core.scheduling.node_capacity import Room, Unit
-from unified_master.core.scheduling.packing import Plan, plan
+from unified_master.core.scheduling.node_capacity import NodeCapacity, Unit
+from unified_master.core.scheduling.packing import PlacementPlan, plan
 from unified_master.core.scheduling.placement import all_units, units_of
-from unified_master.core.state import SeatClaim
+from unified_master.core.state import Allocation
 
 ENTRY = EntryPoint(kind="attribute", target="m", attribute="f")
 
@@ -46,29 +46,32 @@ def node(cpu: float = 8, devices: int = 0, kind: str = "cuda", **user: float) ->
     )
 
 
-def rooms(spec: JobSpec, nodes: Sequence[NodeResources]) -> list[Room]:
+def capacities(spec: JobSpec, nodes: Sequence[NodeResources]) -> list[NodeCapacity]:
     return [
-        Room(f"n{number}", offered, spec.accelerator_type, spec.device_per_node)
+        NodeCapacity(f"n{number}", offered, spec.accelerator_type, spec.device_per_node)
         for number, offered in enumerate(nodes, 1)
     ]
 
 
-def place(spec: JobSpec, *nodes: NodeResources) -> Plan:
-    return plan(all_units(spec), lambda: rooms(spec, nodes))
+def place(spec: JobSpec, *nodes: NodeResources) -> PlacementPlan:
+    return plan(all_units(spec), lambda: capacities(spec, nodes))
 
 
-def seats(found: Plan) -> dict[str, tuple[str, list[int]]]:
+def assigned(found: PlacementPlan) -> dict[str, tuple[str, list[int]]]:
     """Worker by role-rank → node and device numbers."""
     assert found.fits, found.reason
     short = {}
-    for seat in found.seats:
-        name, world_rank, _ = seat.worker.rsplit("_", 2)
-        short[f"{name}-{world_rank.split('-')[1]}"] = (seat.node, [index for _, index in seat.claim.devices])
+    for one in found.assignments:
+        name, world_rank, _ = one.worker.rsplit("_", 2)
+        short[f"{name}-{world_rank.split('-')[1]}"] = (
+            one.node,
+            [index for _, index in one.allocation.devices],
+        )
     return dict(sorted(short.items()))
 
 
 def test_whole_devices_are_packed_on_as_few_nodes_as_hold_them() -> None:
-    assert seats(place(job(role("a", 3, 1)), node(devices=2), node(devices=2))) == {
+    assert assigned(place(job(role("a", 3, 1)), node(devices=2), node(devices=2))) == {
         "a-0": ("n1", [0]),
         "a-1": ("n1", [1]),
         "a-2": ("n2", [0]),
@@ -76,16 +79,16 @@ def test_whole_devices_are_packed_on_as_few_nodes_as_hold_them() -> None:
 
 
 def test_the_node_that_fits_best_is_taken() -> None:
-    assert seats(place(job(role("a", 1, 2)), node(devices=8), node(devices=2), node(devices=4)))["a-0"][0] == "n2"
+    assert assigned(place(job(role("a", 1, 2)), node(devices=8), node(devices=2), node(devices=4)))["a-0"][0] == "n2"
 
 
 def test_large_units_are_placed_before_small_ones() -> None:
     found = place(job(role("small", 2, 1), role("large", 1, 4)), node(devices=4), node(devices=2))
-    assert seats(found) == {"large-0": ("n1", [0, 1, 2, 3]), "small-0": ("n2", [0]), "small-1": ("n2", [1])}
+    assert assigned(found) == {"large-0": ("n1", [0, 1, 2, 3]), "small-0": ("n2", [0]), "small-1": ("n2", [1])}
 
 
 def test_workers_without_devices_are_spread() -> None:
-    assert seats(place(job(role("a", 4)), node(), node())) == {
+    assert assigned(place(job(role("a", 4)), node(), node())) == {
         "a-0": ("n1", []),
         "a-1": ("n2", []),
         "a-2": ("n1", []),
@@ -95,7 +98,7 @@ def test_workers_without_devices_are_spread() -> None:
 
 def test_a_group_lands_on_one_node() -> None:
     found = place(job(role("a", 4, 1, per_group=2)), node(devices=3), node(devices=3))
-    assert seats(found) == {"a-0": ("n1", [0]), "a-1": ("n1", [1]), "a-2": ("n2", [0]), "a-3": ("n2", [1])}
+    assert assigned(found) == {"a-0": ("n1", [0]), "a-1": ("n1", [1]), "a-2": ("n2", [0]), "a-3": ("n2", [1])}
 
 
 def test_a_group_is_not_cut_in_two() -> None:
@@ -104,7 +107,7 @@ def test_a_group_is_not_cut_in_two() -> None:
 
 
 def test_two_shares_of_one_worker_each_fill_a_device() -> None:
-    assert seats(place(job(role("a", 4, 0.5)), node(devices=4))) == {
+    assert assigned(place(job(role("a", 4, 0.5)), node(devices=4))) == {
         "a-0": ("n1", [0]),
         "a-1": ("n1", [0]),
         "a-2": ("n1", [1]),
@@ -113,20 +116,20 @@ def test_two_shares_of_one_worker_each_fill_a_device() -> None:
 
 
 def test_shares_that_do_not_add_up_to_one_stay_apart() -> None:
-    assert seats(place(job(role("a", 2, 0.6)), node(devices=2))) == {"a-0": ("n1", [0]), "a-1": ("n1", [1])}
+    assert assigned(place(job(role("a", 2, 0.6)), node(devices=2))) == {"a-0": ("n1", [0]), "a-1": ("n1", [1])}
 
 
 @pytest.mark.parametrize("share", [0.5, 0.33])
 def test_collocated_workers_of_one_local_rank_share_a_device(share: float) -> None:
     names = ["a", "b"] if share == 0.5 else ["a", "b", "c"]
     roles = [role(name, 4, share, per_group=2, collocation="x") for name in names]
-    found = seats(place(job(*roles), node(devices=2), node(devices=2)))
+    found = assigned(place(job(*roles), node(devices=2), node(devices=2)))
     for name in names:
         assert [found[f"{name}-{rank}"] for rank in range(4)] == [("n1", [0]), ("n1", [1]), ("n2", [0]), ("n2", [1])]
 
 
 def test_collocated_groups_of_different_sizes_share_what_they_can() -> None:
-    found = seats(place(job(role("a", 4, 0.5, per_group=2, collocation="x"), role("b", 2, 0.5, collocation="x")),
+    found = assigned(place(job(role("a", 4, 0.5, per_group=2, collocation="x"), role("b", 2, 0.5, collocation="x")),
                         node(devices=2), node(devices=2)))  # fmt: skip
     assert found["b-0"] == found["a-0"] == ("n1", [0])
     assert found["b-1"] == found["a-2"] == ("n2", [0])
@@ -134,12 +137,12 @@ def test_collocated_groups_of_different_sizes_share_what_they_can() -> None:
 
 
 def test_a_fraction_above_one_takes_whole_devices() -> None:
-    assert seats(place(job(role("a", 1, 1.5)), node(devices=2)))["a-0"] == ("n1", [0, 1])
+    assert assigned(place(job(role("a", 1, 1.5)), node(devices=2)))["a-0"] == ("n1", [0, 1])
 
 
 def test_at_most_device_per_node_devices_of_a_node_are_used() -> None:
     spec = job(role("a", 4, 1), device_per_node=2)
-    assert {name: where for name, (where, _) in seats(place(spec, node(devices=8), node(devices=8))).items()} == {
+    assert {name: where for name, (where, _) in assigned(place(spec, node(devices=8), node(devices=8))).items()} == {
         "a-0": "n1",
         "a-1": "n1",
         "a-2": "n2",
@@ -154,7 +157,7 @@ def test_at_most_device_per_node_devices_of_a_node_are_used() -> None:
 
 
 def test_shares_on_devices_already_used_do_not_count_twice_against_the_cap() -> None:
-    assert seats(place(job(role("a", 4, 0.25), device_per_node=1), node(devices=2))).keys() == {
+    assert assigned(place(job(role("a", 4, 0.25), device_per_node=1), node(devices=2))).keys() == {
         "a-0", "a-1", "a-2", "a-3",
     }  # fmt: skip
 
@@ -172,14 +175,14 @@ def test_shares_on_devices_already_used_do_not_count_twice_against_the_cap() -> 
 def test_the_pool_of_devices_depends_on_the_accelerator_type(
     accelerator: str, offered: NodeResources, expected: list[tuple[str, int]]
 ) -> None:
-    assert list(Room("n1", offered, accelerator, 8).devices) == expected
+    assert list(NodeCapacity("n1", offered, accelerator, 8).devices) == expected
 
 
 def test_real_devices_are_preferred_over_virtual_ones() -> None:
     devices = [Device(index=0, kind="virtual"), Device(index=1, kind="npu")]
     mixed = msgspec.structs.replace(node(), devices=devices)
-    assert list(Room("n1", mixed, "GPU", 8).devices) == [("device", 1)]
-    assert list(Room("n1", mixed, "CPU", 8).devices) == [("device", 0)]
+    assert list(NodeCapacity("n1", mixed, "GPU", 8).devices) == [("device", 1)]
+    assert list(NodeCapacity("n1", mixed, "CPU", 8).devices) == [("device", 0)]
 
 
 @pytest.mark.parametrize(
@@ -208,12 +211,12 @@ def test_what_no_single_node_has_together_is_said() -> None:
 
 def test_user_defined_resources_choose_the_node() -> None:
     spec = job(role("reader", 2, user_defined={"DB": 1.0}), role("b", 1))
-    assert seats(place(spec, node(), node(DB=2)))["reader-1"][0] == "n2"
+    assert assigned(place(spec, node(), node(DB=2)))["reader-1"][0] == "n2"
 
 
 def test_the_isolation_resource_is_needed_by_every_worker() -> None:
     spec = job(role("a", 2), isolation="MR")
-    assert {where for where, _ in seats(place(spec, node(), node(MR=2))).values()} == {"n2"}
+    assert {where for where, _ in assigned(place(spec, node(), node(MR=2))).values()} == {"n2"}
     assert "1 MR" in place(spec, node(), node(MR=1)).reason
 
 
@@ -230,12 +233,12 @@ def test_no_nodes_no_place() -> None:
 
 
 def test_claims_of_others_make_a_room_smaller() -> None:
-    room = Room("n1", node(cpu=4, devices=2, MR=1), "GPU", 8)
-    claim = SeatClaim(cpu=3, memory_mb=10, user_defined={"MR": 1.0}, devices=(("device", 0),), share=0.5)
-    room.take(claim, is_own=False)
-    assert (room.cpu, room.memory_mb, room.user_defined["MR"], room.free_devices) == (1, 990, 0, 1)
+    capacity = NodeCapacity("n1", node(cpu=4, devices=2, MR=1), "GPU", 8)
+    allocation = Allocation(cpu=3, memory_mb=10, user_defined={"MR": 1.0}, devices=(("device", 0),), share=0.5)
+    capacity.subtract(allocation, is_own=False)
+    assert (capacity.cpu, capacity.memory_mb, capacity.user_defined["MR"], capacity.free_devices) == (1, 990, 0, 1)
     (unit,) = units_of(job(role("a", 1, 0.5)))
-    chosen = room.choose_devices(unit)
+    chosen = capacity.choose_devices(unit)
     assert chosen is not None
     assert list(chosen.values()) == [(("device", 0),)]
 
@@ -251,25 +254,25 @@ def test_units_of_collocated_roles_hold_the_runs_of_each() -> None:
 
 def test_a_large_job_looks_at_each_room_once_and_then_at_those_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[str] = []
-    seat = Room.seat
+    one = NodeCapacity.fit
 
-    def counted(room: Room, unit: Unit) -> dict[str, SeatClaim] | None:
-        looks.append(room.node)
-        return seat(room, unit)
+    def counted(capacity: NodeCapacity, unit: Unit) -> dict[str, Allocation] | None:
+        looks.append(capacity.name)
+        return one(capacity, unit)
 
-    monkeypatch.setattr(Room, "seat", counted)
+    monkeypatch.setattr(NodeCapacity, "fit", counted)
     found = place(job(role("a", 400, 1), role("b", 100, 0, cpu=1)), *[node(devices=8)] * 50)
     assert found.fits, found.reason
-    assert {len([one for one in found.seats if one.node == f"n{number}"]) for number in range(1, 51)} == {10}
+    assert {len([one for one in found.assignments if one.node == f"n{number}"]) for number in range(1, 51)} == {10}
     assert len(looks) <= 2 * 50 + 2 * 500
 
 
-def on_at_most(number: int, spec: JobSpec, *nodes: NodeResources) -> Plan:
-    return plan(all_units(spec), lambda: rooms(spec, nodes), number)
+def on_at_most(number: int, spec: JobSpec, *nodes: NodeResources) -> PlacementPlan:
+    return plan(all_units(spec), lambda: capacities(spec, nodes), number)
 
 
-def nodes_of(found: Plan) -> list[str]:
-    return [node for node, _ in seats(found).values()]
+def nodes_of(found: PlacementPlan) -> list[str]:
+    return [node for node, _ in assigned(found).values()]
 
 
 def trainer(groups: int, per_group: int = 2, **more: Any) -> RoleSpec:
@@ -297,8 +300,8 @@ def test_the_nodes_are_chosen_that_hold_all_of_the_job() -> None:
 def test_nodes_that_the_job_is_on_count() -> None:
     spec = job(role("a", 1, 1))
 
-    def opened() -> list[Room]:
-        found = rooms(spec, [node(devices=4), node(devices=2), node(devices=2)])
+    def opened() -> list[NodeCapacity]:
+        found = capacities(spec, [node(devices=4), node(devices=2), node(devices=2)])
         found[0].note_own("a")
         return found
 
@@ -316,7 +319,7 @@ def test_groups_of_an_elastic_role_are_spread() -> None:
 
 def test_groups_are_not_spread_where_the_rest_of_the_job_would_not_fit() -> None:
     spec = job(trainer(2, per_group=3), role("a", 3, 2))
-    found = seats(place(spec, node(devices=6), node(devices=6)))
+    found = assigned(place(spec, node(devices=6), node(devices=6)))
     assert {where for worker, (where, _) in found.items() if worker[0] == "t"} == {"n1"}
 
 
@@ -327,14 +330,14 @@ def test_isolation_takes_a_resource_a_label_or_a_label_with_its_value(word: str,
     spec = job(role("a", 2), isolation=word)
     labels: list[dict[str, str]] = [{}, {"pool": "a"}, {"pool": "b", "y": "MR"}, {}]
 
-    def opened() -> list[Room]:
-        found = [Room(f"n{number}", node(), "GPU", 8, known) for number, known in enumerate(labels[:3], 1)]
-        return [*found, Room("n4", node(MR=2), "GPU", 8)]
+    def opened() -> list[NodeCapacity]:
+        found = [NodeCapacity(f"n{number}", node(), "GPU", 8, known) for number, known in enumerate(labels[:3], 1)]
+        return [*found, NodeCapacity("n4", node(MR=2), "GPU", 8)]
 
     found = plan(all_units(spec), opened)
     if expected:
         assert set(nodes_of(found)) == expected
-        assert all(seat.claim.user_defined == ({"MR": 1.0} if word == "MR" else {}) for seat in found.seats)
+        assert all(one.allocation.user_defined == ({"MR": 1.0} if word == "MR" else {}) for one in found.assignments)
     else:
         pair = "label" if "=" in word else "resource or label"
         assert found.reason == f"role a may only be on a node with the {pair} {word!r}, and there is none"
@@ -347,19 +350,22 @@ def control(*roles: RoleSpec, **more: Any) -> JobSpec:
 def test_what_the_store_host_needs_is_reserved() -> None:
     spec = control(role("s", 1, cpu=6), trainer(1), master_cpu=2, master_memory_mb=300)
     found = place(spec, node(cpu=8, devices=2))
-    (store,) = (seat for seat in found.seats if seat.worker == "store")
-    assert (store.node, store.claim) == ("n1", SeatClaim(cpu=2, memory_mb=300))
+    (store,) = (one for one in found.assignments if one.worker == "store")
+    assert (store.node, store.allocation) == ("n1", Allocation(cpu=2, memory_mb=300))
     assert place(spec, node(cpu=7, devices=2)).reason == (
         "the store host of the job needs 2 CPU cores; the largest free node n1 has 1"
     )
-    assert not any(seat.worker == "store" for seat in place(control(role("s", 1), master_cpu=2), node()).seats)
-    assert not any(seat.worker == "store" for seat in place(control(trainer(1)), node(devices=2)).seats)
+    assert not any(one.worker == "store" for one in place(control(role("s", 1), master_cpu=2), node()).assignments)
+    assert not any(one.worker == "store" for one in place(control(trainer(1)), node(devices=2)).assignments)
 
 
 def test_the_store_host_goes_where_it_may_and_does_not_count_among_the_nodes() -> None:
     spec = control(trainer(1), master_isolation_resource="HEAD")
     found = on_at_most(1, spec, node(devices=2), node(HEAD=1))
-    assert {seat.worker.split("_")[0]: seat.node for seat in found.seats} == {"t": "n1", "store": "n2"}
+    assert {one.worker.split("_")[0]: one.node for one in found.assignments} == {
+        "t": "n1",
+        "store": "n2",
+    }
     assert place(spec, node(devices=2)).reason == (
         "the store host of the job may only be on a node with the resource or label 'HEAD', and there is none"
     )
@@ -369,4 +375,4 @@ def test_the_store_host_is_placed_first_where_it_would_find_no_room_last() -> No
     spec = control(role("a", 2, cpu=4), trainer(1), master_cpu=5)
     found = place(spec, node(cpu=8, devices=2), node(cpu=8))
     assert found.fits, found.reason
-    assert len({seat.node for seat in found.seats if seat.worker.startswith("a_")}) == 1
+    assert len({one.node for one in found.assignments if one.worker.startswith("a_")}) == 1

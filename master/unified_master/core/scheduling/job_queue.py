@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from unified.protocol.records import JOB_MOVES, Stage, WorkerState
 from unified_master.core import incarnations, rendezvous
-from unified_master.core.scheduling.packing import Plan, Seat
+from unified_master.core.scheduling.packing import Assignment, PlacementPlan
 from unified_master.core.scheduling.placement import all_units, place
 from unified_master.core.state import STORE, Cluster, JobRecord
 from unified_master.core.step import Turn, count
@@ -33,14 +33,14 @@ def schedule(turn: Turn) -> None:
         else:
             found = plan_for(turn.cluster, job)
             if found.fits:
-                launch(turn, job, found.seats)
+                launch(turn, job, found.assignments)
                 continue
             _wait(turn, job, found.reason)
         if could_ever_fit(turn.cluster, job):
             ahead = job
 
 
-def plan_for(cluster: Cluster, job: JobRecord) -> Plan:
+def plan_for(cluster: Cluster, job: JobRecord) -> PlacementPlan:
     return place(cluster, job, all_units(job.spec))
 
 
@@ -58,20 +58,20 @@ def behind(job: JobRecord) -> str:
     return f"job {job.job_id} came first and waits for room"
 
 
-def launch(turn: Turn, job: JobRecord, seats: Iterable[Seat]) -> None:
+def launch(turn: Turn, job: JobRecord, assignments: Iterable[Assignment]) -> None:
     """Take the seats and begin a life of every worker."""
     job.is_placed = True
-    for seat in seats:
-        worker = rendezvous.store_of(job) if seat.worker == STORE else job.workers[seat.worker]
-        incarnations.take_seat(turn, job, worker, turn.cluster.nodes[seat.node], seat.claim)
-    seated = [worker for worker in job.workers.values() if worker.claim is not None]
-    counts = Counter(worker.node for worker in seated if worker.kind == "worker")
-    control = "".join(f"; its store host on {worker.node}" for worker in seated if worker.kind == "store")
+    for assignment in assignments:
+        worker = rendezvous.store_of(job) if assignment.worker == STORE else job.workers[assignment.worker]
+        incarnations.allocate(turn, job, worker, turn.cluster.nodes[assignment.node], assignment.allocation)
+    placed = [worker for worker in job.workers.values() if worker.allocation is not None]
+    counts = Counter(worker.node for worker in placed if worker.kind == "worker")
+    control = "".join(f"; its store host on {worker.node}" for worker in placed if worker.kind == "store")
     turn.decide("job-placed", f"placed on {_where(counts)}{control}{_sharing(job)}", job)
     for worker in list(job.workers.values()):
-        if worker.claim is not None and worker.kind == "worker":
+        if worker.allocation is not None and worker.kind == "worker":
             incarnations.begin_life(turn, job, worker, "the job was placed")
-    if any(worker.claim is not None for worker in job.workers.values()):
+    if any(worker.allocation is not None for worker in job.workers.values()):
         rendezvous.settle_store(turn, job, "the job was placed")
 
 
@@ -88,7 +88,7 @@ def requeue(turn: Turn, job: JobRecord, reason: str) -> None:
         if worker.state is not WorkerState.EXITED:
             worker.reason = "the job waits for room"
         incarnations.end_life(turn, job, worker)
-        incarnations.leave_seat(turn, job, worker)
+        incarnations.release(turn, job, worker)
         worker.is_held = False
     turn.wants_schedule = True
     turn.decide("job-requeued", reason, job)

@@ -11,7 +11,7 @@ from unified.job.names import parse_worker
 from unified.job.spec import Resources
 from unified.protocol.records import NodeResources
 from unified.values import Value
-from unified_master.core.state import STORE, DeviceKey, NodeRecord, SeatClaim
+from unified_master.core.state import STORE, Allocation, DeviceKey, JobRecord, NodeRecord
 
 EPSILON = 1e-6
 
@@ -54,18 +54,18 @@ class Unit(Value, frozen=True, kw_only=True):
         return total
 
 
-class Room:
+class NodeCapacity:
     """The free part of a node, as one job sees it. `take` makes it smaller."""
 
     def __init__(
         self,
-        node: str,
+        name: str,
         resources: NodeResources,
         accelerator_type: str,
         device_cap: int,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        self.node = node
+        self.name = name
         self.labels = labels or {}
         self.resources = resources
         """All that the node has, taken or not."""
@@ -85,7 +85,7 @@ class Room:
         self.ranks: dict[str, int] = {}
         """Number of the job's workers here, by role."""
 
-    def copy(self) -> Room:
+    def copy(self) -> NodeCapacity:
         """The same room, for a trial."""
         other = copy.copy(self)
         other.user_defined, other.devices = dict(self.user_defined), dict(self.devices)
@@ -101,10 +101,10 @@ class Room:
             return {isolation: 1.0}
         return {} if not isolation or isolation in self.labels else None
 
-    def settle(self, unit: Unit, claims: Mapping[str, SeatClaim]) -> None:
+    def allocate(self, unit: Unit, allocations: Mapping[str, Allocation]) -> None:
         """Take what a unit of the job holds here, as `seat` said."""
-        for claim in claims.values():
-            self.take(claim, is_own=True)
+        for allocation in allocations.values():
+            self.subtract(allocation, is_own=True)
         if not unit.is_control:
             for member in unit.members:
                 self.note_own(member.role)
@@ -114,19 +114,19 @@ class Room:
         self.is_used = True
         self.ranks[role] = self.ranks.get(role, 0) + 1
 
-    def take(self, claim: SeatClaim, *, is_own: bool) -> None:
+    def subtract(self, allocation: Allocation, *, is_own: bool) -> None:
         """Subtract what a worker holds; `is_own` if it is of the job that looks for room."""
-        self.cpu -= claim.cpu
-        self.memory_mb -= claim.memory_mb
-        self.disk_mb -= claim.disk_mb
-        for name, amount in claim.user_defined.items():
+        self.cpu -= allocation.cpu
+        self.memory_mb -= allocation.memory_mb
+        self.disk_mb -= allocation.disk_mb
+        for name, amount in allocation.user_defined.items():
             self.user_defined[name] = self.user_defined.get(name, 0.0) - amount
-        for key in claim.devices:
+        for key in allocation.devices:
             if key in self.devices:
                 self.num_free -= self.devices[key] > 1 - EPSILON
-                self.devices[key] = max(0.0, self.devices[key] - claim.share)
+                self.devices[key] = max(0.0, self.devices[key] - allocation.share)
         if is_own:
-            self.own.update(claim.devices)
+            self.own.update(allocation.devices)
         self.num_workers += 1
 
     @property
@@ -134,7 +134,7 @@ class Room:
         """Wholly free devices that the job may still take here."""
         return min(self.num_free, max(0, self.device_cap - len(self.own)))
 
-    def seat(self, unit: Unit) -> dict[str, SeatClaim] | None:
+    def fit(self, unit: Unit) -> dict[str, Allocation] | None:
         """What each worker of the unit would hold, or None if the unit does not fit. Nothing is taken."""
         granted = self.grants(unit.isolation)
         if granted is None or not self._has_amounts(unit, granted):
@@ -142,7 +142,7 @@ class Room:
         chosen = self.choose_devices(unit)
         if chosen is None:
             return None
-        return {member.worker: _claim(member, chosen[member.worker], granted) for member in unit.members}
+        return {member.worker: _allocation(member, chosen[member.worker], granted) for member in unit.members}
 
     def _has_amounts(self, unit: Unit, granted: Mapping[str, float]) -> bool:
         for field in ("cpu", "memory_mb", "disk_mb"):
@@ -193,18 +193,19 @@ def share_of(accelerator: float) -> float:
     return accelerator if accelerator < 1 - EPSILON else 1.0
 
 
-def open_room(node: NodeRecord, job_id: str, accelerator_type: str, device_cap: int, *, is_empty: bool) -> Room:
-    """The room of a node for a job; with `is_empty`, as if nothing ran there."""
-    room = Room(node.name, node.info.resources, accelerator_type, device_cap, node.info.labels)
+def free_capacity(node: NodeRecord, job: JobRecord, *, is_empty: bool) -> NodeCapacity:
+    """The capacity of a node for a job; with `is_empty`, as if nothing ran there."""
+    spec, info = job.spec, node.info
+    capacity = NodeCapacity(node.name, info.resources, spec.accelerator_type, spec.device_per_node, info.labels)
     if not is_empty:
-        for (owner, worker), claim in node.claims.items():
-            room.take(claim, is_own=owner == job_id)
-            if owner == job_id and worker != STORE:
-                room.note_own(parse_worker(worker).role)
+        for (owner, worker), allocation in node.allocations.items():
+            capacity.subtract(allocation, is_own=owner == job.job_id)
+            if owner == job.job_id and worker != STORE:
+                capacity.note_own(parse_worker(worker).role)
         for leaving in node.leaving.values():
-            if leaving.claim is not None and leaving.life[:2] not in node.claims:
-                room.take(leaving.claim, is_own=False)
-    return room
+            if leaving.allocation is not None and leaving.life[:2] not in node.allocations:
+                capacity.subtract(leaving.allocation, is_own=False)
+    return capacity
 
 
 def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:
@@ -245,10 +246,10 @@ def _within_cap(candidates: list[DeviceKey], count: int, own: set[DeviceKey], ca
     return tuple(taken) if len(taken) == count else None
 
 
-def _claim(member: Member, devices: tuple[DeviceKey, ...], granted: Mapping[str, float]) -> SeatClaim:
+def _allocation(member: Member, devices: tuple[DeviceKey, ...], granted: Mapping[str, float]) -> Allocation:
     needs = member.needs
     user_defined = {**needs.user_defined, **{name: needs.user_defined.get(name, 0.0) + 1 for name in granted}}
-    return SeatClaim(
+    return Allocation(
         cpu=needs.cpu,
         memory_mb=needs.memory_mb,
         disk_mb=needs.disk_mb,

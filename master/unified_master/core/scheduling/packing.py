@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from unified.job.spec import Resources
 from unified.values import Value
-from unified_master.core.scheduling.node_capacity import EPSILON, Room, Unit
-from unified_master.core.state import STORE, SeatClaim
+from unified_master.core.scheduling.node_capacity import EPSILON, NodeCapacity, Unit
+from unified_master.core.state import STORE, Allocation
 from unified_master.core.step import count
 
 _AMOUNTS = (("cpu", "CPU cores"), ("memory_mb", "MB of memory"), ("disk_mb", "MB of disk"))
@@ -24,18 +24,18 @@ MAX_LOOKED_AT = 16
 """Rooms that are filled on trial for each node that a job may still begin to use."""
 
 
-class Seat(Value, frozen=True, kw_only=True):
+class Assignment(Value, frozen=True, kw_only=True):
     """A place for one worker."""
 
     worker: str
     node: str
-    claim: SeatClaim
+    allocation: Allocation
 
 
-class Plan(Value, frozen=True, kw_only=True):
+class PlacementPlan(Value, frozen=True, kw_only=True):
     """Seats for every worker asked for, or none and the reason."""
 
-    seats: tuple[Seat, ...] = ()
+    assignments: tuple[Assignment, ...] = ()
     reason: str = ""
     """Why it does not fit; empty if it does."""
 
@@ -46,10 +46,12 @@ class Plan(Value, frozen=True, kw_only=True):
     @property
     def num_nodes(self) -> int:
         """Nodes with workers."""
-        return len({seat.node for seat in self.seats if seat.worker != STORE})
+        return len({assignment.node for assignment in self.assignments if assignment.worker != STORE})
 
 
-def plan(units: Sequence[Unit], open_rooms: Callable[[], list[Room]], max_nodes: int | None = None) -> Plan:
+def plan(
+    units: Sequence[Unit], open_nodes: Callable[[], list[NodeCapacity]], max_nodes: int | None = None
+) -> PlacementPlan:
     """Seats for all units, or none and a sentence that says why.
 
     Units of an elastic role are spread over nodes as long as all of them find a place so. Other units with devices are
@@ -59,98 +61,100 @@ def plan(units: Sequence[Unit], open_rooms: Callable[[], list[Room]], max_nodes:
         open_rooms: gives the nodes that may be used, each call anew: an attempt that fails has used them up in part.
         max_nodes: how many of them the job's workers may be on; None: all. Those that they are on already count.
     """
-    if not (rooms := open_rooms()):
-        return Plan(reason="no node may take it" if units else "")
-    is_bound = max_nodes is not None and max_nodes < len(rooms)
-    bound = max_nodes if max_nodes is not None and is_bound else len(rooms)
+    if not (nodes := open_nodes()):
+        return PlacementPlan(reason="no node may take it" if units else "")
+    is_bound = max_nodes is not None and max_nodes < len(nodes)
+    bound = max_nodes if max_nodes is not None and is_bound else len(nodes)
     has_control = any(unit.is_control for unit in units)
-    failed: Plan | None = None
+    failed: PlacementPlan | None = None
     orders = (False, True) if has_control else (False,)
     for control_first in orders:
         for is_spread in (True, False) if any(unit.elastic for unit in units) else (False,):
-            found = _attempt(units, rooms or open_rooms(), bound, is_spread=is_spread, control_first=control_first)
+            found = _attempt(units, nodes or open_nodes(), bound, is_spread=is_spread, control_first=control_first)
             if found.fits:
                 return found
-            failed, rooms = failed or found, []
+            failed, nodes = failed or found, []
     if not is_bound:
         assert failed is not None
         return failed
-    if not (everywhere := plan(units, open_rooms)).fits:
+    if not (everywhere := plan(units, open_nodes)).fits:
         return everywhere
-    if _may_fit(units, open_rooms(), bound):
+    if _may_fit(units, open_nodes(), bound):
         for control_first in orders:
-            if (found := _few_nodes(units, open_rooms(), bound, control_first=control_first)).fits:
+            if (found := _few_nodes(units, open_nodes(), bound, control_first=control_first)).fits:
                 return found
-    packed = _attempt(units, open_rooms(), len(open_rooms()), is_spread=False, control_first=False)
-    nodes = count((packed if packed.fits else everywhere).num_nodes, "node")
-    return Plan(reason=f"it fits on {nodes}, and may use {bound} (node_num)")
+    packed = _attempt(units, open_nodes(), len(open_nodes()), is_spread=False, control_first=False)
+    used = count((packed if packed.fits else everywhere).num_nodes, "node")
+    return PlacementPlan(reason=f"it fits on {used}, and may use {bound} (node_num)")
 
 
-def _attempt(units: Sequence[Unit], rooms: list[Room], bound: int, *, is_spread: bool, control_first: bool) -> Plan:
+def _attempt(
+    units: Sequence[Unit], nodes: list[NodeCapacity], bound: int, *, is_spread: bool, control_first: bool
+) -> PlacementPlan:
     """Each unit in the room that suits it best. Once the job uses as many nodes as it may, those alone are left."""
-    every = {room.node: room for room in rooms}
-    num_used = sum(room.is_used for room in rooms)
+    every = {node.name: node for node in nodes}
+    num_used = sum(node.is_used for node in nodes)
     left = every if num_used < bound else _used(every)
-    seats: list[Seat] = []
+    assignments: list[Assignment] = []
     placed: dict[str, int] = {}
     shape: Shape | None = None
     offers: list[Fitness] = []
     for unit in _in_order(units, control_first=control_first):
         if unit.is_control:
-            room = _room_for_control(every.values(), unit)
-            if room is None:
-                return Plan(reason=_shortage(unit, units, rooms, 0))
-            seats += _take(room, unit)
+            node = _node_for_control(every.values(), unit)
+            if node is None:
+                return PlacementPlan(reason=_shortage(unit, units, nodes, 0))
+            assignments += _assign(node, unit)
             shape = None
             continue
         # Units of one shape come in a row, and a seat changes one room alone: each room is looked at once a shape and
         # once a seat, not once a unit.
         if (its_shape := _shape(unit)) != shape:
             shape = its_shape
-            offers = [offer for room in left.values() if (offer := _offer(room, unit, is_spread=is_spread)) is not None]
+            offers = [offer for node in left.values() if (offer := _offer(node, unit, is_spread=is_spread)) is not None]
             heapq.heapify(offers)
         if not offers:
-            return Plan(reason=_shortage(unit, units, list(left.values()), placed.get(unit.label, 0)))
-        room = left[heapq.heappop(offers)[-1]]
-        is_last = not room.is_used and num_used + 1 == bound
-        num_used += not room.is_used
-        seats += _take(room, unit)
+            return PlacementPlan(reason=_shortage(unit, units, list(left.values()), placed.get(unit.label, 0)))
+        node = left[heapq.heappop(offers)[-1]]
+        is_last = not node.is_used and num_used + 1 == bound
+        num_used += not node.is_used
+        assignments += _assign(node, unit)
         placed[unit.label] = placed.get(unit.label, 0) + 1
         if is_last:
             left, shape = _used(every), None
-        elif (offer := _offer(room, unit, is_spread=is_spread)) is not None:
+        elif (offer := _offer(node, unit, is_spread=is_spread)) is not None:
             heapq.heappush(offers, offer)
-    return Plan(seats=tuple(seats))
+    return PlacementPlan(assignments=tuple(assignments))
 
 
-def _few_nodes(units: Sequence[Unit], rooms: list[Room], bound: int, *, control_first: bool) -> Plan:
+def _few_nodes(units: Sequence[Unit], nodes: list[NodeCapacity], bound: int, *, control_first: bool) -> PlacementPlan:
     """Each node filled as far as it goes: first those in use, then again and again the one that takes the most."""
     control = next((unit for unit in units if unit.is_control), None)
     left = _by_shape([unit for unit in _in_order(units, control_first=False) if not unit.is_control])
-    seats: list[Seat] = []
-    if control is not None and control_first and (room := _room_for_control(rooms, control)) is not None:
-        seats += _take(room, control)
-    used = [room for room in rooms if room.is_used]
-    for room in used:
-        left = _fill(room, left, seats)
+    assignments: list[Assignment] = []
+    if control is not None and control_first and (node := _node_for_control(nodes, control)) is not None:
+        assignments += _assign(node, control)
+    used = [node for node in nodes if node.is_used]
+    for node in used:
+        left = _fill(node, left, assignments)
     while left and len(used) < bound:
-        best = _roomiest([room for room in rooms if not room.is_used], left)
+        best = _roomiest([node for node in nodes if not node.is_used], left)
         if best is None:
             break
-        left = _fill(best, left, seats)
+        left = _fill(best, left, assignments)
         used.append(best)
-    if control is not None and not control_first and (room := _room_for_control(rooms, control)) is not None:
-        seats += _take(room, control)
-    is_whole = len(seats) == sum(len(unit.members) for unit in units)
-    return Plan(seats=tuple(seats)) if is_whole else Plan(reason="it needs more nodes")
+    if control is not None and not control_first and (node := _node_for_control(nodes, control)) is not None:
+        assignments += _assign(node, control)
+    is_whole = len(assignments) == sum(len(unit.members) for unit in units)
+    return PlacementPlan(assignments=tuple(assignments)) if is_whole else PlacementPlan(reason="it needs more nodes")
 
 
-def _may_fit(units: Sequence[Unit], rooms: list[Room], bound: int) -> bool:
+def _may_fit(units: Sequence[Unit], nodes: list[NodeCapacity], bound: int) -> bool:
     """Return True if the nodes with the most devices and cores have enough; a quick no saves a search."""
     devices = sum(_whole_devices(unit) for unit in units)
     cpu = sum(unit.total("cpu") for unit in units if not unit.is_control)
-    has_devices = sum(heapq.nlargest(bound, (room.free_devices for room in rooms)))
-    has_cpu = sum(heapq.nlargest(bound, (room.cpu for room in rooms)))
+    has_devices = sum(heapq.nlargest(bound, (node.free_devices for node in nodes)))
+    has_cpu = sum(heapq.nlargest(bound, (node.cpu for node in nodes)))
     return devices <= has_devices and (cpu <= 0 or cpu <= has_cpu + EPSILON)
 
 
@@ -170,52 +174,52 @@ def _shape(unit: Unit) -> Shape:
     return (unit.isolation, unit.elastic, [(member.local_rank, member.needs) for member in unit.members])
 
 
-def _roomiest(rooms: list[Room], left: list[list[Unit]]) -> Room | None:
+def _roomiest(nodes: list[NodeCapacity], left: list[list[Unit]]) -> NodeCapacity | None:
     """The room that takes the most of the units, and of those that take all of them the one with the least to spare."""
     units = [unit for alike in left for unit in alike]
     devices = sum(_whole_devices(unit) for unit in units)
     cpu = sum(unit.total("cpu") for unit in units)
-    by_free = sorted(rooms, key=lambda room: (room.num_free, room.num_workers, room.node))
-    may_hold = [room for room in by_free if room.free_devices >= devices and (room.cpu + EPSILON >= cpu or cpu <= 0)]
+    by_free = sorted(nodes, key=lambda node: (node.num_free, node.num_workers, node.name))
+    may_hold = [node for node in by_free if node.free_devices >= devices and (node.cpu + EPSILON >= cpu or cpu <= 0)]
     best, most = None, 0
-    for room in [*may_hold[:MAX_LOOKED_AT], *by_free[: -MAX_LOOKED_AT - 1 : -1]]:
-        taken = len(units) - sum(map(len, _fill(room.copy(), left, [])))
+    for node in [*may_hold[:MAX_LOOKED_AT], *by_free[: -MAX_LOOKED_AT - 1 : -1]]:
+        taken = len(units) - sum(map(len, _fill(node.copy(), left, [])))
         if taken > most:
-            best, most = room, taken
+            best, most = node, taken
         if most == len(units):
             break
     return best
 
 
-def _fill(room: Room, left: list[list[Unit]], seats: list[Seat]) -> list[list[Unit]]:
-    """Seat what fits; returns what does not."""
+def _fill(node: NodeCapacity, left: list[list[Unit]], assignments: list[Assignment]) -> list[list[Unit]]:
+    """Assignment what fits; returns what does not."""
     over = []
     for alike in left:
         number = len(alike)
-        while number and room.seat(alike[number - 1]) is not None:
+        while number and node.fit(alike[number - 1]) is not None:
             number -= 1
-            seats += _take(room, alike[number])
+            assignments += _assign(node, alike[number])
         if number:
             over.append(alike[:number])
     return over
 
 
-def _take(room: Room, unit: Unit) -> list[Seat]:
-    """Seat a unit that fits."""
-    claims = room.seat(unit) or {}
-    room.settle(unit, claims)
-    return [Seat(worker=worker, node=room.node, claim=claim) for worker, claim in claims.items()]
+def _assign(node: NodeCapacity, unit: Unit) -> list[Assignment]:
+    """Assignment a unit that fits."""
+    allocations = node.fit(unit) or {}
+    node.allocate(unit, allocations)
+    return [Assignment(worker=worker, node=node.name, allocation=one) for worker, one in allocations.items()]
 
 
-def _room_for_control(rooms: Iterable[Room], unit: Unit) -> Room | None:
+def _node_for_control(nodes: Iterable[NodeCapacity], unit: Unit) -> NodeCapacity | None:
     """Return a room for the unit, one with the job's own workers if possible; None if no room fits."""
-    fitting = (room for room in rooms if room.seat(unit) is not None)
-    return min(fitting, key=lambda room: (not room.is_used, room.num_workers, room.node), default=None)
+    fitting = (node for node in nodes if node.fit(unit) is not None)
+    return min(fitting, key=lambda node: (not node.is_used, node.num_workers, node.name), default=None)
 
 
-def _used(rooms: dict[str, Room]) -> dict[str, Room]:
+def _used(nodes: dict[str, NodeCapacity]) -> dict[str, NodeCapacity]:
     """Those that the job has workers in."""
-    return {node: room for node, room in rooms.items() if room.is_used}
+    return {name: node for name, node in nodes.items() if node.is_used}
 
 
 def _in_order(units: Sequence[Unit], *, control_first: bool) -> list[Unit]:
@@ -229,56 +233,56 @@ def _size(unit: Unit) -> tuple[float, float, float, float]:
     return (scarce, unit.total("accelerator"), unit.total("cpu"), unit.total("memory_mb"))
 
 
-def _offer(room: Room, unit: Unit, *, is_spread: bool) -> Fitness | None:
+def _offer(node: NodeCapacity, unit: Unit, *, is_spread: bool) -> Fitness | None:
     """How well the unit would sit in this room; None if it does not fit."""
-    if _whole_devices(unit) > room.free_devices:  # most rooms of a full cluster are ruled out by this alone
+    if _whole_devices(unit) > node.free_devices:  # most rooms of a full cluster are ruled out by this alone
         return None
-    claims = room.seat(unit)
-    return None if claims is None else _fitness(room, unit, claims, is_spread=is_spread)
+    allocations = node.fit(unit)
+    return None if allocations is None else _fitness(node, unit, allocations, is_spread=is_spread)
 
 
-def _fitness(room: Room, unit: Unit, claims: dict[str, SeatClaim], *, is_spread: bool) -> Fitness:
+def _fitness(node: NodeCapacity, unit: Unit, allocations: dict[str, Allocation], *, is_spread: bool) -> Fitness:
     """Lower is better."""
-    mates = float(max((room.ranks.get(role, 0) for role in unit.elastic), default=0)) if is_spread else 0.0
+    mates = float(max((node.ranks.get(role, 0) for role in unit.elastic), default=0)) if is_spread else 0.0
     if unit.total("accelerator") <= 0:
-        return (mates, float(room.num_workers), 0.0, room.node)
-    begun = {key for claim in claims.values() for key in claim.devices}
-    whole = sum(1 for key in begun if room.devices[key] > 1 - EPSILON)
-    return (mates, float(room.num_free - whole), -float(len(room.own)), room.node)
+        return (mates, float(node.num_workers), 0.0, node.name)
+    begun = {key for allocation in allocations.values() for key in allocation.devices}
+    whole = sum(1 for key in begun if node.devices[key] > 1 - EPSILON)
+    return (mates, float(node.num_free - whole), -float(len(node.own)), node.name)
 
 
-def _shortage(unit: Unit, units: Sequence[Unit], rooms: list[Room], num_placed: int) -> str:
+def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_placed: int) -> str:
     """Why this unit has no place: the first thing of which no node has enough."""
     number = sum(1 for other in units if other.label == unit.label)
     needs = f"{unit.label} needs" if unit.is_control else f"{unit.label} needs {count(number, 'group')} of"
-    rooms = [room for room in rooms if room.grants(unit.isolation) is not None]
-    if not rooms:
+    nodes = [node for node in nodes if node.grants(unit.isolation) is not None]
+    if not nodes:
         pair = "label" if "=" in unit.isolation else "resource or label"
         return f"{unit.label} may only be on a node with the {pair} {unit.isolation!r}, and there is none"
     need = _devices_needed(unit)
-    if need > 0 and all(room.choose_devices(unit) is None for room in rooms):
+    if need > 0 and all(node.choose_devices(unit) is None for node in nodes):
         whole = math.ceil(need - EPSILON)
         wanted = f"{needs} {_devices(need)}"
-        if whole > (cap := rooms[0].device_cap):
+        if whole > (cap := nodes[0].device_cap):
             return f"{wanted}; the job may use {cap} of a node (device_per_node)"
-        free = {room.node: float(room.free_devices) for room in rooms}
-        total = {room.node: float(len(room.devices)) for room in rooms}
+        free = {node.name: float(node.free_devices) for node in nodes}
+        total = {node.name: float(len(node.devices)) for node in nodes}
         return f"{wanted}; {_at_most(whole, '', free, total, num_placed)}"
     for field, word in _AMOUNTS:
         amount = unit.total(field)
-        free = {room.node: getattr(room, field) for room in rooms}
+        free = {node.name: getattr(node, field) for node in nodes}
         if amount > 0 and amount > max(free.values()) + EPSILON:
-            total = {room.node: getattr(room.resources, field) for room in rooms}
+            total = {node.name: getattr(node.resources, field) for node in nodes}
             return f"{needs} {amount:g} {word}; {_at_most(amount, f' {word}', free, total, num_placed)}"
     rooms_left = f"there is room for {num_placed} of them, and " if num_placed else ""
     named = unit.user_total()
-    if any(room.grants(unit.isolation) for room in rooms):
+    if any(node.grants(unit.isolation) for node in nodes):
         named[unit.isolation] = named.get(unit.isolation, 0.0) + len(unit.members)
     for name, amount in sorted(named.items()):
-        richest = max(rooms, key=lambda room: (room.user_defined.get(name, 0.0), _reversed(room.node)))
+        richest = max(nodes, key=lambda node: (node.user_defined.get(name, 0.0), _reversed(node.name)))
         has = richest.user_defined.get(name, 0.0)
         if amount > 0 and amount > has + EPSILON:
-            where = f"the node with most, {richest.node}, has {max(0.0, has):g}" if has > 0 else "no node has any left"
+            where = f"the node with most, {richest.name}, has {max(0.0, has):g}" if has > 0 else "no node has any left"
             return f"{needs} {amount:g} {name}; {rooms_left}{where}"
     one = "it" if unit.is_control else "one"
     return f"{needs.removesuffix(' of')}; {rooms_left}no node has all that {one} needs at once"

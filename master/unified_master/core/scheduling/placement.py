@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from unified.job.spec import JobSpec, Resources
-from unified_master.core.scheduling.node_capacity import Member, Room, Unit, open_room
-from unified_master.core.scheduling.packing import Plan, plan
-from unified_master.core.state import STORE, Cluster, JobRecord, NodeRecord
+from unified_master.core.scheduling.node_capacity import Member, Unit, free_capacity
+from unified_master.core.scheduling.packing import PlacementPlan, plan
+from unified_master.core.state import STORE, Cluster, JobRecord
 
 
 def units_of(spec: JobSpec) -> list[Unit]:
@@ -64,15 +64,15 @@ def all_units(spec: JobSpec) -> list[Unit]:
     return units_of(spec) + ([control] if control is not None else [])
 
 
-def place(cluster: Cluster, job: JobRecord, units: Sequence[Unit], *, is_empty: bool = False) -> Plan:
+def place(cluster: Cluster, job: JobRecord, units: Sequence[Unit], *, is_empty: bool = False) -> PlacementPlan:
     """A plan on the nodes that the job may use; with `is_empty`, on the alive cluster as if nothing ran on it."""
     nodes = cluster.alive_nodes() if is_empty else cluster.usable_nodes()
     allowed = [node for node in nodes if node.name not in job.excluded]
-    found = plan(units, lambda: _rooms(allowed, job, is_empty=is_empty), job.spec.node_num)
+    found = plan(units, lambda: [free_capacity(node, job, is_empty=is_empty) for node in allowed], job.spec.node_num)
     if found.fits:
         return found
     if not nodes:
-        return Plan(reason=_no_nodes(cluster))
+        return PlacementPlan(reason=_no_nodes(cluster))
     if len(allowed) < len(nodes):
         left_out = ", ".join(node.name for node in nodes if node.name in job.excluded)
         return msgspec.structs.replace(found, reason=f"{found.reason} ({left_out} failed too often for this job)")
@@ -83,10 +83,3 @@ def _no_nodes(cluster: Cluster) -> str:
     if cluster.alive_nodes():
         return "no node has come back yet since the master restarted"
     return "no node is alive; start an agent with `unified-agent --master …`"
-
-
-def _rooms(nodes: Sequence[NodeRecord], job: JobRecord, *, is_empty: bool) -> list[Room]:
-    spec = job.spec
-    return [
-        open_room(node, job.job_id, spec.accelerator_type, spec.device_per_node, is_empty=is_empty) for node in nodes
-    ]
