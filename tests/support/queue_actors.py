@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from unified.queue.core.messages import GetAsked, PutAsked
-from unified.queue.core.outcomes import Outcome
+from unified.queue.core.messages import GetAsked, Outcome, PutAsked
 
 
 class Worker(msgspec.Struct, eq=False):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from unified.queue.core.actions import (
+from unified.queue.core.invariants import check
+from unified.queue.core.messages import (
     Action,
     AnswerGet,
     AnswerPut,
@@ -13,19 +14,22 @@ from unified.queue.core.actions import (
     DropItems,
     DropLease,
     DropPuts,
+    Event,
+    GetAsked,
+    HandleAttached,
+    Item,
     Memory,
+    Outcome,
+    PutAsked,
     Record,
     SaveClosed,
     SaveHandle,
     SaveItems,
     SaveLease,
     SavePut,
+    TakeDone,
 )
-from unified.queue.core.invariants import check
-from unified.queue.core.messages import Event, GetAsked, HandleAttached, PutAsked, TakeDone
-from unified.queue.core.outcomes import Outcome
 from unified.queue.core.queue import QueueCore
-from unified.queue.core.state import Item
 
 
 class JournalModel:

@@ -15,7 +15,7 @@ from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
 from unified.queue.client import DataQueue
-from unified.queue.hosting import host_of
+from unified.queue.server import host_of
 from unified.worker.context import Worker, set_current_worker
 from unified.worker.names import Names
 

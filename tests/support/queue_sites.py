@@ -17,10 +17,9 @@ from unified.errors import (
     WorkerDiedError,
 )
 from unified.protocol.records import WorkerIncarnation
-from unified.queue.core.outcomes import Outcome
-from unified.queue.owner_lookup import OwnerFinder
+from unified.queue.core.messages import Outcome
+from unified.queue.owner_lookup import OwnerFinder, PutQuestion
 from unified.queue.producer import Putter
-from unified.queue.sites import PutQuestion
 
 PATIENCE_S = 10.0
 WAITING = [int(Outcome.WAITING), 0]

@@ -7,12 +7,12 @@ import gzip
 import os
 import re
 import threading
+from array import array
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
 
 from unified.config.runtime import RuntimeSettings
-from unified.data.marks import Marks
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -30,6 +30,28 @@ SUFFIXES = {
 """Of the files of each format that are taken from a directory; of csv, tfrecord and jsonl also with ``.gz`` after."""
 _COMPRESSED = ".gz"
 _NUMBERED = re.compile(r"-\d+-of-\d+$")  # name.tfrecord-00003-of-00016
+
+
+class Marks:
+    """Byte offsets of every `every`-th row, noted while rows are passed in order.
+
+    A reader that looks for a row begins at the mark before it and not at the file's first byte: shard after shard of
+    one file is read in one pass over the file, and not in as many as there are shards.
+    """
+
+    def __init__(self, every: int = 256) -> None:
+        self._every = every
+        self._offsets = array("Q")
+
+    def note(self, row: int, offset: int) -> None:
+        """`row` begins at byte `offset`. What is not the next row to be marked is passed over."""
+        if row == len(self._offsets) * self._every:
+            self._offsets.append(offset)
+
+    def before(self, row: int, first: int = 0) -> tuple[int, int]:
+        """The last marked row that is not after `row`, and its offset; row 0 at offset `first` if none is."""
+        index = min(row // self._every, len(self._offsets) - 1)
+        return (index * self._every, self._offsets[index]) if index >= 0 else (0, first)
 
 
 class DataFile:

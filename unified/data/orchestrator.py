@@ -12,8 +12,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from unified.data.barrier_release import check_release
-from unified.data.checkpoint_notices import CheckpointNotices
 from unified.data.coordinator_client import Coordinator
 from unified.data.heartbeats import Heartbeats, check_heartbeats, heartbeat_error, interval_within
 from unified.data.worker_identity import (
@@ -28,18 +26,83 @@ from unified.data.worker_identity import (
     settings,
     withdraw,
 )
-from unified.errors import MasterUnreachableError, UnifiedError, UsageError, WorkerUnknownError
+from unified.errors import (
+    BarrierError,
+    BarrierTimeoutError,
+    MasterUnreachableError,
+    UnifiedError,
+    UsageError,
+    WorkerUnknownError,
+)
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     BarrierResponse,
+    CheckpointResponse,
     DeregisterWorker,
+    GetLatestCheckpoint,
     Heartbeat,
     HeartbeatResponse,
     LeaveBarrier,
+    NotifyCheckpoint,
+    RecoveryInfo,
     RegisterWorker,
     WaitBarrier,
     WorkerRegistration,
 )
+
+
+class CheckpointNotices:
+    """Of one space. Made by `TrainingOrchestrator`."""
+
+    def __init__(self, coordinator: Coordinator, space: str, worker_id: str, world_size: int) -> None:
+        self._coordinator = coordinator
+        self._space = space
+        self._worker_id = worker_id
+        self._world_size = world_size
+
+    async def notify(
+        self,
+        step: int,
+        path: str,
+        *,
+        name: str = "default",
+        size_bytes: int = 0,
+        checksum: str = "",
+        **metadata: object,
+    ) -> bool:
+        """Say that a checkpoint is complete, so that all know from where to go on. `CheckpointManager` says it by
+        itself: this is for checkpoints that something else wrote.
+
+        Args:
+            path: of its manifest.
+            name: of the series that it belongs to.
+            metadata: anything else, kept as text.
+
+        Returns:
+            Whether it is the latest of its series.
+
+        Raises:
+            CoordinatorError: refused.
+        """
+        request = NotifyCheckpoint(
+            space=self._space,
+            worker_id=self._worker_id,
+            step=step,
+            path=path,
+            name=name,
+            size_bytes=size_bytes,
+            checksum=checksum,
+            world_size=self._world_size,
+            metadata={key: str(value) for key, value in metadata.items()},
+        )
+        answer = await asyncio.wrap_future(self._coordinator.submit(request, CheckpointResponse))
+        return answer.is_latest
+
+    async def latest(self, name: str = "default") -> RecoveryInfo | None:
+        """The latest complete checkpoint of a series that anybody told of; None if nobody did."""
+        request = GetLatestCheckpoint(space=self._space, name=name)
+        answer = await asyncio.wrap_future(self._coordinator.submit(request, RecoveryInfo))
+        return answer if answer.is_found else None
 
 
 class TrainingOrchestrator:
@@ -327,3 +390,22 @@ class TrainingOrchestrator:
 
 def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
+
+
+def check_release(barrier_id: str, answer: BarrierResponse) -> None:
+    """Raise what the end of a barrier means to those who waited, if not all had arrived.
+
+    Raises:
+        BarrierTimeoutError: the time of one of them was over.
+        BarrierError: a worker was lost, or left; or the barrier's space was closed.
+    """
+    if answer.released_by == "arrived":
+        return
+    kind = BarrierTimeoutError if answer.released_by == "timeout" else BarrierError
+    raise kind(
+        answer.reason or f"barrier {barrier_id!r} was {answer.released_by}.",
+        arrived=answer.arrived,
+        missing=answer.missing,
+        lost=answer.lost,
+        code=answer.released_by,
+    )

@@ -9,10 +9,11 @@ from typing import Any, Self
 from unified.core.file_layout import FileLayout
 from unified.data.files import DataFile, DataFiles, Order, format_of
 from unified.data.formats import open_format
-from unified.errors import DatasetError
-from unified.protocol.coordinator import FileRun, ShardAssignment
+from unified.errors import DatasetError, UsageError
+from unified.protocol.coordinator import DatasetStatus, FileRun, ShardAssignment
 
 _FILES_AT_ONCE = 8
+Values = tuple[str, str, int, bool, int, dict[str, str]]
 
 
 def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileRun]:  # noqa: A002
@@ -152,3 +153,34 @@ def iter_samples(
     with ShardReader(format, columns=columns, verify=verify) as reader:
         for each in [assignment] if isinstance(assignment, ShardAssignment) else assignment:
             yield from reader.iter_samples(each)
+
+
+def is_registered_as(known: DatasetStatus, asked: Values, total_samples: int | None) -> bool:
+    """Whether a dataset that is known has these values: path, format, shard size, shuffle, seed, metadata."""
+    there = (known.path, known.format, known.shard_size, known.shuffle, known.seed, known.metadata)
+    return there == asked and total_samples in (None, known.total_samples)
+
+
+def dataset_files(path: str, format: str, total_samples: int | None) -> list[FileRun]:  # noqa: A002
+    """The files of a dataset in order, counted unless there is one alone that would have to be read through.
+
+    Raises:
+        DataFileNotFoundError: nothing is there.
+        DatasetError: a file is empty, unreadable, or of another format.
+        UsageError: no such format; or the files, so far as they are counted, do not hold `total_samples`.
+    """
+    rows = open_format(format)
+    if total_samples is not None and total_samples > 0 and not rows.is_counted:
+        with DataFiles() as files:
+            found = files.find(path, format)
+            if len(found) == 1:  # where each shard begins in it is known without a count
+                rows.check(files.file(found[0]))
+                return [FileRun(path=found[0], num_samples=total_samples)]
+    runs = find_runs(path, format)
+    counted = sum(run.num_samples for run in runs)
+    if total_samples not in (None, counted):
+        raise UsageError(
+            f"the {len(runs)} {format} files of {path} hold {counted} samples, not total_samples={total_samples}: "
+            "give the right number, or none to have them counted."
+        )
+    return runs

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from unified.data.coordinator_client import Coordinator
 from unified.data.files import absolute
-from unified.data.registration import dataset_files, is_registered_as
-from unified.data.restored_position import restore_request
+from unified.data.position import restore_request
+from unified.data.reading import dataset_files, is_registered_as
 from unified.data.shard_cache import DatasetShards
 from unified.data.worker_identity import (
     check_rank,

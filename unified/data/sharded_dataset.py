@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from unified.data.epoch_end import Patience
 from unified.data.formats import open_format
 from unified.data.position import Reading, ReadingPosition
 from unified.data.prefetch import ShardPrefetcher
@@ -19,7 +18,34 @@ from unified.data.worker_identity import settings
 from unified.errors import CoordinatorError, EpochTimeoutError, UsageError
 from unified.protocol.coordinator import DatasetStatus, ShardAssignment
 
+_SHORTEST_S, _LONGEST_S = 0.05, 2.0
+"""From one look to the next."""
 _log = logging.getLogger("unified.data")
+
+
+class Patience:
+    """When to look again whether an epoch is over, and when to give it up.
+
+    Args:
+        limit_s: so long it waits without any shard being finished; ``math.inf``: for ever.
+        now: seconds, on any clock.
+    """
+
+    def __init__(self, limit_s: float, now: float) -> None:
+        self._limit_s = limit_s
+        self._began_at = self._moved_at = now
+        self._num_left: int | None = None
+
+    def next_look_s(self, now: float, num_left: int) -> float | None:
+        """Seconds until the next look, if at this one so many shards were left; None: nobody has finished one for too
+        long. The longer it waits, the more seldom it looks.
+        """
+        if num_left != self._num_left:
+            self._num_left, self._moved_at = num_left, now
+        spare_s = self._moved_at + self._limit_s - now
+        if spare_s <= 0:
+            return None
+        return min(max((now - self._began_at) / 10, _SHORTEST_S), _LONGEST_S, spare_s)
 
 
 @runtime_checkable

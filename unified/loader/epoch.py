@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from unified.errors import LoaderError, LoaderTimeoutError
-from unified.loader.messages import Failure, FetchBatch, NoMore, OpenStream, Reply
-from unified.loader.places import Places
+from unified.loader.messages import Failure, FetchBatch, NoMore, OpenStream, Places, Reply
 from unified.loader.schedule import Action, Ended, Fetch, Fetched, GiveUp, Lost, Open, Schedule, Taken
 
 

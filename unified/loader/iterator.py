@@ -6,21 +6,22 @@ import os
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from multiprocessing.context import BaseContext
+from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.utils.data import DataLoader, _utils
+from torch.utils.data import DataLoader, _utils, get_worker_info
 
 from unified.bus.codec.codec import decode
 from unified.bus.codec.serialized import Sealed
 from unified.errors import NotInWorkerError, UsageError, nearest
 from unified.loader.epoch import Epoch, EpochSettings
 from unified.loader.local_workers import LocalPlaces
-from unified.loader.parts import LoaderParts, tasks_of
-from unified.loader.places import Places
+from unified.loader.messages import Places
 from unified.loader.role_workers import RolePlaces, role_that_loads
+from unified.loader.stream_host import LoaderParts, tasks_of
 from unified.worker.context import Worker, current_worker
 
 DEFAULT_DEPTH = 2
@@ -228,3 +229,61 @@ def unwrap(value: Any) -> Any:
 
 def _unwrap_and_pin(value: Any) -> Any:
     return _utils.pin_memory.pin_memory(unwrap(value))  # type: ignore[no-untyped-call]
+
+
+class DataLoaderPatch:
+    """What `patch_dataloader_ray` did; `undo` it, or use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._original: Any = None
+        self._leave_single_process = False
+
+    def apply(self, *, leave_single_process: bool = False) -> None:
+        """Patch; a second time changes only what it leaves alone."""
+        self._leave_single_process = leave_single_process
+        if self._original is not None:
+            return
+        original = self._original = DataLoader._get_iterator
+
+        @wraps(original)
+        def get_iterator(loader: DataLoader[Any]) -> Any:
+            if loader.num_workers == 0 and (self._leave_single_process or get_worker_info() is not None):
+                return original(loader)  # a process that loads data starts none for a loader within its dataset
+            return DataLoaderIter(loader, close_at_end=not loader.persistent_workers)
+
+        DataLoader._get_iterator = get_iterator  # type: ignore
+
+    def undo(self) -> None:
+        """Give torch its own iterators back; those that were made meanwhile go on."""
+        if self._original is not None:
+            DataLoader._get_iterator = self._original  # type: ignore[method-assign]
+            self._original = None
+
+    def __enter__(self) -> DataLoaderPatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+_PATCH = DataLoaderPatch()
+
+
+def patch_dataloader_ray(*, leave_single_process: bool = False) -> DataLoaderPatch:
+    """From now on ``iter(loader)`` of a `DataLoader` gives a `DataLoaderIter`.
+
+    Called early in ``run()``, it moves the loading of data out of this worker without a change elsewhere. With
+    `persistent_workers` the iterator is kept from one epoch to the next, as torch does; without it, a loader's own
+    processes are started for each epoch. A loader with ``num_workers=0`` is served by as many workers as the loading
+    role has, or by one process; the random numbers that its dataset draws are then those of a worker.
+
+    Args:
+        leave_single_process: let loaders with ``num_workers=0`` load in this process, as torch does.
+
+    Returns:
+        the patch, to be undone with ``undo()``, or at the end of a ``with`` block.
+    """
+    _PATCH.apply(leave_single_process=leave_single_process)
+    return _PATCH

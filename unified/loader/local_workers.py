@@ -24,8 +24,7 @@ import torch
 import torch.multiprocessing  # tensors then travel between processes through shared memory
 
 from unified.loader.messages import FetchBatch, OpenStream, Reply
-from unified.loader.parts import LoaderParts
-from unified.loader.stream_host import StreamHost
+from unified.loader.stream_host import LoaderParts, StreamHost
 
 END_WITHIN_S = 5.0
 """How long `close` waits for a batch that is being made, before it kills the process that makes it."""

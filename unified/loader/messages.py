@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
 from unified.bus.calls import remote_errors
 from unified.errors import RpcError
@@ -81,3 +82,36 @@ Reply = Batch | NoMore | Failure
 
 class StreamLostError(LookupError):
     """A process was asked to fetch from a stream that it does not have: it is younger than the consumer believes."""
+
+
+class Places(Protocol):
+    """Processes that serve streams. Orders to one place are carried out in the order in which they were given.
+
+    Attributes:
+        stays: a place that was lost is there again at once, under its number.
+    """
+
+    stays: bool
+
+    def __len__(self) -> int: ...
+
+    def homes(self, num_streams: int) -> list[int]:
+        """For each stream the place to begin at."""
+        ...
+
+    def open(self, place: int, order: OpenStream) -> None:
+        """Make a stream; what goes wrong with it is the answer to its first fetch."""
+        ...
+
+    def fetch(self, place: int, order: FetchBatch) -> Future[Reply]:
+        """Ask for a batch."""
+        ...
+
+    def lost(self, place: int, error: BaseException) -> str:
+        """If `error`, which a fetch ended in, means that the place is gone: why, in words; and the place is made ready
+        for new streams. Else an empty string."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the processes, or of what they hold for this loader."""
+        ...

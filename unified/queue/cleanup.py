@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unified.errors import QueueNotFoundError, UnifiedError
 
 if TYPE_CHECKING:
-    from unified.queue.owner_lookup import OwnerFinder
-    from unified.queue.sites import Site
+    from unified.queue.owner_lookup import OwnerFinder, Site
 
 logger = logging.getLogger(__name__)
 LATER_S = 1.0

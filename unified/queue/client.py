@@ -13,11 +13,11 @@ import msgspec
 from unified.bus.calls.future import RpcFuture
 from unified.errors import QueueClosedError, UnifiedError, UsageError
 from unified.queue.consumer import Taker, end_main_thread
-from unified.queue.core.statistics import QueueStats
-from unified.queue.hosting import host_of, journal_path
+from unified.queue.core.state import QueueStats
 from unified.queue.items import pack
 from unified.queue.owner_lookup import OwnerFinder
 from unified.queue.producer import Putter
+from unified.queue.server import host_of, journal_path
 from unified.worker.context import current_worker
 
 T = TypeVar("T")

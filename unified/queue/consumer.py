@@ -11,10 +11,9 @@ from typing import Any
 
 from unified.errors import QueueClosedError, QueueError, QueueNotFoundError, RpcError, UnifiedError, UsageError
 from unified.queue.cleanup import FAREWELLS
-from unified.queue.core.outcomes import Outcome
+from unified.queue.core.messages import Outcome
 from unified.queue.items import Packed, unpack
-from unified.queue.owner_lookup import OwnerFinder
-from unified.queue.sites import SLICE_S, Site
+from unified.queue.owner_lookup import SLICE_S, OwnerFinder, Site
 
 FINISH_WITHIN_S = 5.0
 

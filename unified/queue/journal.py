@@ -11,17 +11,256 @@ disk first.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import secrets
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
+from unified.bus.codec.serialized import Sealed
 from unified.errors import QueueJournalError, UsageError
 from unified.queue import items as packed
-from unified.queue.core.actions import Record
-from unified.queue.journal_file import JournalFile
+from unified.queue.core.messages import (
+    DropHandle,
+    DropItems,
+    DropLease,
+    DropPuts,
+    Item,
+    Memory,
+    Outcome,
+    Record,
+    SaveClosed,
+    SaveHandle,
+    SaveItems,
+    SaveLease,
+    SavePut,
+)
+from unified.queue.items import Packed
 
+SCHEMA_VERSION = 1
+BUSY_S = 5.0
+"""How long to wait for a dying process to let go of the file."""
+ROW_BYTES = 100
+"""Of a row beside the piece of an item that is in it, at most."""
+_SCHEMA = """
+create table facts (name text primary key, value text not null) without rowid;
+create table handles (handle integer primary key, worker text not null, incarnation integer not null);
+create table puts (handle integer, number integer, num_in integer not null, outcome integer not null,
+                   primary key (handle, number)) without rowid;
+create table items (item_id integer primary key, nbytes integer not null, put_at real not null,
+                    num_buffers integer not null, body blob not null);
+create table buffers (item_id integer, place integer, data blob not null, primary key (item_id, place));
+create table leases (item_id integer primary key, handle integer not null, consumer integer not null,
+                     number integer not null, place integer not null);
+"""
 logger = logging.getLogger(__name__)
+
+
+class Clocks(NamedTuple):
+    """Of one process: `monotonic` times mean nothing to the next life, so wall clock times are kept."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+
+
+class JournalFile:
+    """The file of one queue, for this process alone. One thread at a time may use it.
+
+    Args:
+        path: made, with its folders, if it is not there.
+        queue: whose journal it is; a file of another queue is refused.
+        fsync: a commit is on disk when it returns.
+
+    Attributes:
+        journal_id: made with the file, so that a queue that begins anew is known from one that goes on.
+        most_bytes: that a piece of an item may have.
+
+    Raises:
+        QueueJournalError: it cannot be opened, is in use, or is no journal of this queue.
+    """
+
+    def __init__(self, path: Path, queue: str, *, fsync: bool = False, clocks: Clocks | None = None) -> None:
+        self.path = path
+        self._queue = queue
+        self._clocks = clocks or Clocks()
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            try:
+                self.journal_id = self._open(fsync)
+                self.most_bytes = self._database.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) - ROW_BYTES
+            except BaseException:
+                self._database.close()
+                raise
+        except (sqlite3.Error, OSError) as error:
+            raise self._unusable("opened", error) from None
+
+    def memory(self) -> Memory:
+        """What the last life left; `put_at` is on this process's monotonic clock.
+
+        Raises:
+            QueueJournalError: it cannot be read.
+        """
+        try:
+            return self._load()
+        except sqlite3.Error as error:
+            raise self._unusable("read", error) from None
+
+    def commit(self, records: Iterable[Record]) -> None:
+        """Write them in one transaction.
+
+        Raises:
+            QueueJournalError: they cannot be written; none of them is.
+        """
+        database = self._database
+        try:
+            database.execute("begin immediate")
+            try:
+                for record in records:
+                    self._apply(database, record)
+                database.execute("commit")
+            except BaseException:
+                if database.in_transaction:
+                    database.execute("rollback")
+                raise
+        except sqlite3.Error as error:
+            raise self._unusable("written", error) from None
+
+    def close(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._database.close()
+
+    def _open(self, fsync: bool) -> str:
+        database = self._database
+        # One process has the file for itself as long as it lives; so WAL needs no shared memory beside it either, and
+        # works where other processes could not map it (some network file systems).
+        database.execute("pragma locking_mode = exclusive")
+        database.execute("pragma journal_mode = wal")
+        database.execute(f"pragma synchronous = {'full' if fsync else 'normal'}")
+        database.execute("begin exclusive")
+        try:
+            (version,) = database.execute("pragma user_version").fetchone()
+            if version == 0:
+                for statement in _SCHEMA.split(";"):
+                    database.execute(statement)
+                facts = {"queue": self._queue, "id": secrets.token_hex(8)}
+                database.executemany("insert into facts values (?, ?)", facts.items())
+                database.execute(f"pragma user_version = {SCHEMA_VERSION}")
+            elif version != SCHEMA_VERSION:
+                raise QueueJournalError(
+                    f"the journal {self.path} of queue {self._queue!r} is of version {version}, and this is "
+                    f"{SCHEMA_VERSION}: another version of unified wrote it. Give the queue another path."
+                )
+            database.execute("commit")
+        except BaseException:
+            if database.in_transaction:
+                database.execute("rollback")
+            raise
+        facts = dict(database.execute("select name, value from facts"))
+        if facts.get("queue") != self._queue:
+            raise QueueJournalError(
+                f"{self.path} is the journal of queue {facts.get('queue')!r}, not of {self._queue!r}: give each "
+                "durable queue a path of its own."
+            )
+        return facts["id"]
+
+    def _load(self) -> Memory:
+        database = self._database
+        offset = self._clocks.monotonic() - self._clocks.wall()
+        buffers: dict[int, list[bytes]] = {}
+        for item_id, data in database.execute("select item_id, data from buffers order by item_id, place"):
+            buffers.setdefault(item_id, []).append(data)
+        items = [
+            Item(item_id, _joined(body, num_buffers, buffers.get(item_id, [])), nbytes, put_at + offset)
+            for item_id, nbytes, put_at, num_buffers, body in database.execute(
+                "select item_id, nbytes, put_at, num_buffers, body from items order by item_id"
+            )
+        ]
+        return Memory(
+            handles=[
+                SaveHandle(handle=handle, worker=worker, incarnation=incarnation)
+                for handle, worker, incarnation in database.execute("select * from handles")
+            ],
+            puts=[
+                SavePut(handle=handle, number=number, num_in=num_in, outcome=Outcome(outcome))
+                for handle, number, num_in, outcome in database.execute("select * from puts order by handle, number")
+            ],
+            items=items,
+            leases=self._load_leases(),
+            is_closed=bool(database.execute("select 1 from facts where name = 'closed'").fetchone()),
+        )
+
+    def _load_leases(self) -> list[SaveLease]:
+        takes: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        query = "select handle, consumer, number, item_id, place from leases order by place"
+        for handle, consumer, number, item_id, place in self._database.execute(query):
+            takes.setdefault((handle, consumer, number), []).append((item_id, place))
+        return [
+            SaveLease(
+                handle=handle,
+                consumer=consumer,
+                number=number,
+                item_ids=[item_id for item_id, _ in items],
+                num_done=items[0][1],
+            )
+            for (handle, consumer, number), items in takes.items()
+        ]
+
+    def _apply(self, database: sqlite3.Connection, record: Record) -> None:
+        match record:
+            case SaveItems(items=items):
+                self._save_items(database, items)
+            case SavePut(handle=handle, number=number, num_in=num_in, outcome=outcome):
+                database.execute("replace into puts values (?, ?, ?, ?)", (handle, number, num_in, int(outcome)))
+            case DropPuts(handle=handle, below=below):
+                database.execute("delete from puts where handle = ? and number < ?", (handle, below))
+            case SaveLease(handle=handle, consumer=consumer, number=number, item_ids=item_ids):
+                database.executemany(
+                    "replace into leases values (?, ?, ?, ?, ?)",
+                    [(item_id, handle, consumer, number, place) for place, item_id in enumerate(item_ids)],
+                )
+            case DropItems(item_ids=item_ids):
+                keys = [(item_id,) for item_id in item_ids]
+                for table in ("items", "buffers", "leases"):
+                    database.executemany(f"delete from {table} where item_id = ?", keys)
+            case DropLease(item_ids=item_ids):
+                database.executemany("delete from leases where item_id = ?", [(item_id,) for item_id in item_ids])
+            case SaveHandle(handle=handle, worker=worker, incarnation=incarnation):
+                database.execute("replace into handles values (?, ?, ?)", (handle, worker, incarnation))
+            case DropHandle(handle=handle):
+                database.execute("delete from handles where handle = ?", (handle,))
+                database.execute("delete from puts where handle = ?", (handle,))
+            case SaveClosed():
+                database.execute("replace into facts values ('closed', '')")
+
+    def _save_items(self, database: sqlite3.Connection, items: list[Item]) -> None:
+        offset = self._clocks.wall() - self._clocks.monotonic()
+        rows, buffers = [], []
+        for item in items:
+            packed: Packed = item.payload
+            body, parts = (packed.body, packed.buffers) if isinstance(packed, Sealed) else (packed, [])
+            rows.append((item.item_id, item.nbytes, item.put_at + offset, len(parts), body))
+            buffers += [(item.item_id, place, data) for place, data in enumerate(parts)]
+        database.executemany("insert into items values (?, ?, ?, ?, ?)", rows)
+        if buffers:
+            database.executemany("insert into buffers values (?, ?, ?)", buffers)
+
+    def _unusable(self, verb: str, error: Exception) -> QueueJournalError:
+        return QueueJournalError(
+            f"the journal {self.path} of queue {self._queue!r} cannot be {verb}: {error}. Make room, repair the disk, "
+            "or end the process that uses it; what was acknowledged is in the file."
+        )
+
+
+def _joined(body: bytes, num_buffers: int, buffers: list[bytes]) -> Packed:
+    if not num_buffers:
+        return body
+    return Sealed(body, list(buffers))
 
 
 class Journal:

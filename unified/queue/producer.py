@@ -27,10 +27,9 @@ from unified.errors import (
     RpcError,
     RpcTimeoutError,
 )
-from unified.queue.core.outcomes import Outcome
+from unified.queue.core.messages import Outcome
 from unified.queue.items import Packed, nbytes
-from unified.queue.owner_lookup import OwnerFinder
-from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, Site, listens_s
+from unified.queue.owner_lookup import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, OwnerFinder, Site, listens_s
 
 _WAITING = int(Outcome.WAITING)
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from unified.data import DatasetRegistry, EmbeddedCoordinator
-from unified.data.known_shards import AT_ONCE
+from unified.data.shard_cache import AT_ONCE
 from unified.errors import CoordinatorError, UsageError
 from unified.protocol.coordinator import CoordinatorRequest, GetDataShard, MarkDone, coordinator_to_worker
 

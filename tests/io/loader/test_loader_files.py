@@ -13,8 +13,7 @@ from unified.data import ShardReader, find_runs
 from unified.data.files import DataFiles
 from unified.data.reading import assign_files
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError
-from unified.loader.dataset import Dataset
-from unified.loader.files import find_pieces
+from unified.loader.dataset import Dataset, find_pieces
 from unified.storage import open_storage
 
 NAMES = ["part-1", "part-2", "part-10"]

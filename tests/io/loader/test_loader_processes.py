@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 import unified.loader.dataset
 from unified.errors import LoaderError, LoaderTimeoutError, UsageError
-from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter
-from unified.loader.patch import patch_dataloader_ray
+from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter, patch_dataloader_ray
 from unified.testing import Belongings, eventually
 
 pytestmark = pytest.mark.filterwarnings(  # what torch's own loader is told as well, and that 2 cores are few

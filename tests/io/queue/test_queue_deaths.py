@@ -22,8 +22,8 @@ from unified.errors import (
     WorkerDiedError,
 )
 from unified.protocol.records import Reachability
-from unified.queue import sites
-from unified.queue.hosting import host_of
+from unified.queue import owner_lookup
+from unified.queue.server import host_of
 from unified.testing import eventually
 
 PATIENCE_S = 20.0
@@ -276,7 +276,7 @@ def test_an_item_that_is_too_large_for_a_journal_is_refused_and_the_queue_goes_o
 def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
     trio: tuple[Member, Member, Member], durable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sites, "GRACE_S", 0.2)
+    monkeypatch.setattr(owner_lookup, "GRACE_S", 0.2)
     owner, producer, _ = trio
     mine, also_mine = owner.queue(owner_timeout=0.1, **durable), owner.queue()
     theirs = producer.queue()

@@ -14,13 +14,25 @@ import pytest
 from tests.support.queue_core import JournalModel, Story
 from unified.bus.codec.serialized import Sealed
 from unified.errors import QueueJournalError, UsageError
-from unified.queue.core.actions import Action, AnswerGet, AnswerPut, Memory, Record, SaveHandle, SaveItems
-from unified.queue.core.messages import CloseAsked, ConsumerEnded, Event, HandleClosed, LifeEnded, TakeReturned
-from unified.queue.core.outcomes import Outcome
-from unified.queue.core.state import Item
+from unified.queue.core.messages import (
+    Action,
+    AnswerGet,
+    AnswerPut,
+    CloseAsked,
+    ConsumerEnded,
+    Event,
+    HandleClosed,
+    Item,
+    LifeEnded,
+    Memory,
+    Outcome,
+    Record,
+    SaveHandle,
+    SaveItems,
+    TakeReturned,
+)
 from unified.queue.items import pack, unpack
-from unified.queue.journal import Journal
-from unified.queue.journal_file import ROW_BYTES, Clocks, JournalFile
+from unified.queue.journal import ROW_BYTES, Clocks, Journal, JournalFile
 from unified.queue.server import QueueService
 from unified.testing import eventually
 
@@ -118,7 +130,7 @@ def test_large_items_come_back_whole_and_with_their_age(tmp_path: Path) -> None:
 
 
 def test_a_file_has_one_owner_and_one_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unified.queue.journal_file.BUSY_S", 0.05)
+    monkeypatch.setattr("unified.queue.journal.BUSY_S", 0.05)
     path = tmp_path / "folder" / "q.sqlite"
     file = JournalFile(path, "q")
     with pytest.raises(QueueJournalError, match="locked"):

@@ -11,7 +11,7 @@ import pytest
 from tests.support.queue_members import QueueWorld
 from tests.support.queue_owner import OwnerProcess
 from unified.errors import QueueNotFoundError
-from unified.queue import sites
+from unified.queue import owner_lookup
 
 PATIENCE_S = 20.0
 SHORT_S = 0.1
@@ -28,7 +28,7 @@ def in_time(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 @pytest.fixture
 def owner(world: QueueWorld, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnerProcess]:
-    monkeypatch.setattr(sites, "GRACE_S", 5 * SHORT_S)
+    monkeypatch.setattr(owner_lookup, "GRACE_S", 5 * SHORT_S)
     process = OwnerProcess("owner", world.run_dir, world.route, world.relay, size=4)
     world.add("owner", process.inbox, {"queue/q": 1})
     yield process

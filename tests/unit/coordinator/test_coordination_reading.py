@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.support.coordinator import Story, done, get, spread, worker
 from unified.core.coordination.events import WorkerGone
 from unified.core.coordination.records import MAX_PAST_SESSIONS
-from unified.data.known_shards import KnownShards
+from unified.data.shard_cache import KnownShards
 from unified.protocol.coordinator import DataShards, DeregisterWorker, SetDataWorker, ShardsDone
 
 STEPS = ["begin", "end", "begin", "end", "join", "crash", "leave", "replace", "haunt", "restart"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from unified.data.epoch_end import Patience
+from unified.data.sharded_dataset import Patience
 
 
 def test_it_looks_often_at_first_and_then_seldom() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified.core.file_layout import FileLayout, FileRows
-from unified.data.marks import Marks
+from unified.data.files import Marks
 from unified.data.reading import assign_files
 from unified.protocol.coordinator import FileRun
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from unified.errors import UsageError
 from unified.loader.dataset import Dataset
-from unified.loader.execution import Run, Spread
-from unified.loader.operators import Repeat
+from unified.loader.execution import Repeat, Run, Spread
 
 
 def flat(item: Any) -> list[int]:

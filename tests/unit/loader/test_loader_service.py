@@ -13,10 +13,9 @@ from unified.bus.calls.inbound import Caller
 from unified.errors import LoaderError, RouteLostError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.loader import iterator, service
 from unified.loader.messages import Batch, BringParts, DropLoader, FetchBatch, OpenStream, Order, StreamLostError
-from unified.loader.parts import LoaderParts
 from unified.loader.role_workers import METHOD, RolePlaces, role_that_loads
 from unified.loader.service import Loaders
-from unified.loader.stream_host import StreamHost
+from unified.loader.stream_host import LoaderParts, StreamHost
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.worker.context import Worker, set_current_worker
 

@@ -13,8 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from unified.errors import RemoteError
 from unified.loader.messages import Batch, Failure, FetchBatch, NoMore, OpenStream, Reply, StreamLostError
-from unified.loader.parts import LoaderParts
-from unified.loader.stream_host import StreamHost
+from unified.loader.stream_host import LoaderParts, StreamHost
 
 Numbers = tuple[int, float, float, float]
 

@@ -10,12 +10,12 @@ from unified.queue.core.messages import (
     ConsumerEnded,
     HandleClosed,
     LifeEnded,
+    Outcome,
     PutAsked,
     TakeReturned,
     TimePassed,
 )
-from unified.queue.core.outcomes import Outcome
-from unified.queue.core.rates import Rate
+from unified.queue.core.state import Rate
 
 
 def in_(count: int) -> tuple[Outcome, int]:

@@ -16,21 +16,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.queue_actors import Answer, Consumer, PendingPut, Producer, Worker
 from tests.support.queue_core import JournalModel
-from unified.queue.core.actions import Action, AnswerGet, AnswerPut, DropItems
 from unified.queue.core.invariants import check
 from unified.queue.core.messages import (
+    Action,
+    AnswerGet,
+    AnswerPut,
     CloseAsked,
     ConsumerEnded,
+    DropItems,
     Event,
     GetAsked,
     HandleAttached,
     LifeEnded,
+    Outcome,
     PutAsked,
     TakeDone,
     TakeReturned,
     TimePassed,
 )
-from unified.queue.core.outcomes import Outcome
 from unified.queue.core.queue import QueueCore
 
 WAITS = st.sampled_from([None, 0.0, 1.0])

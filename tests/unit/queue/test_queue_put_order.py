@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.queue_sites import DIED, LOST, PATIENCE_S, WAITING, Finder, Site, puts, putter
 from unified.errors import QueueClosedError, QueueJournalError
-from unified.queue.core.outcomes import Outcome
+from unified.queue.core.messages import Outcome
 from unified.queue.owner_lookup import OwnerFinder
 from unified.queue.producer import Putter
 from unified.testing import eventually

@@ -18,11 +18,10 @@ from unified.errors import (
     RpcError,
     RpcTimeoutError,
 )
-from unified.queue import sites
-from unified.queue.core.outcomes import Outcome
-from unified.queue.owner_lookup import OwnerFinder
+from unified.queue import owner_lookup
+from unified.queue.core.messages import Outcome
+from unified.queue.owner_lookup import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, OwnerFinder
 from unified.queue.producer import Putter
-from unified.queue.sites import LARGE_BYTES, LARGE_SLICE_S, SLICE_S
 from unified.testing import eventually
 
 
@@ -183,7 +182,7 @@ def test_a_put_to_a_silent_owner_ends_with_its_time(before: list[Any]) -> None:
 
 def test_a_put_has_no_more_time_behind_one_that_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is parked first waits for an owner for ever, as for the next life of a durable queue's."""
-    monkeypatch.setattr(sites, "GRACE_S", 0.05)
+    monkeypatch.setattr(owner_lookup, "GRACE_S", 0.05)
     site, found = Site(), threading.Event()
     finder: Any = Finder(None, site)
     attach = finder.attach

@@ -10,10 +10,9 @@ import pytest
 from unified.errors import QueueNotFoundError, RouteLostError, RpcError, RpcTimeoutError
 from unified.protocol.records import WorkerIncarnation
 from unified.queue.consumer import Taker
-from unified.queue.core.outcomes import Outcome
+from unified.queue.core.messages import Outcome
 from unified.queue.items import pack
-from unified.queue.owner_lookup import OwnerFinder
-from unified.queue.sites import GetQuestion
+from unified.queue.owner_lookup import GetQuestion, OwnerFinder
 
 PATIENCE_S = 300.0
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from unified.bus.streams.stream import RpcStream
     from unified.job.job_info import JobInfo
     from unified.loader.dataset import Dataset
-    from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter
-    from unified.loader.patch import patch_dataloader_ray
+    from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter, patch_dataloader_ray
     from unified.queue.client import DataQueue
     from unified.weights.receiver import WeightsReceiver
     from unified.worker.context import ActorInfo, Worker, current_worker
@@ -56,8 +55,7 @@ __getattr__, __dir__ = lazy.exports(
         "unified.bus.calls.registry": ["export_rpc_instance", "export_rpc_method", "rpc"],
         "unified.bus.streams.stream": ["RpcStream"],
         "unified.job.job_info": ["JobInfo"],
-        "unified.loader.iterator": ["DataLoaderIter", "RayDataLoaderIter"],
-        "unified.loader.patch": ["patch_dataloader_ray"],
+        "unified.loader.iterator": ["DataLoaderIter", "RayDataLoaderIter", "patch_dataloader_ray"],
         "unified.loader.dataset": ["Dataset"],
         "unified.queue.client": ["DataQueue"],
         "unified.weights.receiver": ["WeightsReceiver"],

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from unified.queue.core.actions import AnswerGet, DropItems, DropLease, SaveLease
-from unified.queue.core.messages import GetAsked, TakeDone, TakeReturned
-from unified.queue.core.outcomes import Outcome
-from unified.queue.core.rates import Rate
-from unified.queue.core.state import Consumer, Handle, Item, Lease, WaitingGet
-from unified.queue.core.turn import Turn
+from unified.queue.core.messages import (
+    AnswerGet,
+    DropItems,
+    DropLease,
+    GetAsked,
+    Item,
+    Outcome,
+    SaveLease,
+    TakeDone,
+    TakeReturned,
+)
+from unified.queue.core.state import Consumer, Handle, Lease, Rate, Turn, WaitingGet
 
 
 class Consumers:

@@ -1,4 +1,4 @@
-"""What can happen to a queue: everything its core is ever told.
+"""Events that a queue's core is told, and the actions that it decides: answers to handles, and records for a journal.
 
 A *handle* is one `DataQueue` object in one worker. A *consumer* is one thread that takes through one handle. A *ticket*
 names one question that waits for its one answer.
@@ -6,9 +6,36 @@ names one question that waits for its one answer.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
+import msgspec
+
 from unified.values import Value
+
+
+class Outcome(IntEnum):
+    """Numbers, because they travel and are kept in journals: they must not change."""
+
+    DONE = 0
+    """All items are in; or, here are items."""
+    WAITING = 1
+    """Time is over and nothing was given up: ask again. A put keeps its place in the line."""
+    FULL = 2
+    """The put's time is over, and what had not gone in was dropped."""
+    CLOSED = 3
+    UNKNOWN = 4
+    """The handle has to attach first: this owner does not know it. Or its life is over."""
+
+
+class Item(msgspec.Struct, gc=False):
+    """One item. Its id is its place in the queue: lower ones go first, and an item that comes back keeps its own."""
+
+    item_id: int
+    payload: Any
+    """Opaque here."""
+    nbytes: int
+    put_at: float
 
 
 class HandleAttached(Value, frozen=True, kw_only=True):
@@ -114,3 +141,97 @@ Event = (
     | CloseAsked
     | TimePassed
 )
+
+
+class AnswerPut(Value, frozen=True, kw_only=True):
+    """End the question of a put."""
+
+    ticket: int
+    outcome: Outcome
+    num_in: int
+    """How many of its items have gone in."""
+
+
+class AnswerGet(Value, frozen=True, kw_only=True):
+    """End the question of a get; there are items only with DONE."""
+
+    ticket: int
+    outcome: Outcome
+    items: list[Item] = []
+
+
+class SaveHandle(Value, frozen=True, kw_only=True):
+    handle: int
+    worker: str
+    incarnation: int
+
+
+class DropHandle(Value, frozen=True, kw_only=True):
+    """And all that is remembered of its puts."""
+
+    handle: int
+
+
+class SavePut(Value, frozen=True, kw_only=True):
+    """How far a put has come, and how it ended; WAITING: it has not."""
+
+    handle: int
+    number: int
+    num_in: int
+    outcome: Outcome
+
+
+class DropPuts(Value, frozen=True, kw_only=True):
+    """Of one handle, those with a lower number."""
+
+    handle: int
+    below: int
+
+
+class SaveItems(Value, frozen=True, kw_only=True):
+    """They went in."""
+
+    items: list[Item]
+
+
+class DropItems(Value, frozen=True, kw_only=True):
+    """They were acknowledged."""
+
+    item_ids: list[int]
+
+
+class SaveLease(Value, frozen=True, kw_only=True):
+    """These items are with a consumer."""
+
+    handle: int
+    consumer: int
+    number: int
+    item_ids: list[int]
+    num_done: int = 0
+    """So many before these are acknowledged; only in what comes back from a journal."""
+
+
+class DropLease(Value, frozen=True, kw_only=True):
+    """These items are back in the queue."""
+
+    item_ids: list[int]
+
+
+class SaveClosed(Value, frozen=True, kw_only=True):
+    """No more puts, for ever."""
+
+
+Record = SaveHandle | DropHandle | SavePut | DropPuts | SaveItems | DropItems | SaveLease | DropLease | SaveClosed
+"""For the journal of a durable queue; the cores of others return none."""
+Action = AnswerPut | AnswerGet | Record
+
+
+class Memory(msgspec.Struct, kw_only=True):
+    """What a journal remembers of a queue whose owner died."""
+
+    handles: list[SaveHandle] = []
+    puts: list[SavePut] = []
+    items: list[Item] = []
+    """By id, those on lease among them."""
+    leases: list[SaveLease] = []
+    is_closed: bool = False

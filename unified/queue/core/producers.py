@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from unified.queue.core.actions import AnswerPut, DropPuts, SaveItems, SavePut
-from unified.queue.core.messages import PutAsked
-from unified.queue.core.outcomes import Outcome
-from unified.queue.core.rates import Rate
-from unified.queue.core.state import Handle, WaitingPut
-from unified.queue.core.turn import Turn
+from unified.queue.core.messages import AnswerPut, DropPuts, Outcome, PutAsked, SaveItems, SavePut
+from unified.queue.core.state import Handle, Rate, Turn, WaitingPut
 
 
 class Producers:

@@ -10,27 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from unified.queue.core.actions import Action, DropHandle, Memory, SaveClosed, SaveHandle
 from unified.queue.core.consumers import Consumers
 from unified.queue.core.messages import (
+    Action,
     CloseAsked,
     ConsumerEnded,
+    DropHandle,
     Event,
     GetAsked,
     HandleAttached,
     HandleClosed,
     LifeEnded,
+    Memory,
+    Outcome,
     PutAsked,
+    SaveClosed,
+    SaveHandle,
     TakeDone,
     TakeReturned,
     TimePassed,
 )
-from unified.queue.core.outcomes import Outcome
 from unified.queue.core.producers import Producers
-from unified.queue.core.state import Consumer, Handle, Lease
-from unified.queue.core.statistics import QueueStats
-from unified.queue.core.stock import Stock
-from unified.queue.core.turn import Turn
+from unified.queue.core.state import Consumer, Handle, Lease, QueueStats, Stock, Turn
 
 
 class QueueCore:
