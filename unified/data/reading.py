@@ -10,10 +10,9 @@ from unified.core.file_layout import FileLayout
 from unified.data.files import DataFile, DataFiles, Order, format_of
 from unified.data.formats import open_format
 from unified.errors import DatasetError, UsageError
-from unified.protocol.coordinator import DatasetStatus, FileRun, ShardAssignment
+from unified.protocol.coordinator import FileRun, ShardAssignment
 
 _FILES_AT_ONCE = 8
-Values = tuple[str, str, int, bool, int, dict[str, str]]
 
 
 def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileRun]:  # noqa: A002
@@ -153,12 +152,6 @@ def iter_samples(
     with ShardReader(format, columns=columns, verify=verify) as reader:
         for each in [assignment] if isinstance(assignment, ShardAssignment) else assignment:
             yield from reader.iter_samples(each)
-
-
-def is_registered_as(known: DatasetStatus, asked: Values, total_samples: int | None) -> bool:
-    """Whether a dataset that is known has these values: path, format, shard size, shuffle, seed, metadata."""
-    there = (known.path, known.format, known.shard_size, known.shuffle, known.seed, known.metadata)
-    return there == asked and total_samples in (None, known.total_samples)
 
 
 def dataset_files(path: str, format: str, total_samples: int | None) -> list[FileRun]:  # noqa: A002

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from unified.data.coordinator_client import Coordinator
 from unified.data.files import absolute
 from unified.data.position import restore_request
-from unified.data.reading import dataset_files, is_registered_as
+from unified.data.reading import dataset_files
 from unified.data.shard_cache import DatasetShards
 from unified.data.worker_identity import (
     check_rank,
@@ -136,7 +136,7 @@ class DatasetRegistry:
         epoch = known.epoch if known is not None else 0
         said = {name: str(value) for name, value in (metadata or {}).items()}
         asked = (where, format, shard_size, shuffle, seed or 0, said)
-        if known is None or not is_registered_as(known, asked, total_samples):
+        if known is None or not _is_registered_as(known, asked, total_samples):
             files = dataset_files(where, format, total_samples)
             request = RegisterDataset(
                 dataset_id=dataset_id,
@@ -464,6 +464,14 @@ class DatasetRegistry:
 
     def _ask(self, request: CoordinatorRequest, expected: type[A]) -> A:
         return self._coordinator.ask(request, expected)
+
+
+def _is_registered_as(
+    known: DatasetStatus, asked: tuple[str, str, int, bool, int, dict[str, str]], total_samples: int | None
+) -> bool:
+    """Return whether a known dataset has these values: path, format, shard size, shuffle, seed, metadata."""
+    there = (known.path, known.format, known.shard_size, known.shuffle, known.seed, known.metadata)
+    return there == asked and total_samples in (None, known.total_samples)
 
 
 def _rebuild(coordinator_url: str | None, rank: int | None, world_size: int | None) -> DatasetRegistry:

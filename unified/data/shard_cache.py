@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from unified.protocol.coordinator import DatasetStatus, DataShards, ShardAssignment, ShardsDone
-
-if TYPE_CHECKING:
-    from unified.data.registry import DatasetRegistry
 
 AT_ONCE = 256
 """Shards that are asked for together, so that an answer is small whatever a worker has."""
@@ -66,6 +63,22 @@ class KnownShards:
         return known.shards if known.is_all or len(known.shards) > self.at_once // 2 else None
 
 
+class ShardLookup(Protocol):
+    """The requests of a `DatasetRegistry` that a worker's part of a dataset makes."""
+
+    def look_up(self, dataset_id: str, worker_rank: int | str | None, epoch: int, *, limit: int) -> DataShards: ...
+
+    def report_done(
+        self, dataset_id: str, worker_rank: int | str | None, epoch: int, shard_ids: Sequence[int]
+    ) -> ShardsDone: ...
+
+    def restore_position(
+        self, dataset_id: str, position: Mapping[str, Any], worker_rank: int | str | None, *, is_first: bool
+    ) -> None: ...
+
+    def status(self, dataset_id: str) -> DatasetStatus: ...
+
+
 class DatasetShards:
     """One worker's part of a dataset. Made by `DatasetRegistry.shard_source`. For one thread at a time.
 
@@ -78,7 +91,7 @@ class DatasetShards:
 
     def __init__(
         self,
-        registry: DatasetRegistry,
+        registry: ShardLookup,
         dataset_id: str,
         worker_rank: int | str | None,
         format: str,  # noqa: A002  as everywhere

@@ -12,26 +12,44 @@ import time
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from unified.errors import QueueNotFoundError, UnifiedError
-
-if TYPE_CHECKING:
-    from unified.queue.owner_lookup import OwnerFinder, Site
 
 logger = logging.getLogger(__name__)
 LATER_S = 1.0
 
 
+class Endpoint(Protocol):
+    """The owner of a queue, in the incarnation that knows a handle."""
+
+    def tell(self, verb: str, *args: Any) -> Any: ...
+
+
+class Lookup(Protocol):
+    """The way of one handle to its queue's owner."""
+
+    handle: int
+    patience_s: float
+
+    @property
+    def site(self) -> Endpoint | None: ...
+
+    @property
+    def is_patient(self) -> bool: ...
+
+    def attach(self, until: float | None = None) -> Endpoint: ...
+
+
 class _ConsumerGone(NamedTuple):
-    finder: OwnerFinder
+    finder: Lookup
     consumer: int
     received: int
     noticed_at: float
 
 
 class _HandleGone(NamedTuple):
-    site: Site
+    site: Endpoint
     handle: int
 
 
@@ -58,11 +76,11 @@ class Farewells:
                     thread.start()
                     self._thread = thread
 
-    def consumer_gone(self, finder: OwnerFinder, consumer: int, received: int) -> None:
+    def consumer_gone(self, finder: Lookup, consumer: int, received: int) -> None:
         """Its thread has ended. Safe wherever a collection may run, as is `handle_gone`."""
         self._news.put(_ConsumerGone(finder, consumer, received, time.monotonic()))
 
-    def handle_gone(self, site: Site, handle: int) -> None:
+    def handle_gone(self, site: Endpoint, handle: int) -> None:
         """The object is not used any more."""
         self._news.put(_HandleGone(site, handle))
 

@@ -15,7 +15,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.support.data_files import samples, write_jsonl, write_parquet, write_tfrecord
-from unified.data.formats import RowFormat
+from unified.data.formats.row_format import RowFormat
 from unified.data.position import Reading
 from unified.data.prefetch import ShardPrefetcher
 from unified.data.reading import assign_files, find_runs

@@ -1,108 +1,19 @@
-"""Formats of data files: how many rows a file has, and rows of it by their numbers."""
+"""Formats of data files: `open_format` gives the reader of each."""
 
 from __future__ import annotations
 
-import sys
-import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Sequence
 
-from unified.data.files import DataFile, check_format
-from unified.errors import DataFileNotFoundError, DatasetError, UsageError
+from unified.data.files import check_format
+from unified.data.formats.columnar import ArrowFormat, OrcFormat, ParquetFormat
+from unified.data.formats.row_format import RowFormat
+from unified.data.formats.text import CsvFormat, JsonLinesFormat
+from unified.data.formats.tfrecord import TFRecordFormat
+from unified.errors import UsageError
 
-_FIRST_BYTES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow", b"\x1f\x8b": "gzip"}
-
-
-class RowFormat(ABC):
-    """Reads files of one format. Rows are numbered from 0 in each file.
-
-    Args:
-        columns: which to read, in this order; None: all.
-
-    Raises:
-        UsageError: `columns` is no list, or empty.
-    """
-
-    name: ClassVar[str]
-    is_counted: ClassVar[bool] = False
-    """A file says how many rows it has; else it has to be read through."""
-
-    def __init__(self, columns: Sequence[str] | None = None) -> None:
-        if isinstance(columns, str) or (columns is not None and not columns):
-            raise UsageError(f"columns={columns!r}: give a list of at least one name, or None for all.")
-        self.columns = None if columns is None else list(columns)
-
-    def count(self, file: DataFile) -> int:
-        """The number of rows of the file; counted once, and then known.
-
-        Raises:
-            DatasetError: it is empty, cannot be read, or is not of this format.
-        """
-        if "count" not in file.notes:
-            with named(file, self.name):
-                self._check_first_bytes(file)
-                file.notes["count"] = self._count(file)
-        return int(file.notes["count"])
-
-    def check(self, file: DataFile) -> None:
-        """Read the first row, which shows most of what may be wrong with a file at little cost.
-
-        Raises:
-            DatasetError: it is empty, cannot be read, or is not of this format.
-        """
-        if next(self.rows(file, 0, 1), None) is None:
-            raise DatasetError(f"{file.path} holds no sample: write it again, or take it out of the dataset.")
-
-    def rows(self, file: DataFile, start: int, end: int) -> Iterator[Any]:
-        """Rows `start` to `end` (not included) in order; those of them that the file has.
-
-        Raises:
-            DatasetError: it cannot be read, or is not of this format.
-        """
-        with named(file, self.name):
-            if "first-bytes" not in file.notes:
-                self._check_first_bytes(file)
-            if start < end:
-                yield from self._rows(file, start, end)
-
-    def pieces(self, file: DataFile) -> list[tuple[int, int]]:
-        """Runs of rows that can be read without those before them, each its first row and the one after its last; of a
-        file whose rows have to be counted it is one without an end.
-
-        Raises:
-            DatasetError: it is empty, cannot be read, or is not of this format.
-        """
-        with named(file, self.name):
-            self._check_first_bytes(file)
-            return self._pieces(file)
-
-    def _pieces(self, file: DataFile) -> list[tuple[int, int]]:
-        return [(0, sys.maxsize)]
-
-    @abstractmethod
-    def _count(self, file: DataFile) -> int: ...
-
-    @abstractmethod
-    def _rows(self, file: DataFile, start: int, end: int) -> Iterator[Any]: ...
-
-    def _check_first_bytes(self, file: DataFile) -> None:
-        with file.open() as opened:
-            first = opened.read(8)
-        if not first:
-            raise DatasetError(
-                f"{file.path} is empty: write it again if it should hold samples, or take it out of the dataset."
-            )
-        for magic, kind in _FIRST_BYTES.items():
-            if first.startswith(magic) and kind != self.name:
-                advice = "end its name in .gz" if kind == "gzip" else f"give format={kind!r}"
-                raise DatasetError(f"{file.path} is not {self.name} but {kind}: {advice}.")
-        file.notes["first-bytes"] = first
-
-    def _check_columns(self, file: DataFile, there: Sequence[str]) -> None:
-        if unknown := [name for name in self.columns or () if name not in there]:
-            raise DatasetError(f"{file.path} has no column {unknown[0]!r}; it has {', '.join(there)}.")
+_WITH_COLUMNS: dict[str, type[RowFormat]] = {
+    each.name: each for each in (ParquetFormat, ArrowFormat, OrcFormat, CsvFormat, JsonLinesFormat)
+}
 
 
 def open_format(format: str, columns: Sequence[str] | None = None, *, verify: bool = False) -> RowFormat:  # noqa: A002
@@ -116,40 +27,8 @@ def open_format(format: str, columns: Sequence[str] | None = None, *, verify: bo
         UsageError: there is no such format, or it has no columns.
     """
     check_format(format)
-    if format == "tfrecord":
-        from unified.data.formats.tfrecord import TFRecordFormat
-
-        if columns is not None:
-            raise UsageError("tfrecord files have no columns: take what is wanted from each sample's bytes.")
-        return TFRecordFormat(verify=verify)
-    if format == "jsonl":
-        from unified.data.formats.text import JsonLinesFormat
-
-        return JsonLinesFormat(columns)
-    if format == "csv":
-        from unified.data.formats.text import CsvFormat
-
-        return CsvFormat(columns)
-    from unified.data.formats.columnar import ArrowFormat, OrcFormat, ParquetFormat
-
-    columnar: dict[str, type[RowFormat]] = {"parquet": ParquetFormat, "arrow": ArrowFormat, "orc": OrcFormat}
-    return columnar[format](columns)
-
-
-@contextmanager
-def named(file: DataFile, format: str) -> Iterator[None]:  # noqa: A002
-    """What goes wrong within is told with the file's name."""
-    try:
-        yield
-    except DatasetError:
-        raise
-    except FileNotFoundError as error:
-        raise DataFileNotFoundError(
-            f"{file.path} is not there: was it moved or deleted, or does this host not see it?"
-        ) from error
-    except PermissionError as error:
-        raise DatasetError(f"{file.path} may not be read: {error}. Change who may read it.") from error
-    except (ValueError, OSError, EOFError, NotImplementedError, zlib.error) as error:  # pyarrow's are among them
-        raise DatasetError(
-            f"{file.path} cannot be read as {format}: {str(error).rstrip('.')}. Is it cut short, or of another format?"
-        ) from error
+    if format != "tfrecord":
+        return _WITH_COLUMNS[format](columns)
+    if columns is not None:
+        raise UsageError("tfrecord files have no columns: take what is wanted from each sample's bytes.")
+    return TFRecordFormat(verify=verify)

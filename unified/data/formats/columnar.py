@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from unified.data.files import DataFile
-from unified.data.formats import RowFormat
+from unified.data.formats.row_format import RowFormat
 
 ROWS_AT_ONCE = 1024
 """Rows that are made into Python objects together."""

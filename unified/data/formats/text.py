@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from unified.data.files import DataFile
-from unified.data.formats import RowFormat
 from unified.data.formats.columnar import ROWS_AT_ONCE, pyarrow
+from unified.data.formats.row_format import RowFormat
 from unified.errors import DatasetError
 
 LONGEST_LINE = 256 << 20

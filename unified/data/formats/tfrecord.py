@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from unified.data.files import DataFile
-from unified.data.formats import RowFormat
+from unified.data.formats.row_format import RowFormat
 from unified.errors import DatasetError
 
 _HEAD = struct.Struct("<QI")
