@@ -15,7 +15,6 @@ import secrets
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,7 +33,6 @@ from unified.bus.calls.server import MAX_HANDLER_THREADS, CallService
 from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments
 from unified.bus.codec.cuda import visible_devices
-from unified.bus.errands import Errands
 from unified.bus.executor import HandlerPool
 from unified.bus.shm.files import identity, own_pid
 from unified.bus.shm.pool import SharedPool
@@ -46,6 +44,7 @@ from unified.bus.transport.routes import read_policy
 from unified.bus.transport.unix_connection import Link
 from unified.errors import UsageError
 from unified.protocol.records import DirectoryEntry, Inbox
+from unified.threads import SerialWorker, after_fork
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
 
@@ -57,7 +56,6 @@ QUIET_S = 0.5
 SETTLE_WITHIN_S = 5.0
 _held_up: list[zmq.Context[zmq.Socket[bytes]]] = []
 """With a socket that a thread still holds: ending these, as collecting them would, could wait for ever."""
-_endpoints: weakref.WeakSet[BusEndpoint] = weakref.WeakSet()
 
 
 class BusEndpoint:
@@ -110,7 +108,7 @@ class BusEndpoint:
         self._key = key
         self._lock = threading.Lock()
         self._pool = HandlerPool("bus-handler", MAX_HANDLER_THREADS)
-        self._sweeper: Errands[Callable[[], object]] = Errands(lambda work: work(), name="bus-sweeper")
+        self._sweeper: SerialWorker[Callable[[], object]] = SerialWorker("bus-sweeper", lambda work: work())
         """Gives memory back, which can take a second, while news and deadlines go on."""
         self.unread = UnreadErrors(worker)
         """Errors of calls made here that nobody read."""
@@ -245,7 +243,7 @@ class BusEndpoint:
         self._receiver.start()
         self._remote_thread = self._sockets.start(self._sorter.take_remote, self._sorter.relay_lost)
         self._is_started = True
-        _endpoints.add(self)
+        after_fork(self._abandon)
         return self._sockets.inbox
 
     def update_directory(self, entries: Sequence[DirectoryEntry]) -> None:
@@ -350,7 +348,6 @@ class BusEndpoint:
             if self._is_closing or not self._is_started or self._pid != os.getpid():
                 return
             self._is_closing = self._courier.is_closing = True
-        _endpoints.discard(self)
         self._receiver.pass_on_now()  # a handler may close its own bus
         self._courier.release()
         self._desk.close(f"the bus of worker {self.worker} was closed.")
@@ -478,12 +475,8 @@ class BusEndpoint:
         else:
             self._service.link_lost(link)
 
-
-def _after_fork() -> None:
-    """In a child: without its copies of the connections, peers see at once when its parent ends."""
-    for endpoint in list(_endpoints):
-        endpoint._receiver.abandon()
-        endpoint._sockets.abandon()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    def _abandon(self) -> None:
+        """Close the copies of the connections in a child, so that peers see at once when its parent ends."""
+        if not self._is_closing:
+            self._receiver.abandon()
+            self._sockets.abandon()

@@ -23,6 +23,7 @@ from unified.data.coordinator_client import Coordinator, expect, refusal
 from unified.errors import CoordinatorError, ProtocolError, UnifiedError
 from unified.protocol.client_master import MasterAnswer, Refused
 from unified.protocol.coordinator import CoordinatorRequest, Heartbeat, WorkerToCoordinator, worker_to_coordinator
+from unified.threads import TimerThread
 
 _log = logging.getLogger("unified.data")
 _encoder = msgspec.msgpack.Encoder()
@@ -36,10 +37,10 @@ class EmbeddedCoordinator(Coordinator):
     def __init__(self) -> None:
         self._core = CoordinatorCore()
         self._offset = time.time() - time.monotonic()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Future[Any], type[Any]]] = {}
         self._next_number = 1
-        self._thread: threading.Thread | None = None
+        self._timer = TimerThread("unified-coordinator", self._pass_time)
         self._is_closed = False
 
     def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
@@ -50,7 +51,7 @@ class EmbeddedCoordinator(Coordinator):
         except CoordinatorError as error:
             future.set_exception(error)
             return future
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise CoordinatorError("the coordinator in this process is closed.")
             if isinstance(message, Heartbeat):
@@ -66,16 +67,13 @@ class EmbeddedCoordinator(Coordinator):
         return future
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             left = list(self._waiting.values())
             self._waiting.clear()
-            thread = self._thread
-            self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        self._timer.close()
         closed = CoordinatorError("the coordinator in this process was closed.", code="closed")
         _resolve((future, closed) for future, *_ in left)
 
@@ -86,11 +84,8 @@ class EmbeddedCoordinator(Coordinator):
     def _step(self, event: Event) -> list[tuple[Future[Any], object]]:
         """Futures that are answered now, to be told once the lock is given back. The lock is held."""
         answers = self._take(self._core.step(self._now(), event))
-        if self._core.next_deadline is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._keep_time, name="unified-coordinator", daemon=True)
-            self._thread.start()
-        else:
-            self._changed.notify_all()
+        if self._core.next_deadline is not None:
+            self._timer.set(self._core.next_deadline - self._offset)
         return answers
 
     def _take(self, actions: Iterable[Action]) -> list[tuple[Future[Any], object]]:
@@ -104,23 +99,13 @@ class EmbeddedCoordinator(Coordinator):
                 _log.info("event=%s worker=%s reason=%r", action.event, action.worker_id, action.reason)
         return answers
 
-    def _keep_time(self) -> None:
-        """The thread: it ends when nothing is awaited any more, and is started again when there is."""
-        while True:
-            with self._changed:
-                due = self._core.next_deadline
-                if due is None or self._is_closed:
-                    self._thread = None
-                    return
-                wait_s = due - self._now()
-                if wait_s > 0:
-                    self._changed.wait(min(wait_s, 3600.0))
-                    continue
-                answers = self._take(self._core.step(self._now(), TimePassed()))
-            _resolve(answers)
+    def _pass_time(self) -> None:
+        with self._lock:
+            answers = [] if self._is_closed else self._step(TimePassed())
+        _resolve(answers)
 
 
-_shared: tuple[int, EmbeddedCoordinator] | None = None
+_shared: EmbeddedCoordinator | None = None
 _shared_lock = threading.Lock()
 
 
@@ -128,15 +113,15 @@ def embedded_coordinator() -> EmbeddedCoordinator:
     """The one of this process, made when first asked for. A forked child has one of its own, and it is empty."""
     global _shared
     with _shared_lock:
-        if _shared is None or _shared[0] != os.getpid():
-            _shared = (os.getpid(), EmbeddedCoordinator())
-        return _shared[1]
+        if _shared is None:
+            _shared = EmbeddedCoordinator()
+        return _shared
 
 
 def _renew_after_fork() -> None:
-    """Another thread of the parent may have held the lock at the moment of the fork."""
-    global _shared_lock
-    _shared_lock = threading.Lock()
+    """Give a child a coordinator of its own, and a lock that no thread of the parent held at the moment of the fork."""
+    global _shared, _shared_lock
+    _shared, _shared_lock = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_renew_after_fork)

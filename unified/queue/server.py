@@ -28,7 +28,6 @@ from unified.bus.endpoint import BusEndpoint
 from unified.errors import QueueJournalError, QueueTakenError, UsageError
 from unified.protocol.records import DirectoryEntry, Reachability
 from unified.queue import items as packed
-from unified.queue.alarm import Alarm
 from unified.queue.core.messages import (
     Action,
     AnswerGet,
@@ -49,6 +48,7 @@ from unified.queue.core.messages import (
 )
 from unified.queue.core.queue import QueueCore
 from unified.queue.journal import Journal, JournalFile
+from unified.threads import TimerThread
 from unified.worker.context import Worker
 
 METHODS = ("attach", "put", "get", "done", "give_back", "end", "leave", "close", "stats")
@@ -107,7 +107,7 @@ class QueueService:
         )
         self._journal = None if file is None else Journal(file, name, self._fail)
         self._failure: QueueJournalError | None = None
-        self._alarm = Alarm(self._ring)
+        self._timer = TimerThread("queue-timer", self._pass_time, stays=True)
         self._lock = threading.Lock()
         self._tickets = itertools.count()
         self._waiting: dict[int, RpcFuture[Any]] = {}
@@ -207,7 +207,7 @@ class QueueService:
 
     def shut_down(self) -> None:
         """Commit what waits and end the threads. Whoever still waits for an answer waits for the end of the process."""
-        self._alarm.close()
+        self._timer.close()
         if self._journal is not None:
             self._journal.close()
 
@@ -219,7 +219,7 @@ class QueueService:
                 future, answers = self._hold_back(self._journal, actions, ticket)
             else:
                 future, answers = self._sort(actions, ticket)
-        self._set_alarm()
+        self._set_timer()
         self._answer(answers)
         return future
 
@@ -232,7 +232,7 @@ class QueueService:
                 answered, answers = self._hold_back(self._journal, actions, None, answer)
             else:
                 answered, answers = answer(), [self._addressed(each) for each in actions]
-        self._set_alarm()
+        self._set_timer()
         self._answer(answers)
         return answered
 
@@ -298,12 +298,12 @@ class QueueService:
         logger.error("event=queue-failed queue=%s reason=%r", self.name, str(error))
         self._answer([(future, None) for future in waiting])
 
-    def _set_alarm(self) -> None:
+    def _set_timer(self) -> None:
         deadline = self._core.next_deadline
         if deadline is not None:
-            self._alarm.set(deadline)
+            self._timer.set(deadline)
 
-    def _ring(self) -> None:
+    def _pass_time(self) -> None:
         with suppress(QueueJournalError):
             self._tell(TimePassed())
 

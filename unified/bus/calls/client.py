@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +25,6 @@ from unified.bus.calls.remote_errors import rebuild
 from unified.bus.calls.sender import Courier, Parcel
 from unified.bus.codec.codec import decode
 from unified.bus.codec.tensors import Buffer
-from unified.bus.errands import Errands
 from unified.bus.streams.stream import RpcStream, StreamFeed
 from unified.bus.transport.connections import PostOffice
 from unified.bus.transport.io_threads import TICK_S
@@ -33,12 +32,9 @@ from unified.bus.transport.unix_connection import Link
 from unified.errors import ProtocolError, RouteLostError, RpcError
 from unified.protocol.envelope import Envelope, Kind
 from unified.protocol.records import Inbox
+from unified.threads import CLOSE_WITHIN_S, SerialWorker, TimerThread, start_thread
 
-logger = logging.getLogger(__name__)
-LONGEST_SLEEP_S = 1.0
 TRIM_S = 2.0
-_CLOSE_WITHIN_S = 2.0
-_NEVER = float("inf")
 _NO_CHAIN: list[int] = []
 _ON_PRECIOUS_THREADS = (pending.TimePassed, pending.NewsCame)
 """Where these come in, no done callback may be run: it could hold up all other deadlines, and ticks, and news."""
@@ -113,39 +109,28 @@ class CallDesk:
         self._on_trim = on_trim
         self._default_timeout_s = default_timeout_s
         self._lock = threading.Lock()
-        self._alarm = threading.Condition(self._lock)
         self.table = pending.CallTable()
         self._outbound: dict[int, _Outbound] = {}
         self._call_ids = itertools.count(1)
         self._window = Window(limit_bytes)
-        self._reaper = Errands(self._cancel, name="bus-reaper")
-        self._resumer = Errands(self._send_waiting, name="bus-resumer")
-        self._wakes_at = 0.0
-        """Until when the alarm thread sleeps."""
-        self._wants_ticks = False
-        self._trims_at = _NEVER
-        self._last_call_at = 0.0
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._watch, name="bus-alarm", daemon=True)
+        self._reaper = SerialWorker("bus-reaper", self._cancel)
+        self._resumer = SerialWorker("bus-resumer", self._send_waiting)
+        self._timer = TimerThread("bus-alarm", self._pass_time, stays=True)
+        self._ticks_at = math.inf
+        self._trims_at = math.inf
 
     def start(self) -> None:
-        """Begin to watch deadlines."""
+        """Start the threads."""
         self._reaper.start()
         self._resumer.start()
-        self._thread.start()
 
     def close(self, reason: str) -> None:
         """End every open call with RpcCancelledError, and the threads."""
-        with self._lock:
-            self._is_closing = True
         self.step(pending.BusClosed(reason=reason))
         self._window.close()
         self._reaper.close()
         self._resumer.close()
-        with self._lock:
-            self._alarm.notify()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_WITHIN_S)
+        self._timer.close(CLOSE_WITHIN_S)
 
     def call(self, target: str, method: str, parcel: Parcel, timeout: float | None, may_wait: bool) -> RpcFuture[Any]:
         """Make a call; see `BusEndpoint.call`."""
@@ -169,8 +154,7 @@ class CallDesk:
         self._outbound[call_id] = outbound
         try:
             with self._lock:
-                self._last_call_at = now = time.monotonic()
-                inbox = self.table.make(now, call_id, target, method, timeout)
+                inbox = self.table.make(time.monotonic(), call_id, target, method, timeout)
                 if timeout is not None:
                     self._mind_deadlines()
         except RpcError as error:
@@ -193,16 +177,16 @@ class CallDesk:
             return
         if type(event) in _ON_PRECIOUS_THREADS:
             with contextlib.suppress(RuntimeError):  # the system has no thread to give
-                threading.Thread(target=_call_back, args=(later,), name="bus-callbacks", daemon=True).start()
+                start_thread("bus-callbacks", _call_back, later)
                 return
         _call_back(later)
 
     def _mind_deadlines(self) -> None:
-        """Under the lock: the alarm thread is not to sleep longer than until the next."""
+        """Set the timer to the next deadline, under the lock. It is never put off: while calls come and go, a later
+        deadline finds it set to an earlier one, and need not wake the thread."""
         due = self.table.next_deadline
-        if due is not None and due < self._wakes_at:
-            self._wakes_at = 0.0  # once is enough
-            self._alarm.notify()
+        if due is not None:
+            self._timer.set(due)
 
     def take(self, envelope: Envelope, body: Buffer, buffers: list[Buffer]) -> None:
         """An answer came, or a part of one."""
@@ -305,22 +289,15 @@ class CallDesk:
 
     def want_ticks(self) -> None:
         """Have `on_tick` called."""
-        if self._wants_ticks:
-            return
-        with self._lock:
-            self._wants_ticks = True
-            if self._wakes_at > 0:
-                self._wakes_at = 0.0
-                self._alarm.notify()
+        if self._ticks_at == math.inf:
+            self._ticks_at = at = time.monotonic()
+            self._timer.set(at)
 
     def want_trims(self) -> None:
         """Have `on_trim` called."""
-        if self._trims_at == _NEVER:
-            with self._lock:
-                self._trims_at = time.monotonic() + TRIM_S
-                if self._wakes_at > self._trims_at:
-                    self._wakes_at = 0.0
-                    self._alarm.notify()
+        if self._trims_at == math.inf:
+            self._trims_at = at = time.monotonic() + TRIM_S
+            self._timer.set(at)
 
     def _cancel(self, call_id: int) -> None:
         self.step(pending.CallCancelled(call_id=call_id))
@@ -422,41 +399,24 @@ class CallDesk:
                 outbound.link.unwant()
         return outbound
 
-    def _watch(self) -> None:
-        """The alarm thread: tells the table when time has passed, and the receiver while it wants to know."""
-        while not self._is_closing:
-            try:
-                self._pass_time()
-            except BaseException:  # SystemExit too: a done callback may raise it, and all deadlines depend on this
-                logger.exception("event=alarm-failed: it goes on")
-
     def _pass_time(self) -> None:
-        if self._wants_ticks:
-            self._wants_ticks = False  # first: what begins from here on asks again
-            if self._on_tick():
-                self._wants_ticks = True
-        if self._trims_at <= time.monotonic():
-            self._trims_at = _NEVER  # first: what is used from here on asks again
-            self._on_trim()
-        with self._lock:
+        """Tell the table that time has passed, and the receiver while it wants to know; on the timer's thread."""
+        try:
             now = time.monotonic()
+            if self._ticks_at <= now:
+                self._ticks_at = math.inf  # first: what begins from here on asks again
+                if self._on_tick():
+                    self._ticks_at = now + TICK_S
+            if self._trims_at <= now:
+                self._trims_at = math.inf  # first: what is used from here on asks again
+                self._on_trim()
             due = self.table.next_deadline
-            if self._is_closing:  # asked again under the lock: `close` rings only once
-                return
-            if due is None or due > now:
-                wakes_at = min(self._next_look(now, due), self._trims_at)
-                if self._wants_ticks:
-                    wakes_at = min(wakes_at, now + TICK_S)
-                self._wakes_at = wakes_at
-                self._alarm.wait(None if wakes_at == _NEVER else wakes_at - now)
-                return
-        self.step(pending.TimePassed())
-
-    def _next_look(self, now: float, due: float | None) -> float:
-        """While there are deadlines the thread looks up every second: a call with a later one need not wake it."""
-        if due is None and now - self._last_call_at > LONGEST_SLEEP_S:
-            return _NEVER
-        return min(now + LONGEST_SLEEP_S, _NEVER if due is None else due)
+            if due is not None and due <= now:
+                self.step(pending.TimePassed())
+        finally:
+            self._timer.set(min(self._ticks_at, self._trims_at))
+            with self._lock:
+                self._mind_deadlines()
 
 
 def _call_back(futures: list[RpcFuture[Any]]) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,10 +11,10 @@ from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import RPC_REGISTRY, mark_of, method_name
 from unified.core.backoff import Backoff
 from unified.errors import BusOverloadedError, RemoteError, RouteLostError, RpcError, UsageError, WorkerDiedError
+from unified.threads import DelayedCalls
 from unified.values import Value
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 BACKOFF = Backoff(first_s=0.05, limit_s=5.0, num_free=1)
 """Before retries after an overload or a broken connection."""
 
@@ -112,7 +108,7 @@ class _Retried:
                 error.add_note(f"That was attempt {self._num_failed} of at most {self._policy.retries + 1}.")
             self.outer.fail(error)
         elif not self.outer.done():
-            LATER.run(delay_s, self._try_again)
+            LATER.call_after(delay_s, self._try_again)
 
     def _try_again(self) -> None:
         if self.outer.done():
@@ -136,42 +132,4 @@ class _Retried:
         return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
-class Later:
-    """Does things after a delay, on a thread that is there only while something waits."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
-        self._waiting: list[tuple[float, int, Callable[[], object]]] = []
-        self._numbers = itertools.count()
-        self._is_running = False
-
-    def run(self, delay_s: float, work: Callable[[], object]) -> None:
-        """Call `work()` in `delay_s` seconds, at the earliest. It should be short."""
-        with self._changed:
-            heapq.heappush(self._waiting, (time.monotonic() + delay_s, next(self._numbers), work))
-            if self._is_running:
-                self._changed.notify()
-                return
-            threading.Thread(target=self._run, name="bus-retry", daemon=True).start()
-            self._is_running = True
-
-    def _run(self) -> None:
-        while (work := self._next()) is not None:
-            try:
-                work()
-            except BaseException:  # SystemExit too: a done callback may raise it
-                logger.exception("event=retry-failed: the others go on")
-            del work
-
-    def _next(self) -> Callable[[], object] | None:
-        with self._changed:
-            while self._waiting:
-                left_s = self._waiting[0][0] - time.monotonic()
-                if left_s <= 0:
-                    return heapq.heappop(self._waiting)[2]
-                self._changed.wait(left_s)
-            self._is_running = False
-            return None
-
-
-LATER = Later()
+LATER = DelayedCalls("bus-retry")

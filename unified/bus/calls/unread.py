@@ -16,9 +16,9 @@ from functools import partial
 
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.calls.remote_errors import REPEAT_S, error_text
-from unified.bus.errands import Errands
 from unified.config.logging import LogOnce
 from unified.errors import RemoteError, RpcCancelledError, RpcNotFoundError
+from unified.threads import SerialWorker
 
 logger = logging.getLogger(__name__)
 _TELL_WITHIN_S = 2.0
@@ -66,7 +66,7 @@ class UnreadErrors:
         self._waiting: set[weakref.ref[UnreadError]] = set()
         """Neither read nor collected. Added to and copied by single steps of the interpreter, so without a lock."""
         self._said = LogOnce(forget_s=REPEAT_S)
-        self._errands: Errands[Callable[[], object]] = Errands(lambda work: work(), name="bus-unread")
+        self._background: SerialWorker[Callable[[], object]] = SerialWorker("bus-unread", lambda work: work())
         self.total = 0
         self.on_total: Callable[[int], object] = lambda total: None
         self.is_stopping = False
@@ -87,12 +87,12 @@ class UnreadErrors:
         """Its future was collected. Safe in a finalizer."""
         if self._pid != os.getpid() or (self.is_stopping and not isinstance(unread.error, _FROM_HANDLERS)):
             return
-        self._errands.put(partial(self._tell, unread.what, unread.error))
+        self._background.put(partial(self._tell, unread.what, unread.error))
 
     def start(self) -> None:
         """Begin to log."""
         self._pid = os.getpid()
-        self._errands.start()
+        self._background.start()
 
     def tell_all(self) -> int:
         """Log those that can still be read as well, since the worker ends; `total`."""
@@ -101,16 +101,16 @@ class UnreadErrors:
             if unread is not None and unread.was_read():
                 self.lost(unread)
         told = threading.Event()
-        self._errands.put(told.set)  # behind all of them
+        self._background.put(told.set)  # behind all of them
         told.wait(_TELL_WITHIN_S)
         return self.total
 
     def close(self) -> None:
         """Log what is left, and end the thread."""
-        self._errands.close()
+        self._background.close()
 
     def _tell(self, what: str | tuple[str, str], error: BaseException) -> None:
-        """On the thread of the errands, which alone counts."""
+        """Runs on the background thread, which alone counts."""
         self.total += 1
         words = what if isinstance(what, str) else f"the call of {what[0]!r} to worker {what[1]}"
         if self._said.is_new(time.monotonic(), f"{words}: {type(error).__name__}"):

@@ -26,7 +26,7 @@ What the endpoint of the **caller** does, with no lock of its own held:
   nor raise. A MORE that a relay gives back: ``feed.fail(error)``, and CANCEL.
 - `cancel()`: what cancelling the call's future does.
 - `abandon()`: the same, called by the garbage collector, which may be anywhere, inside the endpoint's own lock too: it
-  may only do what is safe there, such as `unified.bus.errands.Errands.put`.
+  may only do what is safe there, such as `unified.threads.SerialWorker.put`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import rpc
 from unified.bus.calls.remote_errors import describe, rebuild
-from unified.bus.calls.retry import BACKOFF, Later, RetryPolicy, check_retries, with_retries
+from unified.bus.calls.retry import BACKOFF, RetryPolicy, check_retries, with_retries
 from unified.core.backoff import Backoff
 from unified.errors import (
     BusOverloadedError,
@@ -227,24 +227,6 @@ def test_retries_is_a_number(retries: int) -> None:
 
 def running(name: str) -> bool:
     return any(thread.name == name for thread in threading.enumerate())
-
-
-def test_later_keeps_the_time_and_ends_its_thread(caplog: pytest.LogCaptureFixture) -> None:
-    later = Later()
-    done: list[str] = []
-
-    def fail_after_noting() -> None:
-        done.append("first")
-        raise SystemExit("a done callback may")
-
-    later.run(0.06, lambda: done.append("third"))
-    later.run(0.03, lambda: done.append("second"))
-    later.run(0.0, fail_after_noting)
-    eventually(lambda: done == ["first", "second", "third"])
-    assert "event=retry-failed" in caplog.text
-    eventually(lambda: not later._is_running)
-    later.run(0.0, lambda: done.append("again"))
-    eventually(lambda: done[-1] == "again")
 
 
 def test_remote_error_of_a_retried_call_is_as_ever() -> None:

@@ -13,7 +13,6 @@ import pytest
 from tests.support.streams import PATIENCE_S, WHAT, Wire, count, count_async
 from unified.bus.calls.future import Awaited
 from unified.bus.codec.codec import encode
-from unified.bus.errands import Errands
 from unified.bus.executor import HandlerPool
 from unified.bus.streams.stream import WINDOW_ITEMS, RpcStream, StreamFeed
 from unified.errors import RemoteError, RpcError, RpcTimeoutError
@@ -274,25 +273,3 @@ def test_consumer_on_a_loop_that_was_closed_is_forgotten() -> None:
         asyncio.run(wait())
     wire.feed.push(0, encode(1).body, [])
     assert next(RpcStream[int](wire.feed)) == 1
-
-
-def test_errands_are_done_elsewhere_and_survive_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    done: list[tuple[int, str]] = []
-
-    def work(key: int) -> None:
-        if key == 1:
-            raise ValueError("one")
-        done.append((key, threading.current_thread().name))
-
-    errands = Errands(work, name="bus-errands")
-    errands.put(0)
-    errands.start()
-    errands.start()
-    errands.put(1)
-    errands.put(2)
-    eventually(lambda: len(done) == 2)
-    assert done == [(0, "bus-errands"), (2, "bus-errands")]
-    assert "event=errand-failed" in caplog.text
-    errands.close()
-    errands.put(3)
-    assert len(done) == 2

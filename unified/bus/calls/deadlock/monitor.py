@@ -90,7 +90,7 @@ class LineWatch:
                 if self._is_looking or self._is_closed:
                     return
                 self._is_looking = True
-            LATER.run(LOOK_S, self._look)
+            LATER.call_after(LOOK_S, self._look)
 
     def hear(self, call_id: int, body: Buffer) -> None:
         """The callee of a call made here says what it waits for.

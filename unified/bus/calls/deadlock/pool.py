@@ -36,7 +36,7 @@ class PoolWatch:
         """The pool is full."""
         if not self._is_looking:
             self._is_looking = True  # of two threads that both begin, both look: that does no harm
-            LATER.run(LOOK_S, self._look)
+            LATER.call_after(LOOK_S, self._look)
 
     def _look(self) -> None:
         self._is_looking = False  # first: if the pool gets full from here on, it says so

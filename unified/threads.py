@@ -1,0 +1,190 @@
+"""Daemon threads: how they start, what they survive and what a fork leaves of them; a timer and a worker with a queue.
+
+A thread of the runtime is a daemon, so that it keeps no process alive, has a name, and starts when it is first needed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+K = TypeVar("K")
+CLOSE_WITHIN_S = 2.0
+_LONGEST_SLEEP_S = 3600.0
+_fork_hooks: set[weakref.WeakMethod[Callable[[], object]]] = set()
+
+
+def start_thread(name: str, work: Callable[..., object], *args: Any) -> threading.Thread:
+    """Start a daemon thread that calls `work(*args)`; RuntimeError: the system has none to give."""
+    thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def call_guarded(event: str, work: Callable[..., object], *args: Any) -> bool:
+    """Call `work(*args)` on a thread that others depend on: an error is logged under `event`, and False returned.
+
+    `SystemExit` is one, too: a user's done callback may raise it, and it would end the thread without a word.
+    """
+    try:
+        work(*args)
+    except BaseException:
+        logger.exception("event=%s: it goes on", event)
+        return False
+    return True
+
+
+def after_fork(method: Callable[[], object]) -> None:
+    """Have a bound method called in every child that this process forks, as long as its object lives."""
+    _fork_hooks.add(weakref.WeakMethod(method, _fork_hooks.discard))
+
+
+def _forked() -> None:
+    for each in list(_fork_hooks):
+        if (method := each()) is not None:
+            call_guarded("after-fork-failed", method)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class TimerThread:
+    """Calls `ring` at the earliest time that was set since the last call, on a thread that starts with the first.
+
+    Args:
+        name: of the thread.
+        ring: should be short. What it raises is logged.
+        stays: the thread ends with `close`; else as soon as no time is set.
+    """
+
+    def __init__(self, name: str, ring: Callable[[], object], *, stays: bool = False) -> None:
+        self._name = name
+        self._ring = ring
+        self._stays = stays
+        self._is_closed = False
+        self._begin()
+        after_fork(self._begin)
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._at = math.inf
+        self._thread: threading.Thread | None = None
+
+    def set(self, at: float) -> None:
+        """Ring at this time of `time.monotonic`, unless an earlier one is set; not after `close`."""
+        if at >= self._at:
+            return
+        with self._changed:
+            if self._is_closed or at >= self._at:
+                return
+            if self._thread is None:
+                try:
+                    self._thread = start_thread(self._name, self._run)
+                except RuntimeError as error:  # whoever sets it has other things to do, too, and will set it again
+                    logger.warning("event=timer-not-set name=%s reason=%r: tried again", self._name, str(error))
+                    return
+            self._at = at
+            self._changed.notify()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ring no more, and end the thread; wait so long for it (None: until `ring` has returned)."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while self._await():
+            call_guarded("timer-failed", self._ring)
+
+    def _await(self) -> bool:
+        with self._changed:
+            while not self._is_closed and (self._stays or self._at != math.inf):
+                left_s = self._at - time.monotonic()
+                if left_s <= 0:
+                    self._at = math.inf
+                    return True
+                self._changed.wait(min(left_s, _LONGEST_SLEEP_S))
+            self._thread = None
+            return False
+
+
+class DelayedCalls:
+    """Calls functions after a delay, one after another, on a thread that is there only while one waits."""
+
+    def __init__(self, name: str) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+        self._timer = TimerThread(name, self._ring)
+
+    def call_after(self, delay_s: float, work: Callable[[], object]) -> None:
+        """Call `work()` in `delay_s` seconds, at the earliest. It should be short; what it raises is logged."""
+        with self._lock:
+            heapq.heappush(self._waiting, (time.monotonic() + delay_s, next(self._numbers), work))
+            self._timer.set(self._waiting[0][0])
+
+    def _ring(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                if self._waiting[0][0] > time.monotonic():
+                    self._timer.set(self._waiting[0][0])
+                    return
+                work = heapq.heappop(self._waiting)[2]
+            call_guarded("delayed-call-failed", work)
+            del work
+
+
+class SerialWorker(Generic[K]):
+    """A background worker thread with a FIFO queue, to which finalizers may add: they must not take a lock.
+
+    Args:
+        name: of the thread.
+        work: called with each key, in order. What it raises is logged.
+    """
+
+    def __init__(self, name: str, work: Callable[[K], object]) -> None:
+        self._name = name
+        self._work = work
+        self._keys: SimpleQueue[K | None] = SimpleQueue()  # its `put` is made for finalizers
+        self._begin()
+        after_fork(self._begin)
+
+    def _begin(self) -> None:
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, key: K) -> None:
+        """Have `work(key)` called once the thread is started and has done what was put before. Safe in a finalizer."""
+        self._keys.put(key)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs. RuntimeError: the system has none to give."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = start_thread(self._name, self._run)
+
+    def close(self, timeout_s: float = CLOSE_WITHIN_S) -> None:
+        """Do what was put before, end the thread and wait so long for that; what is put later is ignored."""
+        self._keys.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (key := self._keys.get()) is not None:
+            call_guarded("background-work-failed", self._work, key)
+            del key  # the next may be long in coming
