@@ -96,6 +96,12 @@ class TimerThread:
             self._at = at
             self._changed.notify()
 
+    def clear(self) -> None:
+        """Forget the time that is set."""
+        with self._changed:
+            self._at = math.inf
+            self._changed.notify()
+
     def close(self, timeout_s: float | None = None) -> None:
         """Ring no more, and end the thread; wait so long for it (None: until `ring` has returned)."""
         with self._changed:

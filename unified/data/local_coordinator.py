@@ -84,8 +84,11 @@ class EmbeddedCoordinator(Coordinator):
     def _step(self, event: Event) -> list[tuple[Future[Any], object]]:
         """Futures that are answered now, to be told once the lock is given back. The lock is held."""
         answers = self._take(self._core.step(self._now(), event))
-        if self._core.next_deadline is not None:
-            self._timer.set(self._core.next_deadline - self._offset)
+        due = self._core.next_deadline
+        if due is None:
+            self._timer.clear()
+        else:
+            self._timer.set(due - self._offset)
         return answers
 
     def _take(self, actions: Iterable[Action]) -> list[tuple[Future[Any], object]]:

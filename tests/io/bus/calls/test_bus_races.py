@@ -79,7 +79,7 @@ def test_deadlines_pass_after_something_failed_on_the_thread_that_watches_them(
     assert failed.wait(PATIENCE_S)
     with pytest.raises(RpcTimeoutError):
         a.call("b", "wait", (), {}, timeout=0.1).result(PATIENCE_S)
-    assert "event=alarm-failed" in caplog.text
+    assert "event=timer-failed" in caplog.text
     release.set()
 
 
