@@ -44,9 +44,9 @@ from unified.bus.transport.routes import read_policy
 from unified.bus.transport.unix_connection import Link
 from unified.errors import UsageError
 from unified.protocol.records import DirectoryEntry, Inbox
-from unified.threads import SerialWorker, after_fork
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
+from unified.threads import SerialWorker, after_fork
 
 logger = logging.getLogger(__name__)
 LIMIT_BYTES = 256 * 1024 * 1024
