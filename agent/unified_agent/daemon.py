@@ -27,7 +27,6 @@ from unified_agent.core.messages import (
     DeadlineReached,
     Exit,
     KeepInterpreters,
-    Note,
     Reconnect,
     SendLog,
     SendMaster,
@@ -37,6 +36,7 @@ from unified_agent.core.messages import (
     TellWorker,
     WorkerExited,
     WorkerNotStarted,
+    WriteLog,
 )
 from unified_agent.environment import TUNABLES, NodeFacts, tunables
 from unified_agent.host_resources import last_cache_bytes
@@ -140,7 +140,7 @@ class AgentDaemon:
                 self._processes.keep(action.pythons)
             case SendLog():
                 self._output.read(action.order, action.request_id)
-            case Note():
+            case WriteLog():
                 self._write(action)
             case Exit():
                 self._exit = action
@@ -188,7 +188,7 @@ class AgentDaemon:
         )
         self._channel.send(answer, result.request_id)
 
-    def _write(self, note: Note) -> None:
+    def _write(self, note: WriteLog) -> None:
         who = _who(note.life)
         level = logging.getLevelNamesMapping()[note.level.upper()]
         log.log(level, "event=%s %sreason=%r", note.event, who, note.reason)

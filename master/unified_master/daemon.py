@@ -161,7 +161,7 @@ class MasterDaemon:
         return f"tcp://{host}:{port}"
 
     def _serve(self, router: zmq.Socket[bytes], store: Store, address: str, relay: str) -> int:
-        core = self._begin_reign(store, relay)
+        core = self._begin_term(store, relay)
         wake, waker = socket.socketpair()
         wake.setblocking(False)
         waker.setblocking(False)
@@ -189,7 +189,7 @@ class MasterDaemon:
         _log.info("event=master-stopped reason=%r", "asked to stop; workers run on under their agents")
         return 0
 
-    def _begin_reign(self, store: Store, relay: str) -> MasterCore:
+    def _begin_term(self, store: Store, relay: str) -> MasterCore:
         core = MasterCore(self.options.intervals, relay)
         records, now = store.records(), self._clock.now()
         actions = core.restore(now, records, store.events())
@@ -287,7 +287,7 @@ class MasterDaemon:
         if isinstance(event, Received | CoordinatorReceived):
             reason = "the master met a defect of its own while handling this; its log has the traceback."
             _send(router, event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id))
-        return self._begin_reign(store, core.relay)
+        return self._begin_term(store, core.relay)
 
     def _record(self, actions: Sequence[MasterAction], store: Store) -> None:
         saves = [action for action in actions if isinstance(action, SaveRecord)]

@@ -235,7 +235,8 @@ def test_invariants_hold_and_all_jobs_end(seed: int, is_real: bool, monkeypatch:
     assert all((job.end is not None) == (job.exit_code == 1) for job in cluster.jobs.values())
     chaos.world.run(400.0)
     for node in cluster.nodes.values():
-        assert (node.lives, node.allocations, node.leaving) == ({}, {}, {}), f"seed {seed}: {node.name} holds something"
+        held = (node.incarnations, node.allocations, node.leaving)
+        assert held == ({}, {}, {}), f"seed {seed}: {node.name} holds something"
         agent = chaos.world.agents[node.name]
         assert isinstance(agent, SimAgent | RealAgent)
         assert agent.lives == {}, f"seed {seed}: {node.name} still runs something"
@@ -286,7 +287,7 @@ def test_a_restored_master_knows_what_the_old_one_knew(seed: int) -> None:
         core.restore(chaos.world.now, records, chaos.world.log)
         new = core.cluster
         assert check(new) == []
-        assert new.reign == old.reign + 1
+        assert new.term == old.term + 1
         assert new.next_sequence == old.next_sequence
         assert {name: node.state for name, node in new.nodes.items()} == {n: o.state for n, o in old.nodes.items()}
         assert list(new.jobs) == list(old.jobs)

@@ -30,11 +30,11 @@ from unified_agent.core.messages import (
     DeadlineReached,
     KeepInterpreters,
     MasterSaid,
-    Note,
     SendMaster,
     StartWorker,
     WorkerSaid,
     WorkerStarted,
+    WriteLog,
 )
 from unified_agent.environment import NodeFacts
 
@@ -106,7 +106,7 @@ class Driver:
 
     def notable(self) -> list[AgentAction]:
         """What was asked for since the last look, but for talk to the master and the log."""
-        return [action for action in self.take() if not isinstance(action, SendMaster | Note | KeepInterpreters)]
+        return [action for action in self.take() if not isinstance(action, SendMaster | WriteLog | KeepInterpreters)]
 
     def observed(self) -> dict[str, ObservedWorker]:
         """The last observed set that was sent, once what was going to be sent has been."""

@@ -48,7 +48,7 @@ from unified_agent.core.messages import (
     WorkerSaid,
     WorkerStarted,
 )
-from unified_agent.core.step import MARGIN_S, AgentTurn, Shutdown, Timer
+from unified_agent.core.step import MARGIN_S, AgentStep, AgentTimer, Shutdown
 from unified_agent.core.worker import LocalWorker
 from unified_agent.environment import NodeFacts, starting_variables
 
@@ -65,9 +65,9 @@ class AgentCore:
     def __init__(self, facts: NodeFacts, intervals: Intervals, *, give_up_s: float | None = None) -> None:
         self.facts = facts
         self.intervals = intervals
-        self._turn = AgentTurn()
-        self.timers = self._turn.timers
-        self.membership = Membership(self._turn, facts, intervals, give_up_s)
+        self._step = AgentStep()
+        self.timers = self._step.timers
+        self.membership = Membership(self._step, facts, intervals, give_up_s)
         self.shutdown = Shutdown()
         self.workers: dict[JobWorkerIncarnation, LocalWorker] = {}
         self.desired: dict[JobWorkerIncarnation, DesiredWorker] = {}
@@ -87,7 +87,7 @@ class AgentCore:
 
     def step(self, now: float, event: AgentEvent) -> list[AgentAction]:
         """Take in one event; return what is to be done about it, in order."""
-        self._turn.begin(now)
+        self._step.begin(now)
         match event:
             case MasterReached():
                 self.membership.reached(self.generation)
@@ -113,10 +113,10 @@ class AgentCore:
                     self._on_timer(timer)
             case _:
                 assert_never(event)
-        return self._turn.actions
+        return self._step.actions
 
     def _on_master(self, message: MasterToAgent, request_id: int) -> None:
-        if self.membership.standing is MembershipState.REFUSED:
+        if self.membership.state is MembershipState.REFUSED:
             return
         if self.membership.heard():
             self._observe_soon()
@@ -137,7 +137,7 @@ class AgentCore:
             case DirectoryChanged():
                 self._on_directory(message.job_id, message.entries)
             case ReadAgentLog():
-                self._turn.act(SendLog(order=message, request_id=request_id))
+                self._step.act(SendLog(order=message, request_id=request_id))
             case _:
                 assert_never(message)
 
@@ -146,7 +146,7 @@ class AgentCore:
     def _on_desired(self, message: DesiredWorkers) -> None:
         if message.generation < self._floor:
             text = f"generation {message.generation} is older than {self._floor}, which is in force"
-            self._turn.report("desired-ignored", text, level="debug")
+            self._step.report("desired-ignored", text, level="debug")
             return
         self.generation = self._floor = message.generation
         self._num_elsewhere = message.num_elsewhere
@@ -180,7 +180,7 @@ class AgentCore:
         """Start a life, unless an earlier one of the same worker still is: its exit brings us here again."""
         job = self.jobs.get(life.job_id)
         if job is None or (wanted.kind == "worker" and all(role.name != wanted.role for role in job.spec.roles)):
-            self._turn.report("worker-unknown-job", "the desired set lacks its job or role", life, level="error")
+            self._step.report("worker-unknown-job", "the desired set lacks its job or role", life, level="error")
             return
         if any(w.job_id == life.job_id and w.name == life.worker and not w.is_ended for w in self.workers.values()):
             return
@@ -198,16 +198,16 @@ class AgentCore:
         envs = job.spec.role(wanted.role).envs if wanted.kind == "worker" else {}
         env = starting_variables(envs, self.facts.inherited)
         is_fresh = job.spec.start_method == "spawn" or bool(env)
-        self._turn.act(StartWorker(life=life, launch=launch, python=python, is_fresh=is_fresh, env=env))
-        self._turn.arm(Timer("start", life), self.intervals.start_s)
+        self._step.act(StartWorker(life=life, launch=launch, python=python, is_fresh=is_fresh, env=env))
+        self._step.arm(AgentTimer("start", life), self.intervals.start_s)
         anew = f", in an interpreter that starts with {', '.join(sorted(env))}" if env else ""
-        self._turn.report("worker-starting", f"desired by generation {self.generation}{anew}", life)
+        self._step.report("worker-starting", f"desired by generation {self.generation}{anew}", life)
         self._observe_soon()
 
     def _run_if_told(self, worker: LocalWorker, wanted: DesiredWorker) -> None:
         if wanted.run is not None and worker.wants(wanted.run):
             worker.told_round = wanted.run.round
-            self._turn.act(TellWorker(life=worker.life, message=Run(order=wanted.run)))
+            self._step.act(TellWorker(life=worker.life, message=Run(order=wanted.run)))
 
     def _keep_interpreters(self) -> None:
         wanted = {job.spec.python for job in self.jobs.values()}
@@ -215,20 +215,20 @@ class AgentCore:
         pythons = sorted(python for python in wanted if python is not None and python != self.facts.python)
         if pythons != self._pythons:
             self._pythons = pythons
-            self._turn.act(KeepInterpreters(pythons=pythons))
+            self._step.act(KeepInterpreters(pythons=pythons))
 
     def _observe_soon(self, delay_s: float = OBSERVE_DELAY_S) -> None:
-        due = self._turn.now + delay_s
+        due = self._step.now + delay_s
         if self._observe_at is None or due < self._observe_at:
             self._observe_at = due
-            self.timers.arm(Timer("observe"), due)
+            self.timers.arm(AgentTimer("observe"), due)
 
     def _on_observe_due(self) -> None:
         self._observe_at = None
         if not self.membership.is_registered:
             return  # told upon registration
-        self._observed_at = self._turn.now
-        self._turn.send(
+        self._observed_at = self._step.now
+        self._step.send(
             ObservedWorkers(
                 node=self.facts.node,
                 incarnation=self.facts.incarnation,
@@ -250,7 +250,7 @@ class AgentCore:
             return
         for worker in self.workers.values():
             if worker.job_id == job_id and worker.kind == "worker" and not worker.is_ended:
-                self._turn.act(TellWorker(life=worker.life, message=DirectoryNews(entries=news)))
+                self._step.act(TellWorker(life=worker.life, message=DirectoryNews(entries=news)))
 
     def _tell_neighbours(self, worker: LocalWorker, how: str) -> None:
         """Who waits for an answer of a dead worker on this node shall not wait for the master to hear of it first, nor
@@ -299,14 +299,14 @@ class AgentCore:
         worker.hear(word)
         match word:
             case Hello():
-                self.timers.cancel(Timer("start", life))
+                self.timers.cancel(AgentTimer("start", life))
                 if life in self.desired:
                     self._run_if_told(worker, self.desired[life])
             case Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
                 if worker.state is not WorkerState.STOPPING:
-                    self._turn.arm(Timer("kill", life), worker.grace_s)
+                    self._step.arm(AgentTimer("kill", life), worker.grace_s)
         if isinstance(word, Reported):
-            self._observe_soon(max(OBSERVE_DELAY_S, self._observed_at + PROGRESS_EVERY_S - self._turn.now))
+            self._observe_soon(max(OBSERVE_DELAY_S, self._observed_at + PROGRESS_EVERY_S - self._step.now))
         else:
             self._observe_soon()
 
@@ -325,14 +325,14 @@ class AgentCore:
             worker.failure = worker.failure or Failure(category="node", summary=text)
 
     def _after_end(self, worker: LocalWorker) -> None:
-        self.timers.cancel(Timer("start", worker.life))
-        self.timers.cancel(Timer("kill", worker.life))
+        self.timers.cancel(AgentTimer("start", worker.life))
+        self.timers.cancel(AgentTimer("kill", worker.life))
         if worker.failure is None:
             how = "it was stopped" if worker.is_stop_asked else "it had finished or ended itself with code 0"
-            self._turn.report("worker-exited", how, worker.life)
+            self._step.report("worker-exited", how, worker.life)
         else:
             how = worker.failure.summary
-            self._turn.report("worker-failed", how, worker.life, level="warning")
+            self._step.report("worker-failed", how, worker.life, level="warning")
         self._tell_neighbours(worker, how)
         self._observe_soon()
         self._reconcile()
@@ -359,12 +359,12 @@ class AgentCore:
             return  # a worker on its way out may still need it; that one's end brings us here again
         is_graceful = worker.has_user_code and grace_s > 0
         worker.is_stop_asked = True
-        worker.stop_began_at = self._turn.now
+        worker.stop_began_at = self._step.now
         worker.grace_s = grace_s
         worker.move(WorkerState.STOPPING)
-        self.timers.cancel(Timer("start", worker.life))
+        self.timers.cancel(AgentTimer("start", worker.life))
         reason = f"the agent stops: {self.shutdown.reason}" if self.shutdown.has_begun else "it is no longer desired"
-        self._turn.report("worker-stopping", f"{reason}; grace {grace_s:g} s", worker.life)
+        self._step.report("worker-stopping", f"{reason}; grace {grace_s:g} s", worker.life)
         self._observe_soon()
         if not is_graceful:
             self._kill(worker)
@@ -373,19 +373,19 @@ class AgentCore:
             job = self.jobs.get(worker.job_id)
             is_interrupt = job is not None and job.is_interrupted and not self.shutdown.has_begun
             stop = Stop(grace_s=grace_s, reason=reason, interrupt=is_interrupt)
-            self._turn.act(TellWorker(life=worker.life, message=stop))
-            self._turn.act(SignalWorker(life=worker.life, how="interrupt" if is_interrupt else "terminate"))
-        self._turn.arm(Timer("kill", worker.life), grace_s)
+            self._step.act(TellWorker(life=worker.life, message=stop))
+            self._step.act(SignalWorker(life=worker.life, how="interrupt" if is_interrupt else "terminate"))
+        self._step.arm(AgentTimer("kill", worker.life), grace_s)
 
     def _hasten(self, worker: LocalWorker, grace_s: float) -> None:
         if worker.is_killed or grace_s >= worker.grace_s:
             return
         worker.grace_s = grace_s
         deadline = worker.stop_began_at + grace_s
-        if deadline <= self._turn.now:
+        if deadline <= self._step.now:
             self._kill(worker)
         else:
-            self.timers.arm(Timer("kill", worker.life), deadline)
+            self.timers.arm(AgentTimer("kill", worker.life), deadline)
 
     def _has_stopping_workers(self, job_id: str) -> bool:
         return any(
@@ -398,15 +398,15 @@ class AgentCore:
 
     def _kill(self, worker: LocalWorker) -> None:
         worker.is_killed = True
-        self.timers.cancel(Timer("kill", worker.life))
-        self._turn.act(SignalWorker(life=worker.life, how="kill"))
+        self.timers.cancel(AgentTimer("kill", worker.life))
+        self._step.act(SignalWorker(life=worker.life, how="kill"))
 
     def _on_stop_asked(self, event: StopAsked) -> None:
         live = [worker for worker in self.workers.values() if not worker.is_ended]
         self.shutdown.begin(event.reason, at_once=event.at_once)
         longest = max((self._grace_s(worker) for worker in live), default=0.0)
-        self._turn.report("agent-stopping", f"{event.reason.rstrip('.')}; {len(live)} workers to stop")
-        self._turn.arm(Timer("drain"), longest + MARGIN_S)
+        self._step.report("agent-stopping", f"{event.reason.rstrip('.')}; {len(live)} workers to stop")
+        self._step.arm(AgentTimer("drain"), longest + MARGIN_S)
         self._reconcile()
 
     def _finish_if_empty(self) -> None:
@@ -417,19 +417,19 @@ class AgentCore:
         if self.membership.is_registered:
             self._on_observe_due()
             leaving = AgentLeaving(node=self.facts.node, incarnation=self.facts.incarnation, reason=reason)
-            self._turn.send(leaving)
-        self._turn.act(Exit(code=code, reason=reason))
+            self._step.send(leaving)
+        self._step.act(Exit(code=code, reason=reason))
 
     # Timers
 
-    def _on_timer(self, timer: Timer) -> None:
+    def _on_timer(self, timer: AgentTimer) -> None:
         match timer.kind:
             case "register":
                 if not self.shutdown.has_begun:
                     self.membership.register_due()
             case "heartbeat":
                 self.membership.heartbeat_due(self.generation)
-                if self._turn.now - self._observed_at >= RESYNC_S:
+                if self._step.now - self._observed_at >= RESYNC_S:
                     self._observe_soon()
             case "observe":
                 self._on_observe_due()
@@ -442,14 +442,14 @@ class AgentCore:
             case "start" | "kill":
                 self._on_worker_timer(timer)
 
-    def _on_worker_timer(self, timer: Timer) -> None:
+    def _on_worker_timer(self, timer: AgentTimer) -> None:
         worker = self.workers.get(timer.life) if timer.life is not None else None
         if worker is None or worker.is_ended:
             return
         if timer.kind == "start":
             waited = self.intervals.start_s
             worker.failure = Failure(category="crash", summary=f"did not answer within {waited:g} s of its start")
-        self._turn.report("worker-killed", f"{timer.kind} deadline passed", worker.life, level="warning")
+        self._step.report("worker-killed", f"{timer.kind} deadline passed", worker.life, level="warning")
         self._kill(worker)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from unified.protocol.records import WorkerState
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.step import Timer
+from unified_agent.core.step import AgentTimer
 
 
 def check(core: AgentCore) -> list[str]:
@@ -19,14 +19,22 @@ def check(core: AgentCore) -> list[str]:
     for life, worker in core.workers.items():
         if worker.life != life:
             broken.append(f"{worker.life} is kept under {life}.")
-        if worker.state is WorkerState.STARTING and Timer("start", life) not in core.timers and not worker.is_killed:
+        if (
+            worker.state is WorkerState.STARTING
+            and AgentTimer("start", life) not in core.timers
+            and not worker.is_killed
+        ):
             broken.append(f"{life} is STARTING without a deadline.")
-        if worker.state is WorkerState.STOPPING and Timer("kill", life) not in core.timers and not worker.is_killed:
+        if (
+            worker.state is WorkerState.STOPPING
+            and AgentTimer("kill", life) not in core.timers
+            and not worker.is_killed
+        ):
             broken.append(f"{life} is STOPPING without a deadline.")
-        if worker.is_ended and (Timer("start", life) in core.timers or Timer("kill", life) in core.timers):
+        if worker.is_ended and (AgentTimer("start", life) in core.timers or AgentTimer("kill", life) in core.timers):
             broken.append(f"{life} has EXITED and a deadline is armed for it.")
     if core.shutdown.has_begun and any(worker.state is WorkerState.STARTING for worker in live):
         broken.append("a worker is STARTING while the agent stops.")
-    if core.membership.is_registered and Timer("heartbeat") not in core.timers:
+    if core.membership.is_registered and AgentTimer("heartbeat") not in core.timers:
         broken.append("registered, but no heartbeat is armed.")
     return broken

@@ -9,7 +9,7 @@ from unified.config.settings import Intervals
 from unified.protocol.agent_master import AgentRefused, AgentRegistered, Heartbeat, RegisterAgent
 from unified.transitions import TransitionTable
 from unified_agent.core.messages import Exit, Reconnect
-from unified_agent.core.step import AgentTurn, Timer
+from unified_agent.core.step import AgentStep, AgentTimer
 from unified_agent.environment import NodeFacts
 
 COMPLAIN_EVERY_S = 30.0
@@ -27,7 +27,7 @@ class MembershipState(StrEnum):
     REFUSED = "REFUSED"
 
 
-STANDING_MOVES = TransitionTable(
+MEMBERSHIP_MOVES = TransitionTable(
     "agent",
     {
         MembershipState.UNKNOWN: (MembershipState.REGISTERED, MembershipState.REFUSED),
@@ -41,10 +41,10 @@ STANDING_MOVES = TransitionTable(
 class Membership:
     """Registers, renews the lease, notices silence."""
 
-    def __init__(self, turn: AgentTurn, facts: NodeFacts, intervals: Intervals, give_up_s: float | None) -> None:
-        self.standing = MembershipState.UNKNOWN
+    def __init__(self, step: AgentStep, facts: NodeFacts, intervals: Intervals, give_up_s: float | None) -> None:
+        self.state = MembershipState.UNKNOWN
         self.relay = ""
-        self._turn = turn
+        self._step = step
         self._facts = facts
         self._heartbeat_s = intervals.heartbeat_s
         self._lease_s = intervals.lease_s
@@ -56,37 +56,37 @@ class Membership:
         self._is_locked_out = False
         self._unreadable = LogOnce()
         self._reconnect_at = 0.0
-        turn.timers.arm(Timer("register"), 0.0)
+        step.timers.arm(AgentTimer("register"), 0.0)
 
     @property
     def is_registered(self) -> bool:
-        return self.standing in (MembershipState.REGISTERED, MembershipState.SILENT)
+        return self.state in (MembershipState.REGISTERED, MembershipState.SILENT)
 
     def reached(self, generation: int) -> None:
         """A connection stands: use it at once, since what was sent without one is lost."""
         if self.is_registered:
             self.beat(generation)
-        elif self.standing is MembershipState.UNKNOWN:
+        elif self.state is MembershipState.UNKNOWN:
             self.register()
 
     def heard(self) -> bool:
         """The master said something. True if it had been silent."""
-        was_silent = self.standing is MembershipState.SILENT
-        self._heard_at = self._turn.now
+        was_silent = self.state is MembershipState.SILENT
+        self._heard_at = self._step.now
         self._unanswered_since = None
         self._is_locked_out = False
-        self._turn.timers.cancel(Timer("reconnect"))
-        self._turn.timers.cancel(Timer("complain"))
+        self._step.timers.cancel(AgentTimer("reconnect"))
+        self._step.timers.cancel(AgentTimer("complain"))
         if was_silent:
             self._move(MembershipState.REGISTERED)
-            self._turn.report("master-back", f"the master at {self._facts.master} answers again")
+            self._step.report("master-back", f"the master at {self._facts.master} answers again")
         return was_silent
 
     def register(self) -> None:
         """Ask to be registered, and again until there is an answer."""
         self._move(MembershipState.UNKNOWN)
         facts = self._facts
-        self._turn.send(
+        self._step.send(
             RegisterAgent(
                 node=facts.node,
                 incarnation=facts.incarnation,
@@ -100,7 +100,7 @@ class Membership:
             )
         )
         self._await_answer()
-        self._turn.arm(Timer("register"), self._heartbeat_s)
+        self._step.arm(AgentTimer("register"), self._heartbeat_s)
 
     def accept(self, terms: AgentRegistered) -> bool:
         """Registered, on these terms. True if it was not before."""
@@ -109,9 +109,9 @@ class Membership:
         self._heartbeat_s, self._lease_s, self.relay = terms.heartbeat_s, terms.lease_s, terms.relay
         if is_new:
             self._move(MembershipState.REGISTERED)
-            self._turn.timers.cancel(Timer("register"))
-            self._turn.arm(Timer("heartbeat"), self._heartbeat_s)
-            self._turn.report("registered", f"registered with the master at {self._facts.master}")
+            self._step.timers.cancel(AgentTimer("register"))
+            self._step.arm(AgentTimer("heartbeat"), self._heartbeat_s)
+            self._step.report("registered", f"registered with the master at {self._facts.master}")
         return is_new
 
     def refuse(self, message: AgentRefused) -> None:
@@ -120,20 +120,20 @@ class Membership:
             return
         self._move(MembershipState.UNKNOWN)
         text = f"{message.reason}; asks again in {message.retry_after_s:g} s"
-        self._turn.report("refused", text, level="warning")
-        self._turn.arm(Timer("register"), message.retry_after_s)
+        self._step.report("refused", text, level="warning")
+        self._step.arm(AgentTimer("register"), message.retry_after_s)
 
     def end(self, reason: str) -> None:
         """There is no place for this agent here."""
         self._move(MembershipState.REFUSED)
-        self._turn.act(Exit(code=1, reason=reason))
+        self._step.act(Exit(code=1, reason=reason))
 
     def unreadable(self, reason: str) -> None:
         """The master's words are not our protocol, or ours not its. A member's workers are of use all the same."""
         if not self._was_ever_registered:
             self.end(reason)
-        elif self._unreadable.is_new(self._turn.now, reason):
-            self._turn.report("master-unreadable", f"{reason} The workers stay.", level="error")
+        elif self._unreadable.is_new(self._step.now, reason):
+            self._step.report("master-unreadable", f"{reason} The workers stay.", level="error")
 
     def locked_out(self, reason: str) -> None:
         """The master's key is not ours. Before it ever was, this agent is of no use here; later its workers are."""
@@ -142,15 +142,15 @@ class Membership:
             return
         if not self._is_locked_out:
             self._is_locked_out = True
-            self._turn.report("key-refused", f"{reason} The workers stay, and it is tried again.", level="error")
-        self._turn.arm(Timer("reconnect"), self._lease_s)
+            self._step.report("key-refused", f"{reason} The workers stay, and it is tried again.", level="error")
+        self._step.arm(AgentTimer("reconnect"), self._lease_s)
 
     def reconnect_due(self) -> None:
         """What was refused once is not tried again by itself."""
-        self._turn.act(Reconnect())
+        self._step.act(Reconnect())
 
     def register_due(self) -> None:
-        if self.standing is not MembershipState.UNKNOWN:
+        if self.state is not MembershipState.UNKNOWN:
             return
         if not self._was_ever_registered and self._give_up_s is not None and self._waited_s >= self._give_up_s:
             self.end(f"cannot reach the master at {self._facts.master}: no answer for {self._waited_s:.0f} s.")
@@ -162,39 +162,39 @@ class Membership:
             text = (
                 f"cannot reach the master at {self._facts.master}: no answer for {self._waited_s:.0f} s; keeps trying"
             )
-            self._turn.report("master-unreachable", text, level="warning")
-            self._turn.arm(Timer("complain"), COMPLAIN_EVERY_S)
+            self._step.report("master-unreachable", text, level="warning")
+            self._step.arm(AgentTimer("complain"), COMPLAIN_EVERY_S)
 
     def heartbeat_due(self, generation: int) -> None:
         if not self.is_registered:
             return
-        self._turn.arm(Timer("heartbeat"), self._heartbeat_s)
+        self._step.arm(AgentTimer("heartbeat"), self._heartbeat_s)
         self.beat(generation)
-        silent_s = self._turn.now - self._heard_at
-        if self.standing is MembershipState.REGISTERED and silent_s > self._lease_s:
+        silent_s = self._step.now - self._heard_at
+        if self.state is MembershipState.REGISTERED and silent_s > self._lease_s:
             self._move(MembershipState.SILENT)
             text = f"the master at {self._facts.master} has said nothing for {silent_s:.1f} s; the workers stay"
-            self._turn.report("master-silent", text, level="warning")
+            self._step.report("master-silent", text, level="warning")
             self._await_answer()
-            self._reconnect_at = self._turn.now
-        if self.standing is MembershipState.SILENT and self._turn.now >= self._reconnect_at:
-            self._reconnect_at = self._turn.now + self._lease_s
-            self._turn.act(Reconnect())
+            self._reconnect_at = self._step.now
+        if self.state is MembershipState.SILENT and self._step.now >= self._reconnect_at:
+            self._reconnect_at = self._step.now + self._lease_s
+            self._step.act(Reconnect())
 
     def beat(self, generation: int) -> None:
         """Renew the lease."""
         facts = self._facts
-        self._turn.send(Heartbeat(node=facts.node, incarnation=facts.incarnation, generation=generation))
+        self._step.send(Heartbeat(node=facts.node, incarnation=facts.incarnation, generation=generation))
 
     @property
     def _waited_s(self) -> float:
-        return 0.0 if self._unanswered_since is None else self._turn.now - self._unanswered_since
+        return 0.0 if self._unanswered_since is None else self._step.now - self._unanswered_since
 
     def _await_answer(self) -> None:
         if self._unanswered_since is None:
-            self._unanswered_since = self._turn.now
-            self._turn.arm(Timer("complain"), self._connect_s)
+            self._unanswered_since = self._step.now
+            self._step.arm(AgentTimer("complain"), self._connect_s)
 
-    def _move(self, standing: MembershipState) -> None:
-        if standing is not self.standing:
-            self.standing = STANDING_MOVES.check(self._facts.node, self.standing, standing)
+    def _move(self, state: MembershipState) -> None:
+        if state is not self.state:
+            self.state = MEMBERSHIP_MOVES.check(self._facts.node, self.state, state)

@@ -136,7 +136,7 @@ class SendLog(Value, frozen=True):
     request_id: int
 
 
-class Note(Value, frozen=True):
+class WriteLog(Value, frozen=True):
     """A fact or a decision with its reason, for the log."""
 
     event: str
@@ -153,5 +153,5 @@ class Exit(Value, frozen=True):
 
 
 AgentAction = (
-    SendMaster | Reconnect | StartWorker | TellWorker | SignalWorker | KeepInterpreters | SendLog | Note | Exit
+    SendMaster | Reconnect | StartWorker | TellWorker | SignalWorker | KeepInterpreters | SendLog | WriteLog | Exit
 )

@@ -7,25 +7,25 @@ from typing import Literal, NamedTuple
 from unified.core.timers import TimerTable
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.records import JobWorkerIncarnation
-from unified_agent.core.messages import AgentAction, Note, SendMaster
+from unified_agent.core.messages import AgentAction, SendMaster, WriteLog
 
 MARGIN_S = 2.0
 """From the last SIGKILL to the moment at which the agent stops waiting to see it work."""
 
 
-class Timer(NamedTuple):
+class AgentTimer(NamedTuple):
     """Key of a deadline."""
 
     kind: Literal["register", "heartbeat", "observe", "complain", "reconnect", "drain", "start", "kill"]
     life: JobWorkerIncarnation | None = None
 
 
-class AgentTurn:
+class AgentStep:
     """The answer to one event, while it grows."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.timers: TimerTable[Timer] = TimerTable()
+        self.timers: TimerTable[AgentTimer] = TimerTable()
         self.actions: list[AgentAction] = []
 
     def begin(self, now: float) -> None:
@@ -46,9 +46,9 @@ class AgentTurn:
         *,
         level: Literal["debug", "info", "warning", "error"] = "info",
     ) -> None:
-        self.actions.append(Note(event=event, reason=reason, life=life, level=level))
+        self.actions.append(WriteLog(event=event, reason=reason, life=life, level=level))
 
-    def arm(self, timer: Timer, in_s: float) -> None:
+    def arm(self, timer: AgentTimer, in_s: float) -> None:
         self.timers.arm(timer, self.now + in_s)
 
 

@@ -33,7 +33,7 @@ from unified_master.core import directory, jobs, status
 from unified_master.core.restart import restart, restart_job
 from unified_master.core.scheduling import job_queue
 from unified_master.core.state import STORE, JobRecord, ParkedPoll, ParkedRead, WorkerRecord
-from unified_master.core.step import Turn
+from unified_master.core.step import MasterStep
 
 MAX_WAIT_S = 300.0
 MAX_READ = 8 * 1024 * 1024
@@ -43,26 +43,26 @@ Answer = MasterToClient | None
 """None: it is answered later."""
 
 
-def answer(turn: Turn, peer: bytes, request_id: int, request: ClientToMaster) -> Answer:
+def answer(step: MasterStep, peer: bytes, request_id: int, request: ClientToMaster) -> Answer:
     """Do what is asked, or say why not."""
     match request:
         case SubmitJob():
-            return _submit(turn, request)
+            return _submit(step, request)
         case ListJobs():
-            return JobList(jobs=[status.job_line(job) for job in turn.cluster.jobs.values()])
+            return JobList(jobs=[status.job_line(job) for job in step.cluster.jobs.values()])
         case ListNodes():
-            nodes = turn.cluster.nodes
-            return NodeList(nodes=[status.node_status(turn.now, nodes[name]) for name in sorted(nodes)])
+            nodes = step.cluster.nodes
+            return NodeList(nodes=[status.node_status(step.now, nodes[name]) for name in sorted(nodes)])
         case GetJob() | ReadLog() | StopJob() | RestartWorkers() | Explain() | GetDirectory():
-            job = find_job(turn, request.job)
-            return job if isinstance(job, Refused) else _about(turn, peer, request_id, request, job)
+            job = find_job(step, request.job)
+            return job if isinstance(job, Refused) else _about(step, peer, request_id, request, job)
         case _:
             assert_never(request)
 
 
-def find_job(turn: Turn, word: str) -> JobRecord | Refused:
+def find_job(step: MasterStep, word: str) -> JobRecord | Refused:
     """The job of this id, or the newest of this name."""
-    known = turn.cluster.jobs
+    known = step.cluster.jobs
     if word in known:
         return known[word]
     named = [job for job in known.values() if job.spec.name == word]
@@ -96,43 +96,43 @@ def find_worker(job: JobRecord, word: str) -> WorkerRecord | Refused:
     return Refused(code="not-found", reason=f"job {job.job_id} has no worker {word[:100]!r}.{hint}")
 
 
-def answer_polls(turn: Turn, job: JobRecord) -> None:
+def answer_polls(step: MasterStep, job: JobRecord) -> None:
     """Answer those who waited for news of a job."""
-    parked = turn.cluster.polls.pop(job.job_id, [])
+    parked = step.cluster.polls.pop(job.job_id, [])
     left = [poll for poll in parked if job.version <= poll.after_version]
     if left:
-        turn.cluster.polls[job.job_id] = left
+        step.cluster.polls[job.job_id] = left
     if len(left) == len(parked):
         return
-    news = status.job_status(turn.cluster, job)
+    news = status.job_status(step.cluster, job)
     for poll in parked:
         if job.version > poll.after_version:
-            turn.cluster.timers.cancel(_poll_timer(poll))
-            turn.send(poll.peer, news, poll.request_id)
+            step.cluster.timers.cancel(_poll_timer(poll))
+            step.send(poll.peer, news, poll.request_id)
 
 
-def poll_overdue(turn: Turn, key: tuple[str, ...]) -> None:
+def poll_overdue(step: MasterStep, key: tuple[str, ...]) -> None:
     """No news came in time: answer with what there is."""
-    parked = turn.cluster.polls.pop(key[1], [])
+    parked = step.cluster.polls.pop(key[1], [])
     left = [poll for poll in parked if _poll_timer(poll) != key]
     if left:
-        turn.cluster.polls[key[1]] = left
-    job = turn.cluster.jobs.get(key[1])
+        step.cluster.polls[key[1]] = left
+    job = step.cluster.jobs.get(key[1])
     for poll in parked:
         if job is not None and _poll_timer(poll) == key:
-            turn.send(poll.peer, status.job_status(turn.cluster, job), poll.request_id)
+            step.send(poll.peer, status.job_status(step.cluster, job), poll.request_id)
 
 
-def log_read(turn: Turn, request_id: int, read: LogRead) -> None:
+def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
     """An agent answered a `ReadAgentLog`; pass it on."""
-    parked = turn.cluster.reads.pop(request_id, None)
+    parked = step.cluster.reads.pop(request_id, None)
     if parked is None:
         return
-    turn.cluster.timers.cancel(("read", str(request_id)))
+    step.cluster.timers.cancel(("read", str(request_id)))
     life = parked.life
     if read.error:
         reason = f"the log of {life.worker} on {parked.node} cannot be read: {read.error}"
-        turn.send(parked.peer, Refused(code="not-found", reason=reason), parked.request_id)
+        step.send(parked.peer, Refused(code="not-found", reason=reason), parked.request_id)
         return
     chunk = LogChunk(
         worker=life.worker,
@@ -141,23 +141,23 @@ def log_read(turn: Turn, request_id: int, read: LogRead) -> None:
         offset=read.offset,
         next_offset=read.next_offset,
         size=read.size,
-        is_final=_is_over(turn, life) and read.next_offset >= read.size,
+        is_final=_is_over(step, life) and read.next_offset >= read.size,
         path=read.path,
     )
-    turn.send(parked.peer, chunk, parked.request_id)
+    step.send(parked.peer, chunk, parked.request_id)
 
 
-def read_overdue(turn: Turn, number: int) -> None:
+def read_overdue(step: MasterStep, number: int) -> None:
     """An agent did not answer."""
-    parked = turn.cluster.reads.pop(number, None)
+    parked = step.cluster.reads.pop(number, None)
     if parked is not None:
-        waited = turn.cluster.intervals.connect_s
+        waited = step.cluster.intervals.connect_s
         reason = f"the agent of {parked.node} did not send the log of {parked.life.worker} within {waited:g} s."
-        turn.send(parked.peer, Refused(code="unavailable", reason=reason), parked.request_id)
+        step.send(parked.peer, Refused(code="unavailable", reason=reason), parked.request_id)
 
 
 def _about(
-    turn: Turn,
+    step: MasterStep,
     peer: bytes,
     request_id: int,
     request: GetJob | ReadLog | StopJob | RestartWorkers | Explain | GetDirectory,
@@ -165,41 +165,41 @@ def _about(
 ) -> Answer:
     match request:
         case GetJob():
-            return _get(turn, peer, request_id, request, job)
+            return _get(step, peer, request_id, request, job)
         case ReadLog():
-            return _read(turn, peer, request_id, request, job)
+            return _read(step, peer, request_id, request, job)
         case StopJob():
-            return _stop(turn, request, job)
+            return _stop(step, request, job)
         case RestartWorkers():
-            return _restart(turn, request, job)
+            return _restart(step, request, job)
         case Explain():
             worker = find_worker(job, request.worker) if request.worker else None
-            return worker if isinstance(worker, Refused) else status.story(turn.cluster, job, worker, request.limit)
+            return worker if isinstance(worker, Refused) else status.story(step.cluster, job, worker, request.limit)
         case GetDirectory():
-            return _directory(turn, request, job)
+            return _directory(step, request, job)
         case _:
             assert_never(request)
 
 
-def _directory(turn: Turn, request: GetDirectory, job: JobRecord) -> Answer:
+def _directory(step: MasterStep, request: GetDirectory, job: JobRecord) -> Answer:
     if job.stage is Stage.STOPPED:
         code = "" if job.exit_code is None else f" with exit code {job.exit_code}"
         return Refused(code="ended", reason=f"job {job.job_id} has ended{code}: nobody is there to be called.")
-    revision = turn.cluster.first_number + job.revision
+    revision = step.cluster.first_number + job.revision
     return JobDirectory(
         job_id=job.job_id,
         revision=revision,
-        relay=turn.cluster.relay,
+        relay=step.cluster.relay,
         roles={role.name: [worker.name for worker in job.ranks(role.name)] for role in job.spec.roles},
         entries=None if request.after_revision == revision else directory.whole(job),
     )
 
 
-def _submit(turn: Turn, request: SubmitJob) -> Answer:
+def _submit(step: MasterStep, request: SubmitJob) -> Answer:
     spec = request.spec
     if faults := list(jobs.faults_of(spec)):
         return Refused(code="bad-request", reason=" ".join(faults[:5]))
-    for other in turn.cluster.jobs.values():
+    for other in step.cluster.jobs.values():
         if other.spec.name == spec.name and other.stage is not Stage.STOPPED:
             if request.joins and _work(other.spec) == _work(spec):
                 return Accepted(job_id=other.job_id, submitted_by=other.spec.submitted_by or "another host")
@@ -208,9 +208,9 @@ def _submit(turn: Turn, request: SubmitJob) -> Answer:
                 f"or stop it with `unified stop {other.job_id}`."
             )
             return Refused(code="name-taken", reason=reason)
-    if not request.wait and (why := _why_not_now(turn, request)):
+    if not request.wait and (why := _why_not_now(step, request)):
         return Refused(code="does-not-fit", reason=f"job {spec.name} does not fit now: {why}.")
-    return Accepted(job_id=jobs.accept(turn, spec).job_id)
+    return Accepted(job_id=jobs.accept(step, spec).job_id)
 
 
 def _work(spec: JobSpec) -> list[tuple[str, int, EntryPoint]]:
@@ -218,21 +218,21 @@ def _work(spec: JobSpec) -> list[tuple[str, int, EntryPoint]]:
     return [(role.name, role.total, role.entry_point) for role in spec.roles]
 
 
-def _why_not_now(turn: Turn, request: SubmitJob) -> str:
-    if (ahead := job_queue.blocker(turn.cluster)) is not None:
+def _why_not_now(step: MasterStep, request: SubmitJob) -> str:
+    if (ahead := job_queue.blocker(step.cluster)) is not None:
         return job_queue.behind(ahead)
     probe = JobRecord(job_id="", sequence=0, spec=request.spec)
-    return job_queue.plan_for(turn.cluster, probe).reason
+    return job_queue.plan_for(step.cluster, probe).reason
 
 
-def _get(turn: Turn, peer: bytes, request_id: int, request: GetJob, job: JobRecord) -> Answer:
+def _get(step: MasterStep, peer: bytes, request_id: int, request: GetJob, job: JobRecord) -> Answer:
     has_news = job.version > request.after_version or job.stage is Stage.STOPPED
     if has_news or not request.wait_s > 0:
-        return status.job_status(turn.cluster, job)
+        return status.job_status(step.cluster, job)
     poll = ParkedPoll(peer=peer, request_id=request_id, job_id=job.job_id, after_version=request.after_version)
-    parked = turn.cluster.polls.setdefault(job.job_id, [])
+    parked = step.cluster.polls.setdefault(job.job_id, [])
     parked[:] = [other for other in parked if _poll_timer(other) != _poll_timer(poll)] + [poll]
-    turn.cluster.timers.arm(_poll_timer(poll), turn.now + min(request.wait_s, MAX_WAIT_S))
+    step.cluster.timers.arm(_poll_timer(poll), step.now + min(request.wait_s, MAX_WAIT_S))
     return None
 
 
@@ -240,7 +240,7 @@ def _poll_timer(poll: ParkedPoll) -> tuple[str, ...]:
     return ("poll", poll.job_id, poll.peer.hex(), str(poll.request_id))
 
 
-def _read(turn: Turn, peer: bytes, request_id: int, request: ReadLog, job: JobRecord) -> Answer:
+def _read(step: MasterStep, peer: bytes, request_id: int, request: ReadLog, job: JobRecord) -> Answer:
     worker = find_worker(job, request.worker)
     if isinstance(worker, Refused):
         return worker
@@ -252,14 +252,14 @@ def _read(turn: Turn, peer: bytes, request_id: int, request: ReadLog, job: JobRe
     if not name:
         reason = f"nothing is known of incarnation {incarnation} of {worker.name}; its newest is {worker.incarnation}."
         return Refused(code="not-found", reason=reason)
-    node = turn.connected_node(name)
+    node = step.connected_node(name)
     if node is None:
         reason = f"the log of {worker.name} is on node {name}, which is not connected."
         return Refused(code="unavailable", reason=reason)
-    number = turn.cluster.next_read
-    turn.cluster.next_read += 1
-    turn.cluster.reads[number] = ParkedRead(peer=peer, request_id=request_id, life=life, node=name)
-    turn.cluster.timers.arm(("read", str(number)), turn.now + turn.cluster.intervals.connect_s)
+    number = step.cluster.next_read
+    step.cluster.next_read += 1
+    step.cluster.reads[number] = ParkedRead(peer=peer, request_id=request_id, life=life, node=name)
+    step.cluster.timers.arm(("read", str(number)), step.now + step.cluster.intervals.connect_s)
     order = ReadAgentLog(
         job_id=job.job_id,
         worker=worker.name,
@@ -269,7 +269,7 @@ def _read(turn: Turn, peer: bytes, request_id: int, request: ReadLog, job: JobRe
         max_bytes=max(1, min(request.max_bytes, MAX_READ)),
         keep=request.keep,
     )
-    turn.send(node.peer, order, number)
+    step.send(node.peer, order, number)
     return None
 
 
@@ -284,31 +284,31 @@ def _empty(life: JobWorkerIncarnation, *, is_final: bool) -> LogChunk:
     return LogChunk(worker=life.worker, incarnation=0, data=b"", offset=0, next_offset=0, size=0, is_final=is_final)
 
 
-def _is_over(turn: Turn, life: JobWorkerIncarnation) -> bool:
+def _is_over(step: MasterStep, life: JobWorkerIncarnation) -> bool:
     """The life has ended, so that its log grows no more."""
-    job = turn.cluster.jobs.get(life.job_id)
+    job = step.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None
-    if worker is None or any(life in node.leaving for node in turn.cluster.nodes.values()):
+    if worker is None or any(life in node.leaving for node in step.cluster.nodes.values()):
         return worker is None
     return life.incarnation < worker.incarnation or worker.state is WorkerState.EXITED
 
 
-def _stop(turn: Turn, request: StopJob, job: JobRecord) -> Answer:
+def _stop(step: MasterStep, request: StopJob, job: JobRecord) -> Answer:
     if job.stage is Stage.STOPPED:
         return Done(note=f"job {job.job_id} had already ended with exit code {job.exit_code}.")
     if request.force and not job.is_forced:
         job.is_forced = True
-        turn.touch_job(job)
-        for leaving in turn.cluster.leaving_of(job.job_id):
-            turn.touch_node(leaving.node)
+        step.touch_job(job)
+        for leaving in step.cluster.leaving_of(job.job_id):
+            step.touch_node(leaving.node)
     if job.stage is Stage.STOPPING:
         return Done(note=f"job {job.job_id} is being stopped{' by force' if job.is_forced else ''}.")
     job.is_interrupted = request.interrupt
-    jobs.begin_stop(turn, job, jobs.EXIT_STOPPED, f"stopped: {request.reason}")
+    jobs.begin_stop(step, job, jobs.EXIT_STOPPED, f"stopped: {request.reason}")
     return Done(note=f"job {job.job_id} stops{' by force' if request.force else ''}.")
 
 
-def _restart(turn: Turn, request: RestartWorkers, job: JobRecord) -> Answer:
+def _restart(step: MasterStep, request: RestartWorkers, job: JobRecord) -> Answer:
     if job.is_ending:
         return Refused(code="ended", reason=f"job {job.job_id} is {job.stage}: submit it again.")
     if job.is_waiting:
@@ -320,11 +320,11 @@ def _restart(turn: Turn, request: RestartWorkers, job: JobRecord) -> Answer:
             return worker
         names.append(worker.name)
     why = f"restarted on request: {', '.join(names) if names else 'the whole job'}"
-    turn.decide("restart-asked", why, job)
+    step.decide("restart-asked", why, job)
     before = {worker.name: worker.incarnation for worker in job.workers.values() if worker.kind == "worker"}
-    found = restart(turn, job, names, why) if names else restart_job(turn, job, why)
+    found = restart(step, job, names, why) if names else restart_job(step, job, why)
     if not found.fits:
-        job_queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
+        job_queue.requeue(step, job, f"waits for room to restart: {found.reason}")
     coming = {name: number + 1 for name, number in before.items() if _is_to_come(job, job.workers[name], number)}
     return Done(note=why, lives=coming)
 

@@ -9,43 +9,43 @@ from unified.protocol.agent_master import DesiredJob, DesiredWorker, DesiredWork
 from unified.protocol.records import Stage
 from unified_master.core import directory
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
-from unified_master.core.step import Turn
+from unified_master.core.step import MasterStep
 
 RESTART_GRACE_S = 2.0
 """At most this long do the peers of a failed worker hold up its restart."""
 
 
-def send(turn: Turn, node: NodeRecord) -> None:
+def send(step: MasterStep, node: NodeRecord) -> None:
     """Send the whole desired set under a new generation; later, if the node's agent is not there."""
     node.generation += 1
     if not node.is_connected:
         return
-    node.sent_at = turn.now
-    turn.send(node.peer, desired_workers(turn, node))
+    node.sent_at = step.now
+    step.send(node.peer, desired_workers(step, node))
 
 
-def send_again(turn: Turn, node: NodeRecord) -> None:
+def send_again(step: MasterStep, node: NodeRecord) -> None:
     """The same set under the same generation: the agent seems not to have it, nor what else was sent."""
-    node.told.clear()
-    node.sent_at = turn.now
-    turn.send(node.peer, desired_workers(turn, node))
+    node.notified.clear()
+    node.sent_at = step.now
+    step.send(node.peer, desired_workers(step, node))
 
 
-def desired_workers(turn: Turn, node: NodeRecord) -> DesiredWorkers:
-    jobs = turn.cluster.jobs
-    workers = [_worker(jobs[life.job_id], node.lives[life]) for life in sorted(node.lives)]
-    job_ids = sorted({life.job_id for life in node.lives} | {life.job_id for life in node.leaving})
+def desired_workers(step: MasterStep, node: NodeRecord) -> DesiredWorkers:
+    jobs = step.cluster.jobs
+    workers = [_worker(jobs[life.job_id], node.incarnations[life]) for life in sorted(node.incarnations)]
+    job_ids = sorted({life.job_id for life in node.incarnations} | {life.job_id for life in node.leaving})
     known = [jobs[job_id] for job_id in job_ids if job_id in jobs]
-    told, node.told = node.told, {job.job_id: job.revision for job in known}
+    told, node.notified = node.notified, {job.job_id: job.revision for job in known}
     return DesiredWorkers(
         generation=node.generation,
         workers=workers,
         jobs=[_job(job, is_told=told.get(job.job_id) == job.revision) for job in known],
         num_elsewhere=sum(
             worker.kind == "worker"
-            for other in turn.cluster.nodes_of_host(node.info.host_id)
+            for other in step.cluster.nodes_of_host(node.info.host_id)
             if other is not node
-            for worker in other.lives.values()
+            for worker in other.incarnations.values()
         ),
     )
 

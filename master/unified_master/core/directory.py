@@ -12,13 +12,13 @@ from __future__ import annotations
 from unified.protocol.agent_master import DirectoryChanged
 from unified.protocol.records import DirectoryEntry, NameClaims, NameRefusal, Reachability, Stage, WorkerState
 from unified_master.core.state import JobRecord, WorkerRecord
-from unified_master.core.step import Turn, may_pass
+from unified_master.core.step import MasterStep, may_run_now
 
 MAX_TOLD = 100
 """Claims of one life that are reported as events: one that claims and withdraws without end must not drown the log."""
 
 
-def publish(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
+def publish(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
     """Note the worker's entry if it changed; `flush` sends it. A life that is over loses its names here."""
     if not job.can_call(worker):
         free(job, worker)
@@ -27,8 +27,8 @@ def publish(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
         return
     worker.entry = entry
     job.revision += 1
-    turn.touch_worker(job, worker)
-    turn.cluster.news.setdefault(job.job_id, {})[worker.name] = entry
+    step.touch_worker(job, worker)
+    step.cluster.news.setdefault(job.job_id, {})[worker.name] = entry
 
 
 def whole(job: JobRecord) -> list[DirectoryEntry]:
@@ -36,29 +36,29 @@ def whole(job: JobRecord) -> list[DirectoryEntry]:
     return [worker.entry for worker in job.workers.values() if worker.entry is not None]
 
 
-def flush(turn: Turn) -> None:
+def flush(step: MasterStep) -> None:
     """Send the news to the nodes of each job; one that does not know what they are news to gets the whole directory."""
-    for job_id in list(turn.cluster.news):
-        job = turn.cluster.jobs.get(job_id)
-        if job is not None and job.stage is not Stage.INIT and not may_pass(turn, ("news", job_id)):
+    for job_id in list(step.cluster.news):
+        job = step.cluster.jobs.get(job_id)
+        if job is not None and job.stage is not Stage.INIT and not may_run_now(step, ("news", job_id)):
             continue
-        entries = list(turn.cluster.news.pop(job_id).values())
+        entries = list(step.cluster.news.pop(job_id).values())
         if job is None:
             continue
-        before, job.told_revision = job.told_revision, job.revision
+        before, job.notified_revision = job.notified_revision, job.revision
         if job.stage is Stage.INIT:
             continue  # nobody runs yet; the order to run brings the whole directory
         nodes = {worker.node for worker in job.workers.values() if worker.is_desired}
         if job.is_ending:  # workers that are still stopping may wait for one that is gone
-            nodes |= {leaving.node for leaving in turn.cluster.leaving_of(job_id)}
+            nodes |= {leaving.node for leaving in step.cluster.leaving_of(job_id)}
         for name in sorted(nodes):
-            if (node := turn.connected_node(name)) is None:
+            if (node := step.connected_node(name)) is None:
                 continue
-            if node.told.get(job_id, -1) >= before:
-                turn.send(node.peer, DirectoryChanged(job_id=job_id, entries=entries))
-                node.told[job_id] = job.revision
+            if node.notified.get(job_id, -1) >= before:
+                step.send(node.peer, DirectoryChanged(job_id=job_id, entries=entries))
+                node.notified[job_id] = job.revision
             else:
-                turn.touch_node(name)
+                step.touch_node(name)
 
 
 def _entry(job: JobRecord, worker: WorkerRecord) -> DirectoryEntry | None:
@@ -95,7 +95,7 @@ def _why(job: JobRecord, worker: WorkerRecord, *, is_last: bool) -> str:
     return "its entry point is done" if is_last else worker.reason
 
 
-def hear(turn: Turn, job: JobRecord, worker: WorkerRecord, claims: NameClaims) -> None:
+def hear(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims: NameClaims) -> None:
     """Take the claims of a life that can be called. What was heard before, or is older, changes nothing."""
     if claims.number <= worker.claims.number or not job.can_call(worker):
         return
@@ -113,11 +113,11 @@ def hear(turn: Turn, job: JobRecord, worker: WorkerRecord, claims: NameClaims) -
         else:
             refused[name] = NameRefusal(number=number, holder=holder)
         if worker.names.get(name) != number:
-            _tell(turn, job, worker, name, number, holder)
+            _tell(step, job, worker, name, number, holder)
     if (names, refused) != (worker.names, worker.refused):
         worker.names, worker.refused = names, refused
         worker.revision += 1
-    turn.save_worker(worker)
+    step.save_worker(worker)
 
 
 def free(job: JobRecord, worker: WorkerRecord) -> None:
@@ -134,11 +134,11 @@ def remember_holders(job: JobRecord) -> None:
     job.holders = {name: worker.name for worker in job.workers.values() for name in worker.names}
 
 
-def _tell(turn: Turn, job: JobRecord, worker: WorkerRecord, name: str, number: int, holder: str) -> None:
+def _tell(step: MasterStep, job: JobRecord, worker: WorkerRecord, name: str, number: int, holder: str) -> None:
     if number > MAX_TOLD:
         return
     if holder == worker.name:
         event, text = "name-claimed", f"it holds the name {name!r} from now on"
     else:
         event, text = "name-refused", f"the name {name!r} is held by worker {holder}"
-    turn.report(event, text, job, worker.role, worker.name, worker.node)
+    step.report(event, text, job, worker.role, worker.name, worker.node)

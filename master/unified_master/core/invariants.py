@@ -42,11 +42,11 @@ def _node(cluster: Cluster, node: NodeRecord) -> Iterator[str]:
         used = sum(allocation.user_defined.get(name, 0.0) for allocation in allocations)
         if used > has.user_defined.get(name, 0.0) + EPSILON:
             yield f"node {node.name}: {used:g} of {has.user_defined.get(name, 0.0):g} {name} are claimed"
-    if node.state is NodeState.LOST and (node.lives or node.allocations or node.leaving):
+    if node.state is NodeState.LOST and (node.incarnations or node.allocations or node.leaving):
         yield f"node {node.name} is lost and still has workers"
     if node.state is NodeState.ALIVE and node.name not in cluster.leases:
         yield f"node {node.name} is alive without a lease"
-    for life, worker in node.lives.items():
+    for life, worker in node.incarnations.items():
         if worker.life != life or worker.node != node.name or not worker.is_desired:
             yield f"node {node.name}: {life} is listed, but its worker is {worker.life} on {worker.node}"
         if life in node.leaving:
@@ -60,7 +60,7 @@ def _places(cluster: Cluster, job: JobRecord) -> Iterator[str]:
         listed = [
             node.name
             for node in cluster.nodes.values()
-            for life in node.lives
+            for life in node.incarnations
             if life.job_id == job.job_id and life.worker == worker.name
         ]
         if listed != ([worker.node] if worker.is_desired else []):

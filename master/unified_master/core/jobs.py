@@ -12,7 +12,7 @@ from unified.protocol.client_master import EndReport
 from unified.protocol.records import JOB_MOVES, Failure, JobWorkerIncarnation, NodeState, Stage, WorkerState, raw
 from unified_master.core import directory, incarnations, rendezvous
 from unified_master.core.state import JobRecord, NodeRecord, RoleRecord, WorkerRecord
-from unified_master.core.step import Turn, count
+from unified_master.core.step import MasterStep, count
 
 MAX_WORKERS = 100_000
 MAX_SPEC_BYTES = 8 * 2**20
@@ -56,15 +56,15 @@ def faults_of(spec: JobSpec) -> Iterator[str]:
             yield f"role {role.name}: collocated roles must have the same number of groups."
 
 
-def accept(turn: Turn, spec: JobSpec) -> JobRecord:
+def accept(step: MasterStep, spec: JobSpec) -> JobRecord:
     """Take a job into the queue."""
-    cluster = turn.cluster
+    cluster = step.cluster
     sequence = cluster.next_sequence
     cluster.next_sequence += 1
     job = JobRecord(
         job_id=f"{spec.name}-{sequence}",
         sequence=sequence,
-        submitted_at=turn.now,
+        submitted_at=step.now,
         spec=spec,
         version=cluster.first_number,
         roles={role.name: RoleRecord(name=role.name) for role in spec.roles},
@@ -74,21 +74,21 @@ def accept(turn: Turn, spec: JobSpec) -> JobRecord:
             name = role.worker(rank)
             job.workers[name] = WorkerRecord(job_id=job.job_id, name=name, role=role.name, rank=rank)
     cluster.jobs[job.job_id] = job
-    turn.save("meta", "next_sequence", str(cluster.next_sequence).encode())
-    turn.save("spec", job.job_id, raw(spec))
+    step.save("meta", "next_sequence", str(cluster.next_sequence).encode())
+    step.save("spec", job.job_id, raw(spec))
     for worker in job.workers.values():
-        turn.touch_worker(job, worker)
+        step.touch_worker(job, worker)
     by = f" by {spec.submitted_by}" if spec.submitted_by else ""
     shape = ", ".join(f"{role.name}={role.total}" for role in spec.roles)
-    turn.decide("job-submitted", f"submitted{by}: {shape}", job)
-    turn.wants_schedule = True
+    step.decide("job-submitted", f"submitted{by}: {shape}", job)
+    step.wants_schedule = True
     return job
 
 
-def advance(turn: Turn, job: JobRecord) -> None:
+def advance(step: MasterStep, job: JobRecord) -> None:
     """Let the job take every step that its workers' states allow; failures have been judged before."""
     if job.stage is Stage.STOPPING:
-        settle_stop(turn, job)
+        settle_stop(step, job)
         return
     if job.stage is Stage.STOPPED or not job.is_placed:
         return
@@ -97,19 +97,19 @@ def advance(turn: Turn, job: JobRecord) -> None:
         if not rendezvous.is_store_ready(job) or not all(rendezvous.is_ready(job, worker) for worker in workers):
             return
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.READY)
-        turn.decide("job-ready", f"{count(len(workers), 'worker')} answered", job)
-    rendezvous.give_orders(turn, job)
+        step.decide("job-ready", f"{count(len(workers), 'worker')} answered", job)
+    rendezvous.give_orders(step, job)
     if job.stage is Stage.READY:  # before the orders leave, so that an entry point that asks is told RUNNING
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.RUNNING)
-        job.started_at = job.started_at or turn.now
-        turn.decide("job-running", "all workers run", job)
+        job.started_at = job.started_at or step.now
+        step.decide("job-running", "all workers run", job)
     if job.stage is Stage.RUNNING and _is_done(job):
-        begin_stop(turn, job, 0, "done: every worker that the job waits for has finished")
+        begin_stop(step, job, 0, "done: every worker that the job waits for has finished")
 
 
-def prune(turn: Turn) -> None:
+def prune(step: MasterStep) -> None:
     """Forget the oldest of the jobs that have ended; the newest of them is always known."""
-    cluster = turn.cluster
+    cluster = step.cluster
     ended = [job for job in cluster.jobs.values() if job.stage is Stage.STOPPED]
     weight = 0
     for number, job in enumerate(sorted(ended, key=lambda job: job.sequence, reverse=True)):
@@ -119,10 +119,10 @@ def prune(turn: Turn) -> None:
         del cluster.jobs[job.job_id]
         cluster.events.pop(job.job_id, None)
         cluster.batched_at.pop(("news", job.job_id), None)
-        turn.save("spec", job.job_id, None)
-        turn.save("job", job.job_id, None)
+        step.save("spec", job.job_id, None)
+        step.save("job", job.job_id, None)
         for worker in job.workers.values():
-            turn.save("worker", f"{job.job_id}/{worker.name}", None)
+            step.save("worker", f"{job.job_id}/{worker.name}", None)
 
 
 def _description_kb(spec: JobSpec) -> int:
@@ -169,48 +169,48 @@ def _role_faults(role: RoleSpec) -> Iterator[str]:
         yield f"role {role.name}: max_restart, role_max_restart and per_node_max_failure must not be negative."
 
 
-def begin_stop(turn: Turn, job: JobRecord, outcome: int, reason: str) -> None:
+def begin_stop(step: MasterStep, job: JobRecord, outcome: int, reason: str) -> None:
     """Decide the exit code and desire no worker any more."""
     job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.STOPPING)
     job.outcome = outcome
     job.restart_at = None
-    turn.cluster.timers.cancel(("restart", job.job_id))
+    step.cluster.timers.cancel(("restart", job.job_id))
     for role in job.roles.values():
         role.suspect = role.pending = ""
-        turn.cluster.timers.cancel(("settle", job.job_id, role.name))
-    turn.decide("job-stops", reason, job)
+        step.cluster.timers.cancel(("settle", job.job_id, role.name))
+    step.decide("job-stops", reason, job)
     for worker in job.workers.values():
         if worker.incarnation < 0:
             worker.reason = f"never started: {reason}"
-            turn.touch_worker(job, worker)
+            step.touch_worker(job, worker)
         elif worker.is_held or (worker.is_desired and worker.state not in (WorkerState.FINISHED, WorkerState.EXITED)):
             worker.reason = f"stopped with its job: {reason}"
         worker.is_held = False
-        incarnations.end_life(turn, job, worker)
-        directory.publish(turn, job, worker)
+        incarnations.end(step, job, worker)
+        directory.publish(step, job, worker)
 
 
-def end_badly(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure, limit: str, why: str) -> None:
+def end_badly(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure, limit: str, why: str) -> None:
     """Stop a job because of a failure that nothing may repair; `limit` names what forbade it."""
     job.end = _end_report(worker, failure, limit)
-    begin_stop(turn, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary.rstrip('.')}; {why}")
+    begin_stop(step, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary.rstrip('.')}; {why}")
 
 
-def cut_short(turn: Turn, life: JobWorkerIncarnation, node: NodeRecord, failure: Failure) -> None:
+def cut_short(step: MasterStep, life: JobWorkerIncarnation, node: NodeRecord, failure: Failure) -> None:
     """A stop has cut short what a program does at its end: a job that went well so far did not."""
-    job = turn.cluster.jobs.get(life.job_id)
+    job = step.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None
     if job is None or worker is None or life not in node.leaving:
         return
     text = f"incarnation {life.incarnation} on {node.name}: {failure.summary}"
-    turn.report("worker-failed", text, job, worker.role, worker.name, node.name)
+    step.report("worker-failed", text, job, worker.role, worker.name, node.name)
     if job.stage is not Stage.STOPPING or job.outcome != 0 or worker.incarnation != life.incarnation:
         return
     job.outcome = EXIT_FAILED
     limit = f"stop_grace_s={job.spec.stop_grace_s:g}"
     job.end = _end_report(worker, failure, limit)
     why = f"{failure.summary.rstrip('.')}; {limit} is what a stop gives it"
-    turn.decide("job-failed", f"failed: {worker.name} on {node.name}: {why}", job)
+    step.decide("job-failed", f"failed: {worker.name} on {node.name}: {why}", job)
 
 
 def _end_report(worker: WorkerRecord, failure: Failure, limit: str) -> EndReport:
@@ -224,23 +224,23 @@ def _end_report(worker: WorkerRecord, failure: Failure, limit: str) -> EndReport
     )
 
 
-def settle_stop(turn: Turn, job: JobRecord) -> None:
+def settle_stop(step: MasterStep, job: JobRecord) -> None:
     """A STOPPING job has STOPPED when no life of it is left."""
-    if turn.cluster.leaving_of(job.job_id) or _may_have_more(turn, job):
+    if step.cluster.leaving_of(job.job_id) or _may_have_more(step, job):
         return
     for worker in job.workers.values():
-        incarnations.release(turn, job, worker)
+        incarnations.release(step, job, worker)
     job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.STOPPED)
     job.exit_code = job.outcome
-    job.ended_at = turn.now
-    turn.wants_schedule = True
-    turn.touch_job(job)
-    turn.report("job-stopped", f"exit code {job.exit_code}: {job.reason}", job)
+    job.ended_at = step.now
+    step.wants_schedule = True
+    step.touch_job(job)
+    step.report("job-stopped", f"exit code {job.exit_code}: {job.reason}", job)
 
 
-def _may_have_more(turn: Turn, job: JobRecord) -> bool:
+def _may_have_more(step: MasterStep, job: JobRecord) -> bool:
     """A node that had lives of the job has yet to say which it has: the master or the connection is new."""
     names = {worker.node for worker in job.workers.values()}
     names |= {past.node for worker in job.workers.values() for past in worker.past}
-    nodes = (turn.cluster.nodes.get(name) for name in names)
+    nodes = (step.cluster.nodes.get(name) for name in names)
     return any(node is not None and node.state is NodeState.ALIVE and not node.has_reported for node in nodes)

@@ -20,7 +20,7 @@ from unified_master.core.messages import MasterAction, MasterEvent, MasterTimePa
 from unified_master.core.restore import Record, restore
 from unified_master.core.scheduling import job_queue
 from unified_master.core.state import Cluster, TimerKey
-from unified_master.core.step import Turn, may_pass
+from unified_master.core.step import MasterStep, may_run_now
 
 
 class MasterCore:
@@ -47,99 +47,99 @@ class MasterCore:
     def restore(
         self, now: float, records: Iterable[Record] = (), events: Iterable[EventRecord] = ()
     ) -> list[MasterAction]:
-        """Begin a reign, with what an earlier one saved. Call it once, before the first step.
+        """Begin a term, with what an earlier one saved. Call it once, before the first step.
 
         Raises:
             RestoreError: the records are not readable.
         """
-        turn = Turn(now, self.cluster)
-        restore(turn, records, events)
-        return self._finish(turn)
+        step = MasterStep(now, self.cluster)
+        restore(step, records, events)
+        return self._finish(step)
 
     def step(self, now: float, event: MasterEvent) -> list[MasterAction]:
         """What to do about an event. Every event has an answer in every state, even if it is nothing."""
-        turn = Turn(now, self.cluster)
+        step = MasterStep(now, self.cluster)
         match event:
             case Received():
-                self._received(turn, event)
+                self._received(step, event)
             case MasterTimePassed():
-                self._time_passed(turn)
+                self._time_passed(step)
             case _:
                 assert_never(event)
-        return self._finish(turn)
+        return self._finish(step)
 
     def remark(self, now: float, event: str, reason: str, job: str = "", worker: str = "") -> ReportEvent:
         """An entry for the event log about what was decided elsewhere in this process."""
         return ReportEvent(
-            record=Turn(now, self.cluster).entry(event, reason, self.cluster.jobs.get(job), worker=worker)
+            record=MasterStep(now, self.cluster).entry(event, reason, self.cluster.jobs.get(job), worker=worker)
         )
 
-    def _received(self, turn: Turn, event: Received) -> None:
+    def _received(self, step: MasterStep, event: Received) -> None:
         peer, number, message = event.peer, event.request_id, event.message
         match message:
             case RegisterAgent():
-                nodes.register(turn, peer, number, message, self.relay)
+                nodes.register(step, peer, number, message, self.relay)
             case Heartbeat():
-                nodes.heartbeat(turn, peer, number, message)
+                nodes.heartbeat(step, peer, number, message)
             case ObservedWorkers():
-                node = nodes.meet(turn, peer, message.node, message.incarnation)
+                node = nodes.meet(step, peer, message.node, message.incarnation)
                 if node is None:
-                    turn.send(peer, RegisterAgain(), number)
+                    step.send(peer, RegisterAgain(), number)
                 else:
-                    agent_reports.observe(turn, node, message)
+                    agent_reports.observe(step, node, message)
             case LogRead():
-                if nodes.meet(turn, peer, message.node, message.incarnation) is not None:
-                    client_requests.log_read(turn, number, message)
+                if nodes.meet(step, peer, message.node, message.incarnation) is not None:
+                    client_requests.log_read(step, number, message)
             case AgentLeaving():
-                nodes.leave(turn, peer, message)
+                nodes.leave(step, peer, message)
             case _:
-                answer = client_requests.answer(turn, peer, number, message)
+                answer = client_requests.answer(step, peer, number, message)
                 if answer is not None:
-                    turn.send(peer, answer, number)
+                    step.send(peer, answer, number)
 
-    def _time_passed(self, turn: Turn) -> None:
+    def _time_passed(self, step: MasterStep) -> None:
         due = self.next_deadline
-        is_late = due is not None and turn.now - due > self.cluster.intervals.lease_s / 2
-        for name in self.cluster.leases.expired(turn.now):
-            nodes.expire(turn, name, is_late=is_late)
-        for key in self.cluster.timers.due(turn.now):
-            self._timer_fired(turn, key)
+        is_late = due is not None and step.now - due > self.cluster.intervals.lease_s / 2
+        for name in self.cluster.leases.expired(step.now):
+            nodes.expire(step, name, is_late=is_late)
+        for key in self.cluster.timers.due(step.now):
+            self._timer_fired(step, key)
 
-    def _timer_fired(self, turn: Turn, key: TimerKey) -> None:
+    def _timer_fired(self, step: MasterStep, key: TimerKey) -> None:
         match key[0]:
             case "poll":
-                client_requests.poll_overdue(turn, key)
+                client_requests.poll_overdue(step, key)
             case "read":
-                client_requests.read_overdue(turn, int(key[1]))
+                client_requests.read_overdue(step, int(key[1]))
             case "forget":
-                nodes.forget(turn, key[1])
+                nodes.forget(step, key[1])
             case "start":
-                agent_reports.start_overdue(turn, key)
+                agent_reports.start_overdue(step, key)
             case "schedule":
-                turn.wants_schedule = True
+                step.wants_schedule = True
             case "settle" | "restart" if (job := self.cluster.jobs.get(key[1])) is not None:
                 if key[0] == "settle":
-                    recovery.settle(turn, job, key[2])
+                    recovery.settle(step, job, key[2])
                 elif not job.is_ending:
-                    restart.begin_held(turn, job)
+                    restart.begin_held(step, job)
 
-    def _finish(self, turn: Turn) -> list[MasterAction]:
+    def _finish(self, step: MasterStep) -> list[MasterAction]:
         """Follow the consequences to their end; then save, and only then send."""
-        while turn.to_advance or turn.wants_schedule:
-            for job_id in list(turn.to_advance):
-                del turn.to_advance[job_id]
+        while step.to_advance or step.wants_schedule:
+            for job_id in list(step.to_advance):
+                del step.to_advance[job_id]
                 if (job := self.cluster.jobs.get(job_id)) is not None:
-                    recovery.judge_pending(turn, job)
-                    jobs.advance(turn, job)
-            if turn.wants_schedule and not turn.to_advance:
-                turn.wants_schedule = False
-                if may_pass(turn, ("schedule",)):
-                    job_queue.schedule(turn)
-                    jobs.prune(turn)
-        for job in turn.flush_saves():
-            client_requests.answer_polls(turn, job)
-        directory.flush(turn)
-        for name in sorted(turn.to_send):
+                    recovery.judge_pending(step, job)
+                    jobs.advance(step, job)
+            if step.wants_schedule and not step.to_advance:
+                step.wants_schedule = False
+                if may_run_now(step, ("schedule",)):
+                    job_queue.schedule(step)
+                    jobs.prune(step)
+        for job in step.flush_saves():
+            client_requests.answer_polls(step, job)
+        directory.flush(step)
+        for name in sorted(step.to_send):
             if (node := self.cluster.nodes.get(name)) is not None:
-                desired.send(turn, node)
-        return turn.actions
+                desired.send(step, node)
+        return step.actions

@@ -21,7 +21,7 @@ from unified.protocol.records import NODE_MOVES, NodeState
 from unified.values import Value
 from unified_master.core import desired, recovery
 from unified_master.core.state import NodeRecord
-from unified_master.core.step import Turn, count
+from unified_master.core.step import MasterStep, count
 
 FORGET_S = 3600.0
 """A lost node is shown for this long."""
@@ -40,125 +40,125 @@ class NodeMemory(Value, frozen=True, kw_only=True):
     reason: str
 
 
-def register(turn: Turn, peer: bytes, request_id: int, info: RegisterAgent, relay: str) -> None:
+def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent, relay: str) -> None:
     """Welcome an agent, or say why not."""
-    known = turn.cluster.nodes.get(info.node)
+    known = step.cluster.nodes.get(info.node)
     refusal = _refusal(known, info)
     if refusal:
-        turn.report("agent-refused", refusal, node=info.node)
-        turn.send(peer, AgentRefused(reason=refusal), request_id)
+        step.report("agent-refused", refusal, node=info.node)
+        step.send(peer, AgentRefused(reason=refusal), request_id)
         return
     is_reborn = known is not None and known.state is NodeState.ALIVE and known.info.incarnation != info.incarnation
     if known is not None and is_reborn:
-        _mark_lost(turn, known, REBORN)
-    node = _join(turn, known, info, peer)
+        _mark_lost(step, known, REBORN)
+    node = _join(step, known, info, peer)
     if is_reborn:
-        _recover(turn, node, REBORN)  # only now, so that its workers may come back to it
-    turn.cluster.leases.renew(node.name, turn.now)
-    terms = turn.cluster.intervals
-    turn.send(peer, AgentRegistered(lease_s=terms.lease_s, heartbeat_s=terms.heartbeat_s, relay=relay), request_id)
-    turn.touch_node(node.name)
-    turn.wants_schedule = True
+        _recover(step, node, REBORN)  # only now, so that its workers may come back to it
+    step.cluster.leases.renew(node.name, step.now)
+    terms = step.cluster.intervals
+    step.send(peer, AgentRegistered(lease_s=terms.lease_s, heartbeat_s=terms.heartbeat_s, relay=relay), request_id)
+    step.touch_node(node.name)
+    step.wants_schedule = True
 
 
-def heartbeat(turn: Turn, peer: bytes, request_id: int, message: Heartbeat) -> None:
+def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: Heartbeat) -> None:
     """Renew a lease; send the desired set again if the agent seems to have missed it."""
-    node = meet(turn, peer, message.node, message.incarnation)
+    node = meet(step, peer, message.node, message.incarnation)
     if node is None:
-        turn.send(peer, RegisterAgain(), request_id)
+        step.send(peer, RegisterAgain(), request_id)
         return
-    turn.send(peer, HeartbeatSeen(), request_id)
+    step.send(peer, HeartbeatSeen(), request_id)
     if node.peer != peer:
         # A new connection: what was on its way in the old one may be lost, in both directions.
         node.peer = peer
-        node.told.clear()
-        turn.send(peer, RegisterAgain())
-    elif message.generation < node.generation and turn.now - node.sent_at > 2 * turn.cluster.intervals.heartbeat_s:
-        desired.send_again(turn, node)
-    catch_up(turn, node, message.generation)
+        node.notified.clear()
+        step.send(peer, RegisterAgain())
+    elif message.generation < node.generation and step.now - node.sent_at > 2 * step.cluster.intervals.heartbeat_s:
+        desired.send_again(step, node)
+    catch_up(step, node, message.generation)
 
 
-def meet(turn: Turn, peer: bytes, name: str, incarnation: str) -> NodeRecord | None:
+def meet(step: MasterStep, peer: bytes, name: str, incarnation: str) -> NodeRecord | None:
     """The node that speaks, its lease renewed; None if it must register (again)."""
-    node = turn.cluster.nodes.get(name)
+    node = step.cluster.nodes.get(name)
     if node is None or not node.is_connected or node.info.incarnation != incarnation:
         return None
-    node.seen_at = turn.now
-    turn.cluster.leases.renew(name, turn.now)
+    node.seen_at = step.now
+    step.cluster.leases.renew(name, step.now)
     return node
 
 
-def catch_up(turn: Turn, node: NodeRecord, generation: int) -> None:
+def catch_up(step: MasterStep, node: NodeRecord, generation: int) -> None:
     """An agent ahead of us has met a master whose state directory is gone: go past it, or it would not listen."""
     if generation > node.generation:
         node.generation = generation
-        node.told.clear()
-        turn.touch_node(node.name)
+        node.notified.clear()
+        step.touch_node(node.name)
 
 
-def leave(turn: Turn, peer: bytes, message: AgentLeaving) -> None:
+def leave(step: MasterStep, peer: bytes, message: AgentLeaving) -> None:
     """An agent stopped in order; its workers are gone."""
-    node = meet(turn, peer, message.node, message.incarnation)
+    node = meet(step, peer, message.node, message.incarnation)
     if node is not None:
-        lose(turn, node, f"its agent stopped: {message.reason}")
+        lose(step, node, f"its agent stopped: {message.reason}")
 
 
-def expire(turn: Turn, name: str, *, is_late: bool = False) -> None:
+def expire(step: MasterStep, name: str, *, is_late: bool = False) -> None:
     """A lease ran out.
 
     With `is_late` we were not there to listen (the process was stopped, its machine slept, its disk hung): what the
     agent said may still be on its way in, so it is given one more lease, once in each silence.
     """
-    node = turn.cluster.nodes[name]
+    node = step.cluster.nodes[name]
     if node.state is not NodeState.ALIVE:
         return
-    if is_late and node.spared_at != node.seen_at:
-        node.spared_at = node.seen_at
-        turn.cluster.leases.renew(name, turn.now)
+    if is_late and node.grace_at != node.seen_at:
+        node.grace_at = node.seen_at
+        step.cluster.leases.renew(name, step.now)
         return
-    silent_s = turn.now - node.seen_at
-    lose(turn, node, f"nothing was heard from its agent for {silent_s:.1f} s")
+    silent_s = step.now - node.seen_at
+    lose(step, node, f"nothing was heard from its agent for {silent_s:.1f} s")
 
 
-def lose(turn: Turn, node: NodeRecord, reason: str) -> None:
+def lose(step: MasterStep, node: NodeRecord, reason: str) -> None:
     """Take a node for lost, with all that ran on it."""
-    _mark_lost(turn, node, reason)
-    _recover(turn, node, reason)
+    _mark_lost(step, node, reason)
+    _recover(step, node, reason)
 
 
-def _mark_lost(turn: Turn, node: NodeRecord, reason: str) -> None:
+def _mark_lost(step: MasterStep, node: NodeRecord, reason: str) -> None:
     node.state = NODE_MOVES.check(node.name, node.state, NodeState.LOST)
     node.reason = reason
     node.is_registered = node.has_reported = False
-    turn.cluster.leases.drop(node.name)
-    turn.cluster.timers.arm(("forget", node.name), turn.now + FORGET_S)
-    turn.report("node-lost", reason, node=node.name)
-    remember(turn, node)
+    step.cluster.leases.drop(node.name)
+    step.cluster.timers.arm(("forget", node.name), step.now + FORGET_S)
+    step.report("node-lost", reason, node=node.name)
+    remember(step, node)
     node.leaving.clear()
-    turn.touch_ending_jobs()
-    _answer_reads(turn, node, reason)
-    turn.wants_schedule = True
+    step.touch_ending_jobs()
+    _answer_reads(step, node, reason)
+    step.wants_schedule = True
 
 
-def _recover(turn: Turn, node: NodeRecord, reason: str) -> None:
+def _recover(step: MasterStep, node: NodeRecord, reason: str) -> None:
     """Replace what the node took along, job by job, oldest first."""
-    for job in sorted(turn.cluster.jobs.values(), key=lambda job: job.sequence):
+    for job in sorted(step.cluster.jobs.values(), key=lambda job: job.sequence):
         if any(worker.node == node.name for worker in job.workers.values()):
-            recovery.on_node_lost(turn, job, node, reason)
+            recovery.on_node_lost(step, job, node, reason)
 
 
-def forget(turn: Turn, name: str) -> None:
+def forget(step: MasterStep, name: str) -> None:
     """A node that was lost long ago is shown no more."""
-    node = turn.cluster.nodes.get(name)
+    node = step.cluster.nodes.get(name)
     if node is not None and node.state is NodeState.LOST:
-        turn.cluster.hosts.get(node.info.host_id, set()).discard(name)
-        del turn.cluster.nodes[name]
-        turn.save("node", name, None)
+        step.cluster.hosts.get(node.info.host_id, set()).discard(name)
+        del step.cluster.nodes[name]
+        step.save("node", name, None)
 
 
-def remember(turn: Turn, node: NodeRecord) -> None:
+def remember(step: MasterStep, node: NodeRecord) -> None:
     memory = NodeMemory(info=node.info, state=node.state, reason=node.reason)
-    turn.save("node", node.name, msgspec.msgpack.encode(memory))
+    step.save("node", node.name, msgspec.msgpack.encode(memory))
 
 
 def _refusal(known: NodeRecord | None, info: RegisterAgent) -> str:
@@ -186,11 +186,11 @@ def _refusal(known: NodeRecord | None, info: RegisterAgent) -> str:
     return ""
 
 
-def _join(turn: Turn, known: NodeRecord | None, info: RegisterAgent, peer: bytes) -> NodeRecord:
+def _join(step: MasterStep, known: NodeRecord | None, info: RegisterAgent, peer: bytes) -> NodeRecord:
     """The record of a node that registers."""
     if known is None:
-        node = NodeRecord(info=info, generation=turn.cluster.first_number)
-        turn.cluster.nodes[info.node] = node
+        node = NodeRecord(info=info, generation=step.cluster.first_number)
+        step.cluster.nodes[info.node] = node
     else:
         node = known
         if node.state is NodeState.LOST:
@@ -201,27 +201,27 @@ def _join(turn: Turn, known: NodeRecord | None, info: RegisterAgent, peer: bytes
     if known is None or node.info.incarnation != info.incarnation:
         node.has_reported = True  # a new life of an agent has no workers
     node.info = info
-    turn.cluster.hosts.setdefault(info.host_id, set()).add(node.name)
+    step.cluster.hosts.setdefault(info.host_id, set()).add(node.name)
     node.peer = peer
-    node.told.clear()
-    node.seen_at = turn.now
+    node.notified.clear()
+    node.seen_at = step.now
     node.is_registered = True
     node.reason = ""
-    turn.cluster.timers.cancel(("forget", node.name))
-    remember(turn, node)
+    step.cluster.timers.cancel(("forget", node.name))
+    remember(step, node)
     if is_news:
         offer = info.resources
         devices = count(len(offer.devices), "device")
         text = f"{info.hostname} at {info.address}: {offer.cpu:g} CPU cores, {offer.memory_mb:.0f} MB, {devices}"
-        turn.report("node-joined", text, node=node.name)
+        step.report("node-joined", text, node=node.name)
     return node
 
 
-def _answer_reads(turn: Turn, node: NodeRecord, reason: str) -> None:
+def _answer_reads(step: MasterStep, node: NodeRecord, reason: str) -> None:
     """Nobody will answer for this node now."""
-    for number, read in list(turn.cluster.reads.items()):
+    for number, read in list(step.cluster.reads.items()):
         if read.node == node.name:
-            del turn.cluster.reads[number]
-            turn.cluster.timers.cancel(("read", str(number)))
+            del step.cluster.reads[number]
+            step.cluster.timers.cancel(("read", str(number)))
             text = f"the log of {read.life.worker} is on node {node.name}, which was lost: {reason}."
-            turn.send(read.peer, Refused(code="unavailable", reason=text), read.request_id)
+            step.send(read.peer, Refused(code="unavailable", reason=text), read.request_id)

@@ -20,7 +20,7 @@ from unified_master.core.restart import (
 from unified_master.core.scheduling import job_queue
 from unified_master.core.scheduling.packing import PlacementPlan
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
-from unified_master.core.step import Turn
+from unified_master.core.step import MasterStep
 
 QUICK_S = 1.0
 """A life that fails this soon after it began to run is followed by a longer and longer wait."""
@@ -38,70 +38,70 @@ class Refusal(NamedTuple):
     why: str
 
 
-def on_failure(turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure) -> None:
+def on_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure) -> None:
     """A desired life has ended badly: settle who is to blame, then decide."""
     worker.state = WorkerState.EXITED
     worker.failure = failure
     worker.reason = failure.summary
-    turn.touch_worker(job, worker)
-    directory.publish(turn, job, worker)
-    turn.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, worker.node)
+    step.touch_worker(job, worker)
+    directory.publish(step, job, worker)
+    step.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, worker.node)
     if job.is_ending or failure.category == "node":
         return  # an agent that stops says so when all its workers are gone; the node is then dealt with as a whole
     if worker.kind == "store":
-        _store_failed(turn, job, worker, failure)
+        _store_failed(step, job, worker, failure)
         return
     if failure.category == "setup":
         limit = "not restarted: a setup failure would happen again"
-        jobs.end_badly(turn, job, worker, failure, limit, limit)
+        jobs.end_badly(step, job, worker, failure, limit, limit)
         return
     role = job.roles[worker.role]
     if not failure.is_collateral:
-        _clear_suspect(turn, job, worker.role)
-        judge(turn, job, worker)
+        _clear_suspect(step, job, worker.role)
+        judge(step, job, worker)
     elif not role.suspect and not role.pending:
-        role.suspect, role.suspect_at = worker.name, turn.now
-        turn.cluster.timers.arm(("settle", job.job_id, role.name), turn.now + turn.cluster.intervals.settle_s)
+        role.suspect, role.suspect_at = worker.name, step.now
+        step.cluster.timers.arm(("settle", job.job_id, role.name), step.now + step.cluster.intervals.settle_s)
         why = f"{worker.name} seems to have failed because a peer did; waits for the root cause"
-        turn.decide("failure-suspect", why, job, role.name, worker.name, worker.node)
+        step.decide("failure-suspect", why, job, role.name, worker.name, worker.node)
 
 
-def settle(turn: Turn, job: JobRecord, role: str) -> None:
+def settle(step: MasterStep, job: JobRecord, role: str) -> None:
     """Nobody else failed in time: once every node of the role has spoken, the suspect is the root cause after all."""
     worker = job.workers.get(job.roles[role].suspect)
     if worker is None or job.is_ending:
         return
-    if (until := _late_until(turn, job, role)) is not None:
-        turn.cluster.timers.arm(("settle", job.job_id, role), until)
+    if (until := _late_until(step, job, role)) is not None:
+        step.cluster.timers.arm(("settle", job.job_id, role), until)
         return
-    _clear_suspect(turn, job, role)
-    judge(turn, job, worker)
+    _clear_suspect(step, job, role)
+    judge(step, job, worker)
 
 
-def judge(turn: Turn, job: JobRecord, worker: WorkerRecord, *, is_due: bool = False) -> None:
+def judge(step: MasterStep, job: JobRecord, worker: WorkerRecord, *, is_due: bool = False) -> None:
     """Decide about a root cause. `is_due`: the others of its role are done, so there is nothing more to wait for."""
     failure = worker.failure
     if failure is None or job.is_ending:
         return
     role = job.spec.role(worker.role)
     if (refusal := policy_refusal(job.spec)) is not None:
-        jobs.end_badly(turn, job, worker, failure, *refusal)
+        jobs.end_badly(step, job, worker, failure, *refusal)
         return
-    if not is_due and _waits(turn, job, role, worker, failure):
+    if not is_due and _waits(step, job, role, worker, failure):
         return
     is_excluding = False
     if failure.category != "node":  # which was charged to its node, when that was lost
-        if (refusal := _charge(turn, job, role, worker)) is not None:
-            jobs.end_badly(turn, job, worker, failure, *refusal)
+        if (refusal := _charge(step, job, role, worker)) is not None:
+            jobs.end_badly(step, job, worker, failure, *refusal)
             return
         num_on_node = job.roles[role.name].node_failures[worker.node]
         is_excluding = role.role_max_restart is None and num_on_node > role.per_node_max_failure
         if is_excluding:
-            _exclude(turn, job, role, worker)
-    _repair(turn, job, worker, failure, _scope(job, role), is_excluding=is_excluding)
+            _exclude(step, job, role, worker)
+    _repair(step, job, worker, failure, _scope(job, role), is_excluding=is_excluding)
 
 
-def judge_pending(turn: Turn, job: JobRecord) -> None:
+def judge_pending(step: MasterStep, job: JobRecord) -> None:
     """Decide failures that waited until the other workers of the role were done."""
     for record in job.roles.values():
         worker = job.workers.get(record.pending)
@@ -113,31 +113,31 @@ def judge_pending(turn: Turn, job: JobRecord) -> None:
         if is_store:
             for other in job.roles.values():
                 other.pending = "" if other.pending == worker.name else other.pending
-            _replace_store(turn, job, worker)
+            _replace_store(step, job, worker)
         else:
             record.pending = ""
-            judge(turn, job, worker, is_due=True)
+            judge(step, job, worker, is_due=True)
 
 
-def on_node_lost(turn: Turn, job: JobRecord, node: NodeRecord, reason: str) -> None:
+def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str) -> None:
     """The node took its workers along: charge it once, and give them new places by the job's strategies."""
     failure = Failure(summary=f"node {node.name} was lost: {reason}", category="node")
     is_store_needed = bool(unfinished_elastic(job))
-    lost = [one for one in _reap(turn, job, node, failure) if one.kind == "worker" or is_store_needed]
+    lost = [one for one in _reap(step, job, node, failure) if one.kind == "worker" or is_store_needed]
     if job.is_ending or not lost:
         return
     first = lost[0]
     limit = job.spec.node_max_restart
     job.node_losses[node.name] = job.node_losses.get(node.name, 0) + 1
-    turn.touch_job(job)
+    step.touch_job(job)
     if job.node_losses[node.name] > limit:
         why = f"the limit node_max_restart={limit} is used up for node {node.name}"
-        jobs.end_badly(turn, job, first, failure, "node_max_restart", why)
+        jobs.end_badly(step, job, first, failure, "node_max_restart", why)
         return
     if (refusal := policy_refusal(job.spec)) is not None:
-        jobs.end_badly(turn, job, first, failure, *refusal)
+        jobs.end_badly(step, job, first, failure, *refusal)
         return
-    due = _not_put_off(turn, job, lost, failure)
+    due = _not_put_off(step, job, lost, failure)
     names: set[str] = set()
     scopes: set[str] = set()
     for worker in due:
@@ -153,16 +153,16 @@ def on_node_lost(turn: Turn, job: JobRecord, node: NodeRecord, reason: str) -> N
     cause = _cause(job, first, failure)
     if "job" in scopes:
         if (refusal := _job_refusal(job)) is not None:
-            jobs.end_badly(turn, job, first, failure, *refusal)
+            jobs.end_badly(step, job, first, failure, *refusal)
             return
         job.num_charged_restarts += 1
         why = f"job restarts: {cause}"
-        turn.decide("job-restarts", why, job, node=node.name)
-        _or_wait(turn, job, restart_job(turn, job, why))
+        step.decide("job-restarts", why, job, node=node.name)
+        _or_wait(step, job, restart_job(step, job, why))
         return
     why = f"workers restart: {cause}"
-    turn.decide("workers-restart", why, job, node=node.name)
-    _or_wait(turn, job, restart(turn, job, names, why))
+    step.decide("workers-restart", why, job, node=node.name)
+    _or_wait(step, job, restart(step, job, names, why))
 
 
 def policy_refusal(spec: JobSpec) -> Refusal | None:
@@ -175,7 +175,7 @@ def policy_refusal(spec: JobSpec) -> Refusal | None:
 
 
 def _repair(
-    turn: Turn, job: JobRecord, worker: WorkerRecord, failure: Failure, scope: Scope, *, is_excluding: bool
+    step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure, scope: Scope, *, is_excluding: bool
 ) -> None:
     """Restart the scope of a charged failure, or end the job if it may not or cannot."""
     role = job.spec.role(worker.role)
@@ -184,7 +184,7 @@ def _repair(
     is_role_limited = role.role_max_restart is not None and failure.category != "node"
     if scope == "job":
         if not is_role_limited and (refusal := _job_refusal(job)) is not None:
-            jobs.end_badly(turn, job, worker, failure, *refusal)
+            jobs.end_badly(step, job, worker, failure, *refusal)
             return
         what, whom = "job", ("", "")
     elif scope == "role":
@@ -192,17 +192,17 @@ def _repair(
     else:
         what, whom = "worker", (role.name, worker.name)
     why = f"{what} restarts{after}: {_cause(job, worker, failure)}"
-    pending = stop(turn, job, _scoped(job, worker, scope), why)
-    if is_excluding and not pending.plan.fits and not job_queue.could_ever_fit(turn.cluster, job):
+    pending = stop(step, job, _scoped(job, worker, scope), why)
+    if is_excluding and not pending.plan.fits and not job_queue.could_ever_fit(step.cluster, job):
         limit = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {pending.plan.reason}"
-        jobs.end_badly(turn, job, worker, failure, "per_node_max_failure", limit)
+        jobs.end_badly(step, job, worker, failure, "per_node_max_failure", limit)
         return
     if scope == "job":
         job.num_charged_restarts += not is_role_limited
         count_job(job)
-    turn.decide(f"{scope}-restarts", why, job, *whom)
-    begin(turn, job, pending, delay)
-    _or_wait(turn, job, pending.plan)
+    step.decide(f"{scope}-restarts", why, job, *whom)
+    begin(step, job, pending, delay)
+    _or_wait(step, job, pending.plan)
 
 
 def _scope(job: JobRecord, role: RoleSpec) -> Scope:
@@ -231,7 +231,7 @@ def _cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
     return f"{worker.name} on {worker.node}: {failure.summary} (failure {worker.num_failures}, {allowed} allowed)"
 
 
-def _waits(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord, failure: Failure) -> bool:
+def _waits(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord, failure: Failure) -> bool:
     """Return True if the failure is decided later: others of the role still work and the strategy lets them."""
     if job.spec.failover_trigger != 1 or not _others_work(job, role, worker):
         return False
@@ -239,7 +239,7 @@ def _waits(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord, fai
     if not record.pending:
         record.pending = worker.name
         why = f"{worker.name} failed ({failure.summary}); decided when the others of role {role.name} are done"
-        turn.decide("failure-waits", why, job, role.name, worker.name, worker.node)
+        step.decide("failure-waits", why, job, role.name, worker.name, worker.node)
     return True
 
 
@@ -248,34 +248,34 @@ def _sharers(job: JobRecord, role: str, *, is_store: bool) -> list[RoleSpec]:
     return job.elastic_roles() if is_store else [job.spec.role(role)]
 
 
-def _not_put_off(turn: Turn, job: JobRecord, lost: list[WorkerRecord], failure: Failure) -> list[WorkerRecord]:
+def _not_put_off(step: MasterStep, job: JobRecord, lost: list[WorkerRecord], failure: Failure) -> list[WorkerRecord]:
     """Those of a node's lost workers about which something is done now. What had been decided before is not put off."""
     due: list[WorkerRecord] = []
     for worker in lost:
         if worker.kind == "store":
-            if not _store_waits(turn, job, worker, failure):
+            if not _store_waits(step, job, worker, failure):
                 due.append(worker)
-        elif worker.is_held or not _waits(turn, job, job.spec.role(worker.role), worker, failure):
+        elif worker.is_held or not _waits(step, job, job.spec.role(worker.role), worker, failure):
             due.append(worker)
     return due
 
 
-def _or_wait(turn: Turn, job: JobRecord, found: PlacementPlan) -> None:
+def _or_wait(step: MasterStep, job: JobRecord, found: PlacementPlan) -> None:
     """A job whose workers found no new place goes back into the queue."""
     if not found.fits:
-        job_queue.requeue(turn, job, f"waits for room to restart: {found.reason}")
+        job_queue.requeue(step, job, f"waits for room to restart: {found.reason}")
 
 
-def _charge(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
+def _charge(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
     """Count a root cause against its worker and its node."""
     record = job.roles[role.name]
-    is_quick = worker.running_at is None or turn.now - worker.running_at < QUICK_S
+    is_quick = worker.running_at is None or step.now - worker.running_at < QUICK_S
     record.num_quick = record.num_quick + 1 if is_quick else 0
     record.node_failures[worker.node] = record.node_failures.get(worker.node, 0) + 1
     record.num_failures += 1
     worker.num_failures += 1
-    turn.touch_worker(job, worker)
-    turn.touch_job(job)
+    step.touch_worker(job, worker)
+    step.touch_job(job)
     if role.role_max_restart is not None:
         if record.num_failures <= role.role_max_restart:
             return None
@@ -293,7 +293,7 @@ def _job_refusal(job: JobRecord) -> Refusal | None:
     return None
 
 
-def _exclude(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
+def _exclude(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
     if worker.node in job.excluded:
         return
     job.excluded = [*job.excluded, worker.node]
@@ -302,31 +302,31 @@ def _exclude(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -
         f"node {worker.node} is excluded for this job: {count} failures of role {role.name} there, "
         f"per_node_max_failure={role.per_node_max_failure}"
     )
-    turn.decide("node-excluded", why, job, role.name, node=worker.node)
+    step.decide("node-excluded", why, job, role.name, node=worker.node)
 
 
-def _store_failed(turn: Turn, job: JobRecord, store: WorkerRecord, failure: Failure) -> None:
+def _store_failed(step: MasterStep, job: JobRecord, store: WorkerRecord, failure: Failure) -> None:
     """Without its store no elastic role can go on: a new store, and a new round for those not done."""
     limit = max(role.max_restart for role in job.elastic_roles())
     store.num_failures += 1
     if store.num_failures > limit:
         why = f"the limit max_restart={limit} is used up for the job's torch store"
-        jobs.end_badly(turn, job, store, failure, "max_restart", why)
+        jobs.end_badly(step, job, store, failure, "max_restart", why)
         return
     if unfinished_elastic(job) and (refusal := policy_refusal(job.spec)) is not None:
-        jobs.end_badly(turn, job, store, failure, *refusal)
+        jobs.end_badly(step, job, store, failure, *refusal)
         return
-    if not _store_waits(turn, job, store, failure):
-        _replace_store(turn, job, store)
+    if not _store_waits(step, job, store, failure):
+        _replace_store(step, job, store)
 
 
-def _store_waits(turn: Turn, job: JobRecord, store: WorkerRecord, failure: Failure) -> bool:
+def _store_waits(step: MasterStep, job: JobRecord, store: WorkerRecord, failure: Failure) -> bool:
     """Call `_waits` for each elastic role that still works; return True if any waits."""
-    waits = [_waits(turn, job, role, store, failure) for role in job.elastic_roles()]
+    waits = [_waits(step, job, role, store, failure) for role in job.elastic_roles()]
     return any(waits)
 
 
-def _replace_store(turn: Turn, job: JobRecord, store: WorkerRecord) -> None:
+def _replace_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> None:
     """A new store, and by the job's strategy all of the job again, or the elastic roles that are not done."""
     names = unfinished_elastic(job)
     if not names or job.is_ending or store.failure is None:
@@ -335,20 +335,20 @@ def _replace_store(turn: Turn, job: JobRecord, store: WorkerRecord) -> None:
     delay = BACKOFF.delay_s(max(0, store.num_failures - 1))
     if job.spec.failover_exec != 1:
         why = f"elastic roles restart: {cause}"
-        turn.decide("role-restarts", why, job)
-        _or_wait(turn, job, restart(turn, job, names, why, delay))
+        step.decide("role-restarts", why, job)
+        _or_wait(step, job, restart(step, job, names, why, delay))
         return
     if (refusal := _job_refusal(job)) is not None:
-        jobs.end_badly(turn, job, store, store.failure, *refusal)
+        jobs.end_badly(step, job, store, store.failure, *refusal)
         return
     job.num_charged_restarts += 1
     count_job(job)
     why = f"job restarts: {cause}"
-    turn.decide("job-restarts", why, job)
-    _or_wait(turn, job, restart(turn, job, all_workers(job), why, delay))
+    step.decide("job-restarts", why, job)
+    _or_wait(step, job, restart(step, job, all_workers(job), why, delay))
 
 
-def _reap(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:
+def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:
     """Mark every life on a lost node as ended and free its seat; returns the workers that are missed."""
     missed: list[WorkerRecord] = []
     told: list[WorkerRecord] = []
@@ -368,13 +368,13 @@ def _reap(turn: Turn, job: JobRecord, node: NodeRecord, failure: Failure) -> lis
             missed.append(worker)
         if was_living:
             worker.state = WorkerState.EXITED
-        incarnations.end_life(turn, job, worker)
-        incarnations.release(turn, job, worker)
-        turn.touch_worker(job, worker)
-        directory.publish(turn, job, worker)
+        incarnations.end(step, job, worker)
+        incarnations.release(step, job, worker)
+        step.touch_worker(job, worker)
+        directory.publish(step, job, worker)
     for worker in missed:
         if worker not in told:
-            turn.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, node.name)
+            step.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, node.name)
     return missed
 
 
@@ -387,13 +387,13 @@ def _others_work(job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> bool:
     )
 
 
-def _clear_suspect(turn: Turn, job: JobRecord, role: str) -> None:
+def _clear_suspect(step: MasterStep, job: JobRecord, role: str) -> None:
     job.roles[role].suspect = ""
-    turn.cluster.timers.cancel(("settle", job.job_id, role))
-    turn.touch_job(job)
+    step.cluster.timers.cancel(("settle", job.job_id, role))
+    step.touch_job(job)
 
 
-def _late_until(turn: Turn, job: JobRecord, role: str) -> float | None:
+def _late_until(step: MasterStep, job: JobRecord, role: str) -> float | None:
     """When to look again, if a node of this role has not spoken since the suspect failed: it may be what took the
     suspect along. The lease ends the wait.
     """
@@ -401,16 +401,16 @@ def _late_until(turn: Turn, job: JobRecord, role: str) -> float | None:
     desired = [worker for worker in job.ranks(role) if worker.is_desired]
     departing = {worker.node for worker in desired if _is_taken_along(worker)}
     for name in sorted({worker.node for worker in desired}):
-        node = turn.cluster.nodes.get(name)
+        node = step.cluster.nodes.get(name)
         if node is None or node.state is not NodeState.ALIVE:
             continue
         if name in departing:
-            return turn.now + turn.cluster.intervals.settle_s
+            return step.now + step.cluster.intervals.settle_s
         if node.has_reported and node.seen_at >= suspect_at:  # before its report, a new master has heard nothing of it
             continue
-        deadline = turn.cluster.leases.deadline(name)
-        if deadline is not None and deadline > turn.now:
-            return min(deadline, turn.now + turn.cluster.intervals.settle_s)
+        deadline = step.cluster.leases.deadline(name)
+        if deadline is not None and deadline > step.now:
+            return min(deadline, step.now + step.cluster.intervals.settle_s)
     return None
 
 

@@ -8,10 +8,10 @@ from unified.protocol.records import WorkerState
 from unified_master.core import incarnations
 from unified_master.core.scheduling.placement import control_unit
 from unified_master.core.state import STORE, Allocation, JobRecord, WorkerRecord
-from unified_master.core.step import Turn, count
+from unified_master.core.step import MasterStep, count
 
 
-def settle_store(turn: Turn, job: JobRecord, reason: str) -> None:
+def settle_store(step: MasterStep, job: JobRecord, reason: str) -> None:
     """See that a job with elastic roles has a store host: in the place that was found for it where the job says what it
     needs, else on the node of its first elastic worker.
 
@@ -27,13 +27,13 @@ def settle_store(turn: Turn, job: JobRecord, reason: str) -> None:
         placed = [worker for role in elastic for worker in job.ranks(role.name) if worker.allocation is not None]
         if not placed:
             return
-        incarnations.end_life(turn, job, store)
-        incarnations.allocate(turn, job, store, turn.cluster.nodes[placed[0].node], Allocation())
+        incarnations.end(step, job, store)
+        incarnations.allocate(step, job, store, step.cluster.nodes[placed[0].node], Allocation())
     elif store.allocation is None:
         return
-    incarnations.begin_life(turn, job, store, reason)
+    incarnations.begin(step, job, store, reason)
     where = store.node
-    turn.report("store-starts", f"the torch store starts on {where}: {reason}", job, worker=STORE, node=where)
+    step.report("store-starts", f"the torch store starts on {where}: {reason}", job, worker=STORE, node=where)
 
 
 def store_of(job: JobRecord) -> WorkerRecord:
@@ -48,17 +48,17 @@ def is_store_ready(job: JobRecord) -> bool:
     return store is None or (store.is_desired and store.state is WorkerState.READY and store.store_port > 0)
 
 
-def give_orders(turn: Turn, job: JobRecord) -> None:
+def give_orders(step: MasterStep, job: JobRecord) -> None:
     """Order to run whoever can: a simple worker when it is READY, an elastic role when all of it and the store are."""
     for role in job.spec.roles:
         workers = job.ranks(role.name)
         if role.kind == "elastic":
             if workers and all(_awaits_order(worker) for worker in workers) and is_store_ready(job):
-                _seal(turn, job, role, workers)
+                _seal(step, job, role, workers)
         else:
             for worker in workers:
                 if _awaits_order(worker):
-                    _order_simple(turn, job, role, worker)
+                    _order_simple(step, job, role, worker)
 
 
 def is_ready(job: JobRecord, worker: WorkerRecord) -> bool:
@@ -70,12 +70,12 @@ def _awaits_order(worker: WorkerRecord) -> bool:
     return worker.is_desired and worker.state is WorkerState.READY and worker.run is None
 
 
-def _seal(turn: Turn, job: JobRecord, role: RoleSpec, workers: list[WorkerRecord]) -> None:
+def _seal(step: MasterStep, job: JobRecord, role: RoleSpec, workers: list[WorkerRecord]) -> None:
     """Fix the members of the next round and tell each its place in it."""
     store = job.workers[STORE]
     record = job.roles[role.name]
     record.round += 1
-    address = turn.cluster.nodes[store.node].info.address
+    address = step.cluster.nodes[store.node].info.address
     for worker in workers:
         worker.run = RunOrder(
             round=record.round,
@@ -85,11 +85,11 @@ def _seal(turn: Turn, job: JobRecord, role: RoleSpec, workers: list[WorkerRecord
             store_port=store.store_port,
             store_prefix=f"{job.job_id}/{role.name}/{record.round}",
         )
-        turn.touch_worker(job, worker)
-        turn.touch_node(worker.node)
-    turn.touch_job(job)
+        step.touch_worker(job, worker)
+        step.touch_node(worker.node)
+    step.touch_job(job)
     nodes = len({worker.node for worker in workers})
-    turn.report(
+    step.report(
         "round-sealed",
         f"round {record.round} of role {role.name}: {count(role.total, 'rank')} on {count(nodes, 'node')}, "
         f"store {address}:{store.store_port}",
@@ -98,8 +98,8 @@ def _seal(turn: Turn, job: JobRecord, role: RoleSpec, workers: list[WorkerRecord
     )
 
 
-def _order_simple(turn: Turn, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
+def _order_simple(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
     """A simple worker begins on its own; its round is the number of its life, counted from 1."""
     worker.run = RunOrder(round=worker.incarnation + 1, rank=worker.rank, world_size=role.total)
-    turn.touch_worker(job, worker)
-    turn.touch_node(worker.node)
+    step.touch_worker(job, worker)
+    step.touch_node(worker.node)

@@ -11,7 +11,7 @@ from unified_master.core.scheduling.node_capacity import Unit
 from unified_master.core.scheduling.packing import PlacementPlan
 from unified_master.core.scheduling.placement import control_unit, place, units_of
 from unified_master.core.state import JobRecord, WorkerRecord
-from unified_master.core.step import Turn
+from unified_master.core.step import MasterStep
 
 
 class PendingRestart(NamedTuple):
@@ -22,44 +22,44 @@ class PendingRestart(NamedTuple):
     """If it does not fit, it says why, and the caller decides what becomes of the job."""
 
 
-def restart(turn: Turn, job: JobRecord, names: Iterable[str], reason: str, delay_s: float = 0.0) -> PlacementPlan:
+def restart(step: MasterStep, job: JobRecord, names: Iterable[str], reason: str, delay_s: float = 0.0) -> PlacementPlan:
     """`stop` the named workers and, if the plan fits, `begin` their new lives."""
-    pending = stop(turn, job, names, reason)
-    begin(turn, job, pending, delay_s)
+    pending = stop(step, job, names, reason)
+    begin(step, job, pending, delay_s)
     return pending.plan
 
 
-def stop(turn: Turn, job: JobRecord, names: Iterable[str], reason: str) -> PendingRestart:
+def stop(step: MasterStep, job: JobRecord, names: Iterable[str], reason: str) -> PendingRestart:
     """End the named workers' lives, and those that depend on them. Those whose node is lost or excluded move."""
-    scope, moving = _widen(turn, job, set(names))
+    scope, moving = _widen(step, job, set(names))
     workers = [worker for worker in job.workers.values() if worker.name in scope]
     for worker in workers:
         worker.reason = reason  # first, because callers are told it
-        incarnations.end_life(turn, job, worker)
-    return PendingRestart(workers, _move(turn, job, [*moving, *_moving_store(turn, job)]))
+        incarnations.end(step, job, worker)
+    return PendingRestart(workers, _move(step, job, [*moving, *_moving_store(step, job)]))
 
 
-def begin(turn: Turn, job: JobRecord, pending: PendingRestart, delay_s: float = 0.0) -> None:
+def begin(step: MasterStep, job: JobRecord, pending: PendingRestart, delay_s: float = 0.0) -> None:
     """Begin the new lives after `delay_s`; nothing if there is no place for them."""
     workers, found = pending
     if not found.fits:
         return
     for worker in workers:
         worker.is_held = True
-        turn.touch_worker(job, worker)
+        step.touch_worker(job, worker)
     for name in {worker.role: None for worker in workers}:
         record = job.roles[name]
         record.num_restarts += 1
         record.suspect = record.pending = ""
-        turn.cluster.timers.cancel(("settle", job.job_id, name))
-    turn.touch_job(job)
-    _begin_later(turn, job, delay_s)
+        step.cluster.timers.cancel(("settle", job.job_id, name))
+    step.touch_job(job)
+    _begin_later(step, job, delay_s)
 
 
-def restart_job(turn: Turn, job: JobRecord, reason: str) -> PlacementPlan:
+def restart_job(step: MasterStep, job: JobRecord, reason: str) -> PlacementPlan:
     """All workers again, the job back to INIT."""
     count_job(job)
-    return restart(turn, job, all_workers(job), reason)
+    return restart(step, job, all_workers(job), reason)
 
 
 def count_job(job: JobRecord) -> None:
@@ -74,27 +74,27 @@ def all_workers(job: JobRecord) -> list[str]:
     return [worker.name for worker in job.workers.values() if worker.kind == "worker"]
 
 
-def begin_held(turn: Turn, job: JobRecord) -> None:
+def begin_held(step: MasterStep, job: JobRecord) -> None:
     """The back-off is over."""
     job.restart_at = None
-    turn.cluster.timers.cancel(("restart", job.job_id))
-    turn.touch_job(job)
+    step.cluster.timers.cancel(("restart", job.job_id))
+    step.touch_job(job)
     for worker in list(job.workers.values()):
         if worker.is_held:
-            incarnations.begin_life(turn, job, worker, worker.reason)
-    rendezvous.settle_store(turn, job, "its last life or its node is gone")
+            incarnations.begin(step, job, worker, worker.reason)
+    rendezvous.settle_store(step, job, "its last life or its node is gone")
 
 
-def _begin_later(turn: Turn, job: JobRecord, delay_s: float) -> None:
-    begin_at = max(turn.now + delay_s, job.restart_at or 0.0)
-    if begin_at <= turn.now:
-        begin_held(turn, job)
+def _begin_later(step: MasterStep, job: JobRecord, delay_s: float) -> None:
+    begin_at = max(step.now + delay_s, job.restart_at or 0.0)
+    if begin_at <= step.now:
+        begin_held(step, job)
         return
     job.restart_at = begin_at
-    turn.cluster.timers.arm(("restart", job.job_id), begin_at)
+    step.cluster.timers.arm(("restart", job.job_id), begin_at)
 
 
-def _widen(turn: Turn, job: JobRecord, names: set[str]) -> tuple[set[str], list[Unit]]:
+def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str], list[Unit]]:
     """All who must restart with `names`, and the units that must move.
 
     An elastic role restarts whole; a unit moves whole; who failed in a role that restarts is not left behind;
@@ -106,7 +106,7 @@ def _widen(turn: Turn, job: JobRecord, names: set[str]) -> tuple[set[str], list[
         names |= unfinished_elastic(job)
     while True:
         before = len(names)
-        moving = [unit for unit in units if _in(unit, names) and _must_move(turn, job, unit)]
+        moving = [unit for unit in units if _in(unit, names) and _must_move(step, job, unit)]
         names.update(member.worker for unit in moving for member in unit.members)
         roles = {job.workers[name].role for name in names}
         for worker in job.workers.values():
@@ -136,12 +136,12 @@ def unfinished_elastic(job: JobRecord) -> set[str]:
     }
 
 
-def _moving_store(turn: Turn, job: JobRecord) -> list[Unit]:
+def _moving_store(step: MasterStep, job: JobRecord) -> list[Unit]:
     """The store host, if the job says what it needs and it has to go to another node."""
     unit, store = control_unit(job.spec), job.store
-    if unit is None or store is None or not is_store_lost(job) or _has_good_place(turn, job, store):
+    if unit is None or store is None or not is_store_lost(job) or _has_good_place(step, job, store):
         return []
-    incarnations.end_life(turn, job, store)
+    incarnations.end(step, job, store)
     return [unit]
 
 
@@ -149,13 +149,13 @@ def _in(unit: Unit, names: set[str]) -> bool:
     return any(member.worker in names for member in unit.members)
 
 
-def _must_move(turn: Turn, job: JobRecord, unit: Unit) -> bool:
-    return any(not _has_good_place(turn, job, job.workers[member.worker]) for member in unit.members)
+def _must_move(step: MasterStep, job: JobRecord, unit: Unit) -> bool:
+    return any(not _has_good_place(step, job, job.workers[member.worker]) for member in unit.members)
 
 
-def _has_good_place(turn: Turn, job: JobRecord, worker: WorkerRecord) -> bool:
+def _has_good_place(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> bool:
     """Its node is believed alive (heard from since the master restarted, or not yet) and not excluded."""
-    node = turn.cluster.nodes.get(worker.node)
+    node = step.cluster.nodes.get(worker.node)
     return (
         worker.allocation is not None
         and node is not None
@@ -164,14 +164,14 @@ def _has_good_place(turn: Turn, job: JobRecord, worker: WorkerRecord) -> bool:
     )
 
 
-def _move(turn: Turn, job: JobRecord, moving: list[Unit]) -> PlacementPlan:
+def _move(step: MasterStep, job: JobRecord, moving: list[Unit]) -> PlacementPlan:
     """New seats for whole units."""
     if not moving:
         return PlacementPlan()
     for unit in moving:
         for member in unit.members:
-            incarnations.release(turn, job, job.workers[member.worker])
-    found = place(turn.cluster, job, moving)
+            incarnations.release(step, job, job.workers[member.worker])
+    found = place(step.cluster, job, moving)
     for one in found.assignments:
-        incarnations.allocate(turn, job, job.workers[one.worker], turn.cluster.nodes[one.node], one.allocation)
+        incarnations.allocate(step, job, job.workers[one.worker], step.cluster.nodes[one.node], one.allocation)
     return found

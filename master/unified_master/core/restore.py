@@ -13,7 +13,7 @@ from unified.protocol.records import EventRecord, NodeState, WorkerState
 from unified_master.core import directory, incarnations
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
 from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerRecord
-from unified_master.core.step import Turn, count
+from unified_master.core.step import MasterStep, count
 
 Record = tuple[str, str, bytes]
 """Kind, key, data: as in `Save`."""
@@ -23,37 +23,37 @@ class RestoreError(UnifiedError):
     """The store holds what this version cannot read."""
 
 
-def restore(turn: Turn, records: Iterable[Record], events: Iterable[EventRecord]) -> None:
+def restore(step: MasterStep, records: Iterable[Record], events: Iterable[EventRecord]) -> None:
     """Rebuild the cluster; nothing is restarted, nothing is sent until agents are back."""
     by_kind: dict[str, dict[str, bytes]] = {}
     for kind, key, data in records:
         by_kind.setdefault(kind, {})[key] = data
     try:
-        _meta(turn, by_kind.get("meta", {}))
-        _nodes(turn, by_kind.get("node", {}))
-        _jobs(turn, by_kind)
+        _meta(step, by_kind.get("meta", {}))
+        _nodes(step, by_kind.get("node", {}))
+        _jobs(step, by_kind)
     except (msgspec.DecodeError, ValueError, KeyError) as error:
         raise RestoreError(
             f"a record of the store cannot be read ({error}): it was written by another version, or is damaged. "
             "Move the state directory away to start with an empty one; running workers will then be stopped."
         ) from error
     for event in events:
-        turn.cluster.next_event = max(turn.cluster.next_event, event.sequence + 1)
-        if event.job in turn.cluster.jobs:
-            turn.cluster.events.setdefault(event.job, deque(maxlen=MAX_EVENTS)).append(event)
+        step.cluster.next_event = max(step.cluster.next_event, event.sequence + 1)
+        if event.job in step.cluster.jobs:
+            step.cluster.events.setdefault(event.job, deque(maxlen=MAX_EVENTS)).append(event)
 
 
-def _meta(turn: Turn, meta: dict[str, bytes]) -> None:
-    if "reign" in meta:
-        turn.cluster.reign = int(meta["reign"]) + 1
-        turn.report("master-restarted", f"the master is back ({count(turn.cluster.reign, 'restart')} so far)")
-    turn.save("meta", "reign", str(turn.cluster.reign).encode())
-    turn.cluster.next_sequence = int(meta.get("next_sequence", b"1"))
+def _meta(step: MasterStep, meta: dict[str, bytes]) -> None:
+    if "reign" in meta:  # the term, by the name that state directories have for it
+        step.cluster.term = int(meta["reign"]) + 1
+        step.report("master-restarted", f"the master is back ({count(step.cluster.term, 'restart')} so far)")
+    step.save("meta", "reign", str(step.cluster.term).encode())
+    step.cluster.next_sequence = int(meta.get("next_sequence", b"1"))
 
 
-def _nodes(turn: Turn, nodes: dict[str, bytes]) -> None:
+def _nodes(step: MasterStep, nodes: dict[str, bytes]) -> None:
     """Nodes that were alive have some time to come back."""
-    cluster = turn.cluster
+    cluster = step.cluster
     for name in sorted(nodes):
         memory = msgspec.msgpack.decode(nodes[name], type=NodeMemory)
         node = NodeRecord(
@@ -61,58 +61,58 @@ def _nodes(turn: Turn, nodes: dict[str, bytes]) -> None:
             state=memory.state,
             reason=memory.reason,
             generation=cluster.first_number,
-            seen_at=turn.now,
+            seen_at=step.now,
         )
         cluster.nodes[name] = node
         if node.state is NodeState.ALIVE:
-            cluster.leases.renew(name, turn.now, lease_s=GRACE_LEASES * cluster.intervals.lease_s)
+            cluster.leases.renew(name, step.now, lease_s=GRACE_LEASES * cluster.intervals.lease_s)
         else:
-            cluster.timers.arm(("forget", name), turn.now + FORGET_S)
+            cluster.timers.arm(("forget", name), step.now + FORGET_S)
 
 
-def _jobs(turn: Turn, by_kind: dict[str, dict[str, bytes]]) -> None:
+def _jobs(step: MasterStep, by_kind: dict[str, dict[str, bytes]]) -> None:
     loaded = [msgspec.msgpack.decode(data, type=JobRecord) for data in by_kind.get("job", {}).values()]
     for job in sorted(loaded, key=lambda job: job.sequence):
         job.spec = msgspec.msgpack.decode(by_kind["spec"][job.job_id], type=JobSpec)
         job.workers = {}
-        job.version = turn.cluster.first_number
-        turn.cluster.jobs[job.job_id] = job
+        job.version = step.cluster.first_number
+        step.cluster.jobs[job.job_id] = job
     workers = [msgspec.msgpack.decode(data, type=WorkerRecord) for data in by_kind.get("worker", {}).values()]
     order = {
         (job.job_id, role.name): number
-        for job in turn.cluster.jobs.values()
+        for job in step.cluster.jobs.values()
         for number, role in enumerate(job.spec.roles)
     }
     for worker in sorted(workers, key=lambda worker: (order.get((worker.job_id, worker.role), 1 << 30), worker.rank)):
-        if (owner := turn.cluster.jobs.get(worker.job_id)) is not None:
+        if (owner := step.cluster.jobs.get(worker.job_id)) is not None:
             owner.workers[worker.name] = worker
-            _worker(turn, owner, worker)
-    for job in turn.cluster.jobs.values():
+            _worker(step, owner, worker)
+    for job in step.cluster.jobs.values():
         directory.remember_holders(job)
-        _timers(turn, job)
-        turn.to_advance[job.job_id] = None
-    turn.wants_schedule = True
+        _timers(step, job)
+        step.to_advance[job.job_id] = None
+    step.wants_schedule = True
 
 
-def _worker(turn: Turn, job: JobRecord, worker: WorkerRecord) -> None:
+def _worker(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
     """Put a worker back on its node: what it holds, what is desired, what has yet to go."""
-    node = turn.cluster.nodes.get(worker.node)
+    node = step.cluster.nodes.get(worker.node)
     if node is None:
         return
     if worker.allocation is not None:
         node.allocations[worker.place_key] = worker.allocation
     if worker.is_desired:
-        node.lives[worker.life] = worker
+        node.incarnations[worker.life] = worker
         if worker.state is WorkerState.STARTING:
-            turn.cluster.timers.arm(incarnations.start_timer(worker), turn.now + turn.cluster.intervals.start_s)
+            step.cluster.timers.arm(incarnations.start_timer(worker), step.now + step.cluster.intervals.start_s)
     elif worker.incarnation >= 0 and worker.state is not WorkerState.EXITED and node.state is NodeState.ALIVE:
-        incarnations.note_leaving(node, worker.life, worker.allocation)
+        incarnations.expect_end(node, worker.life, worker.allocation)
 
 
-def _timers(turn: Turn, job: JobRecord) -> None:
+def _timers(step: MasterStep, job: JobRecord) -> None:
     if job.restart_at is not None:
-        turn.cluster.timers.arm(("restart", job.job_id), job.restart_at)
+        step.cluster.timers.arm(("restart", job.job_id), job.restart_at)
     for role in job.roles.values():
         if role.suspect:
-            until = turn.now + turn.cluster.intervals.settle_s
-            turn.cluster.timers.arm(("settle", job.job_id, role.name), until)
+            until = step.now + step.cluster.intervals.settle_s
+            step.cluster.timers.arm(("settle", job.job_id, role.name), until)

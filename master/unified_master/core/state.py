@@ -51,7 +51,7 @@ class Allocation(Value, frozen=True, kw_only=True):
     """Of each of `devices`."""
 
 
-class PastLife(Value, frozen=True, kw_only=True):
+class PastIncarnation(Value, frozen=True, kw_only=True):
     """Where an earlier life was, so that its log can still be read."""
 
     incarnation: int
@@ -102,7 +102,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     """Charged to it; compared with `max_restart`."""
     num_unread_before: int = 0
     """Errors of calls that nobody read, in its earlier lives."""
-    past: list[PastLife] = []
+    past: list[PastIncarnation] = []
     reason: str = ""
 
     @property
@@ -192,12 +192,12 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Worker by the name it holds: the `names` of all workers, the other way round."""
     version: int = 0
     revision: int = 0
-    """Changes of its directory in this reign."""
-    told_revision: int = 0
+    """Changes of its directory in this term."""
+    notified_revision: int = 0
     """The `revision` when changes were last told."""
 
     def saved(self) -> bytes:
-        empty = {"spec": _NO_SPEC, "workers": {}, "holders": {}, "version": 0, "revision": 0, "told_revision": 0}
+        empty = {"spec": _NO_SPEC, "workers": {}, "holders": {}, "version": 0, "revision": 0, "notified_revision": 0}
         return msgspec.msgpack.encode(msgspec.structs.replace(self, **empty))
 
     @property
@@ -257,13 +257,13 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     generation: int = 0
     sent_at: float = 0.0
     seen_at: float = 0.0
-    spared_at: float = -1.0
+    grace_at: float = -1.0
     """The `seen_at` of the silence for which its lease was prolonged, because we ourselves were late."""
-    lives: dict[JobWorkerIncarnation, WorkerRecord] = {}
+    incarnations: dict[JobWorkerIncarnation, WorkerRecord] = {}
     """Those desired here."""
     allocations: dict[tuple[str, str], Allocation] = {}
     leaving: dict[JobWorkerIncarnation, Leaving] = {}
-    told: dict[str, int] = {}
+    notified: dict[str, int] = {}
     """The `revision` of each job's directory that its agent has been sent, unless something was lost on the way. Empty
     when that cannot be known: then whole directories are sent again."""
 
@@ -314,7 +314,7 @@ class Cluster:
         self.intervals = intervals
         self.relay = ""
         """Address of the bus relay; empty if there is none."""
-        self.reign = 0
+        self.term = 0
         """Lives of the master before this one; keeps generations and versions rising."""
         self.next_sequence = 1
         self.next_event = 1
@@ -335,14 +335,14 @@ class Cluster:
 
     @property
     def first_number(self) -> int:
-        """Where generations and versions of this reign begin."""
-        return self.reign << 32
+        """Where generations and versions of this term begin."""
+        return self.term << 32
 
     def usable_nodes(self) -> list[NodeRecord]:
         return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].is_usable]
 
     def alive_nodes(self) -> list[NodeRecord]:
-        """Those believed alive, heard from in this reign or not."""
+        """Those believed alive, heard from in this term or not."""
         return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].state is NodeState.ALIVE]
 
     def nodes_of_host(self, host_id: str) -> list[NodeRecord]:

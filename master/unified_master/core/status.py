@@ -63,7 +63,7 @@ def node_status(now: float, node: NodeRecord) -> NodeStatus:
         resources=node.info.resources,
         free=_free(node),
         labels=node.info.labels,
-        num_workers=sum(1 for worker in node.lives.values() if worker.kind == "worker"),
+        num_workers=sum(1 for worker in node.incarnations.values() if worker.kind == "worker"),
         seen_s_ago=round(max(0.0, now - node.seen_at), 3),
         reason=node.reason,
     )

@@ -17,7 +17,7 @@ BATCH_FROM = 64
 BATCH_S = 0.05
 
 
-class Turn:
+class MasterStep:
     """What the functions of this package write to. Dictionaries, not sets: their order is the order of touching."""
 
     def __init__(self, now: float, cluster: Cluster) -> None:
@@ -121,19 +121,19 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def may_pass(turn: Turn, key: TimerKey) -> bool:
+def may_run_now(step: MasterStep, key: TimerKey) -> bool:
     """Return True if work whose cost grows with the cluster may be done now; else the timer `key` comes when it may.
 
     The first of a burst is served at once, so that a single event costs no delay; the others are served together.
     """
-    cluster = turn.cluster
+    cluster = step.cluster
     if len(cluster.nodes) < BATCH_FROM:
         return True
     last = cluster.batched_at.get(key)
-    if last is not None and last <= turn.now < last + BATCH_S:
+    if last is not None and last <= step.now < last + BATCH_S:
         if key not in cluster.timers:
             cluster.timers.arm(key, last + BATCH_S)
         return False
     cluster.timers.cancel(key)
-    cluster.batched_at[key] = turn.now
+    cluster.batched_at[key] = step.now
     return True

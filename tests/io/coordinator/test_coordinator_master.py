@@ -209,7 +209,7 @@ def test_a_defect_of_the_coordinator_is_answered_and_it_goes_on_from_the_store(
     told = NotifyCheckpoint(worker_id="w", step=7, path="p")
     with RemoteCoordinator(router.get_string(zmq.LAST_ENDPOINT)) as remote:
         first = remote.submit(told, CheckpointResponse)
-        core = answer(daemon._begin_reign(store, ""))
+        core = answer(daemon._begin_term(store, ""))
         assert first.result(10).is_latest
         with monkeypatch.context() as patch:
             patch.setattr(CoordinatorCore, "step", broken)

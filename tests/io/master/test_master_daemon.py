@@ -368,7 +368,7 @@ def test_a_defect_is_answered_and_the_core_rebuilt_from_the_store(
     def broken(*_: object) -> None:
         raise InvariantError("a defect")
 
-    core, _ = ask(daemon._begin_reign(store, ""), SubmitJob(spec=spec()))
+    core, _ = ask(daemon._begin_term(store, ""), SubmitJob(spec=spec()))
     with monkeypatch.context() as patch:
         patch.setattr(MasterCore, "step", broken)
         rebuilt, answer = ask(core, GetJob(job="train"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.support.agent_core import W0, Driver, wanted
 from unified.protocol.agent_master import AgentRegistered, HeartbeatSeen, RegisterAgain
-from unified_agent.core.messages import Exit, KeyRefused, Note, Reconnect
+from unified_agent.core.messages import Exit, KeyRefused, Reconnect, WriteLog
 
 REFUSED = KeyRefused(reason="the master has another key.")
 
 
 def notes(driver: Driver) -> list[tuple[str, str]]:
-    return [(note.event, note.level) for note in driver.take() if isinstance(note, Note)]
+    return [(note.event, note.level) for note in driver.take() if isinstance(note, WriteLog)]
 
 
 def test_an_agent_that_never_belonged_ends_with_the_reason() -> None:
@@ -33,7 +33,10 @@ def test_a_member_keeps_its_workers_says_so_once_and_tries_again() -> None:
     driver.pass_time(30)
     actions = driver.take()
     assert any(isinstance(action, Reconnect) for action in actions)
-    assert {action.event for action in actions if isinstance(action, Note)} == {"master-silent", "master-unreachable"}
+    assert {action.event for action in actions if isinstance(action, WriteLog)} == {
+        "master-silent",
+        "master-unreachable",
+    }
     driver.hear(RegisterAgain())
     driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
     assert f"{W0.worker}#0" in driver.observed()

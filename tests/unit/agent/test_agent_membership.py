@@ -31,7 +31,6 @@ from unified_agent.core.messages import (
     KeepInterpreters,
     MasterReached,
     MasterUnreadable,
-    Note,
     Reconnect,
     SendMaster,
     SignalWorker,
@@ -40,6 +39,7 @@ from unified_agent.core.messages import (
     TellWorker,
     WorkerExited,
     WorkerSaid,
+    WriteLog,
 )
 
 # The directory
@@ -160,7 +160,7 @@ def test_a_silent_master_costs_no_worker() -> None:
     driver.take()
     driver.pass_time(60)
     actions = driver.take()
-    assert {type(action) for action in actions} == {SendMaster, Note, Reconnect}
+    assert {type(action) for action in actions} == {SendMaster, WriteLog, Reconnect}
     assert 10 <= sum(isinstance(action, Reconnect) for action in actions) <= 12
     driver.hear(RegisterAgain())
     assert sent(driver.take()) == ["RegisterAgent"]
@@ -178,7 +178,7 @@ def test_a_reached_master_hears_at_once() -> None:
 def test_an_unreachable_master_is_complained_of_first_soon_and_then_seldom() -> None:
     driver = Driver(registered=False)
     driver.pass_time(75)
-    complaints = [action.reason for action in driver.take() if isinstance(action, Note)]
+    complaints = [action.reason for action in driver.take() if isinstance(action, WriteLog)]
     assert complaints == [
         f"cannot reach the master at tcp://m:7077: no answer for {waited} s; keeps trying" for waited in (10, 40, 70)
     ]
@@ -225,7 +225,7 @@ def test_a_member_bears_an_unreadable_master_and_says_so_once() -> None:
     driver.take()
     for _ in range(3):
         driver.step(MasterUnreadable(reason="version 2."))
-    assert driver.take() == [Note(event="master-unreadable", reason="version 2. The workers stay.", level="error")]
+    assert driver.take() == [WriteLog(event="master-unreadable", reason="version 2. The workers stay.", level="error")]
     assert f"{W0.worker}#0" in driver.observed()
 
 

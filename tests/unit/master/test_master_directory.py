@@ -38,7 +38,7 @@ def test_who_was_told_all_is_told_changes_only() -> None:
     bench.running()
     bench.world.run(1)
     assert bench.take() == {("n1", "changed", 1), ("n2", "changed", 1), ("n1", "desired", 0)}
-    assert {name: node.told for name, node in bench.world.core.cluster.nodes.items()} == {
+    assert {name: node.notified for name, node in bench.world.core.cluster.nodes.items()} == {
         "n1": {"job-1": bench.job.revision},
         "n2": {"job-1": bench.job.revision},
         "n3": {},

@@ -10,7 +10,7 @@ from unified_master.core import incarnations, rendezvous
 from unified_master.core.scheduling.packing import Assignment, PlacementPlan
 from unified_master.core.scheduling.placement import all_units, place
 from unified_master.core.state import STORE, Cluster, JobRecord
-from unified_master.core.step import Turn, count
+from unified_master.core.step import MasterStep, count
 
 MAX_NAMED = 16
 """Nodes that a sentence lists by name."""
@@ -21,22 +21,22 @@ def waiting(cluster: Cluster) -> list[JobRecord]:
     return sorted((job for job in cluster.jobs.values() if job.is_waiting), key=lambda job: job.sequence)
 
 
-def schedule(turn: Turn) -> None:
+def schedule(step: MasterStep) -> None:
     """Place every waiting job that fits and is not behind one that could fit."""
     ahead: JobRecord | None = None
-    for job in waiting(turn.cluster):
+    for job in waiting(step.cluster):
         if ahead is not None:
-            _wait(turn, job, behind(ahead))
+            _wait(step, job, behind(ahead))
             continue
-        if turn.cluster.leaving_of(job.job_id):
-            _wait(turn, job, "its former workers are still stopping")
+        if step.cluster.leaving_of(job.job_id):
+            _wait(step, job, "its former workers are still stopping")
         else:
-            found = plan_for(turn.cluster, job)
+            found = plan_for(step.cluster, job)
             if found.fits:
-                launch(turn, job, found.assignments)
+                launch(step, job, found.assignments)
                 continue
-            _wait(turn, job, found.reason)
-        if could_ever_fit(turn.cluster, job):
+            _wait(step, job, found.reason)
+        if could_ever_fit(step.cluster, job):
             ahead = job
 
 
@@ -58,40 +58,40 @@ def behind(job: JobRecord) -> str:
     return f"job {job.job_id} came first and waits for room"
 
 
-def launch(turn: Turn, job: JobRecord, assignments: Iterable[Assignment]) -> None:
+def launch(step: MasterStep, job: JobRecord, assignments: Iterable[Assignment]) -> None:
     """Take the seats and begin a life of every worker."""
     job.is_placed = True
     for assignment in assignments:
         worker = rendezvous.store_of(job) if assignment.worker == STORE else job.workers[assignment.worker]
-        incarnations.allocate(turn, job, worker, turn.cluster.nodes[assignment.node], assignment.allocation)
+        incarnations.allocate(step, job, worker, step.cluster.nodes[assignment.node], assignment.allocation)
     placed = [worker for worker in job.workers.values() if worker.allocation is not None]
     counts = Counter(worker.node for worker in placed if worker.kind == "worker")
     control = "".join(f"; its store host on {worker.node}" for worker in placed if worker.kind == "store")
-    turn.decide("job-placed", f"placed on {_where(counts)}{control}{_sharing(job)}", job)
+    step.decide("job-placed", f"placed on {_where(counts)}{control}{_sharing(job)}", job)
     for worker in list(job.workers.values()):
         if worker.allocation is not None and worker.kind == "worker":
-            incarnations.begin_life(turn, job, worker, "the job was placed")
+            incarnations.begin(step, job, worker, "the job was placed")
     if any(worker.allocation is not None for worker in job.workers.values()):
-        rendezvous.settle_store(turn, job, "the job was placed")
+        rendezvous.settle_store(step, job, "the job was placed")
 
 
-def requeue(turn: Turn, job: JobRecord, reason: str) -> None:
+def requeue(step: MasterStep, job: JobRecord, reason: str) -> None:
     """Give up every place of a job, so that it waits in the queue like any other."""
     if job.stage is not Stage.INIT:
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.INIT)
     job.is_placed = False
     job.restart_at = None
-    turn.cluster.timers.cancel(("restart", job.job_id))
+    step.cluster.timers.cancel(("restart", job.job_id))
     for role in job.roles.values():
         role.suspect = role.pending = ""
     for worker in job.workers.values():
         if worker.state is not WorkerState.EXITED:
             worker.reason = "the job waits for room"
-        incarnations.end_life(turn, job, worker)
-        incarnations.release(turn, job, worker)
+        incarnations.end(step, job, worker)
+        incarnations.release(step, job, worker)
         worker.is_held = False
-    turn.wants_schedule = True
-    turn.decide("job-requeued", reason, job)
+    step.wants_schedule = True
+    step.decide("job-requeued", reason, job)
 
 
 def _where(counts: Counter[str]) -> str:
@@ -112,8 +112,8 @@ def _sharing(job: JobRecord) -> str:
     return "".join(f"{text}, for want of room on others" for text in shared)
 
 
-def _wait(turn: Turn, job: JobRecord, reason: str) -> None:
+def _wait(step: MasterStep, job: JobRecord, reason: str) -> None:
     """Say why the job waits, once for each reason."""
     reason = f"waits: {reason}"
     if job.reason != reason:
-        turn.decide("job-waits", reason, job)
+        step.decide("job-waits", reason, job)
