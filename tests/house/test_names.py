@@ -25,7 +25,6 @@ STAND_FOR_SEVERAL = {
     "JobDirectory",
     "LifeEnded",
     "Manifest",
-    "Note",
     "Order",
     "Piece",
     "Reply",

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.support.invariants.agent import check
 from unified.config.settings import Intervals
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
@@ -20,7 +21,6 @@ from unified.protocol.agent_master import (
 from unified.protocol.records import Failure, JobWorkerIncarnation, NameClaims, NodeResources, WorkerState
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Running, WorkerToAgent
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.invariants import check
 from unified_agent.core.messages import (
     AgentEvent,
     DeadlineReached,

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.invariants.master import check
 from tests.support.sim.real_agent import RealAgent
 from tests.support.sim.sim_agent import Delays, SimAgent, resources
 from tests.support.sim.world import World
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.client_master import GetJob, ReadLog, RestartWorkers, StopJob, SubmitJob
 from unified.protocol.records import DirectoryEntry, Failure, Stage, WorkerState
-from unified_master.core.invariants import check
 from unified_master.core.master import MasterCore
 from unified_master.core.state import JobRecord, WorkerRecord
 

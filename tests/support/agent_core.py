@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.support.invariants.agent import check
 from unified.config.settings import Intervals
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
@@ -23,7 +24,6 @@ from unified.protocol.worker_agent import (
     WorkerToAgent,
 )
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.invariants import check
 from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,

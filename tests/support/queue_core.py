@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from unified.queue.core.invariants import check
+from tests.support.invariants.queue import check
 from unified.queue.core.messages import (
     Action,
     AnswerGet,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from tests.support.invariants.agent import check
 from tests.support.sim.sim_agent import Delays, Said, next_claims
 from unified.config.settings import Intervals
 from unified.core.timers import TimerTable
@@ -31,7 +32,6 @@ from unified.protocol.worker_agent import (
     WorkerToAgent,
 )
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.invariants import check
 from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,

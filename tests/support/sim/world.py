@@ -6,12 +6,12 @@ import heapq
 import random
 from collections.abc import Callable, Iterable
 
+from tests.support.invariants.master import check
 from tests.support.sim.sim_agent import Agent, Said
 from unified.config.settings import Intervals
 from unified.protocol.agent_master import MasterOrder, MasterToAgent
 from unified.protocol.client_master import ClientToMaster, MasterAnswer
 from unified.protocol.records import EventRecord, Stage
-from unified_master.core.invariants import check
 from unified_master.core.master import MasterCore
 from unified_master.core.messages import MasterAction, MasterTimePassed, Received, ReportEvent, SaveRecord, Send
 from unified_master.core.state import JobRecord

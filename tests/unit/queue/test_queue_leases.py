@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.invariants.queue import check
 from tests.support.queue_actors import Answer, Consumer, PendingPut, Producer, Worker
 from tests.support.queue_core import JournalModel
-from unified.queue.core.invariants import check
 from unified.queue.core.messages import (
     Action,
     AnswerGet,

@@ -1,4 +1,4 @@
-"""What must always be true of an agent's state. Tests check it after every step; production does not."""
+"""Invariants of an agent's state, which tests check after every step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unified_agent.core.step import AgentTimer
 
 
 def check(core: AgentCore) -> list[str]:
-    """Broken invariants, as sentences; empty when all is well."""
+    """Return the broken invariants, each as a sentence."""
     broken: list[str] = []
     live = [worker for worker in core.workers.values() if not worker.is_ended]
     for (job_id, name), count in Counter((worker.job_id, worker.name) for worker in live).items():

@@ -1,4 +1,4 @@
-"""What must always be true of the cluster. Tests and the simulator ask after every step."""
+"""Invariants of the master's cluster, which tests and the simulator check after every step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unified_master.core.state import Cluster, DeviceKey, JobRecord, NodeRecord
 
 
 def check(cluster: Cluster) -> list[str]:
-    """Broken invariants, each as a sentence; empty when all is well."""
+    """Return the broken invariants, each as a sentence."""
     broken: list[str] = []
     for node in cluster.nodes.values():
         broken += _node(cluster, node)

@@ -1,4 +1,4 @@
-"""What must always be true of a queue's state between two steps. Tests check it; production does not."""
+"""Invariants of a queue's state between two steps, which tests check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from unified.queue.core.queue import QueueCore
 
 
 def check(core: QueueCore) -> list[str]:
-    """Broken invariants, as sentences; empty when all is well."""
+    """Return the broken invariants, each as a sentence."""
     broken: list[str] = []
     stock, producers, consumers, handles = core.stock, core.producers, core.consumers, core.turn.handles
     waiting = stock.ids()
