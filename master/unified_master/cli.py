@@ -15,7 +15,7 @@ from unified import process
 from unified.config import settings
 from unified.config.logging import logging_level
 from unified.config.runtime import RuntimeSettings
-from unified.core.coordination.workers import HeartbeatTimes
+from unified.core.coordinator.workers import HeartbeatTimes
 from unified.errors import UnifiedError, UsageError
 from unified.security.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
 from unified_master.daemon import MasterDaemon, MasterOptions

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unified.core.coordination.actions import Answer, Forget, Persist
-from unified.core.coordination.actions import Report as Remark
-from unified.core.coordination.coordinator import CoordinatorCore
-from unified.core.coordination.events import Event, RequestCame, SpaceClosed, TimePassed, WorkerGone
-from unified.core.coordination.presence import REPLACED
-from unified.core.coordination.workers import HEARTBEAT_TIMES, HeartbeatTimes
+from unified.core.coordinator.actions import Answer, Forget, Persist
+from unified.core.coordinator.actions import Report as Remark
+from unified.core.coordinator.coordinator import CoordinatorCore
+from unified.core.coordinator.messages import Event, RequestCame, SpaceClosed, TimePassed, WorkerGone
+from unified.core.coordinator.presence import REPLACED
+from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.client_master import Refused
 from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartbeat, RestorePosition
 from unified.protocol.records import EventRecord, WorkerState

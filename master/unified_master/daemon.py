@@ -18,7 +18,7 @@ import zmq
 
 from unified.config.logging import LogOnce
 from unified.config.settings import Intervals
-from unified.core.coordination.workers import HEARTBEAT_TIMES, HeartbeatTimes
+from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMismatchError
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.client_master import ClientToMaster, Refused

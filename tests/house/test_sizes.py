@@ -31,7 +31,7 @@ TOO_SMALL = {
     "unified/cli/stop.py",
     "unified/compat/children.py",
     "unified/core/backoff.py",
-    "unified/core/coordination/told.py",
+    "unified/core/coordinator/told.py",
     "unified/core/shards/files.py",
     "unified/extras.py",
     "unified/job/node_range.py",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
-from unified.core.coordination.actions import Answer, Forget, Persist, Report
-from unified.core.coordination.coordinator import CoordinatorCore
-from unified.core.coordination.events import Event, RequestCame, TimePassed, Token, WorkerGone
+from unified.core.coordinator.actions import Answer, Forget, Persist, Report
+from unified.core.coordinator.coordinator import CoordinatorCore
+from unified.core.coordinator.messages import Event, RequestCame, TimePassed, Token, WorkerGone
 from unified.protocol.client_master import Done, MasterAnswer, Refused
 from unified.protocol.coordinator import (
     BarrierResponse,

@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
+from unified.core.shards.hash_ring import points_of
 from unified.core.shards.ledger import Ledger
 from unified.core.shards.plan import ShardPlan
-from unified.core.shards.ring import points_of
 from unified.errors import DatasetError
 
 

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from tests.io.master.test_master_daemon import MasterProcess
-from unified.core.coordination.coordinator import CoordinatorCore
+from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.data import DatasetRegistry, TrainingOrchestrator
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.errors import BarrierTimeoutError, CoordinatorError, InvariantError, MasterUnreachableError

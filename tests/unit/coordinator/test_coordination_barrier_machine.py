@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.coordinator import Story, wait, worker
-from unified.core.coordination.events import SpaceClosed, Token, WorkerGone
+from unified.core.coordinator.messages import SpaceClosed, Token, WorkerGone
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import BarrierResponse, DeregisterWorker, LeaveBarrier
 

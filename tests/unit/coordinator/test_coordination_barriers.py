@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.coordinator import Story, four, killed, wait, worker
-from unified.core.coordination.events import RequestCame, SpaceClosed
-from unified.core.coordination.records import MAX_BARRIERS
+from unified.core.coordinator.messages import RequestCame, SpaceClosed
+from unified.core.coordinator.records import MAX_BARRIERS
 from unified.protocol.coordinator import BarrierResponse, DeregisterWorker
 
 NAMES = ["w0", "w1", "w2", "w3"]

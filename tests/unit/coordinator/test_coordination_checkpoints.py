@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.coordinator import Story
-from unified.core.coordination.events import SpaceClosed
+from unified.core.coordinator.messages import SpaceClosed
 from unified.protocol.coordinator import CheckpointResponse, GetLatestCheckpoint, NotifyCheckpoint, RecoveryInfo
 
 

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.coordinator import Story, dataset, done, four, get, spread, worker
-from unified.core.coordination.dataset import MAX_MARKS
-from unified.core.coordination.events import SpaceClosed, WorkerGone
+from unified.core.coordinator.dataset import MAX_MARKS
+from unified.core.coordinator.messages import SpaceClosed, WorkerGone
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     AdvanceEpoch,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.coordinator import Story, done, four, spread, worker
-from unified.core.coordination.events import SpaceClosed, WorkerGone
+from unified.core.coordinator.messages import SpaceClosed, WorkerGone
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     AdvanceEpoch,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.support.coordinator import Story, done, get, spread, worker
-from unified.core.coordination.events import WorkerGone
-from unified.core.coordination.records import MAX_PAST_SESSIONS
+from unified.core.coordinator.messages import WorkerGone
+from unified.core.coordinator.records import MAX_PAST_SESSIONS
 from unified.data.shard_cache import KnownShards
 from unified.protocol.coordinator import DataShards, DeregisterWorker, SetDataWorker, ShardsDone
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from tests.support.coordinator import Story, dataset, four, wait, worker
-from unified.core.coordination.coordinator import CoordinatorCore
-from unified.core.coordination.events import RequestCame, SpaceClosed, TimePassed, WorkerGone
-from unified.core.coordination.records import MAX_GONE
+from unified.core.coordinator.coordinator import CoordinatorCore
+from unified.core.coordinator.messages import RequestCame, SpaceClosed, TimePassed, WorkerGone
+from unified.core.coordinator.records import MAX_GONE
 from unified.errors import CoordinatorError
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from unified.core.shards.owners import Owners
+from unified.core.shards.assignment import Owners
+from unified.core.shards.hash_ring import ticket
 from unified.core.shards.plan import ShardPlan
-from unified.core.shards.ring import ticket
 from unified.core.shards.snapshot import LedgerSnapshot, restore, taken
 from unified.errors import DatasetError, InvariantError, nearest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import shake_128
 
-from unified.core.shards.ring import little_endian
+from unified.core.shards.hash_ring import little_endian
 from unified.errors import DatasetError, UsageError
 from unified.values import Value
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from unified.core.shards.owners import Owners
+from unified.core.shards.assignment import Owners
+from unified.core.shards.hash_ring import little_endian
 from unified.core.shards.plan import ShardPlan
-from unified.core.shards.ring import little_endian
 from unified.errors import InvariantError
 from unified.values import Value
 

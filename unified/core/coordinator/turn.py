@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from unified.core.coordination.actions import Action, Answer, Forget, Persist, Report
-from unified.core.coordination.events import Token
+from unified.core.coordinator.actions import Action, Answer, Forget, Persist, Report
+from unified.core.coordinator.messages import Token
 from unified.protocol.client_master import MasterAnswer, Refused
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from unified.core.shards.hash_ring import spread
 from unified.core.shards.levels import drained, filled
-from unified.core.shards.ring import spread
 
 
 class Owners:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from unified.core.coordination.events import Token
-from unified.core.coordination.presence import current, heard
-from unified.core.coordination.records import (
+from unified.core.coordinator.messages import Token
+from unified.core.coordinator.presence import current, heard
+from unified.core.coordinator.records import (
     BARRIER,
     MAX_BARRIERS,
     MAX_RELEASES,
@@ -28,8 +28,8 @@ from unified.core.coordination.records import (
     names,
     row_key,
 )
-from unified.core.coordination.space import Space
-from unified.core.coordination.turn import Turn
+from unified.core.coordinator.state import Space
+from unified.core.coordinator.turn import Turn
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import BarrierResponse, LeaveBarrier, ReleasedBy, WaitBarrier
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unified.core.coordination.records import Presence
-from unified.core.coordination.space import Space
+from unified.core.coordinator.records import Presence
+from unified.core.coordinator.state import Space
 
 REPLACED = "has a newer life, which registered after this one: this one should end."
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from unified.core.coordination.dataset import Dataset
-from unified.core.coordination.records import MAX_TOLD, Barrier, Checkpoint, Presence, Worker
+from unified.core.coordinator.dataset import Dataset
+from unified.core.coordinator.records import MAX_TOLD, Barrier, Checkpoint, Presence, Worker
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
 from unified.protocol.coordinator import HeartbeatResponse

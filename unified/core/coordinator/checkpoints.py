@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 
-from unified.core.coordination.events import Token
-from unified.core.coordination.records import CHECKPOINT, Checkpoint, row_key
-from unified.core.coordination.space import Space
-from unified.core.coordination.turn import Turn
+from unified.core.coordinator.messages import Token
+from unified.core.coordinator.records import CHECKPOINT, Checkpoint, row_key
+from unified.core.coordinator.state import Space
+from unified.core.coordinator.turn import Turn
 from unified.protocol.coordinator import CheckpointResponse, GetLatestCheckpoint, NotifyCheckpoint, RecoveryInfo
 
 REPORT_S = 60.0

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from unified.core.coordination.records import LoadedPosition, row_key
+from unified.core.coordinator.records import LoadedPosition, row_key
 from unified.core.file_layout import FileLayout
 from unified.core.shards.files import spread_files
 from unified.core.shards.ledger import Ledger

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unified.core.coordination.records import MAX_BARRIERS, MAX_GONE, MAX_RELEASES
-from unified.core.coordination.space import Space
+from unified.core.coordinator.records import MAX_BARRIERS, MAX_GONE, MAX_RELEASES
+from unified.core.coordinator.state import Space
 
 
 def check(space: Space) -> list[str]:

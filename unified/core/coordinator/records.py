@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from unified.core.coordination.events import Token
+from unified.core.coordinator.messages import Token
 from unified.protocol.coordinator import BarrierResponse, NotifyCheckpoint, RegisterWorker
 
 WORKER, BARRIER, CHECKPOINT = "coordinator-worker", "coordinator-barrier", "coordinator-checkpoint"

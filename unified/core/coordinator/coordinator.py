@@ -7,15 +7,15 @@ from typing import assert_never
 
 import msgspec
 
-from unified.core.coordination import barriers, checkpoints, datasets, positions, told, workers
-from unified.core.coordination.actions import Action, Row
-from unified.core.coordination.events import Event, RequestCame, SpaceClosed, TimePassed, Token, WorkerGone
-from unified.core.coordination.invariants import check
-from unified.core.coordination.presence import heard
-from unified.core.coordination.restoring import forget, restore
-from unified.core.coordination.space import Clocks, Space
-from unified.core.coordination.turn import Turn
-from unified.core.coordination.workers import HEARTBEAT_TIMES, HeartbeatTimes
+from unified.core.coordinator import barriers, checkpoints, datasets, positions, told, workers
+from unified.core.coordinator.actions import Action, Row
+from unified.core.coordinator.invariants import check
+from unified.core.coordinator.messages import Event, RequestCame, SpaceClosed, TimePassed, Token, WorkerGone
+from unified.core.coordinator.persistence import forget, restore
+from unified.core.coordinator.presence import heard
+from unified.core.coordinator.state import Clocks, Space
+from unified.core.coordinator.turn import Turn
+from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.coordinator import (
     AdvanceEpoch,
     CoordinatorRequest,

@@ -5,7 +5,7 @@ What a step persists and forgets is one transaction, and on disk before any of t
 
 from __future__ import annotations
 
-from unified.core.coordination.events import Token
+from unified.core.coordinator.messages import Token
 from unified.protocol.client_master import MasterAnswer
 from unified.values import Value
 

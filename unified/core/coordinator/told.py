@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from unified.core.coordination.events import Token
-from unified.core.coordination.records import MAX_TOLD, TOLD_WINDOW_S
-from unified.core.coordination.space import Space
-from unified.core.coordination.turn import Turn
+from unified.core.coordinator.messages import Token
+from unified.core.coordinator.records import MAX_TOLD, TOLD_WINDOW_S
+from unified.core.coordinator.state import Space
+from unified.core.coordinator.turn import Turn
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import TellEvent
 

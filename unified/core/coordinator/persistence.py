@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import msgspec
 
-from unified.core.coordination.actions import Row
-from unified.core.coordination.dataset import Dataset, DatasetProgress, Mark
-from unified.core.coordination.presence import heard
-from unified.core.coordination.records import (
+from unified.core.coordinator.actions import Row
+from unified.core.coordinator.dataset import Dataset, DatasetProgress, Mark
+from unified.core.coordinator.presence import heard
+from unified.core.coordinator.records import (
     AWAITED,
     BARRIER,
     CHECKPOINT,
@@ -28,8 +28,8 @@ from unified.core.coordination.records import (
     Worker,
     row_key,
 )
-from unified.core.coordination.space import Clocks, Space
-from unified.core.coordination.turn import Turn
+from unified.core.coordinator.state import Clocks, Space
+from unified.core.coordinator.turn import Turn
 from unified.core.shards.ledger import Ledger
 from unified.errors import CoordinatorError, UnifiedError
 from unified.protocol.coordinator import RegisterDataset

@@ -1,0 +1,1 @@
+"""The coordinator's core: workers, barriers, datasets and checkpoints of any number of spaces."""
