@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unified.core.coordinator.actions import Answer, Forget, Persist
-from unified.core.coordinator.actions import Report as Remark
 from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.messages import Event, RequestCame, SpaceClosed, TimePassed, WorkerGone
-from unified.core.coordinator.presence import REPLACED
+from unified.core.coordinator.messages import (
+    Answer,
+    Event,
+    Forget,
+    Persist,
+    RequestCame,
+    SpaceClosed,
+    TimePassed,
+    WorkerGone,
+)
+from unified.core.coordinator.messages import Report as Remark
+from unified.core.coordinator.state import REPLACED
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.client_master import Refused
 from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartbeat, RestorePosition

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
-from unified.core.coordinator.actions import Answer, Forget, Persist, Report
 from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.messages import Event, RequestCame, TimePassed, Token, WorkerGone
+from unified.core.coordinator.messages import (
+    Answer,
+    Event,
+    Forget,
+    Persist,
+    Report,
+    RequestCame,
+    TimePassed,
+    Token,
+    WorkerGone,
+)
 from unified.protocol.client_master import Done, MasterAnswer, Refused
 from unified.protocol.coordinator import (
     BarrierResponse,

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from unified.core.coordinator.actions import Action, Answer, Report
 from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.messages import Event, RequestCame, TimePassed
+from unified.core.coordinator.messages import Action, Answer, Event, Report, RequestCame, TimePassed
 from unified.data.coordinator_client import Coordinator, expect, refusal
 from unified.errors import CoordinatorError, ProtocolError, UnifiedError
 from unified.protocol.client_master import MasterAnswer, Refused

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.coordinator import Story, dataset, killed, worker
-from unified.core.shards.files import spread_files
+from unified.core.shards.assignment import spread_files
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     DatasetRegistration,

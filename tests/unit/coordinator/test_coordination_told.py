@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.coordinator import Story
+from unified.core.coordinator.checkpoints import MAX_REASON
 from unified.core.coordinator.messages import SpaceClosed
 from unified.core.coordinator.records import MAX_TOLD, TOLD_WINDOW_S
-from unified.core.coordinator.told import MAX_REASON
 from unified.errors import ProtocolError
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import TellEvent, worker_to_coordinator

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unified.core.shards.assignment import drained, filled
 from unified.core.shards.hash_ring import along_the_ring, spread
-from unified.core.shards.levels import drained, filled
 from unified.data.hashing import ConsistentHash
 from unified.errors import DatasetError
 

@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from unified.core.shards.ledger import Ledger
+from unified.core.shards.ledger import Ledger, LedgerSnapshot
 from unified.core.shards.plan import ShardPlan
-from unified.core.shards.snapshot import LedgerSnapshot
 from unified.errors import DatasetError
 
 NAMES = st.sampled_from([f"worker-{number}" for number in range(6)])

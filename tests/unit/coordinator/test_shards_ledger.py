@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified.core.shards.ledger import NUM_IDLE, Ledger
+from unified.core.shards.ledger import NUM_IDLE, Ledger, LedgerSnapshot
 from unified.core.shards.plan import ShardPlan
-from unified.core.shards.snapshot import LedgerSnapshot
 from unified.errors import DatasetError, InvariantError
 
 

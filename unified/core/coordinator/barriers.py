@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from unified.core.coordinator.messages import Token
-from unified.core.coordinator.presence import current, heard
+from unified.core.coordinator.messages import Token, Turn
 from unified.core.coordinator.records import (
     BARRIER,
     MAX_BARRIERS,
@@ -28,8 +27,7 @@ from unified.core.coordinator.records import (
     names,
     row_key,
 )
-from unified.core.coordinator.state import Space
-from unified.core.coordinator.turn import Turn
+from unified.core.coordinator.state import Space, current, heard
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import BarrierResponse, LeaveBarrier, ReleasedBy, WaitBarrier
 

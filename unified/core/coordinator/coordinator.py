@@ -7,14 +7,21 @@ from typing import assert_never
 
 import msgspec
 
-from unified.core.coordinator import barriers, checkpoints, datasets, positions, told, workers
-from unified.core.coordinator.actions import Action, Row
+from unified.core.coordinator import barriers, checkpoints, datasets, positions, workers
 from unified.core.coordinator.invariants import check
-from unified.core.coordinator.messages import Event, RequestCame, SpaceClosed, TimePassed, Token, WorkerGone
+from unified.core.coordinator.messages import (
+    Action,
+    Event,
+    RequestCame,
+    Row,
+    SpaceClosed,
+    TimePassed,
+    Token,
+    Turn,
+    WorkerGone,
+)
 from unified.core.coordinator.persistence import forget, restore
-from unified.core.coordinator.presence import heard
-from unified.core.coordinator.state import Clocks, Space
-from unified.core.coordinator.turn import Turn
+from unified.core.coordinator.state import Clocks, Space, heard
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.coordinator import (
     AdvanceEpoch,
@@ -161,7 +168,7 @@ class CoordinatorCore:
             case GetLatestCheckpoint():
                 checkpoints.latest(turn, space, token, request)
             case TellEvent():
-                told.tell(turn, space, token, request)
+                checkpoints.tell(turn, space, token, request)
             case _:
                 turn.refuse(token, "bad-request", f"a coordinator does not know {type(request).__name__}.")
 

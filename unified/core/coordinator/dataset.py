@@ -9,10 +9,9 @@ import msgspec
 
 from unified.core.coordinator.records import LoadedPosition, row_key
 from unified.core.file_layout import FileLayout
-from unified.core.shards.files import spread_files
-from unified.core.shards.ledger import Ledger
+from unified.core.shards.assignment import spread_files
+from unified.core.shards.ledger import Ledger, LedgerSnapshot
 from unified.core.shards.plan import ShardPlan
-from unified.core.shards.snapshot import LedgerSnapshot
 from unified.errors import UsageError
 from unified.protocol.coordinator import DatasetStatus, DataShards, RegisterDataset, ShardAssignment
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from unified.core.coordinator.dataset import MAX_MARKS, Dataset
-from unified.core.coordinator.messages import Token
-from unified.core.coordinator.presence import absent, displaced
+from unified.core.coordinator.messages import Token, Turn
 from unified.core.coordinator.records import AWAITED, DATASET, LEDGER, MARK, WORKER, Awaited, names, row_key
-from unified.core.coordinator.state import Space
-from unified.core.coordinator.turn import Turn
+from unified.core.coordinator.state import Space, absent, displaced
 from unified.errors import UnifiedError, nearest
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (

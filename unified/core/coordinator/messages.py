@@ -1,7 +1,17 @@
-"""What can happen to a coordinator: everything its core is ever told, but for heartbeats on their short way."""
+"""What can happen to a coordinator: everything its core is ever told, but for heartbeats on their short way.
+
+What a coordinator's core asks its shell to do.
+
+What a step persists and forgets is one transaction, and on disk before any of the step's answers goes.
+
+One step in the making: what it answers, reports and has to persist.
+"""
 
 from __future__ import annotations
 
+import msgspec
+
+from unified.protocol.client_master import MasterAnswer, Refused
 from unified.protocol.coordinator import CoordinatorRequest
 from unified.values import Value
 
@@ -38,3 +48,76 @@ class TimePassed(Value, frozen=True, kw_only=True):
 
 
 Event = RequestCame | WorkerGone | SpaceClosed | TimePassed
+
+
+Row = tuple[str, str, bytes]
+"""Kind, key, data: as in the master's store. Kind and key together are unique; kinds begin with ``coordinator-``."""
+
+
+class Persist(Value, frozen=True, kw_only=True):
+    """Keep these, each in the place of what is there under its kind and key. At most one of these a step."""
+
+    rows: list[Row]
+
+
+class Forget(Value, frozen=True, kw_only=True):
+    """Drop what is kept under these kinds and keys. At most one of these a step, with other keys than `Persist`."""
+
+    keys: list[tuple[str, str]]
+
+
+class Answer(Value, frozen=True, kw_only=True):
+    """Answer a question. All whom a barrier releases are given the same object, so it need be encoded but once."""
+
+    token: Token
+    answer: MasterAnswer
+
+
+class Report(Value, frozen=True, kw_only=True):
+    """A fact or a decision with its reason, for the log and for `unified explain`."""
+
+    event: str
+    """A word such as ``worker-lost`` or ``barrier-broken``."""
+    reason: str
+    space: str
+    worker_id: str = ""
+
+
+Action = Persist | Forget | Answer | Report
+
+
+class Turn:
+    """What the functions of this package write to. A record that is touched twice is persisted once, as it ends up."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+        self.members: dict[tuple[str, str], set[str]] = {}
+        """By space and dataset: over whom it is to be spread by the end of the step, if that changes. When many are
+        lost at once, it is spread once."""
+        self._records: dict[tuple[str, str], object] = {}
+        """By kind and key; None: forget it."""
+        self._reports: list[Action] = []
+        self._answers: list[Action] = []
+
+    def save(self, kind: str, key: str, record: object) -> None:
+        """Persist the record as it is at the end of the step; None forgets it."""
+        self._records[kind, key] = record
+
+    def answer(self, token: Token, answer: MasterAnswer) -> None:
+        self._answers.append(Answer(token=token, answer=answer))
+
+    def refuse(self, token: Token, code: str, reason: str) -> None:
+        self._answers.append(Answer(token=token, answer=Refused(code=code, reason=reason)))
+
+    def report(self, event: str, reason: str, space: str, worker_id: str = "") -> None:
+        self._reports.append(Report(event=event, reason=reason, space=space, worker_id=worker_id))
+
+    def actions(self) -> list[Action]:
+        if not self._records:
+            return [*self._reports, *self._answers]
+        rows = [(*key, msgspec.msgpack.encode(record)) for key, record in self._records.items() if record is not None]
+        keys = [key for key, record in self._records.items() if record is None]
+        kept: list[Action] = [Persist(rows=rows)] if rows else []
+        if keys:
+            kept.append(Forget(keys=keys))
+        return [*kept, *self._reports, *self._answers]

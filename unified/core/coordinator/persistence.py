@@ -7,9 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
-from unified.core.coordinator.actions import Row
 from unified.core.coordinator.dataset import Dataset, DatasetProgress, Mark
-from unified.core.coordinator.presence import heard
+from unified.core.coordinator.messages import Row, Turn
 from unified.core.coordinator.records import (
     AWAITED,
     BARRIER,
@@ -28,8 +27,7 @@ from unified.core.coordinator.records import (
     Worker,
     row_key,
 )
-from unified.core.coordinator.state import Clocks, Space
-from unified.core.coordinator.turn import Turn
+from unified.core.coordinator.state import Clocks, Space, heard
 from unified.core.shards.ledger import Ledger
 from unified.errors import CoordinatorError, UnifiedError
 from unified.protocol.coordinator import RegisterDataset

@@ -9,10 +9,9 @@ import msgspec
 
 from unified.core.coordinator.dataset import Dataset
 from unified.core.coordinator.datasets import asked, hear, save_changed
-from unified.core.coordinator.messages import Token
+from unified.core.coordinator.messages import Token, Turn
 from unified.core.coordinator.records import POSITION, Load, LoadedPosition, names, row_key
 from unified.core.coordinator.state import Space
-from unified.core.coordinator.turn import Turn
 from unified.errors import UnifiedError
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import RestorePosition

@@ -6,11 +6,9 @@ import math
 from typing import Literal, NamedTuple
 
 from unified.core.coordinator import barriers, datasets
-from unified.core.coordinator.messages import Token
-from unified.core.coordinator.presence import REPLACED, heard
+from unified.core.coordinator.messages import Token, Turn
 from unified.core.coordinator.records import MAX_GONE, MAX_PAST_SESSIONS, WORKER, Presence, Worker, names, row_key
-from unified.core.coordinator.state import Space
-from unified.core.coordinator.turn import Turn
+from unified.core.coordinator.state import REPLACED, Space, heard
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import DeregisterWorker, RegisterWorker, WorkerRegistration
 

@@ -1,12 +1,55 @@
-"""The unfinished shards of one epoch, each with its owner; few change hands when workers come and go."""
+"""The unfinished shards of one epoch, each with its owner; few change hands when workers come and go.
+
+How many things each of some holders is to get, or to give, so that they have as many as each other.
+
+Files spread over ranks, each as a whole to one: for readers that take lists of files and no rows of them.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heapify, heapreplace
 
 from unified.core.shards.hash_ring import spread
-from unified.core.shards.levels import drained, filled
+
+
+def filled(loads: Mapping[str, int], num_more: int, tickets: Mapping[str, bytes]) -> dict[str, int]:
+    """How many of `num_more` things each holder gets when they go one by one to one who has least.
+
+    Args:
+        loads: what each holder has; at least one holder, unless there is nothing to give out.
+        tickets: of each holder; the lowest is first among those that have as many as each other.
+    """
+    rising = sorted(loads, key=lambda name: (loads[name], tickets[name]))
+    level = total = 0
+    num_below = 0
+    for num_below, name in enumerate(rising, 1):
+        total += loads[name]
+        level, _ = divmod(total + num_more, num_below)
+        if num_below == len(rising) or level < loads[rising[num_below]]:
+            break
+    below = rising[:num_below]
+    more = {name: max(level - loads[name], 0) for name in below}
+    _add_one_each(more, [name for name in below if loads[name] <= level], num_more - sum(more.values()), tickets)
+    return {name: count for name, count in more.items() if count}
+
+
+def drained(loads: Mapping[str, int], num_less: int, tickets: Mapping[str, bytes]) -> dict[str, int]:
+    """How many of `num_less` things each holder gives when they are taken one by one from one who has most.
+
+    Args:
+        loads: what each holder has; `num_less` in all, or more.
+        tickets: of each holder; the lowest is first among those that have as many as each other.
+    """
+    ceiling = max(loads.values(), default=0)
+    return filled({name: ceiling - load for name, load in loads.items()}, num_less, tickets)
+
+
+def _add_one_each(counts: dict[str, int], names: list[str], num_names: int, tickets: Mapping[str, bytes]) -> None:
+    if num_names:
+        for name in sorted(names, key=tickets.__getitem__)[:num_names]:
+            counts[name] += 1
 
 
 class Owners:
@@ -122,3 +165,26 @@ class Owners:
         if self._key is not None:
             backwards.sort(key=self._key, reverse=True)
         return array("I", backwards)
+
+
+def spread_files(sizes: Sequence[int], world_size: int, order: Sequence[int]) -> list[list[int]]:
+    """The numbers of the files of each rank, in the order of reading. Files without rows are nobody's.
+
+    The largest files are given out first, each to the rank that has fewest rows (of equal ones, fewest files). So files
+    of one size go round the ranks, and no rank has more than one file more than another.
+
+    Args:
+        sizes: rows of each file.
+        world_size: how many ranks there are, 1 or more.
+        order: every file once, as the epoch reads them.
+    """
+    places: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, 0, rank) for rank in range(world_size)]
+    heapify(loads)
+    for place in sorted(range(len(order)), key=lambda place: -sizes[order[place]]):  # stable: equal ones in order
+        num_rows, num_files, rank = loads[0]
+        if not sizes[order[place]]:
+            break
+        places[rank].append(place)
+        heapreplace(loads, (num_rows + sizes[order[place]], num_files + 1, rank))
+    return [[order[place] for place in sorted(mine)] for mine in places]
