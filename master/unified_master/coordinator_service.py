@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.core.coordinator.messages import (
     Answer,
+    DeadlineReached,
     Event,
     Forget,
+    LogEvent,
     Persist,
     RequestCame,
     SpaceClosed,
-    TimePassed,
     WorkerGone,
 )
-from unified.core.coordinator.messages import Report as Remark
 from unified.core.coordinator.state import REPLACED
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.client_master import Refused
@@ -80,7 +80,7 @@ class CoordinatorService:
 
     def time_passed(self, now: float) -> list[MasterAction]:
         """What to do when `next_deadline` has come."""
-        return self._step(now, TimePassed())
+        return self._step(now, DeadlineReached())
 
     def hear(self, now: float, actions: Iterable[MasterAction]) -> list[MasterAction]:
         """What to do about what the master's core has just decided: lives that ended, jobs that are forgotten."""
@@ -121,7 +121,7 @@ class CoordinatorService:
                     translated += [SaveRecord(kind=kind, key=key, data=data) for kind, key, data in rows]
                 case Forget(keys=keys):
                     translated += [SaveRecord(kind=kind, key=key, data=None) for kind, key in keys]
-                case Remark():
+                case LogEvent():
                     translated.append(
                         self._master.remark(now, action.event, action.reason, action.space, action.worker_id)
                     )

@@ -13,11 +13,9 @@ TECHNICAL_KINDS = {"classes", "enums", "interfaces", "models"}
 ALLOWED = {ROOT / "unified/api"}  # `unified.api.builder` and `unified.api.runtime` are what users already import
 OF_THE_DOCUMENTS = ("CheckpointManager", "ShardManager")  # names that users of the reference documents import
 STAND_FOR_SEVERAL = {
-    "Awaited",
     "Batch",
     "Claim",
-    "Clocks",
-    "Dataset",
+    "DeadlineReached",
     "Ended",
     "Entry",
     "Failure",
@@ -35,7 +33,7 @@ STAND_FOR_SEVERAL = {
     "Take",
     "TimePassed",
     "Turn",
-    "Worker",
+    "WorkerRecord",
     "Writer",
     "_Given",
     "_Known",

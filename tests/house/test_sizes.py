@@ -31,8 +31,6 @@ TOO_SMALL = {
     "unified/cli/stop.py",
     "unified/compat/children.py",
     "unified/core/backoff.py",
-    "unified/core/coordinator/checkpoints.py",
-    "unified/core/shards/assignment.py",
     "unified/extras.py",
     "unified/job/node_range.py",
     "unified/lazy.py",

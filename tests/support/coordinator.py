@@ -7,12 +7,12 @@ from typing import Any, Literal, TypeVar
 from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.core.coordinator.messages import (
     Answer,
+    DeadlineReached,
     Event,
     Forget,
+    LogEvent,
     Persist,
-    Report,
     RequestCame,
-    TimePassed,
     Token,
     WorkerGone,
 )
@@ -43,14 +43,14 @@ class Story:
         self.core = CoordinatorCore()
         self.store: dict[tuple[str, str], bytes] = {}
         self.answers: dict[Token, MasterAnswer] = {}
-        self.reports: list[Report] = []
+        self.reports: list[LogEvent] = []
         self.num_writes = 0
         self.num_asked = 0
 
     def tell(self, event: Event) -> list[Answer]:
         """What it answers; kept by token, too."""
         actions = self.core.step(self.now, event)
-        order = [[Persist, Forget, Report, Answer].index(type(action)) for action in actions]
+        order = [[Persist, Forget, LogEvent, Answer].index(type(action)) for action in actions]
         assert order == sorted(order)
         assert order.count(0) <= 1
         assert order.count(1) <= 1
@@ -63,7 +63,7 @@ class Story:
                 case Forget(keys=keys):
                     for key in keys:
                         del self.store[key]
-                case Report():
+                case LogEvent():
                     self.reports.append(action)
                 case Answer():
                     assert action.token not in self.answers, "a question was answered twice"
@@ -94,7 +94,7 @@ class Story:
         given = []
         while (due := self.core.next_deadline) is not None and due <= until:
             self.now = max(self.now, due)
-            given += self.tell(TimePassed())
+            given += self.tell(DeadlineReached())
         self.now = until
         return given
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.messages import Action, Answer, Event, Report, RequestCame, TimePassed
+from unified.core.coordinator.messages import Action, Answer, DeadlineReached, Event, LogEvent, RequestCame
 from unified.data.coordinator_client import Coordinator, expect, refusal
 from unified.errors import CoordinatorError, ProtocolError, UnifiedError
 from unified.protocol.client_master import MasterAnswer, Refused
@@ -97,13 +97,13 @@ class EmbeddedCoordinator(Coordinator):
                 found = self._waiting.pop(action.token[1], None)
                 if found is not None:
                     answers.append((found[0], _judge(action.answer, found[1])))
-            elif isinstance(action, Report):
+            elif isinstance(action, LogEvent):
                 _log.info("event=%s worker=%s reason=%r", action.event, action.worker_id, action.reason)
         return answers
 
     def _pass_time(self) -> None:
         with self._lock:
-            answers = [] if self._is_closed else self._step(TimePassed())
+            answers = [] if self._is_closed else self._step(DeadlineReached())
         _resolve(answers)
 
 

@@ -235,8 +235,8 @@ def test_spaces_have_barriers_of_their_own_and_release_them_when_they_close() ->
     story.tell(SpaceClosed(space="job"))
     assert {story.told(token).released_by for token in inside} == {"closed"}
     assert story.release(outside) is None
-    story.core.clocks.barriers.due(story.now + 1000)
-    assert len(story.core.clocks.barriers) == 0
+    story.core.timers.barriers.due(story.now + 1000)
+    assert len(story.core.timers.barriers) == 0
 
 
 def test_barriers_that_are_used_no_more_are_forgotten_the_oldest_first() -> None:

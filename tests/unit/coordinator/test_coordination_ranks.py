@@ -123,7 +123,7 @@ def test_one_that_registers_or_asks_is_awaited_no_more(request_: object) -> None
     story.restart()
     story.beat("beta")
     assert story.core.spaces[""].datasets["d"].awaited == set()
-    assert not story.core.clocks.awaited.next_deadline
+    assert not story.core.timers.awaited.next_deadline
 
 
 def test_nobody_is_given_up_while_nobody_has_come() -> None:

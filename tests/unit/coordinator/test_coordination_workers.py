@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.coordinator import Story, dataset, four, wait, worker
 from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.messages import RequestCame, SpaceClosed, TimePassed, WorkerGone
+from unified.core.coordinator.messages import DeadlineReached, RequestCame, SpaceClosed, WorkerGone
 from unified.core.coordinator.records import MAX_GONE
 from unified.errors import CoordinatorError
 from unified.protocol.client_master import Done
@@ -186,12 +186,12 @@ def test_who_runs_a_worker_can_tell_of_its_end() -> None:
 def test_coordinator_that_was_stopped_hears_what_was_said_meanwhile() -> None:
     story = four()
     story.now += 100
-    assert story.tell(TimePassed()) == []
+    assert story.tell(DeadlineReached()) == []
     assert there(story) == ["w0", "w1", "w2", "w3"]
     assert story.beat("w0", "w1", "w2") == [True] * 3
     story.now += 30
     story.beat("w0", "w1", "w2")
-    story.tell(TimePassed())
+    story.tell(DeadlineReached())
     assert there(story) == ["w0", "w1", "w2"]
 
 
@@ -199,10 +199,10 @@ def test_coordinator_that_is_always_late_spares_a_silence_once() -> None:
     story = Story()
     story.send(worker("w0"))
     story.now += 100
-    story.tell(TimePassed())
+    story.tell(DeadlineReached())
     assert there(story) == ["w0"]
     story.now += 100
-    story.tell(TimePassed())
+    story.tell(DeadlineReached())
     assert there(story) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified.core.shards.assignment import drained, filled
+from unified.core.shards.assignment import drain_highest, fill_lowest
 from unified.core.shards.hash_ring import along_the_ring, spread
 from unified.data.hashing import ConsistentHash
 from unified.errors import DatasetError
@@ -33,9 +33,9 @@ def test_filling_is_giving_one_by_one_to_who_has_least(loads: list[int], num_mor
     one_by_one = dict(holders)
     for _ in range(num_more):
         one_by_one[min(one_by_one, key=lambda name: (one_by_one[name], tickets[name]))] += 1
-    more = filled(holders, num_more, tickets)
+    more = fill_lowest(holders, num_more, tickets)
     assert {name: load + more.get(name, 0) for name, load in holders.items()} == one_by_one
-    assert filled(dict(reversed(holders.items())), num_more, tickets) == more
+    assert fill_lowest(dict(reversed(holders.items())), num_more, tickets) == more
 
 
 @given(loads=LOADS, share=st.floats(0, 1))
@@ -45,7 +45,7 @@ def test_draining_is_taking_one_by_one_from_who_has_most(loads: list[int], share
     one_by_one = dict(holders)
     for _ in range(num_less):
         one_by_one[min(one_by_one, key=lambda name: (-one_by_one[name], tickets[name]))] -= 1
-    less = drained(holders, num_less, tickets)
+    less = drain_highest(holders, num_less, tickets)
     assert {name: load - less.get(name, 0) for name, load in holders.items()} == one_by_one
 
 

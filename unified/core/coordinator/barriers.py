@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from unified.core.coordinator.messages import Token, Turn
+from unified.core.coordinator.messages import CoordinatorStep, Token
 from unified.core.coordinator.records import (
     BARRIER,
     MAX_BARRIERS,
@@ -23,7 +23,7 @@ from unified.core.coordinator.records import (
     Presence,
     Release,
     Waiting,
-    Worker,
+    WorkerRecord,
     names,
     row_key,
 )
@@ -32,33 +32,33 @@ from unified.protocol.client_master import Done
 from unified.protocol.coordinator import BarrierResponse, LeaveBarrier, ReleasedBy, WaitBarrier
 
 
-def wait(turn: Turn, space: Space, token: Token, request: WaitBarrier) -> None:
+def wait(step: CoordinatorStep, space: Space, token: Token, request: WaitBarrier) -> None:
     """A worker arrives, or asks again for the answer of an arrival."""
     presence = current(space, request.worker_id, request.session)
     if not isinstance(presence, Presence):
-        turn.refuse(token, *presence)
+        step.refuse(token, *presence)
         return
-    heard(space, presence, turn.now)
+    heard(space, presence, step.now)
     barrier = space.barriers.get(request.barrier_id)
     if barrier is not None:
         answer = _answered(barrier, request)
         if answer is not None:
-            turn.answer(token, answer)
+            step.answer(token, answer)
             return
     refusal = _refusal(presence, barrier, request)
     if refusal is not None:
-        turn.refuse(token, "bad-request", refusal)
+        step.refuse(token, "bad-request", refusal)
         return
     if barrier is None:
         past = PastReleases(space=space.name, barrier_id=request.barrier_id, number=0, generation=0)
         barrier = space.barriers[request.barrier_id] = Barrier(past=past)
-    _arrive(turn, space, barrier, presence, token, request)
-    _settle(turn, space, barrier)
+    _arrive(step, space, barrier, presence, token, request)
+    _settle(step, space, barrier)
 
 
-def leave(turn: Turn, space: Space, token: Token, request: LeaveBarrier) -> None:
+def leave(step: CoordinatorStep, space: Space, token: Token, request: LeaveBarrier) -> None:
     """An arrival waits no more. If it does not wait here, nothing happens."""
-    turn.answer(token, Done())
+    step.answer(token, Done())
     barrier = space.barriers.get(request.barrier_id)
     waiting = barrier.waiting.get(request.worker_id) if barrier is not None else None
     if barrier is None or waiting is None or waiting.presence.session != request.session:
@@ -68,14 +68,14 @@ def leave(turn: Turn, space: Space, token: Token, request: LeaveBarrier) -> None
         return
     waiting.deadlines.pop(request.arrival, None)
     reason = f"worker {request.worker_id} itself left barrier {request.barrier_id!r}."
-    turn.answer(asked, BarrierResponse(released_by="closed", generation=barrier.past.generation, reason=reason))
+    step.answer(asked, BarrierResponse(released_by="closed", generation=barrier.past.generation, reason=reason))
     if not waiting.tokens:
         del barrier.waiting[request.worker_id]
         waiting.presence.waits_at.discard(request.barrier_id)
     _go_on_without(space, barrier)
 
 
-def drop_worker(turn: Turn, space: Space, presence: Presence, released_by: ReleasedBy) -> None:
+def drop_worker(step: CoordinatorStep, space: Space, presence: Presence, released_by: ReleasedBy) -> None:
     """A life is over, and has been put among the gone: answer what it asked, and see who waited for it."""
     worker = presence.worker
     for barrier_id in sorted(presence.waits_at):
@@ -89,32 +89,34 @@ def drop_worker(turn: Turn, space: Space, presence: Presence, released_by: Relea
             reason=f"worker {worker.worker_id} itself is gone: {worker.reason}.",
         )
         for token in waiting.tokens.values():
-            turn.answer(token, answer)
+            step.answer(token, answer)
         _go_on_without(space, barrier)
     presence.waits_at = set()
     for barrier in _open(space):
-        _settle(turn, space, barrier)
+        _settle(step, space, barrier)
 
 
-def overdue(turn: Turn, space: Space, barrier: Barrier) -> None:
+def overdue(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
     """Somebody is not ready to wait any longer."""
     lost = _lost(space, barrier)
     missing = _missing(space, barrier)
     who = [*missing, *(f"{each.worker_id} (gone, as {each.reason})" for each in lost)]
-    seats = {rank for world, rank in space.seats if world == barrier.world_size} | {each.info.rank for each in lost}
+    rank_slots = {rank for world, rank in space.rank_slots if world == barrier.world_size} | {
+        each.info.rank for each in lost
+    }
     num_unknown = barrier.world_size - len(barrier.waiting) - len(who)
-    vacant = [rank for rank in range(barrier.world_size) if rank not in seats]
+    vacant = [rank for rank in range(barrier.world_size) if rank not in rank_slots]
     if 0 < num_unknown == len(vacant):
         who += [f"rank {rank} (nobody registered for it)" for rank in vacant]
     elif num_unknown > 0:
         who.append(f"{num_unknown} of whom nobody registered")
     came = names(_by_rank(space, barrier.waiting))
     reason = f"barrier {barrier.barrier_id!r} of {barrier.world_size} took too long: missing {names(who)}; {came} came."
-    turn.report("barrier-broken", reason, space.name)
-    _release(turn, space, barrier, "timeout", lost, reason)
+    step.report("barrier-broken", reason, space.name)
+    _release(step, space, barrier, "timeout", lost, reason)
 
 
-def close(turn: Turn, space: Space) -> None:
+def close(step: CoordinatorStep, space: Space) -> None:
     """Nobody will ask here again."""
     for barrier in _open(space):
         answer = BarrierResponse(
@@ -122,8 +124,8 @@ def close(turn: Turn, space: Space) -> None:
         )
         for waiting in barrier.waiting.values():
             for token in waiting.tokens.values():
-                turn.answer(token, answer)
-        space.clocks.barriers.cancel((space.name, barrier.barrier_id))
+                step.answer(token, answer)
+        space.timers.barriers.cancel((space.name, barrier.barrier_id))
 
 
 def _answered(barrier: Barrier, request: WaitBarrier) -> BarrierResponse | None:
@@ -162,7 +164,9 @@ def _refusal(presence: Presence, barrier: Barrier | None, request: WaitBarrier) 
     return None
 
 
-def _arrive(turn: Turn, space: Space, barrier: Barrier, presence: Presence, token: Token, request: WaitBarrier) -> None:
+def _arrive(
+    step: CoordinatorStep, space: Space, barrier: Barrier, presence: Presence, token: Token, request: WaitBarrier
+) -> None:
     came_at = presence.worker.came_at
     if not barrier.waiting:
         barrier.world_size, barrier.on_loss, barrier.opened_by = request.world_size, request.on_loss, request.worker_id
@@ -175,10 +179,10 @@ def _arrive(turn: Turn, space: Space, barrier: Barrier, presence: Presence, toke
     is_new = request.arrival not in waiting.tokens
     waiting.tokens[request.arrival] = token
     if is_new and request.timeout_s is not None and request.timeout_s < math.inf:
-        deadline = waiting.deadlines[request.arrival] = turn.now + request.timeout_s
+        deadline = waiting.deadlines[request.arrival] = step.now + request.timeout_s
         if barrier.deadline is None or deadline < barrier.deadline:
             barrier.deadline = deadline
-            space.clocks.barriers.arm((space.name, barrier.barrier_id), deadline)
+            space.timers.barriers.arm((space.name, barrier.barrier_id), deadline)
 
 
 def _go_on_without(space: Space, barrier: Barrier) -> None:
@@ -191,29 +195,34 @@ def _go_on_without(space: Space, barrier: Barrier) -> None:
     deadlines = [deadline for each in barrier.waiting.values() for deadline in each.deadlines.values()]
     barrier.deadline = min(deadlines, default=None)
     if barrier.deadline is None:
-        space.clocks.barriers.cancel((space.name, barrier.barrier_id))
+        space.timers.barriers.cancel((space.name, barrier.barrier_id))
     else:
-        space.clocks.barriers.arm((space.name, barrier.barrier_id), barrier.deadline)
+        space.timers.barriers.arm((space.name, barrier.barrier_id), barrier.deadline)
 
 
-def _settle(turn: Turn, space: Space, barrier: Barrier) -> None:
+def _settle(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
     """Release it if there is nothing to wait for."""
     lost = _lost(space, barrier)
     needed = barrier.world_size - (len(lost) if barrier.on_loss == "shrink" else 0)
     who = ", ".join(f"{each.worker_id} (gone, as {each.reason})" for each in lost)
     if len(barrier.waiting) >= needed:
         is_shrunk = len(barrier.waiting) < barrier.world_size
-        _release(turn, space, barrier, "arrived", lost if is_shrunk else [], f"without {who}." if is_shrunk else "")
+        _release(step, space, barrier, "arrived", lost if is_shrunk else [], f"without {who}." if is_shrunk else "")
     elif lost and barrier.on_loss == "fail":
         reason = f"barrier {barrier.barrier_id!r} of {barrier.world_size} cannot be reached without {who}."
-        turn.report("barrier-broken", reason, space.name)
-        _release(turn, space, barrier, "lost", lost, reason)
-    elif barrier.deadline is not None and barrier.deadline <= turn.now:
-        overdue(turn, space, barrier)
+        step.report("barrier-broken", reason, space.name)
+        _release(step, space, barrier, "lost", lost, reason)
+    elif barrier.deadline is not None and barrier.deadline <= step.now:
+        overdue(step, space, barrier)
 
 
 def _release(
-    turn: Turn, space: Space, barrier: Barrier, released_by: ReleasedBy, lost: list[Worker], reason: str
+    step: CoordinatorStep,
+    space: Space,
+    barrier: Barrier,
+    released_by: ReleasedBy,
+    lost: list[WorkerRecord],
+    reason: str,
 ) -> None:
     """End a generation; its answer is remembered for those who do not receive it."""
     past = barrier.past
@@ -229,7 +238,7 @@ def _release(
     for worker_id, waiting in barrier.waiting.items():
         arrivals[worker_id] = (waiting.presence.session, max(waiting.tokens))
         for token in waiting.tokens.values():
-            turn.answer(token, response)
+            step.answer(token, response)
     for release in past.releases:
         for worker_id in arrivals:
             release.arrivals.pop(worker_id, None)
@@ -238,9 +247,9 @@ def _release(
     past.generation += 1
     space.num_releases += 1
     past.number = space.num_releases
-    turn.save(BARRIER, row_key(space.name, barrier.barrier_id), past)
+    step.save(BARRIER, row_key(space.name, barrier.barrier_id), past)
     _close(space, barrier)
-    _forget_idle(turn, space)
+    _forget_idle(step, space)
 
 
 def _close(space: Space, barrier: Barrier) -> None:
@@ -249,19 +258,19 @@ def _close(space: Space, barrier: Barrier) -> None:
         waiting.presence.waits_at.discard(barrier.barrier_id)
     barrier.waiting = {}
     barrier.deadline = None
-    space.clocks.barriers.cancel((space.name, barrier.barrier_id))
+    space.timers.barriers.cancel((space.name, barrier.barrier_id))
     del space.barriers[barrier.barrier_id]
     if barrier.past.generation:
         space.barriers[barrier.barrier_id] = barrier  # at the end: it is the one that was used last
 
 
-def _forget_idle(turn: Turn, space: Space) -> None:
+def _forget_idle(step: CoordinatorStep, space: Space) -> None:
     while len(space.barriers) > MAX_BARRIERS:
         oldest = next((each for each in space.barriers.values() if not each.waiting), None)
         if oldest is None:
             return
         del space.barriers[oldest.barrier_id]
-        turn.save(BARRIER, row_key(space.name, oldest.barrier_id), None)
+        step.save(BARRIER, row_key(space.name, oldest.barrier_id), None)
 
 
 def _open(space: Space) -> list[Barrier]:
@@ -270,17 +279,17 @@ def _open(space: Space) -> list[Barrier]:
     return [space.barriers[barrier_id] for barrier_id in sorted(at)]
 
 
-def _lost(space: Space, barrier: Barrier) -> list[Worker]:
+def _lost(space: Space, barrier: Barrier) -> list[WorkerRecord]:
     """Workers of this world that are gone since those who wait are there, and whose place nobody has taken."""
-    lost: list[Worker] = []
+    lost: list[WorkerRecord] = []
     for worker in reversed(space.gone.values()):
         if worker.gone_at <= barrier.oldest_came_at:
             break
-        world, rank = worker.seat
+        world, rank = worker.rank_slot
         if world != barrier.world_size:
             continue
         if rank >= 0:
-            is_replaced = worker.seat in space.seats
+            is_replaced = worker.rank_slot in space.rank_slots
         else:
             is_replaced = sum(each.worker.info.world_size == world for each in space.present.values()) >= world
         if not is_replaced:

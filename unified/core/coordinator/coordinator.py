@@ -11,17 +11,17 @@ from unified.core.coordinator import barriers, checkpoints, datasets, positions,
 from unified.core.coordinator.invariants import check
 from unified.core.coordinator.messages import (
     Action,
+    CoordinatorStep,
+    DeadlineReached,
     Event,
     RequestCame,
     Row,
     SpaceClosed,
-    TimePassed,
     Token,
-    Turn,
     WorkerGone,
 )
 from unified.core.coordinator.persistence import forget, restore
-from unified.core.coordinator.state import Clocks, Space, heard
+from unified.core.coordinator.state import CoordinatorTimers, Space, heard
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.coordinator import (
     AdvanceEpoch,
@@ -55,7 +55,7 @@ class CoordinatorCore:
         heartbeats: of workers that do not say it themselves.
 
     Time is seconds since 1970 on a clock that never goes back while the coordinator lives; it is an argument of each
-    call. A step returns at most one `Persist`, then at most one `Forget`, then `Report`s, then `Answer`s.
+    call. A step returns at most one `Persist`, then at most one `Forget`, then `LogEvent`s, then `Answer`s.
 
     Codes of refusals: ``bad-request``; ``not-found`` (dataset, epoch, member of a dataset); ``name-taken`` (a dataset
     with other values, a rank); ``ended`` (an epoch that is past); ``replaced`` (a life that a newer one followed: it
@@ -65,12 +65,12 @@ class CoordinatorCore:
     def __init__(self, heartbeats: HeartbeatTimes = HEARTBEAT_TIMES) -> None:
         self.heartbeats = heartbeats
         self.spaces: dict[str, Space] = {}
-        self.clocks = Clocks()
+        self.timers = CoordinatorTimers()
 
     @property
     def next_deadline(self) -> float | None:
-        """When `TimePassed` is due; None if nothing is awaited."""
-        return self.clocks.next_deadline
+        """When `DeadlineReached` is due; None if nothing is awaited."""
+        return self.timers.next_deadline
 
     def restore(self, now: float, rows: Iterable[Row]) -> None:
         """Go on from what was persisted. Call it once, before the first step. Rows of other kinds are passed over.
@@ -80,38 +80,38 @@ class CoordinatorCore:
         Raises:
             CoordinatorError: the rows are not readable.
         """
-        restore(self.spaces, self.clocks, now, rows, await_s=self.heartbeats.timeout_s)
+        restore(self.spaces, self.timers, now, rows, await_s=self.heartbeats.timeout_s)
 
     def step(self, now: float, event: Event) -> list[Action]:
         """What to do about an event. Every event has an answer in every state, even if it is nothing."""
-        turn = Turn(now)
+        step = CoordinatorStep(now)
         match event:
             case RequestCame(token=token, request=request, lives=lives):
                 space = self.spaces.get(request.space)
                 if space is not None:
-                    self._answer(turn, space, token, request, lives)
+                    self._answer(step, space, token, request, lives)
                 else:
-                    space = Space(request.space, self.clocks)
-                    self._answer(turn, space, token, request, lives)
+                    space = Space(request.space, self.timers)
+                    self._answer(step, space, token, request, lives)
                     if not space.is_empty:  # else a question about nothing would be remembered for ever
                         self.spaces[request.space] = space
             case WorkerGone():
                 gone = self.spaces.get(event.space)
                 presence = gone.present.get(gone.id_of(event.worker_id)) if gone is not None else None
                 if gone is not None and presence is not None:
-                    workers.remove(turn, gone, presence, event.reason, "worker-lost")
+                    workers.remove(step, gone, presence, event.reason, "worker-lost")
             case SpaceClosed():
                 closed = self.spaces.pop(event.space, None)
                 if closed is not None:
-                    barriers.close(turn, closed)
-                    forget(turn, closed)
-            case TimePassed():
-                self._time_passed(turn)
+                    barriers.close(step, closed)
+                    forget(step, closed)
+            case DeadlineReached():
+                self._deadline_reached(step)
             case _:
                 assert_never(event)
-        for (space_name, dataset_id), members in turn.members.items():
-            datasets.spread(turn, self.spaces[space_name], dataset_id, members)
-        return turn.actions()
+        for (space_name, dataset_id), members in step.members.items():
+            datasets.spread(step, self.spaces[space_name], dataset_id, members)
+        return step.actions()
 
     def heartbeat(self, now: float, request: Heartbeat) -> HeartbeatResponse:
         """As a step would answer it, without the ceremony. It changes nothing that is persisted.
@@ -132,58 +132,63 @@ class CoordinatorCore:
         return [broken for space in self.spaces.values() for broken in check(space)]
 
     def _answer(
-        self, turn: Turn, space: Space, token: Token, request: CoordinatorRequest, lives: dict[str, int] | None
+        self,
+        step: CoordinatorStep,
+        space: Space,
+        token: Token,
+        request: CoordinatorRequest,
+        lives: dict[str, int] | None,
     ) -> None:
         if isinstance(request, DataRequest) and request.is_id:
             request = msgspec.structs.replace(request, worker_id=space.member_of(request.worker_id), is_id=False)
         match request:
             case Heartbeat():
-                turn.answer(token, self.heartbeat(turn.now, request))
+                step.answer(token, self.heartbeat(step.now, request))
             case GetDataShard():
-                datasets.shards(turn, space, token, request)
+                datasets.shards(step, space, token, request)
             case GetRankFiles():
-                datasets.rank_files(turn, space, token, request)
+                datasets.rank_files(step, space, token, request)
             case MarkDone():
-                datasets.mark_done(turn, space, token, request)
+                datasets.mark_done(step, space, token, request)
             case WaitBarrier():
-                barriers.wait(turn, space, token, request)
+                barriers.wait(step, space, token, request)
             case LeaveBarrier():
-                barriers.leave(turn, space, token, request)
+                barriers.leave(step, space, token, request)
             case RegisterWorker():
-                workers.register(turn, space, token, request, self.heartbeats)
+                workers.register(step, space, token, request, self.heartbeats)
             case DeregisterWorker():
-                workers.deregister(turn, space, token, request)
+                workers.deregister(step, space, token, request)
             case RegisterDataset():
-                datasets.register(turn, space, token, request)
+                datasets.register(step, space, token, request)
             case RestorePosition():
-                positions.restore(turn, space, token, request, lives)
+                positions.restore(step, space, token, request, lives)
             case SetDataWorker():
-                datasets.set_worker(turn, space, token, request, self.heartbeats.timeout_s)
+                datasets.set_worker(step, space, token, request, self.heartbeats.timeout_s)
             case AdvanceEpoch():
-                datasets.advance(turn, space, token, request)
+                datasets.advance(step, space, token, request)
             case GetDatasets():
-                datasets.listing(turn, space, token)
+                datasets.listing(step, space, token)
             case NotifyCheckpoint():
-                checkpoints.notify(turn, space, token, request)
+                checkpoints.notify(step, space, token, request)
             case GetLatestCheckpoint():
-                checkpoints.latest(turn, space, token, request)
+                checkpoints.latest(step, space, token, request)
             case TellEvent():
-                checkpoints.tell(turn, space, token, request)
+                checkpoints.tell(step, space, token, request)
             case _:
-                turn.refuse(token, "bad-request", f"a coordinator does not know {type(request).__name__}.")
+                step.refuse(token, "bad-request", f"a coordinator does not know {type(request).__name__}.")
 
-    def _time_passed(self, turn: Turn) -> None:
+    def _deadline_reached(self, step: CoordinatorStep) -> None:
         due = self.next_deadline
-        late_s = turn.now - due if due is not None else 0.0
-        for presence in self.clocks.leases.expired(turn.now):
+        late_s = step.now - due if due is not None else 0.0
+        for presence in self.timers.leases.expired(step.now):
             worker = presence.worker
             is_late = late_s > worker.timeout_s / 2
-            workers.silent(turn, self.spaces[worker.info.space], presence, is_late=is_late)
-        for space_name, barrier_id in self.clocks.barriers.due(turn.now):
+            workers.silent(step, self.spaces[worker.info.space], presence, is_late=is_late)
+        for space_name, barrier_id in self.timers.barriers.due(step.now):
             space = self.spaces[space_name]
-            barriers.overdue(turn, space, space.barriers[barrier_id])
+            barriers.overdue(step, space, space.barriers[barrier_id])
         unheard: dict[tuple[str, str], list[str]] = {}
-        for space_name, dataset_id, member in self.clocks.awaited.due(turn.now):
+        for space_name, dataset_id, member in self.timers.awaited.due(step.now):
             unheard.setdefault((space_name, dataset_id), []).append(member)
         for (space_name, dataset_id), members in unheard.items():
-            datasets.give_up(turn, self.spaces[space_name], dataset_id, members, self.heartbeats.timeout_s)
+            datasets.give_up(step, self.spaces[space_name], dataset_id, members, self.heartbeats.timeout_s)

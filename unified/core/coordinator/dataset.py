@@ -50,7 +50,7 @@ def mark_key(space: str, dataset_id: str, number: int) -> str:
     return f"{row_key(space, dataset_id)}/{number}"
 
 
-class Dataset:
+class DatasetState:
     """As it was registered, and how far it has been read.
 
     Attributes:

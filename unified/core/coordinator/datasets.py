@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unified.core.coordinator.dataset import MAX_MARKS, Dataset
-from unified.core.coordinator.messages import Token, Turn
-from unified.core.coordinator.records import AWAITED, DATASET, LEDGER, MARK, WORKER, Awaited, names, row_key
+from unified.core.coordinator.dataset import MAX_MARKS, DatasetState
+from unified.core.coordinator.messages import CoordinatorStep, Token
+from unified.core.coordinator.records import AWAITED, DATASET, LEDGER, MARK, WORKER, AwaitedMembers, names, row_key
 from unified.core.coordinator.state import Space, absent, displaced
 from unified.errors import UnifiedError, nearest
 from unified.protocol.client_master import Done
@@ -23,22 +23,22 @@ from unified.protocol.coordinator import (
 )
 
 
-def register(turn: Turn, space: Space, token: Token, request: RegisterDataset) -> None:
+def register(step: CoordinatorStep, space: Space, token: Token, request: RegisterDataset) -> None:
     """Make it known; again with the same values, nothing happens."""
     dataset = space.datasets.get(request.dataset_id)
     if dataset is None:
         try:
-            dataset = Dataset.begin(request)
+            dataset = DatasetState.begin(request)
         except UnifiedError as error:
-            turn.refuse(token, "bad-request", str(error))
+            step.refuse(token, "bad-request", str(error))
             return
         space.datasets[request.dataset_id] = dataset
-        turn.save(DATASET, row_key(space.name, request.dataset_id), request)
-        _save(turn, space, dataset)
+        step.save(DATASET, row_key(space.name, request.dataset_id), request)
+        _save(step, space, dataset)
         shards = f"{dataset.plan.num_shards} shards of {request.shard_size} samples at most"
-        turn.report("dataset-registered", f"{request.dataset_id!r} of {request.path}: {shards}", space.name)
+        step.report("dataset-registered", f"{request.dataset_id!r} of {request.path}: {shards}", space.name)
     elif differences := dataset.differences(request):
-        turn.refuse(
+        step.refuse(
             token,
             "name-taken",
             f"dataset {request.dataset_id!r} is registered already, with other values: {'; '.join(differences)}. "
@@ -46,27 +46,27 @@ def register(turn: Turn, space: Space, token: Token, request: RegisterDataset) -
         )
         return
     num_shards, epoch = dataset.plan.num_shards, dataset.ledger.epoch
-    turn.answer(token, DatasetRegistration(dataset_id=request.dataset_id, num_shards=num_shards, epoch=epoch))
+    step.answer(token, DatasetRegistration(dataset_id=request.dataset_id, num_shards=num_shards, epoch=epoch))
 
 
-def shards(turn: Turn, space: Space, token: Token, request: GetDataShard) -> None:
+def shards(step: CoordinatorStep, space: Space, token: Token, request: GetDataShard) -> None:
     """What a worker has still to read of an epoch."""
-    dataset = asked(turn, space, token, request)
+    dataset = asked(step, space, token, request)
     if dataset is None:
         return
-    hear(turn, space, dataset, request.worker_id)
+    hear(step, space, dataset, request.worker_id)
     limit = request.limit
     ready = None if limit else dataset.ready.get((request.worker_id, request.epoch))
     if ready is not None and ready.revision == space.revision:
-        turn.answer(token, ready)
+        step.answer(token, ready)
         return
     ledger, worker_id, epoch = dataset.ledger, request.worker_id, request.epoch
     if worker_id not in ledger.workers:
         gone = space.gone.get(space.id_of(worker_id))
         if gone is not None and request.dataset_id in gone.datasets:
-            turn.refuse(token, *absent(space, gone.worker_id))
+            step.refuse(token, *absent(space, gone.worker_id))
         else:
-            turn.refuse(
+            step.refuse(
                 token,
                 "not-found",
                 f"dataset {request.dataset_id!r} is not spread over worker {space.id_of(worker_id)}, but over "
@@ -74,41 +74,41 @@ def shards(turn: Turn, space: Space, token: Token, request: GetDataShard) -> Non
             )
         return
     if epoch < ledger.epoch:
-        turn.refuse(token, "bad-request" if epoch < 0 else "ended", _past(dataset, epoch))
+        step.refuse(token, "bad-request" if epoch < 0 else "ended", _past(dataset, epoch))
         return
     if limit < 0:
-        turn.refuse(token, "bad-request", f"{limit} shards cannot be asked for: give 1 or more, or 0 for all.")
+        step.refuse(token, "bad-request", f"{limit} shards cannot be asked for: give 1 or more, or 0 for all.")
         return
     revision, is_open = ledger.revision, ledger.is_open(epoch)
     shard_ids = ledger.shards_of(worker_id, epoch, limit)
-    save_changed(turn, space, dataset, revision)
+    save_changed(step, space, dataset, revision)
     if not is_open:  # from now on first shards are read, which a restart must not give to those who join then
-        _save(turn, space, dataset)
+        _save(step, space, dataset)
     answer = dataset.shards(epoch, shard_ids, space.revision)
     if not limit:
         dataset.ready[worker_id, epoch] = answer
-    turn.answer(token, answer)
+    step.answer(token, answer)
 
 
-def mark_done(turn: Turn, space: Space, token: Token, request: MarkDone) -> None:
+def mark_done(step: CoordinatorStep, space: Space, token: Token, request: MarkDone) -> None:
     """A worker read shards to their end."""
-    dataset = asked(turn, space, token, request)
+    dataset = asked(step, space, token, request)
     if dataset is None:
         return
     if not request.session and space.id_of(request.worker_id) in space.present:
-        turn.refuse(
+        step.refuse(
             token,
             "bad-request",
             f"worker {space.id_of(request.worker_id)} is registered, and only that life of it says what it has read. "
             "This call is of another process, or was made after it deregistered: make it where it registered.",
         )
         return
-    hear(turn, space, dataset, request.worker_id)
+    hear(step, space, dataset, request.worker_id)
     revision = dataset.ledger.revision
     try:
         counted = dataset.ledger.mark_done(request.epoch, request.worker_id, request.shard_ids)
     except UnifiedError as error:
-        turn.refuse(token, "bad-request", str(error))
+        step.refuse(token, "bad-request", str(error))
         return
     if counted:
         if request.life >= 0:
@@ -116,30 +116,30 @@ def mark_done(turn: Turn, space: Space, token: Token, request: MarkDone) -> None
         dataset.ready.pop((request.worker_id, request.epoch), None)
         if dataset.ledger.revision == revision and dataset.num_marks < MAX_MARKS:
             mark = dataset.mark(space.name, request.epoch, counted)
-            turn.save(MARK, mark.key, mark)
+            step.save(MARK, mark.key, mark)
         else:
             space.revision += dataset.ledger.revision != revision
-            _save(turn, space, dataset)
-    turn.answer(token, ShardsDone(shard_ids=counted, revision=space.revision))
+            _save(step, space, dataset)
+    step.answer(token, ShardsDone(shard_ids=counted, revision=space.revision))
 
 
-def rank_files(turn: Turn, space: Space, token: Token, request: GetRankFiles) -> None:
+def rank_files(step: CoordinatorStep, space: Space, token: Token, request: GetRankFiles) -> None:
     """Which whole files are a rank's: the same answer whoever asks, and whatever was read."""
-    dataset = asked(turn, space, token, request)
+    dataset = asked(step, space, token, request)
     if dataset is None:
         return
     if request.epoch < dataset.ledger.epoch:
-        turn.refuse(token, "bad-request" if request.epoch < 0 else "ended", _past(dataset, request.epoch))
+        step.refuse(token, "bad-request" if request.epoch < 0 else "ended", _past(dataset, request.epoch))
         return
     presence = space.present.get(space.id_of(request.worker_id))
     world_size, rank = request.world_size, request.rank
     if rank < 0 and presence is not None:
-        world_size, rank = presence.worker.seat
+        world_size, rank = presence.worker.rank_slot
     if world_size < 1:
-        worlds = sorted({world for world, _ in space.seats})
+        worlds = sorted({world for world, _ in space.rank_slots})
         if len(worlds) != 1:
             said = f"workers have registered with world sizes {names(map(str, worlds))}" if worlds else "nobody has yet"
-            turn.refuse(
+            step.refuse(
                 token,
                 "world-unknown",
                 f"over how many ranks are the files of dataset {request.dataset_id!r} spread? Set WORLD_SIZE for each "
@@ -149,7 +149,7 @@ def rank_files(turn: Turn, space: Space, token: Token, request: GetRankFiles) ->
         world_size = worlds[0]
     if not 0 <= rank < world_size:
         who = f"rank {rank}" if rank >= 0 else f"worker {request.worker_id}, which has registered no rank,"
-        turn.refuse(
+        step.refuse(
             token, "bad-request", f"{who} is not in a world of {world_size}: its ranks are 0 to {world_size - 1}."
         )
         return
@@ -160,17 +160,17 @@ def rank_files(turn: Turn, space: Space, token: Token, request: GetRankFiles) ->
         num_files=sum(map(len, by_rank)),
         idle=[each for each, mine in enumerate(by_rank) if not mine],
     )
-    turn.answer(token, answer)
+    step.answer(token, answer)
 
 
-def set_worker(turn: Turn, space: Space, token: Token, request: SetDataWorker, await_s: float) -> None:
+def set_worker(step: CoordinatorStep, space: Space, token: Token, request: SetDataWorker, await_s: float) -> None:
     """A worker joins or leaves, by its own wish or somebody's. One that somebody else has named is awaited so long."""
-    dataset = asked(turn, space, token, request)
+    dataset = asked(step, space, token, request)
     if dataset is None:
         return
     worker_id = request.worker_id
     if not worker_id:
-        turn.refuse(token, "bad-request", f"a worker of dataset {request.dataset_id!r} needs a worker_id.")
+        step.refuse(token, "bad-request", f"a worker of dataset {request.dataset_id!r} needs a worker_id.")
         return
     gone = space.gone.get(space.id_of(worker_id))
     if gone is not None and gone.end == "worker-lost":
@@ -183,121 +183,121 @@ def set_worker(turn: Turn, space: Space, token: Token, request: SetDataWorker, a
         if (request.dataset_id in gone.datasets) != joins_later:
             others = [dataset_id for dataset_id in gone.datasets if dataset_id != request.dataset_id]
             gone.datasets = [*others, request.dataset_id] if joins_later else others
-            turn.save(WORKER, row_key(space.name, gone.worker_id), gone)
+            step.save(WORKER, row_key(space.name, gone.worker_id), gone)
         if joins_later:
-            turn.answer(token, Done(note=f"worker {gone.worker_id} is lost, and joins when it registers again"))
+            step.answer(token, Done(note=f"worker {gone.worker_id} is lost, and joins when it registers again"))
             return
     is_heard = not request.is_awaited or space.id_of(worker_id) in space.present
     if is_heard or not request.is_member:
-        hear(turn, space, dataset, worker_id)
+        hear(step, space, dataset, worker_id)
     elif worker_id not in dataset.ledger.workers:
         dataset.awaited.add(worker_id)
-        space.clocks.awaited.arm((space.name, request.dataset_id, worker_id), turn.now + await_s)
-        _save_awaited(turn, space, dataset)
-    _set_member(turn, space, dataset, worker_id, is_member=request.is_member)
-    turn.answer(token, Done())
+        space.timers.awaited.arm((space.name, request.dataset_id, worker_id), step.now + await_s)
+        _save_awaited(step, space, dataset)
+    _set_member(step, space, dataset, worker_id, is_member=request.is_member)
+    step.answer(token, Done())
 
 
-def advance(turn: Turn, space: Space, token: Token, request: AdvanceEpoch) -> None:
+def advance(step: CoordinatorStep, space: Space, token: Token, request: AdvanceEpoch) -> None:
     """Go on to an epoch; one that is the current one, or past, changes nothing."""
-    dataset = _find(turn, space, token, request.dataset_id)
+    dataset = _find(step, space, token, request.dataset_id)
     if dataset is None:
         return
     if request.epoch < 0:
-        turn.refuse(token, "bad-request", _past(dataset, request.epoch))
+        step.refuse(token, "bad-request", _past(dataset, request.epoch))
         return
-    if not _advance(turn, space, dataset, request.epoch):
-        turn.answer(token, Done(note=f"dataset {request.dataset_id!r} is in epoch {dataset.ledger.epoch}"))
+    if not _advance(step, space, dataset, request.epoch):
+        step.answer(token, Done(note=f"dataset {request.dataset_id!r} is in epoch {dataset.ledger.epoch}"))
         return
-    turn.answer(token, Done())
+    step.answer(token, Done())
 
 
-def listing(turn: Turn, space: Space, token: Token) -> None:
+def listing(step: CoordinatorStep, space: Space, token: Token) -> None:
     """What there is, for people and programs."""
     ids = {presence.worker.member: worker_id for worker_id, presence in space.present.items()}
     datasets = [space.datasets[dataset_id].status(ids) for dataset_id in sorted(space.datasets)]
-    turn.answer(token, Datasets(datasets=datasets, workers=sorted(space.present)))
+    step.answer(token, Datasets(datasets=datasets, workers=sorted(space.present)))
 
 
-def drop_worker(turn: Turn, space: Space, worker_id: str) -> list[str]:
+def drop_worker(step: CoordinatorStep, space: Space, worker_id: str) -> list[str]:
     """It is gone: what it has not read is for others. Returns the datasets that it was in."""
     left = [dataset_id for dataset_id, dataset in space.datasets.items() if worker_id in dataset.ledger.workers]
     for dataset_id in left:
-        _set_member(turn, space, space.datasets[dataset_id], worker_id, is_member=False)
+        _set_member(step, space, space.datasets[dataset_id], worker_id, is_member=False)
     return left
 
 
-def hear_everywhere(turn: Turn, space: Space, member: str) -> None:
+def hear_everywhere(step: CoordinatorStep, space: Space, member: str) -> None:
     """The worker of this rank is there: no dataset that counts on it awaits it any more."""
     for dataset in space.datasets.values():
-        hear(turn, space, dataset, member)
+        hear(step, space, dataset, member)
 
 
-def give_up(turn: Turn, space: Space, dataset_id: str, members: list[str], await_s: float) -> None:
+def give_up(step: CoordinatorStep, space: Space, dataset_id: str, members: list[str], await_s: float) -> None:
     """Nothing was heard from these in time: what they would have read is for others, if there are any yet."""
     dataset = space.datasets[dataset_id]
     if dataset.awaited.issuperset(dataset.ledger.workers):
         for member in members:
-            space.clocks.awaited.arm((space.name, dataset_id, member), turn.now + await_s)
+            space.timers.awaited.arm((space.name, dataset_id, member), step.now + await_s)
         return
     epoch = dataset.ledger.epoch
     for member in members:
         dataset.awaited.discard(member)
         num_shards = len(dataset.ledger.shards_of(member, epoch))
-        _set_member(turn, space, dataset, member, is_member=False)
+        _set_member(step, space, dataset, member, is_member=False)
         reason = (
             f"dataset {dataset_id!r} was spread over it, and for {await_s:g} s it neither registered nor asked for its "
             f"data: its {num_shards} shards of epoch {epoch} go to others. It is given shards again when it comes"
         )
-        turn.report("data-worker-absent", reason, space.name, member)
-    _save_awaited(turn, space, dataset)
+        step.report("data-worker-absent", reason, space.name, member)
+    _save_awaited(step, space, dataset)
 
 
-def rejoin(turn: Turn, space: Space, dataset_id: str, worker_id: str) -> None:
+def rejoin(step: CoordinatorStep, space: Space, dataset_id: str, worker_id: str) -> None:
     """It is back."""
     if dataset_id in space.datasets:
-        _set_member(turn, space, space.datasets[dataset_id], worker_id, is_member=True)
+        _set_member(step, space, space.datasets[dataset_id], worker_id, is_member=True)
 
 
-def spread(turn: Turn, space: Space, dataset_id: str, members: set[str]) -> None:
+def spread(step: CoordinatorStep, space: Space, dataset_id: str, members: set[str]) -> None:
     """Whoever joined or left in this step: its unfinished shards are theirs from now on."""
     dataset = space.datasets[dataset_id]
     revision = dataset.ledger.revision
     dataset.ledger.set_workers(members)
-    save_changed(turn, space, dataset, revision)
+    save_changed(step, space, dataset, revision)
 
 
-def asked(turn: Turn, space: Space, token: Token, request: DataRequest) -> Dataset | None:
+def asked(step: CoordinatorStep, space: Space, token: Token, request: DataRequest) -> DatasetState | None:
     """The dataset, if who asks may; else it is answered."""
     if request.session and (refusal := displaced(space, request.worker_id, request.session)) is not None:
-        turn.refuse(token, *refusal)
+        step.refuse(token, *refusal)
         return None
-    return _find(turn, space, token, request.dataset_id)
+    return _find(step, space, token, request.dataset_id)
 
 
-def _find(turn: Turn, space: Space, token: Token, dataset_id: str) -> Dataset | None:
+def _find(step: CoordinatorStep, space: Space, token: Token, dataset_id: str) -> DatasetState | None:
     dataset = space.datasets.get(dataset_id)
     if dataset is None:
         hint = nearest(dataset_id, space.datasets)
-        turn.refuse(token, "not-found", f"no dataset {dataset_id!r} is registered here: register it first.{hint}")
+        step.refuse(token, "not-found", f"no dataset {dataset_id!r} is registered here: register it first.{hint}")
     return dataset
 
 
-def hear(turn: Turn, space: Space, dataset: Dataset, member: str) -> None:
+def hear(step: CoordinatorStep, space: Space, dataset: DatasetState, member: str) -> None:
     """Stop waiting to hear from the member, if it was awaited."""
     if member in dataset.awaited:
         dataset.awaited.remove(member)
-        space.clocks.awaited.cancel((space.name, dataset.plan.dataset_id, member))
-        _save_awaited(turn, space, dataset)
+        space.timers.awaited.cancel((space.name, dataset.plan.dataset_id, member))
+        _save_awaited(step, space, dataset)
 
 
-def _save_awaited(turn: Turn, space: Space, dataset: Dataset) -> None:
+def _save_awaited(step: CoordinatorStep, space: Space, dataset: DatasetState) -> None:
     dataset_id = dataset.plan.dataset_id
-    record = Awaited(space=space.name, dataset_id=dataset_id, members=sorted(dataset.awaited))
-    turn.save(AWAITED, row_key(space.name, dataset_id), record if dataset.awaited else None)
+    record = AwaitedMembers(space=space.name, dataset_id=dataset_id, members=sorted(dataset.awaited))
+    step.save(AWAITED, row_key(space.name, dataset_id), record if dataset.awaited else None)
 
 
-def _past(dataset: Dataset, epoch: int) -> str:
+def _past(dataset: DatasetState, epoch: int) -> str:
     if epoch < 0:
         return f"dataset {dataset.plan.dataset_id!r} has no epoch {epoch}: they are counted from 0."
     return (
@@ -306,37 +306,37 @@ def _past(dataset: Dataset, epoch: int) -> str:
     )
 
 
-def _advance(turn: Turn, space: Space, dataset: Dataset, epoch: int) -> bool:
+def _advance(step: CoordinatorStep, space: Space, dataset: DatasetState, epoch: int) -> bool:
     revision = dataset.ledger.revision
     if not dataset.ledger.advance(epoch):
         return False
-    turn.report("epoch-advanced", f"dataset {dataset.plan.dataset_id!r} is in epoch {epoch} now", space.name)
-    save_changed(turn, space, dataset, revision)
+    step.report("epoch-advanced", f"dataset {dataset.plan.dataset_id!r} is in epoch {epoch} now", space.name)
+    save_changed(step, space, dataset, revision)
     return True
 
 
-def _set_member(turn: Turn, space: Space, dataset: Dataset, worker_id: str, *, is_member: bool) -> None:
+def _set_member(step: CoordinatorStep, space: Space, dataset: DatasetState, worker_id: str, *, is_member: bool) -> None:
     key = (space.name, dataset.plan.dataset_id)
-    members = turn.members.get(key)
+    members = step.members.get(key)
     if members is None:
-        members = turn.members[key] = set(dataset.ledger.workers)
+        members = step.members[key] = set(dataset.ledger.workers)
     if is_member:
         members.add(worker_id)
     else:
         members.discard(worker_id)
 
 
-def save_changed(turn: Turn, space: Space, dataset: Dataset, revision: int) -> None:
+def save_changed(step: CoordinatorStep, space: Space, dataset: DatasetState, revision: int) -> None:
     """Shards may have moved since this revision of the ledger: if so, all ask again for theirs."""
     if dataset.ledger.revision != revision:
         space.revision += 1
-        _save(turn, space, dataset)
+        _save(step, space, dataset)
 
 
-def _save(turn: Turn, space: Space, dataset: Dataset) -> None:
+def _save(step: CoordinatorStep, space: Space, dataset: DatasetState) -> None:
     """All of its progress, in the place of the marks so far."""
     dataset.ready.clear()
     for mark_key in dataset.mark_keys(space.name):
-        turn.save(MARK, mark_key, None)
+        step.save(MARK, mark_key, None)
     dataset.num_marks = 0
-    turn.save(LEDGER, row_key(space.name, dataset.plan.dataset_id), dataset.progress(space.name, space.revision))
+    step.save(LEDGER, row_key(space.name, dataset.plan.dataset_id), dataset.progress(space.name, space.revision))

@@ -11,7 +11,7 @@ def check(space: Space) -> list[str]:
     broken = [*_workers(space), *_barriers(space)]
     for dataset_id, dataset in space.datasets.items():
         broken += [f"dataset {dataset_id}: {each}" for each in dataset.ledger.check()]
-        timers = {member for member in dataset.awaited if (space.name, dataset_id, member) in space.clocks.awaited}
+        timers = {member for member in dataset.awaited if (space.name, dataset_id, member) in space.timers.awaited}
         if not dataset.awaited == timers <= set(dataset.ledger.workers):
             broken.append(f"dataset {dataset_id}: members {dataset.awaited} are awaited, with timers for {timers}.")
         for worker_id in dataset.ledger.workers:
@@ -34,15 +34,15 @@ def _workers(space: Space) -> list[str]:
     for worker_id, presence in space.present.items():
         if presence.worker.member not in space.ids:
             broken.append(f"nobody knows which rank worker {worker_id} has.")
-    seats = {
-        presence.worker.seat: worker_id
+    rank_slots = {
+        presence.worker.rank_slot: worker_id
         for worker_id, presence in space.present.items()
         if presence.worker.info.world_size > 0 and presence.worker.info.rank >= 0
     }
-    if seats != space.seats:
-        broken.append(f"ranks are taken by {space.seats}, and should be by {seats}.")
+    if rank_slots != space.rank_slots:
+        broken.append(f"ranks are taken by {space.rank_slots}, and should be by {rank_slots}.")
     for worker_id, presence in space.present.items():
-        if presence not in space.clocks.leases:
+        if presence not in space.timers.leases:
             broken.append(f"worker {worker_id} is there for ever: it has no lease.")
         if presence.worker.gone_at or presence.worker.worker_id != worker_id:
             broken.append(f"worker {worker_id} is there as {presence.worker}.")
@@ -61,7 +61,7 @@ def _barriers(space: Space) -> list[str]:
     waits = {worker_id: presence.waits_at for worker_id, presence in space.present.items()}
     for barrier_id, barrier in space.barriers.items():
         key = (space.name, barrier_id)
-        if (barrier.deadline is not None) != (key in space.clocks.barriers):
+        if (barrier.deadline is not None) != (key in space.timers.barriers):
             broken.append(f"barrier {barrier_id} has the deadline {barrier.deadline}, and its timer says otherwise.")
         deadlines = [deadline for each in barrier.waiting.values() for deadline in each.deadlines.values()]
         if barrier.deadline != min(deadlines, default=None):

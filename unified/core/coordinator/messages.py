@@ -43,11 +43,11 @@ class SpaceClosed(Value, frozen=True, kw_only=True):
     space: str
 
 
-class TimePassed(Value, frozen=True, kw_only=True):
+class DeadlineReached(Value, frozen=True, kw_only=True):
     """`CoordinatorCore.next_deadline` has come. Too early or too often does no harm."""
 
 
-Event = RequestCame | WorkerGone | SpaceClosed | TimePassed
+Event = RequestCame | WorkerGone | SpaceClosed | DeadlineReached
 
 
 Row = tuple[str, str, bytes]
@@ -73,7 +73,7 @@ class Answer(Value, frozen=True, kw_only=True):
     answer: MasterAnswer
 
 
-class Report(Value, frozen=True, kw_only=True):
+class LogEvent(Value, frozen=True, kw_only=True):
     """A fact or a decision with its reason, for the log and for `unified explain`."""
 
     event: str
@@ -83,10 +83,10 @@ class Report(Value, frozen=True, kw_only=True):
     worker_id: str = ""
 
 
-Action = Persist | Forget | Answer | Report
+Action = Persist | Forget | Answer | LogEvent
 
 
-class Turn:
+class CoordinatorStep:
     """What the functions of this package write to. A record that is touched twice is persisted once, as it ends up."""
 
     def __init__(self, now: float) -> None:
@@ -110,7 +110,7 @@ class Turn:
         self._answers.append(Answer(token=token, answer=Refused(code=code, reason=reason)))
 
     def report(self, event: str, reason: str, space: str, worker_id: str = "") -> None:
-        self._reports.append(Report(event=event, reason=reason, space=space, worker_id=worker_id))
+        self._reports.append(LogEvent(event=event, reason=reason, space=space, worker_id=worker_id))
 
     def actions(self) -> list[Action]:
         if not self._records:

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
-from unified.core.coordinator.dataset import Dataset, DatasetProgress, Mark
-from unified.core.coordinator.messages import Row, Turn
+from unified.core.coordinator.dataset import DatasetProgress, DatasetState, Mark
+from unified.core.coordinator.messages import CoordinatorStep, Row
 from unified.core.coordinator.records import (
     AWAITED,
     BARRIER,
@@ -18,16 +18,16 @@ from unified.core.coordinator.records import (
     MARK,
     POSITION,
     WORKER,
-    Awaited,
+    AwaitedMembers,
     Barrier,
     Checkpoint,
     LoadedPosition,
     PastReleases,
     Presence,
-    Worker,
+    WorkerRecord,
     row_key,
 )
-from unified.core.coordinator.state import Clocks, Space, heard
+from unified.core.coordinator.state import CoordinatorTimers, Space, heard
 from unified.core.shards.ledger import Ledger
 from unified.errors import CoordinatorError, UnifiedError
 from unified.protocol.coordinator import RegisterDataset
@@ -35,7 +35,9 @@ from unified.protocol.coordinator import RegisterDataset
 R = TypeVar("R")
 
 
-def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable[Row], *, await_s: float) -> None:
+def restore(
+    spaces: dict[str, Space], timers: CoordinatorTimers, now: float, rows: Iterable[Row], *, await_s: float
+) -> None:
     """Fill `spaces`; the order of the rows does not matter. Members that are awaited have `await_s` seconds more.
 
     Raises:
@@ -50,12 +52,12 @@ def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable
 
     def space_of(name: str) -> Space:
         if name not in spaces:
-            spaces[name] = Space(name, clocks)
+            spaces[name] = Space(name, timers)
         return spaces[name]
 
     revisions: dict[str, int] = {}
     try:
-        workers = read(WORKER, Worker)
+        workers = read(WORKER, WorkerRecord)
         for worker in sorted(workers, key=lambda worker: (worker.gone_at, worker.came_at)):
             name = worker.info.space
             revisions[name] = max(revisions.get(name, 0), worker.came_at, worker.gone_at)
@@ -71,14 +73,14 @@ def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable
         for progress in read(LEDGER, DatasetProgress):
             name = progress.space
             revisions[name] = max(revisions.get(name, 0), progress.space_revision)
-            dataset = Dataset(infos[name, progress.dataset_id], Ledger.restore(progress.ledger))
+            dataset = DatasetState(infos[name, progress.dataset_id], Ledger.restore(progress.ledger))
             space_of(name).datasets[progress.dataset_id] = dataset
         for position in read(POSITION, LoadedPosition):
             space_of(position.space).datasets[position.dataset_id].position = position
-        for awaited in read(AWAITED, Awaited):
+        for awaited in read(AWAITED, AwaitedMembers):
             space_of(awaited.space).datasets[awaited.dataset_id].awaited.update(awaited.members)
             for member in awaited.members:
-                clocks.awaited.arm((awaited.space, awaited.dataset_id, member), now + await_s)
+                timers.awaited.arm((awaited.space, awaited.dataset_id, member), now + await_s)
         _marks(spaces, read(MARK, Mark))
         for checkpoint in read(CHECKPOINT, Checkpoint):
             space_of(checkpoint.notice.space).checkpoints[checkpoint.notice.name] = checkpoint
@@ -91,38 +93,38 @@ def restore(spaces: dict[str, Space], clocks: Clocks, now: float, rows: Iterable
         spaces[name].revision = revision + 1  # so that all ask again what was theirs
 
 
-def forget(turn: Turn, space: Space) -> None:
+def forget(step: CoordinatorStep, space: Space) -> None:
     """Everything of a space."""
     for presence in space.present.values():
-        space.clocks.leases.drop(presence)
+        space.timers.leases.drop(presence)
     for worker_id in (*space.present, *space.gone):
-        turn.save(WORKER, row_key(space.name, worker_id), None)
+        step.save(WORKER, row_key(space.name, worker_id), None)
     for barrier_id, barrier in space.barriers.items():
         if barrier.past.generation:  # it was released, and so persisted
-            turn.save(BARRIER, row_key(space.name, barrier_id), None)
+            step.save(BARRIER, row_key(space.name, barrier_id), None)
     for name in space.checkpoints:
-        turn.save(CHECKPOINT, row_key(space.name, name), None)
+        step.save(CHECKPOINT, row_key(space.name, name), None)
     for dataset_id, dataset in space.datasets.items():
-        turn.save(DATASET, row_key(space.name, dataset_id), None)
-        turn.save(LEDGER, row_key(space.name, dataset_id), None)
+        step.save(DATASET, row_key(space.name, dataset_id), None)
+        step.save(LEDGER, row_key(space.name, dataset_id), None)
         if dataset.position is not None:
-            turn.save(POSITION, row_key(space.name, dataset_id), None)
+            step.save(POSITION, row_key(space.name, dataset_id), None)
         if dataset.awaited:
-            turn.save(AWAITED, row_key(space.name, dataset_id), None)
+            step.save(AWAITED, row_key(space.name, dataset_id), None)
             for member in dataset.awaited:
-                space.clocks.awaited.cancel((space.name, dataset_id, member))
+                space.timers.awaited.cancel((space.name, dataset_id, member))
         for key in dataset.mark_keys(space.name):
-            turn.save(MARK, key, None)
+            step.save(MARK, key, None)
 
 
-def _worker(space: Space, now: float, worker: Worker) -> None:
+def _worker(space: Space, now: float, worker: WorkerRecord) -> None:
     if worker.gone_at:
         space.gone[worker.worker_id] = worker
         return
     presence = space.present[worker.worker_id] = Presence(worker, worker.info.session, now)
-    world, rank = worker.seat
+    world, rank = worker.rank_slot
     if world > 0 and rank >= 0:
-        space.seats[worker.seat] = worker.worker_id
+        space.rank_slots[worker.rank_slot] = worker.worker_id
     heard(space, presence, now)
 
 

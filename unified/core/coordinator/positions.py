@@ -7,9 +7,9 @@ from hashlib import blake2b
 
 import msgspec
 
-from unified.core.coordinator.dataset import Dataset
+from unified.core.coordinator.dataset import DatasetState
 from unified.core.coordinator.datasets import asked, hear, save_changed
-from unified.core.coordinator.messages import Token, Turn
+from unified.core.coordinator.messages import CoordinatorStep, Token
 from unified.core.coordinator.records import POSITION, Load, LoadedPosition, names, row_key
 from unified.core.coordinator.state import Space
 from unified.errors import UnifiedError
@@ -20,28 +20,28 @@ Lives = Mapping[str, int] | None
 """Of a job's workers, which life of each runs; None: it is not known."""
 
 
-def restore(turn: Turn, space: Space, token: Token, request: RestorePosition, lives: Lives) -> None:
+def restore(step: CoordinatorStep, space: Space, token: Token, request: RestorePosition, lives: Lives) -> None:
     """Set a dataset back; or, for one of several who go back together, let it join those that have done so."""
-    dataset = asked(turn, space, token, request)
+    dataset = asked(step, space, token, request)
     if dataset is None:
         return
-    hear(turn, space, dataset, request.worker_id)
+    hear(step, space, dataset, request.worker_id)
     mine = dataset.position.loads.get(request.worker_id) if dataset.position is not None else None
     if mine is not None and mine.process == request.process and request.number <= mine.number:
-        turn.answer(token, Done(note="this process has loaded it already"))
+        step.answer(token, Done(note="this process has loaded it already"))
         return
     position = _joined(space, dataset, request, mine, lives)
     digest = _digest(request)
     if position is None:
         if reading := _reading(dataset, request, lives):
-            turn.refuse(token, "bad-request", _alone(request, reading))
+            step.refuse(token, "bad-request", _alone(request, reading))
             return
         position = LoadedPosition(space=space.name, dataset_id=request.dataset_id, digest=digest, loads={})
-        if not _set_back(turn, space, token, dataset, request, lives):
+        if not _set_back(step, space, token, dataset, request, lives):
             return
     elif position.digest != digest:
         others = names(sorted(name for name in position.loads if name != request.worker_id))
-        turn.refuse(
+        step.refuse(
             token,
             "bad-request",
             f"{others} loaded another position of dataset {request.dataset_id!r} than worker {request.worker_id}: all "
@@ -52,12 +52,12 @@ def restore(turn: Turn, space: Space, token: Token, request: RestorePosition, li
         process=request.process, number=request.number, life=request.life, session=request.session
     )
     dataset.position = position
-    turn.save(POSITION, row_key(space.name, request.dataset_id), position)
-    turn.answer(token, Done())
+    step.save(POSITION, row_key(space.name, request.dataset_id), position)
+    step.answer(token, Done())
 
 
 def _joined(
-    space: Space, dataset: Dataset, request: RestorePosition, mine: Load | None, lives: Lives
+    space: Space, dataset: DatasetState, request: RestorePosition, mine: Load | None, lives: Lives
 ) -> LoadedPosition | None:
     """The position that others have loaded, who are still there; None if this request is the first of its round.
 
@@ -81,7 +81,7 @@ def _is_there(space: Space, worker_id: str, load: Load, lives: Lives) -> bool | 
     return None
 
 
-def _reading(dataset: Dataset, request: RestorePosition, lives: Lives) -> list[str]:
+def _reading(dataset: DatasetState, request: RestorePosition, lives: Lives) -> list[str]:
     """Workers that have read on without a position while this one was not reading: they did not go back with it."""
     me = request.worker_id
     if lives is None or request.life < 0 or dataset.marked.get(me) == request.life:
@@ -99,7 +99,9 @@ def _alone(request: RestorePosition, reading: list[str]) -> str:
     )
 
 
-def _set_back(turn: Turn, space: Space, token: Token, dataset: Dataset, request: RestorePosition, lives: Lives) -> bool:
+def _set_back(
+    step: CoordinatorStep, space: Space, token: Token, dataset: DatasetState, request: RestorePosition, lives: Lives
+) -> bool:
     """Whether it could be done; else the request is answered."""
     revision = dataset.ledger.revision
     try:
@@ -107,18 +109,18 @@ def _set_back(turn: Turn, space: Space, token: Token, dataset: Dataset, request:
             dataset.plan.bounds(shard_id)
         dataset.ledger.rewind(request.epoch, request.done)
     except UnifiedError as error:
-        turn.refuse(token, "bad-request", str(error))
+        step.refuse(token, "bad-request", str(error))
         return False
     if request.world:
         there = [presence.worker.member for presence in space.present.values()] if lives is None else lives
         known = {*request.world, *there}
         dataset.ledger.set_workers(name for name in dataset.ledger.workers if name in known)
         for member in dataset.awaited.difference(dataset.ledger.workers):
-            hear(turn, space, dataset, member)
+            hear(step, space, dataset, member)
     dataset.marked.clear()
-    save_changed(turn, space, dataset, revision)
+    save_changed(step, space, dataset, revision)
     where = f"epoch {request.epoch}, with {len(set(request.done))} of {dataset.plan.num_shards} shards done"
-    turn.report("dataset-restored", f"{request.dataset_id!r} goes on from {where}", space.name, request.worker_id)
+    step.report("dataset-restored", f"{request.dataset_id!r} goes on from {where}", space.name, request.worker_id)
     return True
 
 

@@ -19,7 +19,7 @@ MAX_BARRIERS = 1000
 """Barriers of a space that are remembered; of more, those that were used longest ago are not, if nobody waits there."""
 MAX_RELEASES = 4
 """Releases of a barrier of which some answer may have been lost: those of workers that have not arrived since."""
-MAX_TOLD, TOLD_WINDOW_S = 20, 60.0
+MAX_EVENTS, EVENTS_WINDOW_S = 20, 60.0
 """Events that the workers of a space can tell in so many seconds."""
 MAX_PAST_SESSIONS = 8
 """Of a worker: whose lives are over because another one began."""
@@ -30,7 +30,7 @@ def row_key(space: str, name: str) -> str:
     return f"{len(space)}/{space}/{name}"
 
 
-class Worker(msgspec.Struct, eq=False, kw_only=True):
+class WorkerRecord(msgspec.Struct, eq=False, kw_only=True):
     """One life of a worker, there or gone."""
 
     info: RegisterWorker
@@ -59,7 +59,7 @@ class Worker(msgspec.Struct, eq=False, kw_only=True):
         return self.info.member or self.info.worker_id
 
     @property
-    def seat(self) -> tuple[int, int]:
+    def rank_slot(self) -> tuple[int, int]:
         """Its world and its rank there."""
         return (self.info.world_size, self.info.rank)
 
@@ -67,10 +67,10 @@ class Worker(msgspec.Struct, eq=False, kw_only=True):
 class Presence(msgspec.Struct, eq=False):
     """What is known of a life without being persisted."""
 
-    worker: Worker
+    worker: WorkerRecord
     session: str
     seen_at: float
-    spared_at: float = -1.0
+    grace_at: float = -1.0
     """`seen_at` when a silence was first forgiven."""
     waits_at: set[str] = set()
     """Barriers."""
@@ -144,7 +144,7 @@ class LoadedPosition(msgspec.Struct, kw_only=True):
     """By worker: who has loaded it since."""
 
 
-class Awaited(msgspec.Struct, kw_only=True):
+class AwaitedMembers(msgspec.Struct, kw_only=True):
     """Members of a dataset of which nothing was heard yet: others have named them."""
 
     space: str

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from unified.core.coordinator.dataset import Dataset
-from unified.core.coordinator.records import MAX_TOLD, Barrier, Checkpoint, Presence, Worker
+from unified.core.coordinator.dataset import DatasetState
+from unified.core.coordinator.records import MAX_EVENTS, Barrier, Checkpoint, Presence, WorkerRecord
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
 from unified.protocol.coordinator import HeartbeatResponse
 
 
-class Clocks:
+class CoordinatorTimers:
     """What is awaited, in all spaces."""
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class Clocks:
 class Space:
     """Nothing in it is seen in another."""
 
-    def __init__(self, name: str, clocks: Clocks) -> None:
+    def __init__(self, name: str, timers: CoordinatorTimers) -> None:
         self.name = name
-        self.clocks = clocks
+        self.timers = timers
         self.present: dict[str, Presence] = {}
         """Workers that are registered and not lost."""
-        self.seats: dict[tuple[int, int], str] = {}
+        self.rank_slots: dict[tuple[int, int], str] = {}
         """Of those: who has which rank of which world."""
-        self.gone: dict[str, Worker] = {}
+        self.gone: dict[str, WorkerRecord] = {}
         """The others, those that went first first."""
         self.ids: dict[str, str] = {}
         """Id of the worker that registered last for each rank, by the name of the rank as datasets have it; a worker
@@ -48,9 +48,9 @@ class Space:
         self.barriers: dict[str, Barrier] = {}
         """Those at which nobody waits in the order of their last releases."""
         self.num_releases = 0
-        self.datasets: dict[str, Dataset] = {}
+        self.datasets: dict[str, DatasetState] = {}
         self.checkpoints: dict[str, Checkpoint] = {}
-        self.told_at: deque[float] = deque(maxlen=MAX_TOLD)
+        self.event_times: deque[float] = deque(maxlen=MAX_EVENTS)
         """When workers told the last events that were kept."""
         self._revision = 0
         self.alive = HeartbeatResponse(is_known=True, revision=0)
@@ -60,7 +60,7 @@ class Space:
     def is_empty(self) -> bool:
         """Nothing was ever said in it that has to be remembered."""
         known = self.present or self.gone or self.barriers or self.datasets or self.checkpoints
-        return not (self._revision or known or self.told_at)
+        return not (self._revision or known or self.event_times)
 
     def id_of(self, member: str) -> str:
         """Return what the worker of this rank calls itself."""
@@ -90,7 +90,7 @@ REPLACED = "has a newer life, which registered after this one: this one should e
 def heard(space: Space, presence: Presence, now: float) -> None:
     """Its life goes on for another `timeout_s`."""
     presence.seen_at = now
-    space.clocks.leases.renew(presence, now, lease_s=presence.worker.timeout_s)
+    space.timers.leases.renew(presence, now, lease_s=presence.worker.timeout_s)
 
 
 def current(space: Space, worker_id: str, session: str) -> Presence | tuple[str, str]:

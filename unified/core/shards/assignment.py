@@ -14,14 +14,14 @@ from heapq import heapify, heapreplace
 from unified.core.shards.hash_ring import spread
 
 
-def filled(loads: Mapping[str, int], num_more: int, tickets: Mapping[str, bytes]) -> dict[str, int]:
+def fill_lowest(loads: Mapping[str, int], num_more: int, tie_breaks: Mapping[str, bytes]) -> dict[str, int]:
     """How many of `num_more` things each holder gets when they go one by one to one who has least.
 
     Args:
         loads: what each holder has; at least one holder, unless there is nothing to give out.
-        tickets: of each holder; the lowest is first among those that have as many as each other.
+        tie_breaks: of each holder; the lowest is first among those that have as many as each other.
     """
-    rising = sorted(loads, key=lambda name: (loads[name], tickets[name]))
+    rising = sorted(loads, key=lambda name: (loads[name], tie_breaks[name]))
     level = total = 0
     num_below = 0
     for num_below, name in enumerate(rising, 1):
@@ -31,24 +31,24 @@ def filled(loads: Mapping[str, int], num_more: int, tickets: Mapping[str, bytes]
             break
     below = rising[:num_below]
     more = {name: max(level - loads[name], 0) for name in below}
-    _add_one_each(more, [name for name in below if loads[name] <= level], num_more - sum(more.values()), tickets)
+    _add_one_each(more, [name for name in below if loads[name] <= level], num_more - sum(more.values()), tie_breaks)
     return {name: count for name, count in more.items() if count}
 
 
-def drained(loads: Mapping[str, int], num_less: int, tickets: Mapping[str, bytes]) -> dict[str, int]:
+def drain_highest(loads: Mapping[str, int], num_less: int, tie_breaks: Mapping[str, bytes]) -> dict[str, int]:
     """How many of `num_less` things each holder gives when they are taken one by one from one who has most.
 
     Args:
         loads: what each holder has; `num_less` in all, or more.
-        tickets: of each holder; the lowest is first among those that have as many as each other.
+        tie_breaks: of each holder; the lowest is first among those that have as many as each other.
     """
     ceiling = max(loads.values(), default=0)
-    return filled({name: ceiling - load for name, load in loads.items()}, num_less, tickets)
+    return fill_lowest({name: ceiling - load for name, load in loads.items()}, num_less, tie_breaks)
 
 
-def _add_one_each(counts: dict[str, int], names: list[str], num_names: int, tickets: Mapping[str, bytes]) -> None:
+def _add_one_each(counts: dict[str, int], names: list[str], num_names: int, tie_breaks: Mapping[str, bytes]) -> None:
     if num_names:
-        for name in sorted(names, key=tickets.__getitem__)[:num_names]:
+        for name in sorted(names, key=tie_breaks.__getitem__)[:num_names]:
             counts[name] += 1
 
 
@@ -76,11 +76,11 @@ class Owners:
         self.orphans: array[int] = array("I")
         """Not empty only without workers."""
 
-    def begin(self, tickets: Mapping[str, bytes]) -> None:
+    def begin(self, tie_breaks: Mapping[str, bytes]) -> None:
         """Spread all shards of an epoch over these workers."""
-        self.lists = {name: array("I") for name in tickets}
-        if tickets:
-            self._hand_out(range(self._num_shards), filled(self._loads(), self._num_shards, tickets))
+        self.lists = {name: array("I") for name in tie_breaks}
+        if tie_breaks:
+            self._hand_out(range(self._num_shards), fill_lowest(self._loads(), self._num_shards, tie_breaks))
         else:
             self.orphans = array("I", range(self._num_shards))
 
@@ -111,30 +111,30 @@ class Owners:
     def all_shards(self) -> list[int]:
         return [shard_id for shards in [*self.lists.values(), self.orphans] for shard_id in shards]
 
-    def change(self, tickets: Mapping[str, bytes]) -> None:
-        """Give everything to these workers, each with a ticket that decides between equals.
+    def change(self, tie_breaks: Mapping[str, bytes]) -> None:
+        """Give everything to these workers, each with a hash that decides between equals.
 
         What has lost its owner goes to those that have least. Who is new is given what it lacks to the mean, rounded
         down, by those that have most: of theirs, what they would read last.
         """
         self.is_moved = True
         freed = self.orphans
-        for name in [name for name in self.lists if name not in tickets]:
+        for name in [name for name in self.lists if name not in tie_breaks]:
             freed += self.lists.pop(name)
-        new = [name for name in tickets if name not in self.lists]
+        new = [name for name in tie_breaks if name not in self.lists]
         for name in new:
             self.lists[name] = array("I")
         self.orphans = array("I")
         if not self.lists:
             self.orphans = freed
             return
-        self._hand_out(freed, filled(self._loads(), len(freed), tickets))
+        self._hand_out(freed, fill_lowest(self._loads(), len(freed), tie_breaks))
 
         mean = sum(map(len, self.lists.values())) // len(self.lists)
         lacking = {name: mean - len(self.lists[name]) for name in new if len(self.lists[name]) < mean}
         given = array("I")
         if lacking:
-            for name, count in drained(self._loads(), sum(lacking.values()), tickets).items():
+            for name, count in drain_highest(self._loads(), sum(lacking.values()), tie_breaks).items():
                 given += self.lists[name][:count]
                 del self.lists[name][:count]
         self._hand_out(given, lacking)
@@ -154,8 +154,8 @@ class Owners:
     def _loads(self) -> dict[str, int]:
         return {name: len(shards) for name, shards in self.lists.items()}
 
-    def _hand_out(self, shard_ids: Sequence[int], rooms: Mapping[str, int]) -> None:
-        for name, more in spread(self._salt, shard_ids, self._num_shards, rooms).items():
+    def _hand_out(self, shard_ids: Sequence[int], capacities: Mapping[str, int]) -> None:
+        for name, more in spread(self._salt, shard_ids, self._num_shards, capacities).items():
             shards = self.lists[name]
             first = array("I", [shards.pop()]) if self._is_read and shards else array("I")
             self.lists[name] = self._ordered([*more, *shards] if shards else more) + first

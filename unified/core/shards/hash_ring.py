@@ -1,4 +1,4 @@
-"""Consistent hashing with bounded load: each shard goes to its place on a ring of workers, or to the next with room."""
+"""Consistent hashing with bounded load: a shard goes to its place on a ring of workers, or to the next with room."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ ROWS = 2048
 """Of a large dataset, or up to twice as many: sorted in a millisecond, and enough for a spread as if by chance."""
 
 
-def spread(salt: str, shard_ids: Sequence[int], num_shards: int, rooms: Mapping[str, int]) -> dict[str, array[int]]:
-    """Give shards to workers with room for all of them. The salt tells one spreading from another.
+def spread(
+    salt: str, shard_ids: Sequence[int], num_shards: int, capacities: Mapping[str, int]
+) -> dict[str, array[int]]:
+    """Give shards to workers with capacity for all of them. The salt tells one spreading from another.
 
     Args:
         shard_ids: each once, below `num_shards`; their order does not matter.
         num_shards: places on the ring.
 
     Returns:
-        Of each worker with room its shards, in no particular order.
+        Of each worker with capacity its shards, in no particular order.
     """
-    names = sorted(name for name, room in rooms.items() if room)
+    names = sorted(name for name, capacity in capacities.items() if capacity)
     if len(names) < 2:
         return {name: array("I", shard_ids) for name in names}
     points = sorted(point << 32 | index for index, name in enumerate(names) for point in points_of(name))
     in_order, places = along_the_ring(salt, shard_ids, num_shards)
     lists = [array("I") for _ in names]
-    left = [rooms[name] for name in names]
-    # At each point its worker takes, as far as it has room, what has come by since the point before, and what found no
-    # room there. Once round and nearly once more takes everything to some room.
+    left = [capacities[name] for name in names]
+    # Each point's worker takes, as far as its capacity goes, the shards since the point before, and those that were too
+    # many there. Once round and nearly once more, all shards are taken.
     begin = 0
     for is_second_round in (False, True):
         for point in points:
             index = point & 0xFFFFFFFF
-            if room := left[index]:
-                end = begin + room
+            if capacity := left[index]:
+                end = begin + capacity
                 if not is_second_round:
                     stop = ((point >> 32) * num_shards >> 32) + 1  # the place after this point
                     end = min(end, stop if places is None else bisect_left(places, stop, begin))
                 if begin < end:
                     lists[index] += in_order[begin:end]
-                    left[index] = room - (end - begin)
+                    left[index] = capacity - (end - begin)
                     begin = end
         if begin >= len(in_order):
             break
@@ -57,7 +59,7 @@ def points_of(worker: str, num_points: int = POINTS) -> array[int]:
     return little_endian("I", b"".join(digests)[: 4 * num_points])
 
 
-def ticket(dataset_id: str, worker: str) -> bytes:
+def tie_break(dataset_id: str, worker: str) -> bytes:
     """Decides between workers that are equal otherwise: differently for each dataset, so that none has always more."""
     return blake2b(f"{worker}/{dataset_id}".encode(), digest_size=8).digest()
 

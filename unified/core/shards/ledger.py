@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from unified.core.shards.assignment import Owners
-from unified.core.shards.hash_ring import little_endian, ticket
+from unified.core.shards.hash_ring import little_endian, tie_break
 from unified.core.shards.plan import ShardPlan
 from unified.errors import DatasetError, InvariantError, nearest
 from unified.values import Value
@@ -42,7 +42,7 @@ class LedgerSnapshot(Value, frozen=True, kw_only=True):
     """Without `shuffle`: what each epoch begins with."""
 
 
-def taken(owners: Owners, workers: Iterable[str], epoch: int = -1) -> OwnersSnapshot:
+def take_snapshot(owners: Owners, workers: Iterable[str], epoch: int = -1) -> OwnersSnapshot:
     return OwnersSnapshot(
         epoch=epoch,
         lists=[_packed(owners.lists[name][::-1]) for name in workers],
@@ -151,10 +151,10 @@ class Ledger:
         mean by those that have the most, of theirs what they would read last. Nothing else moves. The order of the
         workers does not matter.
         """
-        tickets = self._ticketed(workers)
-        if tickets == self._tickets:
+        tie_breaks = self._ticketed(workers)
+        if tie_breaks == self._tickets:
             return False
-        self._tickets = tickets
+        self._tickets = tie_breaks
         for each in self._epochs.values():
             each.owners.change(self._tickets)
         if self._homes is not None:
@@ -275,8 +275,8 @@ class Ledger:
             epoch=self.epoch,
             revision=self.revision,
             complete=sorted(self._complete),
-            epochs=[taken(state.owners, self._tickets, epoch) for epoch, state in sorted(self._epochs.items())],
-            homes=None if self._homes is None else taken(self._homes, self._tickets),
+            epochs=[take_snapshot(state.owners, self._tickets, epoch) for epoch, state in sorted(self._epochs.items())],
+            homes=None if self._homes is None else take_snapshot(self._homes, self._tickets),
         )
 
     @classmethod
@@ -287,7 +287,7 @@ class Ledger:
             InvariantError: it is no snapshot of a ledger, or not a whole one.
         """
         ledger = cls(snapshot.plan)
-        ledger._tickets = {name: ticket(snapshot.plan.dataset_id, name) for name in snapshot.workers}
+        ledger._tickets = {name: tie_break(snapshot.plan.dataset_id, name) for name in snapshot.workers}
         ledger.epoch = snapshot.epoch
         ledger.revision = snapshot.revision
         ledger._complete = set(snapshot.complete)
@@ -338,7 +338,7 @@ class Ledger:
 
     def _ticketed(self, workers: Iterable[str]) -> dict[str, bytes]:
         known = self._tickets
-        return {name: known.get(name) or ticket(self.plan.dataset_id, name) for name in sorted(set(workers))}
+        return {name: known.get(name) or tie_break(self.plan.dataset_id, name) for name in sorted(set(workers))}
 
     def _new_owners(self, epoch: int) -> Owners:
         salt = f"{epoch if self.plan.shuffle else 0}/{self.plan.dataset_id}"

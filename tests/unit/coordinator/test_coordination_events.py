@@ -9,7 +9,7 @@ import pytest
 from tests.support.coordinator import Story
 from unified.core.coordinator.checkpoints import MAX_REASON
 from unified.core.coordinator.messages import SpaceClosed
-from unified.core.coordinator.records import MAX_TOLD, TOLD_WINDOW_S
+from unified.core.coordinator.records import EVENTS_WINDOW_S, MAX_EVENTS
 from unified.errors import ProtocolError
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import TellEvent, worker_to_coordinator
@@ -36,13 +36,13 @@ def test_an_event_is_reported_in_the_space_of_its_worker() -> None:
 
 def test_of_too_many_the_rest_is_not_kept_and_says_so() -> None:
     story = Story()
-    notes = [story.ask(trouble(), Done).note for _ in range(MAX_TOLD + 3)]
-    assert notes[:MAX_TOLD] == [""] * MAX_TOLD
-    assert all("not kept" in note for note in notes[MAX_TOLD:])
+    notes = [story.ask(trouble(), Done).note for _ in range(MAX_EVENTS + 3)]
+    assert notes[:MAX_EVENTS] == [""] * MAX_EVENTS
+    assert all("not kept" in note for note in notes[MAX_EVENTS:])
     assert story.ask(trouble(space="other"), Done).note == ""
-    story.now += TOLD_WINDOW_S
+    story.now += EVENTS_WINDOW_S
     assert story.ask(trouble(), Done).note == ""
-    assert len(story.reports) == MAX_TOLD + 2
+    assert len(story.reports) == MAX_EVENTS + 2
 
 
 def test_a_long_reason_is_cut_off() -> None:
