@@ -21,7 +21,7 @@ import numpy as np
 import zmq
 
 from unified.memory.copy import Copy, copy_memory, num_cores
-from unified.worker.memory import keep_freed
+from unified.worker.fork_setup import keep_freed
 from unified_agent.environment import TUNABLES, tunables
 from unified_agent.host_resources import last_cache_bytes
 

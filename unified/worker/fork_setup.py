@@ -1,20 +1,50 @@
-"""What a forked worker inherits of the zygote's libraries, put right: threads, random numbers, exit functions."""
+"""Set-up of processes around the fork: modules that a zygote preloads, and fix-ups of a new worker's process.
+
+The fix-ups: threads, random numbers and exit functions of the zygote's libraries, memory, standard streams.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
+import io
 import operator
 import os
 import random
 import sys
 import tempfile
+import traceback
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unified.config import settings
+from unified.errors import OptionError
+
+if TYPE_CHECKING:
+    from unified.protocol.worker_agent import Launch
 
 LIBRARY_GENERATORS = {"sympy.core.random": ("rng", "_assumptions_rng"), "sympy.core.symbol": ("Dummy._prng",)}
 """Generators that libraries, which a zygote has imported, keep beside those of `random`, numpy and torch."""
 _SET_BLAS_THREADS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
+VARIABLE = "UNIFIED_KEEP_FREED_MB"
+DEFAULT_MB = 512
+_MADV_DONTNEED = 4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+LATER = (
+    "mpmath",
+    "sympy",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.fsdp",
+    "torch._inductor.utils",
+    "torch._dynamo",
+)
+"""What torch itself imports when a model is first wrapped in DDP or an optimizer takes its first step: 800 modules,
+more than a second, in every rank anew. In pieces of some tenths of a second, since no worker is forked meanwhile."""
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def disown_finalizers() -> None:
@@ -64,3 +94,160 @@ def _set_blas_threads(threads: int) -> None:
                 if hasattr(library, name):
                     getattr(library, name)(ctypes.c_int(threads))
                     return
+
+
+def keep_freed(env: Mapping[str, str]) -> int:
+    """Have this process keep up to ``UNIFIED_KEEP_FREED_MB`` (512) MiB of freed memory for its next arrays; 0: none.
+
+    glibc gives an array of 32 MiB back to the system when it is freed, and the next one is made of pages that have to
+    be cleared anew, which takes longer than filling it. Threads then share one arena, since only the first can hold
+    large arrays; so call it before there are threads. Where the C library is another one nothing is done.
+
+    Returns:
+        MiB that are kept.
+
+    Raises:
+        OptionError: the variable is no number.
+    """
+    given = env.get(VARIABLE, str(DEFAULT_MB))
+    if not given.isdecimal():
+        raise OptionError(f"{VARIABLE}={given!r} is not a number of MiB (0: as the system does it).")
+    kept_mb = int(given)
+    if kept_mb == 0 or not _has_glibc():
+        return 0
+    mallopt = ctypes.CDLL(None).mallopt
+    nbytes = min(kept_mb * 1024 * 1024, 2**31 - 1)  # it takes an int
+    mallopt(_M_MMAP_THRESHOLD, nbytes)
+    mallopt(_M_TRIM_THRESHOLD, nbytes)
+    mallopt(_M_TOP_PAD, nbytes)  # else all is given back once it is more than the threshold
+    mallopt(_M_ARENA_MAX, 1)
+    return kept_mb
+
+
+def give_back_idle() -> None:
+    """Give the system what importing needed once: freed memory, and pages of libraries' files.
+
+    Of torch's libraries 70 MB are read while they are loaded, most of it never again. What is needed after all is read
+    anew, from the system's cache of files. Only pages that are the same as in the file are given back. Children find
+    nothing missing: a fork does not pass such pages on.
+    """
+    libc = ctypes.CDLL(None)
+    if _has_glibc():
+        libc.malloc_trim(0)
+    advise = libc.madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with contextlib.suppress(OSError, ValueError):
+        for start, end in list(_unchanged_pages()):
+            advise(start, end - start, _MADV_DONTNEED)
+
+
+def _unchanged_pages() -> Iterator[tuple[int, int]]:
+    """Addresses of mappings of files that cannot be written to, and of which no page was changed before that was so."""
+    start = end = 0
+    is_fixed_file = False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            first, *rest = line.split()
+            if not first.endswith(":"):  # "7f00-7f80 r-xp 00000000 08:01 1234 /lib/libc.so.6"
+                start, end = (int(number, 16) for number in first.split("-"))
+                is_fixed_file = len(rest) > 4 and rest[4].startswith("/") and "w" not in rest[0] and "p" in rest[0]
+            elif first == "Anonymous:" and rest[0] == "0" and is_fixed_file:
+                yield start, end
+
+
+def _has_glibc() -> bool:
+    return "CS_GNU_LIBC_VERSION" in os.confstr_names and bool(os.confstr("CS_GNU_LIBC_VERSION"))
+
+
+def warm_up(entry_module: str) -> None:
+    """Import the entry's module, and what it names in `PRELOAD` as far as that is installed.
+
+    Raises:
+        ImportError: the entry's module itself cannot be imported; nothing else is fatal.
+    """
+    with _single_threaded():
+        entry = importlib.import_module(entry_module)
+        for name in getattr(entry, "PRELOAD", ()):
+            _try_import(name)
+
+
+def for_later(entry_module: str) -> list[str]:
+    """Modules worth importing when there are jobs and nobody waits: what `PRELOAD_LATER` names, else torch's own."""
+    return list(getattr(sys.modules[entry_module], "PRELOAD_LATER", LATER if "torch" in sys.modules else ()))
+
+
+def import_one(name: str) -> None:
+    """Import a module if it is there; whatever is wrong with it is no reason not to fork."""
+    with _single_threaded():
+        _try_import(name)
+
+
+def _try_import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            traceback.print_exc()  # it is installed, and something that it needs is not
+    except Exception:  # a broken installation of a library that the job may not even use
+        traceback.print_exc()
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Keep libraries from starting thread pools while they are imported; a pool does not survive a fork."""
+    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class _UnbufferedWriter(io.BufferedWriter):
+    """Keeps nothing back. (The plain file of ``python -u`` loses the rest of a write that a signal cut short.)"""
+
+    def write(self, data: io._WriteBuffer, /) -> int:  # type: ignore[name-defined]  # typeshed's own name for bytes
+        count = super().write(data)
+        self.flush()
+        return count
+
+
+def open_output() -> None:
+    """Make stdout and stderr as torchrun's workers have them, who run with ``python -u``.
+
+    When a call of `print` returns, all of it has left the process, the beginning of a line as well: it can be seen at
+    once, and whatever ends the process does not take it along. No character is an error.
+    """
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        raw.name = f"<{name}>"
+        stream = io.TextIOWrapper(
+            _UnbufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=True
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def take_stdin(launch: Launch) -> None:
+    """Let rank 0 of the job's first role read what its driver would, where both are on one host; others read nothing.
+
+    The file behind the driver's stdin is opened again, which the kernel allows for terminals, pipes and files, and
+    refuses for sockets, and for other users' processes: the worker then reads nothing either.
+    """
+    given = launch.spec.stdin
+    is_first = launch.kind == "worker" and launch.rank == 0 and launch.role == launch.spec.roles[0].name
+    if given is None or not is_first or given.pid_space != settings.pid_space():
+        return
+    try:
+        descriptor = os.open(f"/proc/{given.pid}/fd/0", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+    stream = open(0, closefd=False)  # noqa: SIM115  # open for life
+    for name in ("stdin", "__stdin__"):
+        setattr(sys, name, stream)

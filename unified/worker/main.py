@@ -27,19 +27,32 @@ from unified.job import by_value
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, Failure, Inbox, NameClaims, Progress
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Launch, Reported, Running, Stop
-from unified.worker import ending, environment, process_group
+from unified.worker import environment, process_group
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.entrypoint import Entry, load
-from unified.worker.exit import EXIT_CUT, cut_after, leave, leave_fork
+from unified.worker.exit import (
+    EXIT_CUT,
+    clear_program,
+    cut_after,
+    finish_program,
+    finish_work,
+    flush_files,
+    leave,
+    leave_fork,
+)
 from unified.worker.failure import describe, exit_code, where, with_written
-from unified.worker.fork_setup import disown_finalizers, renew_randomness, settle_libraries
-from unified.worker.memory import keep_freed
+from unified.worker.fork_setup import (
+    disown_finalizers,
+    keep_freed,
+    open_output,
+    renew_randomness,
+    settle_libraries,
+    take_stdin,
+)
 from unified.worker.progress import Reporter
-from unified.worker.rendezvous_store import open_round
-from unified.worker.standard_streams import open_output, take_stdin
+from unified.worker.rendezvous_store import open_round, serve_stores
 from unified.worker.stop import EXIT_INTERRUPTED, StopState, flush_output
-from unified.worker.store_host import serve_stores
 
 SWITCH_S = 0.001
 """A thread that computes in Python lets others, such as the one that answers calls, in after so long; Python's 5 ms
@@ -218,15 +231,15 @@ class _Life:
         self._stop.on_stop(self._hasten_end)
         current_worker()._finish()
         if not (goes_on := self._goes_on()):
-            ending.finish_program()
+            finish_program()
         elif not self._only_serves:
-            ending.finish_work()
+            finish_work()
         self._tell_unread(settle=True)
         if not goes_on:
             self._stop.forget_callbacks()
             self._stop.on_stop(self._hasten_end)
             self._clear()
-            ending.flush_files()
+            flush_files()
         self._stop.finish()
         self._reporter.flush()
         flush_output(within_s=1.0)
@@ -261,7 +274,7 @@ class _Life:
         self._entry = None
         main, self._main = self._main, ""
         if main:
-            ending.clear_program(main, self._own_modules)
+            clear_program(main, self._own_modules)
 
     def _fail(self, error: BaseException) -> NoReturn:
         self._stop.leave()

@@ -1,4 +1,6 @@
-"""Every elastic round gets a TCPStore of its own, opened on request in the job's store host.
+"""Rendezvous stores: every elastic round gets a TCPStore of its own, opened on request in the job's store host.
+
+The store host is a process of its own, so that the death of a rank takes no store away.
 
 Why not one store and a prefix for each round? Our own `init_process_group` could use a prefix, but a plain
 `init_process_group()` in a user's script goes through torch's `env://`, and since torch 2.13 that connects to
@@ -14,16 +16,23 @@ is killed while it asks leaves either a whole request or none; the host waits fo
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from unified.errors import ClusterError
 from unified.protocol.agent_master import RunOrder
+from unified.protocol.worker_agent import Failed, Hello, Launch
+from unified.worker.control import ControlChannel, Handlers
+from unified.worker.environment import variables
+from unified.worker.exit import leave
+from unified.worker.failure import describe
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
@@ -150,3 +159,26 @@ def _slot(number: int) -> str:
 
 def _port_key(prefix: str) -> str:
     return f"unified/round-port/{prefix}"
+
+
+def serve_stores(channel: ControlChannel, launch: Launch) -> NoReturn:
+    """Open the job's store, say where it is, and open one for each round until the agent says stop.
+
+    It keeps nothing that would be worth an orderly end: a stop ends it at once, and so does the agent's death.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    channel.start(
+        Handlers(on_run=lambda order: None, on_directory=lambda entries: None, on_stop=lambda stop: os._exit(0))
+    )
+    os.environ.update(variables(launch))  # before torch resolves its first name
+    try:
+        ports = {role.name: role.communication.port for role in launch.spec.roles}
+        stores = RoundStores(launch.address, ports)
+        channel.send(Hello(pid=os.getpid(), store_port=stores.port))
+        while True:
+            stores.serve_one()
+    except Exception as error:
+        print(f"unified: the store host of job {launch.job_id} cannot go on: {error!r}", file=sys.stderr)
+        category = "setup" if isinstance(error, ImportError) else "crash"
+        channel.send(Failed(failure=describe(error, category=category)))
+        leave(1)

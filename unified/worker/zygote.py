@@ -30,9 +30,7 @@ from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteUp, ZygoteWord, agent_to_zygote
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
 from unified.worker.exit import leave
-from unified.worker.memory import give_back_idle
-from unified.worker.standard_streams import open_output
-from unified.worker.warm import for_later, import_one, warm_up
+from unified.worker.fork_setup import for_later, give_back_idle, import_one, open_output, warm_up
 
 QUIET_S = 1.0
 """After so long without a fork or an exit the zygote does what is worth having but not worth waiting for."""

@@ -9,12 +9,12 @@ import textwrap
 import pytest
 
 from unified.errors import OptionError
-from unified.worker.memory import keep_freed
+from unified.worker.fork_setup import keep_freed
 
 PROGRAM = """
     import resource, threading
     import numpy as np
-    from unified.worker.memory import keep_freed
+    from unified.worker.fork_setup import keep_freed
 
     print(keep_freed({"UNIFIED_KEEP_FREED_MB": %r}))
 
@@ -54,7 +54,7 @@ def test_what_is_no_number_is_refused() -> None:
 
 LIBRARIES = """
     import numpy as np
-    from unified.worker.memory import give_back_idle
+    from unified.worker.fork_setup import give_back_idle
 
     def resident_kb():
         return sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("Pss_File:"))

@@ -357,7 +357,7 @@ SCAN = """
 import gc, multiprocessing.process, os, random, sys
 from operator import attrgetter
 from unified.worker.fork_setup import LIBRARY_GENERATORS
-from unified.worker.warm import for_later, import_one, warm_up
+from unified.worker.fork_setup import for_later, import_one, warm_up
 
 warm_up("unified.worker.main")
 for name in for_later("unified.worker.main"):

@@ -10,7 +10,7 @@ import pytest
 from unified.bus.directory import Directory, LifeBegan
 from unified.errors import UsageError
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability, WorkerIncarnation
-from unified.worker.name_table import NameChanged, NameTable
+from unified.worker.names import NameChanged, NameTable
 
 ALIVE, DEAD, ENDED = Reachability.ALIVE, Reachability.DEAD, Reachability.ENDED
 
