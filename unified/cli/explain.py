@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from unified.cli.options import add_json, add_master, at_least, connect
 from unified.cli.text import print_json
 from unified.client.connection import MasterConnection
-from unified.client.foreground import event_text
+from unified.client.report import event_text
 from unified.errors import RefusedError, UsageError
 from unified.job.names import WorkerRef, parse_worker
 from unified.protocol.client_master import Explain, GetJob, JobList, JobStatus, ListJobs, Story

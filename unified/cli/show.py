@@ -8,8 +8,7 @@ from argparse import ArgumentParser
 from unified.cli.options import add_job, add_json, add_master, connect
 from unified.cli.text import first_line, moment, print_json, table, terminal_width
 from unified.client.connection import MasterConnection
-from unified.client.report import end_lines, unread_lines
-from unified.client.summary import duration_text, number_text, short_name, state_text, summarise
+from unified.client.report import duration_text, end_lines, number_text, short_name, state_text, summarise, unread_lines
 from unified.protocol.client_master import GetJob, JobStatus, WorkerStatus
 from unified.protocol.records import Stage, WorkerState
 
@@ -38,7 +37,7 @@ def status(job: str, master: str | None, watch: bool, json: bool) -> int:
 
 def _watch(connection: MasterConnection, job_id: str) -> JobStatus:
     from unified.client.display import open_display
-    from unified.client.watch import Watch
+    from unified.client.foreground import Watch
 
     with open_display() as display:
         return Watch(connection, job_id, display, with_logs=False, stops_job=False).run()

@@ -8,6 +8,7 @@ timed out never arrives late.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -20,9 +21,9 @@ from typing import Any, Self, TypeVar
 
 import zmq
 
-from unified.client.dealer import Dealer
 from unified.config.addresses import parse_address
 from unified.errors import (
+    KeyRefusedError,
     MasterUnreachableError,
     ProtocolError,
     RefusedError,
@@ -41,13 +42,62 @@ from unified.protocol.client_master import (
     master_to_client,
 )
 from unified.protocol.framing import MAX_MESSAGE, Codec
+from unified.security.curve import secure_client
+from unified.security.handshakes import EVENTS, Handshakes
 from unified.security.keys import KEY_VARIABLE, ClusterKey
 
 RESEND_S = 2.0
 _NOT_TWICE = (SubmitJob, RestartWorkers)
 _FOREVER_MS = 3_600_000
-
 A = TypeVar("A")
+
+
+class Dealer:
+    """A DEALER that connects again by itself, until the master refuses it. Belongs to one thread.
+
+    Attributes:
+        num_broken: handshakes that the master ended without a word, since the last that succeeded.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.immediate = True  # nothing is queued for a master that is not there
+        self.socket.ipv6 = "[" in address
+        self.socket.reconnect_ivl = 50
+        self.socket.reconnect_ivl_max = 1000
+        self.socket.heartbeat_ivl = 2000  # notices a cut that TCP would not
+        self.socket.heartbeat_timeout = 6000
+        secure_client(self.socket, key)
+        self.monitor = self.socket.get_monitor_socket(EVENTS)
+        self._handshakes = Handshakes(address, key)
+        self.socket.connect(address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close()
+
+    @property
+    def num_broken(self) -> int:
+        return self._handshakes.num_broken
+
+    @property
+    def refusal(self) -> KeyRefusedError | None:
+        """Why no message will ever pass; libzmq does not always try again then."""
+        reason = self._handshakes.refusal
+        return None if reason is None else KeyRefusedError(reason)
+
+    def watch(self) -> None:
+        """Take in what the monitor has."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._handshakes.read(self.monitor)
 
 
 class Reply:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from unified.client.logs import LineView, Output
 from unified.client.output import OutputWriter, Prefix, WorkerOutput
-from unified.client.summary import RoleSummary, restarts_text, summarise
+from unified.client.report import RoleSummary, restarts_text, summarise
 from unified.client.terminal import lasting, printable, undecodable_replaced
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus

@@ -1,21 +1,46 @@
-"""A job in the foreground: where to look, progress and output while it runs, last words when it has ended."""
+"""A job in the foreground: where to look, progress and output while it runs, last words when it has ended.
+
+Two threads follow the job: its status by long poll, its workers' output by pulls. Both put what they find in one queue,
+which one consumer empties, so that a display is touched by one thread alone. Ctrl-C and SIGTERM go to the job.
+"""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
-from unified.client.display import open_display
-from unified.client.handle import JobHandle
+from unified.client.connection import MasterConnection
+from unified.client.display import Display, open_display
+from unified.client.handle import MASTER_GRACE_S, JobHandle
+from unified.client.logs import RENEW_S, LogReader, Output
 from unified.client.output import Prefix
-from unified.client.report import end_lines
-from unified.client.terminal import lasting, printable
-from unified.client.watch import Watch
-from unified.errors import UnifiedError
-from unified.job.spec import JobSpec
-from unified.protocol.client_master import Explain, Story
-from unified.protocol.records import EventRecord
+from unified.client.report import STOPPED_BY_USER, end_lines, event_text
+from unified.client.terminal import exit_code, handled, lasting, printable, signal_name
+from unified.errors import ClusterError, MasterUnreachableError, UnifiedError
+from unified.job.spec import JobSpec, OutputFiles
+from unified.protocol.client_master import Explain, GetJob, JobStatus, StopJob, Story
+from unified.protocol.records import Stage
+
+POLL_S = 1.0
+"""How long the master may keep a question about the status."""
+SILENT_S = 2.9
+"""After so long without an answer the master counts as silent."""
+STATUS_PAUSE_S = 0.05
+"""Between two answers, so that a job that reports every step does not flood its driver."""
+MAX_UNSHOWN = 4
+MIN_PAUSE_S = 0.002
+"""Between two rounds of reads, for whoever else has something to do."""
+DRAINED_S = 5.0
+"""After the job's end, how long its last output may take on a terminal."""
+REFRESH_S = 0.2
+FORCE_S = 2.0
+MAX_FOLLOWED = 16
 
 
 def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec) -> int:
@@ -79,8 +104,293 @@ def _keep_story(handle: JobHandle, home: Path) -> str:
     return f"less {path}"
 
 
-def event_text(event: EventRecord) -> str:
-    """``07:49:42.120  worker-failed  trainer_2-0_2-0  killed by SIGKILL``."""
-    moment = time.strftime("%H:%M:%S", time.localtime(event.at)) + f".{int(event.at % 1 * 1000):03}"
-    who = event.worker or event.role or event.node or event.job
-    return f"{moment}  {event.event:<20}  {who:<24}  {event.reason}".rstrip()
+class StatusChanged(NamedTuple):
+    status: JobStatus
+
+
+class OutputRead(NamedTuple):
+    outputs: list[Output]
+
+
+class MasterSilent(NamedTuple):
+    """The master does not answer, for the first time since it last did, or still."""
+
+    since: float
+    """Monotonic."""
+    error: MasterUnreachableError | None = None
+    """Of a request that was given up."""
+
+
+class MasterAnswers(NamedTuple):
+    """It was silent, and is not any more."""
+
+
+class FollowFailed(NamedTuple):
+    """Following cannot go on."""
+
+    error: UnifiedError
+
+
+class Interrupted(NamedTuple):
+    """Ctrl-C or SIGTERM. A signal handler puts it: the queue is safe for that."""
+
+    signal_number: int
+
+
+class Drained(NamedTuple):
+    """No more output will come."""
+
+
+News = StatusChanged | OutputRead | MasterSilent | MasterAnswers | FollowFailed | Interrupted | Drained
+
+
+class Follower:
+    """Follows one job until it is STOPPED or `request_stop` is called."""
+
+    def __init__(self, connection: MasterConnection, job: str, reader: LogReader | None) -> None:
+        self.news: SimpleQueue[News] = SimpleQueue()
+        self._connection = connection
+        self._job = job
+        self._reader = reader
+        self._stop = threading.Event()
+        self._status: JobStatus | None = None
+        self._unshown = threading.BoundedSemaphore(MAX_UNSHOWN)
+        self._threads = [threading.Thread(target=self._follow_status, name="unified-status", daemon=True)]
+        if reader is not None:
+            self._threads.append(threading.Thread(target=self._follow_logs, name="unified-logs", daemon=True))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def shown(self) -> None:
+        """The consumer has shown one `OutputRead`: a reader that waits for a slow terminal may go on."""
+        self._unshown.release()
+
+    def request_stop(self) -> None:
+        """Nobody listens any more. The threads end with their present request, or when the connection is closed."""
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait for both threads, after `request_stop` and the closing of the connection."""
+        self._stop.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _follow_status(self) -> None:
+        version = -1
+        silent_since: float | None = None
+        while not self._stop.is_set():
+            asked_at = time.monotonic()
+            reply = self._connection.send(
+                GetJob(job=self._job, after_version=version, wait_s=POLL_S if version >= 0 else 0.0)
+            )
+            if silent_since is None and not reply.is_answered(SILENT_S):
+                silent_since = asked_at
+                self.news.put(MasterSilent(silent_since))
+            try:
+                status = self._connection.take(reply, JobStatus)
+            except MasterUnreachableError as error:
+                silent_since = asked_at if silent_since is None else silent_since
+                self.news.put(MasterSilent(silent_since, error))
+                self._stop.wait(STATUS_PAUSE_S)
+                continue
+            except UnifiedError as error:
+                self.news.put(FollowFailed(error))
+                return
+            if silent_since is not None:
+                silent_since = None
+                self.news.put(MasterAnswers())
+            if status.version > version:
+                version = status.version
+                self._status = status
+                self.news.put(StatusChanged(status))
+            if status.stage == Stage.STOPPED:
+                return
+            self._stop.wait(STATUS_PAUSE_S)
+
+    def _follow_logs(self) -> None:
+        reader = self._reader
+        while reader is not None and not self._stop.is_set():
+            try:
+                status = self._status
+                if status is not None:
+                    reader.update(status)
+                is_over = status is not None and status.stage == Stage.STOPPED
+                for outputs in reader.drain() if is_over else reader.pull():
+                    self._put(reader, outputs)
+                if is_over:
+                    break
+            except UnifiedError as error:
+                self.news.put(FollowFailed(error))
+                break
+            self._stop.wait(max(reader.pause_s(), MIN_PAUSE_S))
+        self.news.put(Drained())
+
+    def _put(self, reader: LogReader, outputs: list[Output]) -> None:
+        renew_at = time.monotonic() + RENEW_S
+        while not self._unshown.acquire(timeout=0.1):
+            if self._stop.is_set():
+                return
+            if time.monotonic() >= renew_at:
+                reader.renew()
+                renew_at = time.monotonic() + RENEW_S
+        self.news.put(OutputRead(outputs))
+
+
+class Watch:
+    """One wait for the end of one job.
+
+    Args:
+        files: by role, what of its output goes to files and is not shown.
+        problem: says why waiting is of no use any more (an embedded master that died), or None.
+    """
+
+    def __init__(
+        self,
+        connection: MasterConnection,
+        job_id: str,
+        display: Display,
+        *,
+        with_logs: bool = True,
+        files: Mapping[str, OutputFiles] | None = None,
+        problem: Callable[[], str | None] = lambda: None,
+        stops_job: bool = True,
+    ) -> None:
+        self._connection = connection
+        self._job_id = job_id
+        self._display = display
+        self._problem = problem
+        self._stops_job = stops_job
+        self._files = files or {}
+        self._keep = display.wants_all
+        """Nobody watches: the output is written to the last line, however long that takes."""
+        self._reader = self._open_reader() if with_logs else None
+        self._follower = Follower(connection, job_id, self._reader)
+        self._ended: JobStatus | None = None
+        self._ended_at = 0.0
+        self._is_drained = self._reader is None
+        self._stopped_by = 0
+        """The signal that had the job stopped."""
+        self._is_master_silent = False
+        self._left_out = 0
+
+    def run(self) -> JobStatus:
+        """The job's last status.
+
+        Raises:
+            SystemExit: after a second Ctrl-C or SIGTERM (the job was told to end at once), or after the first where
+                watching does not own the job: 130 or 143.
+            MasterUnreachableError: the master was away for longer than `MASTER_GRACE_S`.
+            ClusterError: waiting is of no use any more.
+        """
+        self._follower.start()
+        try:
+            with handled(lambda number: self._follower.news.put(Interrupted(number))):
+                while True:
+                    self._take(self._next())
+                    self._display.refresh()
+                    if self._ended and (self._is_drained or self._is_drained_too_long()):
+                        return self._ended
+        finally:
+            self._follower.request_stop()
+
+    @property
+    def exit_code(self) -> int:
+        """Of a process that watched the job until its end: the job's, or 143 if it was SIGTERM that stopped it."""
+        code = 1 if self._ended is None or self._ended.exit_code is None else self._ended.exit_code
+        return exit_code(self._stopped_by) if self._stopped_by and code == STOPPED_BY_USER else code
+
+    def join(self) -> None:
+        """Wait for the threads behind it; call it after the connection was closed, which ends their requests."""
+        self._follower.join()
+
+    def _open_reader(self) -> LogReader:
+        if self._keep:
+            return LogReader(self._connection, self._job_id, mode="keep", files=self._files)
+        return LogReader(self._connection, self._job_id, mode="live", max_workers=MAX_FOLLOWED, files=self._files)
+
+    def _is_drained_too_long(self) -> bool:
+        return not self._keep and time.monotonic() - self._ended_at > DRAINED_S
+
+    def _next(self) -> News | None:
+        try:
+            return self._follower.news.get(timeout=REFRESH_S)
+        except Empty:
+            return None
+
+    def _take(self, news: News | None) -> None:
+        match news:
+            case None:
+                self._check_cluster()
+            case StatusChanged(status):
+                self._show_status(status)
+            case OutputRead(outputs):
+                self._display.output(outputs)
+                self._follower.shown()
+            case MasterSilent(since, error):
+                self._check_cluster()
+                self._bear_silence(since, error)
+            case MasterAnswers():
+                if self._is_master_silent:
+                    self._is_master_silent = False
+                    self._display.note(f"{self._job_id}  the master at {self._connection.address} answers again")
+            case FollowFailed(error):
+                raise error
+            case Interrupted(number):
+                self._interrupt(number)
+            case Drained():
+                self._is_drained = True
+
+    def _show_status(self, status: JobStatus) -> None:
+        self._display.update(status)
+        left_out = self._reader.left_out if self._reader is not None else 0
+        if left_out and left_out != self._left_out:
+            self._display.note(
+                f"{status.job_id}  shows the output of {MAX_FOLLOWED} workers and not of {left_out} more: "
+                f"unified logs {status.job_id} --role ROLE --rank RANK"
+            )
+        self._left_out = left_out
+        if status.stage == Stage.STOPPED:
+            self._ended, self._ended_at = status, time.monotonic()
+
+    def _check_cluster(self) -> None:
+        problem = self._problem()
+        if problem is not None:
+            raise ClusterError(problem)
+
+    def _bear_silence(self, since: float, error: MasterUnreachableError | None) -> None:
+        if error is not None and time.monotonic() - since > MASTER_GRACE_S:
+            raise MasterUnreachableError(
+                f"the master at {self._connection.address} was away for {MASTER_GRACE_S:g} s. Job {self._job_id} goes "
+                f"on without it; when it is back, `unified status {self._job_id}` shows it."
+            ) from error
+        if not self._is_master_silent:
+            self._is_master_silent = True
+            self._display.note(
+                f"{self._job_id}  the master at {self._connection.address} does not answer; the job goes on, "
+                f"waiting up to {MASTER_GRACE_S:g} s"
+            )
+
+    def _interrupt(self, number: int) -> None:
+        is_second = self._stopped_by != 0
+        self._stopped_by = self._stopped_by or number
+        if not self._stops_job:
+            raise SystemExit(exit_code(number))
+        name = signal_name(number)
+        is_interrupt = self._stopped_by == signal.SIGINT
+        request = StopJob(
+            job=self._job_id, force=is_second, reason=f"{name} in its driver", interrupt=is_interrupt
+        )  # fmt: skip
+        if is_second:
+            self._display.note(f"{self._job_id}  ended at once")
+            try:
+                self._connection.request(request, timeout_s=FORCE_S)
+            except UnifiedError as error:
+                self._display.note(f"{self._job_id}  could not be told to end: {error}")
+            raise SystemExit(exit_code(number))
+        self._display.note(f"{self._job_id}  stopping in order; {name} again ends it at once")
+        # Its effect shows in the status; waiting here would hold up the second one. A master that is away hears it
+        # when it is back.
+        self._connection.send(request, timeout_s=MASTER_GRACE_S)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from unified.client.connection import MasterConnection, Reply
-from unified.client.summary import short_name, size_text
+from unified.client.report import short_name, size_text
 from unified.errors import ClusterError, ProtocolError, RefusedError
 from unified.job.spec import OutputFiles
 from unified.protocol.client_master import JobStatus, LogChunk, ReadLog, WorkerStatus

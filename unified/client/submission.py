@@ -12,8 +12,7 @@ from msgspec import structs
 
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
-from unified.client.signals import ending_at_once
-from unified.client.terminal import is_watched
+from unified.client.terminal import ending_at_once, is_watched
 from unified.config import settings
 from unified.config.addresses import connect_seconds, find_master
 from unified.job.node_range import has_range, with_nodes

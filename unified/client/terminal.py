@@ -1,12 +1,20 @@
-"""stdout and stderr as a driver needs them: their reader may go away, and what workers print may hold anything."""
+"""The driver's terminal: standard streams whose reader may go away, text that may hold anything, Ctrl-C and SIGTERM.
+
+A signal asks for an end in order, instead of a traceback, or a death that takes the cluster along.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import signal
 import sys
-from typing import Self, TextIO, cast
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn, Self, TextIO, cast
 
 from unified.config import settings
 from unified.job.spec import DriverProcess
@@ -21,6 +29,8 @@ _UNWANTED = re.compile(
     r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]",
     re.DOTALL,
 )
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What terminals, SLURM, ``docker stop`` and ``timeout`` send to ask a program for its end."""
 
 
 def printable(line: str) -> str:
@@ -122,3 +132,49 @@ class _LastingStream:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, number)
             os.close(nowhere)
+
+
+@contextmanager
+def handled(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle` with the number of such a signal, where this thread is one that may say so."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        handle(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Such a signal raises `SystemExit` with `exit_code`, so that all ``finally`` is done; a line on stderr says so."""
+    came: list[int] = []
+
+    def end(number: int) -> NoReturn:
+        came.append(number)
+        raise SystemExit(exit_code(number))
+
+    with handled(end):
+        try:
+            yield
+        except SystemExit:
+            if came and sys.stderr is not None:
+                print(f"unified: ended by {signal_name(came[0])}", file=sys.stderr)
+            raise
+
+
+def signal_name(number: int) -> str:
+    """As people call it: ``Ctrl-C``, ``SIGTERM``."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def exit_code(number: int) -> int:
+    """What a shell says of a program that this signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + number

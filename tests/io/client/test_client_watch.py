@@ -17,9 +17,9 @@ from unified import process
 from unified.cli.main import main
 from unified.client.connection import MasterConnection
 from unified.client.display import PlainDisplay, QuietDisplay
+from unified.client.foreground import Watch
 from unified.client.handle import JobHandle
 from unified.client.submission import submit_job
-from unified.client.watch import Watch
 from unified.errors import ClusterError, MasterUnreachableError, RefusedError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.client_master import (
@@ -132,8 +132,8 @@ def test_a_wait_survives_a_master_that_comes_back(job: Job, fake_master: FakeMas
 def test_a_master_that_is_away_is_told_once_and_its_return_too(
     job: Job, fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unified.client.follow.SILENT_S", 0.1)
-    monkeypatch.setattr("unified.client.follow.POLL_S", 0.0)
+    monkeypatch.setattr("unified.client.foreground.SILENT_S", 0.1)
+    monkeypatch.setattr("unified.client.foreground.POLL_S", 0.0)
     monkeypatch.setattr("unified.client.connection.RESEND_S", 0.02)
     asked = 0
 

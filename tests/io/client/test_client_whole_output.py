@@ -12,7 +12,7 @@ import pytest
 from tests.support.played_job import Job
 from unified.client.connection import MasterConnection
 from unified.client.display import PlainDisplay, QuietDisplay
-from unified.client.watch import Watch
+from unified.client.foreground import Watch
 from unified.protocol.client_master import (
     ReadLog,
 )
@@ -61,7 +61,7 @@ def test_a_file_gets_all_of_every_worker_and_says_that_it_wants_it(job: Job, fak
 def test_a_reader_that_nobody_empties_says_that_it_is_still_there(
     job: Job, fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unified.client.follow.RENEW_S", 0.0)
+    monkeypatch.setattr("unified.client.foreground.RENEW_S", 0.0)
     job.output["out"] = b"x" * 10_000_000
     reading, writing = os.pipe()
     with (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from unified.cli.show import status_lines
-from unified.client.report import end_lines
-from unified.client.summary import duration_text, size_text, summarise
+from unified.client.report import duration_text, end_lines, size_text, summarise
 from unified.protocol.client_master import EndReport, JobStatus, RoleStatus, WorkerStatus
 from unified.protocol.records import Failure, Progress, Stage, WorkerState
 

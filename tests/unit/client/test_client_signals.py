@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from unified.cli.main import main
-from unified.client.signals import ending_at_once
+from unified.client.terminal import ending_at_once
 
 
 @pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])

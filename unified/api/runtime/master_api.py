@@ -10,7 +10,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 from unified.api.runtime.actors import actor_named, actors_of
 from unified.client.connection import MasterConnection
-from unified.client.restarting import restart_workers
+from unified.client.handle import restart_workers
 from unified.job.enums import MasterStage
 from unified.protocol.client_master import (
     ClientToMaster,
