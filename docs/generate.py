@@ -18,7 +18,7 @@ from pydantic import AliasChoices
 
 from unified import errors, testing
 from unified.api.builder.roles import ElasticRoleBuilder, SimpleRoleBuilder
-from unified.cli.commands import build
+from unified.cli.main import build
 from unified.cli.run import run_parser
 from unified.client.handle import JobHandle
 from unified.config import logging, runtime, settings

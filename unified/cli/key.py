@@ -11,8 +11,11 @@ from unified.security.keys import KEY_VARIABLE, default_key_file, load_key, writ
 _FILE = f"The key file; else ${KEY_VARIABLE}, else ~/.config/unified/cluster.key."
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def new_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help=_FILE)
+
+
+show_arguments = new_arguments
 
 
 def new(path: Path | None) -> None:

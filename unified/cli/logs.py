@@ -8,9 +8,9 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
 from unified.cli.options import add_job, add_master, at_least, connect
-from unified.cli.text import first_line
 from unified.client.handle import JobHandle
 from unified.client.logs import LogReader, Stream
+from unified.client.report import first_line
 from unified.client.terminal import printable
 from unified.errors import UsageError, nearest
 from unified.job.names import parse_worker
@@ -23,7 +23,7 @@ LINE_BYTES = 400
 STREAMS: dict[str, tuple[Stream, ...]] = {"out": ("out",), "err": ("err",), "both": ("out", "err")}
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def logs_arguments(parser: ArgumentParser) -> None:
     add_job(parser)
     parser.add_argument("worker", nargs="?", default="", metavar="WORKER", help="One worker, such as trainer-0.")
     add_master(parser)
@@ -71,7 +71,10 @@ def logs(
             if follow:
                 sys.stdout.flush()
         if is_silent:
-            print(f"no output yet; job {status.job_id} is {status.stage}: {first_line(status.reason)}", file=sys.stderr)
+            print(
+                f"no output yet; job {status.job_id} is {status.stage}: {first_line(status.reason)}",
+                file=sys.stderr,
+            )
 
 
 def _lines(reader: LogReader, handle: JobHandle, follow: bool, tail: int | None) -> Iterator[str]:

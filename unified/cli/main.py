@@ -1,5 +1,7 @@
 """The `unified` command: finds the subcommand, turns errors into exit codes.
 
+A subcommand's file is imported when it is called, so that neither `--help` nor another waits for it.
+
 Exit codes: 0 all well, 1 the job failed or the cluster said no, 2 the command line is wrong or names a job, worker or
 log that is not there, 130 stopped by the user, 143 by SIGTERM.
 The words of `run` go to a parser of their own, which ends at the script.
@@ -7,12 +9,15 @@ The words of `run` go to a parser of their own, which ends at the script.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from argparse import SUPPRESS, Action, ArgumentParser, _SubParsersAction
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
-from unified.errors import ProtocolError, RefusedError, UnifiedError, UsageError
+from unified.errors import ProtocolError, RefusedError, UnifiedError, UsageError, nearest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +33,6 @@ def _command(words: list[str]) -> int:
         from unified.cli.run import run
 
         return run(words[1:])
-    from unified.cli.commands import execute
-
     return execute(words)
 
 
@@ -70,3 +73,113 @@ def _say(error: Exception, code: int) -> int:
     hint = " (unified --version tells yours)" if isinstance(error, ProtocolError) else ""
     print(f"{'' if text.startswith('unified') else 'unified: '}{text}{hint}", file=sys.stderr)
     return code
+
+
+class Command(NamedTuple):
+    """A subcommand: a function of `unified.cli.MODULE`, called by the names that its `NAME_arguments` adds."""
+
+    module: str
+    help: str
+    """In the list of commands; `--help` of the command itself shows the function's docstring."""
+
+
+class Group(NamedTuple):
+    """A word with commands of its own below it."""
+
+    commands: Mapping[str, Command]
+    help: str
+
+
+_KEY = {
+    "new": Command("key", "Make a new cluster key."),
+    "show": Command("key", "Print the fingerprint of the cluster key."),
+}
+
+
+COMMANDS: dict[str, Command | Group] = {
+    "submit": Command("submit", "Submit the job of a file, and show it until it has ended."),
+    "run": Command("run", "Run a script as torchrun would."),
+    "jobs": Command("show", "List jobs, newest first."),
+    "status": Command("show", "Show a job."),
+    "logs": Command("logs", "Print what a job's workers printed."),
+    "call": Command("job_control", "Call a method of a job's workers and print the result as JSON."),
+    "stop": Command("job_control", "Stop a job and wait until it has ended."),
+    "nodes": Command("show", "List nodes: what each has, and what of it no job holds."),
+    "explain": Command("show", "Say what was decided about a job, or one worker of it, with the reasons."),
+    "key": Group(_KEY, "Make the cluster's key, or see which one this host has."),
+}
+
+
+class Parser(ArgumentParser):
+    """Raises `UsageError` where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+        known = [name for action in self._actions for name in action.option_strings]
+        hint = nearest(words[0].partition("=")[0], known) if words else ""
+        raise UsageError(f"{self.prog}: {message}.{hint} (`{self.prog} --help` shows what there is.)")
+
+
+class _Version(Action):
+    """Version option like argparse's own, which would have to know the release beforehand: reading that takes 10 ms."""
+
+    def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
+        print(f"unified-runtime {release()}")
+        parser.exit()
+
+
+def build(words: Sequence[str] | None = None) -> Parser:
+    """The parser of the command line.
+
+    Args:
+        words: a command line; other commands than its own then know their names alone. None: all know all.
+    """
+    parser = Parser(
+        prog="unified",
+        description="Run distributed training and reinforcement-learning jobs, and look at them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", nargs=0, action=_Version, default=SUPPRESS, help="Print the release and exit.")
+    _add(parser, COMMANDS, words)
+    return parser
+
+
+def execute(words: Sequence[str]) -> int:
+    """Run one command line; the exit code.
+
+    Raises:
+        UsageError: it is wrong.
+        SystemExit: ``--help``, ``--version``.
+    """
+    parser: ArgumentParser = build(words)
+    if not words:
+        parser.print_help()
+        return 2
+    rest = list(words)
+    while rest and rest[0] in (below := _below(parser)):
+        parser = below[rest.pop(0)]
+    # Options may stand between the words of a command, which argparse does not allow of commands that have more below.
+    arguments = vars(parser.parse_args(rest) if _below(parser) else parser.parse_intermixed_args(rest))
+    return arguments.pop("function")(**arguments) or 0
+
+
+def _below(parser: ArgumentParser) -> Mapping[str, ArgumentParser]:
+    """The commands below a parser's."""
+    kinds = (action for action in parser._actions if isinstance(action, _SubParsersAction))
+    return next((action.choices for action in kinds), {})
+
+
+def _add(parser: ArgumentParser, commands: Mapping[str, Command | Group], words: Sequence[str] | None) -> None:
+    kinds = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in commands.items():
+        own = kinds.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        if words is not None and words[:1] != [name]:
+            continue
+        if isinstance(command, Group):
+            _add(own, command.commands, None if words is None else words[1:])
+        elif command.module != "run":  # whose words go to a parser of their own
+            module = importlib.import_module(f"unified.cli.{command.module}")
+            function = getattr(module, name)
+            own.description = function.__doc__
+            own.set_defaults(function=function)
+            getattr(module, f"{name}_arguments")(own)

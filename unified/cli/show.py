@@ -1,21 +1,101 @@
-"""``unified status JOB``: its stage, its roles, its workers, and why it is where it is."""
+"""``unified status``, ``jobs``, ``nodes`` and ``explain``: commands that show what a master knows, as text or JSON."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Sequence
 
-from unified.cli.options import add_job, add_json, add_master, connect
-from unified.cli.text import first_line, moment, print_json, table, terminal_width
+import msgspec
+
+from unified.cli.options import add_job, add_json, add_master, at_least, connect
 from unified.client.connection import MasterConnection
-from unified.client.report import duration_text, end_lines, number_text, short_name, state_text, summarise, unread_lines
-from unified.protocol.client_master import GetJob, JobStatus, WorkerStatus
-from unified.protocol.records import Stage, WorkerState
+from unified.client.report import (
+    duration_text,
+    end_lines,
+    event_text,
+    first_line,
+    number_text,
+    short_name,
+    state_text,
+    summarise,
+    unread_lines,
+)
+from unified.errors import RefusedError, UsageError
+from unified.job.names import WorkerRef, parse_worker
+from unified.protocol.client_master import (
+    Explain,
+    GetJob,
+    JobList,
+    JobStatus,
+    ListJobs,
+    ListNodes,
+    NodeList,
+    NodeStatus,
+    Story,
+    WorkerStatus,
+)
+from unified.protocol.records import NodeState, Stage, WorkerState
 
+REASON_WIDTH = 160
+"""Of the last column, where no terminal says how wide it may be."""
 MAX_ROWS = 40
+HEADER = ["NODE", "STATE", "ADDRESS", "WORKERS", "FREE CPU", "MEMORY", "DEVICES", "ALSO", "SEEN", "REASON"]
+SEARCHED_JOBS = 20
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> list[str]:
+    """Rows under a header, columns two spaces apart; the last one is not padded.
+
+    With a `width`, columns that say nothing in any row are left out, and what goes beyond it is cut, so that no line
+    wraps. Without one, all columns are there, for programs that count them, and only a last column, the reason, that is
+    beyond 160 characters is cut.
+    """
+    texts = [[str(cell) for cell in row] for row in rows]
+    if width is None:
+        texts = [[*row[:-1], cut(row[-1], REASON_WIDTH)] for row in texts]
+    told = [
+        column for column in range(len(header)) if width is None or any(row[column] not in ("", "-") for row in texts)
+    ]
+    cells = [[row[column] for column in told] for row in (list(header), *texts)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(told))]
+    lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return lines if width is None else [cut(line, width) for line in lines]
+
+
+def cut(text: str, width: int) -> str:
+    """The text in so many characters."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None for a file or a pipe, where nothing need be cut."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def moment(at: float | None) -> str:
+    """``07:49:42`` today, ``2025-03-01 07:49`` before; ``-`` for None."""
+    if at is None or at <= 0:
+        return "-"
+    then, today = time.localtime(at), time.localtime()
+    is_today = then[:3] == today[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M", then)
+
+
+def print_json(value: object) -> None:
+    """A record, or a list of them, as indented JSON on stdout."""
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def amount(value: float) -> str:
+    """``8``, ``0.5``: no trailing zeros."""
+    return f"{value:.6g}"
+
+
+def status_arguments(parser: ArgumentParser) -> None:
     add_job(parser)
     add_master(parser)
     parser.add_argument("--watch", "-w", action="store_true", help="Show it live until it has ended.")
@@ -65,13 +145,13 @@ def _worker_lines(status: JobStatus, width: int | None) -> list[str]:
     odd_first = sorted(workers, key=lambda worker: (worker.state == WorkerState.RUNNING, worker.role, worker.rank))
     shown = odd_first[:MAX_ROWS] if len(workers) > MAX_ROWS else workers
     header = ["WORKER", "LIFE", "STATE", "NODE", "PID", "DEVICES", "FAILED", "PROGRESS", "REASON"]
-    lines = table(header, [_row(status, worker) for worker in shown], None if width is None else width - 2)
+    lines = table(header, [_worker_row(status, worker) for worker in shown], None if width is None else width - 2)
     if len(workers) > len(shown):
         lines.append(f"… {len(workers) - len(shown)} more; --json has them all")
     return lines
 
 
-def _row(status: JobStatus, worker: WorkerStatus) -> list[object]:
+def _worker_row(status: JobStatus, worker: WorkerStatus) -> list[object]:
     return [
         short_name(worker),
         worker.incarnation,
@@ -92,3 +172,135 @@ def _progress(worker: WorkerStatus) -> str:
     parts = [] if step is None else [f"{step}/{total}" if total else f"{step}"]
     parts += [f"{name}={number_text(value)}" for name, value in worker.progress.metrics.items()]
     return " ".join(parts) or "-"
+
+
+def jobs_arguments(parser: ArgumentParser) -> None:
+    add_master(parser)
+    add_json(parser)
+
+
+def jobs(master: str | None, json: bool) -> None:
+    """List jobs, newest first."""
+    with connect(master) as connection:
+        found = connection.ask(ListJobs(), JobList).jobs
+    found = sorted(found, key=lambda job: job.submitted_at, reverse=True)
+    if json:
+        print_json(found)
+    elif not found:
+        print("no jobs")
+    else:
+        rows = [
+            [
+                job.job_id,
+                job.stage,
+                "-" if job.exit_code is None else job.exit_code,
+                job.num_workers,
+                moment(job.submitted_at),
+                moment(job.ended_at),
+                first_line(job.reason),
+            ]
+            for job in found
+        ]
+        print(
+            "\n".join(
+                table(["JOB", "STAGE", "EXIT", "WORKERS", "SUBMITTED", "ENDED", "REASON"], rows, terminal_width())
+            )
+        )
+
+
+def nodes_arguments(parser: ArgumentParser) -> None:
+    add_master(parser)
+    add_json(parser)
+
+
+def nodes(master: str | None, json: bool) -> None:
+    """List nodes: what each has, and what of it no job holds."""
+    with connect(master) as connection:
+        found = connection.ask(ListNodes(), NodeList).nodes
+    if json:
+        print_json(found)
+    elif not found:
+        print("no nodes: start `unified-agent --master tcp://HOST:PORT` on a host")
+    else:
+        print(
+            "\n".join(
+                table(HEADER, [_node_row(node) for node in sorted(found, key=lambda node: node.node)], terminal_width())
+            )
+        )
+
+
+def _node_row(node: NodeStatus) -> list[object]:
+    has, free = node.resources, node.free
+    kinds = ", ".join(sorted(Counter(device.kind for device in has.devices)))
+    extras = [f"{name}={amount(value)}" for name, value in sorted(has.user_defined.items())]
+    extras += [f"{name}={value}" for name, value in sorted(node.labels.items())]
+    return [
+        node.node,
+        node.state,
+        node.address,
+        node.num_workers,
+        f"{amount(free.cpu)}/{amount(has.cpu)}",
+        f"{_gb(free.memory_mb)}/{_gb(has.memory_mb)} GB",
+        f"{len(free.devices)}/{len(has.devices)} {kinds}".rstrip(),
+        " ".join(extras) or "-",
+        f"{node.seen_s_ago:.1f} s ago",
+        first_line(node.reason) if node.state != NodeState.ALIVE else "",
+    ]
+
+
+def _gb(megabytes: float) -> str:
+    """``14.9``, ``1007``: three digits are enough, and four fit."""
+    return f"{megabytes / 1024:.{0 if megabytes >= 102400 else 1}f}"
+
+
+def explain_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("subject", metavar="JOB|WORKER", help="A job, JOB/WORKER, or a worker's name.")
+    parser.add_argument(
+        "worker", nargs="?", default="", metavar="WORKER", help="A worker of that job, such as trainer-0."
+    )
+    add_master(parser)
+    parser.add_argument(
+        "--limit", type=at_least(1), default=500, metavar="N", help="At most this many of the newest lines (500)."
+    )
+    add_json(parser)
+
+
+def explain(subject: str, worker: str, master: str | None, limit: int, json: bool) -> None:
+    """Say what was decided about a job, or one worker of it, with the reasons."""
+    job, _, named = subject.partition("/")
+    if named and worker:
+        raise UsageError(f"two workers are named, {named!r} and {worker!r}: write JOB/WORKER or JOB WORKER.")
+    with connect(master) as connection:
+        story = _tell(connection, job, named or worker, limit)
+    if json:
+        print_json(story.events)
+    elif not story.events:
+        print(f"nothing was decided about {subject} yet")
+    else:
+        print("\n".join(event_text(event) for event in story.events))
+
+
+def _tell(connection: MasterConnection, job: str, worker: str, limit: int) -> Story:
+    try:
+        return connection.ask(Explain(job=job, worker=worker, limit=limit), Story)
+    except RefusedError as refusal:
+        if worker or refusal.code != "not-found":
+            raise
+        try:
+            wanted = parse_worker(job)
+        except UsageError:
+            raise refusal from None
+        home = _job_with(connection, wanted)
+        if home is None:
+            raise
+        return connection.ask(Explain(job=home, worker=job, limit=limit), Story)
+
+
+def _job_with(connection: MasterConnection, wanted: WorkerRef) -> str | None:
+    """The newest job that has such a worker."""
+    newest = sorted(connection.ask(ListJobs(), JobList).jobs, key=lambda job: job.submitted_at, reverse=True)
+    for line in newest[:SEARCHED_JOBS]:
+        status = connection.ask(GetJob(job=line.job_id), JobStatus)
+        if any((worker.role, worker.rank) == wanted for worker in status.workers):
+            return line.job_id
+    return None

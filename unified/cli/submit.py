@@ -11,9 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unified.cli.naming import NAME_HELP, chosen_name
-from unified.cli.options import add_master
-from unified.cli.outcome import NO_CLUSTER_TO_LEAVE, outcome
+from unified.cli.options import NAME_HELP, NO_CLUSTER_TO_LEAVE, add_master, chosen_name, outcome
 from unified.config.addresses import find_master
 from unified.errors import UnifiedError, UsageError, nearest
 
@@ -21,7 +19,7 @@ DEFAULT_NAMES = ("job", "build")
 MODULE = "unified_job_file"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def submit_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE.py[:NAME]",

@@ -1,4 +1,4 @@
-"""Texts about a job: a line a role while it runs, one line when it went well, at most a screen when it did not. Pure."""
+"""Texts about a job: a line a role while it runs, one line when it went well, else at most a screen. Pure."""
 
 from __future__ import annotations
 
@@ -112,6 +112,11 @@ def duration_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def first_line(text: str) -> str:
+    """The first line of a text that may have none."""
+    return text.partition("\n")[0]
 
 
 def size_text(num_bytes: int) -> str:

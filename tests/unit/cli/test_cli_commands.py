@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from unified.cli.commands import COMMANDS, Command
-from unified.cli.main import main
+from unified.cli.main import COMMANDS, Command, main
 
 
 @pytest.mark.parametrize("line", ["--help", "status --help", "status x --master tcp://127.0.0.1:9"])

@@ -11,10 +11,8 @@ import torch
 
 from unified.cli.job_control import parse_arguments, to_json
 from unified.cli.main import guarded, main
-from unified.cli.nodes import HEADER, _row
-from unified.cli.show import status_lines
+from unified.cli.show import HEADER, _node_row, status_lines, table
 from unified.cli.submit import load_job
-from unified.cli.text import table
 from unified.errors import ClusterError, RefusedError, UsageError
 from unified.protocol.client_master import JobStatus, NodeStatus, RoleStatus, WorkerStatus
 from unified.protocol.records import Device, NodeResources, NodeState, Stage, WorkerState
@@ -169,7 +167,7 @@ def node(number: int) -> NodeStatus:
 
 
 def test_a_common_list_of_nodes_fits_80_columns() -> None:
-    lines = table(HEADER, [_row(node(number)) for number in (1, 17)], 80)
+    lines = table(HEADER, [_node_row(node(number)) for number in (1, 17)], 80)
     assert lines[0].split()[-1] == "SEEN"
     assert all(line.endswith("0.4 s ago") for line in lines[1:])
 

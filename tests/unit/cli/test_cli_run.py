@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import pytest
 
 from unified.api.builder.torchrun_hosts import check_hosts, common_key
-from unified.cli.naming import chosen_name, job_name
-from unified.cli.quick import quick_spec
-from unified.cli.run import full_spec, run_parser
+from unified.cli.options import chosen_name, job_name
+from unified.cli.run import full_spec, quick_spec, run_parser
 from unified.errors import JobNameError, OptionError, UsageError
 from unified.job.driver import Driver
 from unified.job.names import check_job_name

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unified.api.builder import DLJobBuilder
-from unified.cli.quick import quick_spec
-from unified.cli.run import run_parser
+from unified.cli.run import quick_spec, run_parser
 from unified.job.driver import Driver
 from unified.job.options import submit_options
 from unified.job.to_spec import to_spec
