@@ -17,8 +17,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from unified.api.builder.torchrun import table_parser
-from unified.api.builder.torchrun_hosts import check_hosts, common_key
+from unified.api.builder.torchrun import check_hosts, common_key, table_parser
 from unified.cli.options import NAME_HELP, NO_CLUSTER_TO_LEAVE, chosen_name, outcome
 from unified.config.addresses import find_master
 from unified.config.settings import Intervals

@@ -12,8 +12,7 @@ import pytest
 
 from tests.support.runtime import InstantBus, worker_of
 from unified.api.runtime import RoleGroup, RpcStream, create_rpc_proxy, export_rpc_instance, rpc
-from unified.api.runtime.calling import CallOptions
-from unified.api.runtime.promised_stream import PromisedStream
+from unified.api.runtime.calling import CallOptions, PromisedStream
 from unified.api.runtime.rpc_helper import RPC_REGISTRY
 from unified.bus.calls.future import RpcFuture
 from unified.errors import RpcCancelledError, RpcNotFoundError, UsageError, WorkerDiedError

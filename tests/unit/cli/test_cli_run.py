@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from unified.api.builder.torchrun_hosts import check_hosts, common_key
+from unified.api.builder.torchrun import check_hosts, common_key
 from unified.cli.options import chosen_name, job_name
 from unified.cli.run import full_spec, quick_spec, run_parser
 from unified.errors import JobNameError, OptionError, UsageError

@@ -1,4 +1,4 @@
-"""The options of `torchrun`, and what `dlrover-run` adds to them.
+"""The options of `torchrun` and `dlrover-run`, and torchrun's way on several hosts: which commands are one job.
 
 Importing torch, which holds the real parser, takes longer than all the rest of starting a job; so `unified run` parses
 with this table. A test compares it with the parser of the torch at hand, option by option.
@@ -7,11 +7,20 @@ with this table. A test compares it with the parser of the torch at hand, option
 from __future__ import annotations
 
 import sys
-from argparse import REMAINDER, ArgumentParser
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from unified.errors import OptionError, nearest
+from unified.errors import OptionError, UsageError, nearest
+
+_HERE = "Accepted; the master does this here."
+_JOINS = "With --nnodes above 1, the same command on several hosts is one job of the master's."
+_LOGS = "Accepted; see `unified logs`."
+_STREAMS = "0 none, 1 stdout, 2 stderr, 3 both; or so for some local ranks, 0:1,1:2."
+_THIS_HOST = ("", "localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0")
+_NO_ID = ("", "none")
+_STATIC_PORT = 29500
+"""torchrun's, where no other is given."""
 
 
 class Option(NamedTuple):
@@ -37,11 +46,6 @@ class Option(NamedTuple):
 def _both(name: str) -> tuple[str, str]:
     return f"--{name}", f"--{name.replace('-', '_')}"
 
-
-_HERE = "Accepted; the master does this here."
-_JOINS = "With --nnodes above 1, the same command on several hosts is one job of the master's."
-_LOGS = "Accepted; see `unified logs`."
-_STREAMS = "0 none, 1 stdout, 2 stderr, 3 both; or so for some local ranks, 0:1,1:2."
 
 TORCHRUN = (
     Option(("--nnodes",), "1:1", "Nodes, or a range of them, MIN:MAX."),
@@ -91,9 +95,11 @@ TORCHRUN = (
     Option(_both("virtual-local-rank"), False, "Accepted, without effect."),
 )
 
+
 NODE_CHECK = Option(
     ("--node-check", "--node_check", "--network-check", "--network_check"), False, "Test nodes and links first."
 )
+
 
 DLROVER_RUN = (
     NODE_CHECK,
@@ -110,6 +116,7 @@ DLROVER_RUN = (
     Option(_both("membind-policy"), "preferred", "Accepted, without effect."),
     Option(("--ucp_device_type", "--ucp-device-type"), "cpu", "Accepted, without effect."),
 )
+
 
 LAUNCHERS = {"torchrun": (), "dlrover-run": DLROVER_RUN}
 """Launcher → the options it has beyond torchrun's."""
@@ -179,3 +186,69 @@ def refuse(parser: ArgumentParser, message: str) -> NoReturn:
     known = [name for action in parser._actions for name in action.option_strings]
     hint = nearest(unknown[0].split("=")[0], known) if unknown else ""
     raise OptionError(f"{parser.prog}: {message}.{hint}")
+
+
+def run_id(args: Namespace) -> str:
+    """The id that `--rdzv-id` gives the run; empty without one."""
+    return "" if args.rdzv_id in _NO_ID else str(args.rdzv_id)
+
+
+def common_key(args: Namespace) -> str:
+    """Return the key that the commands of one job on several hosts have in common; empty for a job of one command."""
+    if _highest(args.nnodes) < 2:
+        return ""
+    if found := run_id(args):
+        return found
+    if _is_elsewhere(args.rdzv_endpoint):
+        return str(args.rdzv_endpoint)
+    if _is_elsewhere(args.master_addr):
+        return f"{args.master_addr}:{args.master_port or _STATIC_PORT}"
+    return ""
+
+
+def check_hosts(args: Namespace, prog: str, *, has_master: bool, can_join: bool = True) -> None:
+    """Refuse a command that would be a job of its own on each host.
+
+    Args:
+        has_master: the job goes to a master, which knows more hosts than this one.
+        can_join: a command with a `common_key` joins the job that another host has submitted.
+
+    Raises:
+        UsageError: it would; the message says how the hosts become one job.
+    """
+    if not has_master:
+        is_one_of_many = _lowest(args.nnodes) > 1 or (_highest(args.nnodes) > 1 and _names_other_host(args))
+        if args.node_rank > 0 or (is_one_of_many and not args.standalone):
+            raise UsageError(
+                f"{prog}: --nnodes={args.nnodes} --node-rank={args.node_rank} without a master: hosts find each other "
+                "through a master here. Start `unified-master` on one of them and `unified-agent` on each, and give "
+                "the address with --master or UNIFIED_MASTER. (--standalone lets this host stand in for all nodes.)"
+            )
+    elif args.node_rank > 0 and not (can_join and common_key(args)):
+        raise UsageError(
+            f"{prog}: --node-rank={args.node_rank} has nothing to start: a job is submitted once, and the master "
+            "starts it on all its nodes. Run the command on one host only, without --node-rank."
+            + (" Or give it the same --rdzv-id on each host: then they are one job." if can_join else "")
+        )
+
+
+def _names_other_host(args: Namespace) -> bool:
+    return _is_elsewhere(args.rdzv_endpoint) or _is_elsewhere(args.master_addr)
+
+
+def _is_elsewhere(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    return (host if host and port.isdecimal() else endpoint) not in _THIS_HOST
+
+
+def _lowest(nnodes: str) -> int:
+    return _number(nnodes.partition(":")[0])
+
+
+def _highest(nnodes: str) -> int:
+    return _number(nnodes.rpartition(":")[2])
+
+
+def _number(text: str) -> int:
+    """Return the number that `text` is; 1 if it is none, which is refused later, where nodes are counted."""
+    return int(text) if text.isdecimal() else 1

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from unified import lazy
 
 if TYPE_CHECKING:
-    from unified.api.runtime.future_sequence import FutureSequence
+    from unified.api.runtime.batch import FutureSequence
     from unified.api.runtime.master_api import PrimeMasterApi
     from unified.api.runtime.proxy import UserRpcProxy, create_rpc_proxy
     from unified.api.runtime.role_actor import RoleActor
@@ -47,7 +47,7 @@ __all__ = [
 __getattr__, __dir__ = lazy.exports(
     __name__,
     {
-        "unified.api.runtime.future_sequence": ["FutureSequence"],
+        "unified.api.runtime.batch": ["FutureSequence"],
         "unified.api.runtime.master_api": ["PrimeMasterApi"],
         "unified.api.runtime.proxy": ["UserRpcProxy", "create_rpc_proxy"],
         "unified.api.runtime.role_actor": ["RoleActor"],

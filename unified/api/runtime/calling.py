@@ -1,7 +1,8 @@
-"""How the calls of groups, actors and proxies are made: deadline, retries, streams."""
+"""Calls of groups, actors and proxies: deadline, retries, and streams that have perhaps not begun yet."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, Self, TypeVar
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import method_name
 from unified.bus.calls.retry import RetryPolicy, check_retries, with_retries
+from unified.bus.streams.stream import RpcStream
 from unified.errors import UsageError
 from unified.worker.context import current_worker
 
@@ -117,3 +119,59 @@ def _retried(
         return current_worker().bus.call(target, name, args, kwargs, timeout=left_s, block=False)
 
     return with_retries(first, again, RetryPolicy(retries=options.retries))
+
+
+class PromisedStream(RpcStream[T]):
+    """The stream that a call will be answered with. Only reading waits for that.
+
+    Args:
+        future: of the call.
+    """
+
+    def __init__(self, future: RpcFuture[Any]) -> None:
+        self._future = future
+        self._stream: RpcStream[T] | None = None
+        self._is_over = False
+        self.what = future.what
+
+    def __next__(self) -> T:
+        if self._is_over:
+            raise StopIteration
+        if self._stream is None:
+            try:
+                self._begin(self._future.result())
+            except Exception:
+                self._is_over = True
+                raise
+        assert self._stream is not None
+        return next(self._stream)
+
+    async def __anext__(self) -> T:
+        if self._is_over:
+            raise StopAsyncIteration
+        if self._stream is None:
+            try:  # shielded: a consumer that is cancelled at its first item, or at a later one, may come back
+                self._begin(await asyncio.shield(asyncio.ensure_future(self._future)))
+            except Exception:
+                self._is_over = True
+                raise
+        assert self._stream is not None
+        return await anext(self._stream)
+
+    def close(self) -> None:
+        """Want no more: the generator is told to stop, or never begins. Never waits."""
+        self._is_over = True
+        if not self._future.cancel() and self._future.exception() is None:
+            stream = self._future.result()
+            if isinstance(stream, RpcStream):
+                stream.close()
+
+    def __del__(self) -> None:
+        """The stream inside has its own; before there is one, the endpoint alone will hold it, and drop it."""
+
+    def _begin(self, stream: Any) -> None:
+        if not isinstance(stream, RpcStream):
+            raise UsageError(
+                f"{self.what} was asked for a stream and returned {type(stream).__name__}: its handler is no generator."
+            )
+        self._stream = stream

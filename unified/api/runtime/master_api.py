@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeVar
 
-from unified.api.runtime.actors import actor_named, actors_of
+from unified.api.runtime.role_actor import actor_named, actors_of
 from unified.client.connection import MasterConnection
 from unified.client.handle import restart_workers
 from unified.job.enums import MasterStage

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar, cast
 
-from unified.api.runtime.actors import actor_named
-from unified.api.runtime.calling import CallOptions, begin
-from unified.api.runtime.promised_stream import PromisedStream
+from unified.api.runtime.calling import CallOptions, PromisedStream, begin
+from unified.api.runtime.role_actor import actor_named
 from unified.bus.calls.registry import RpcMark, marked_methods
 from unified.errors import UsageError, nearest
 

@@ -1,15 +1,16 @@
-"""One worker of the job, to be called."""
+"""One worker of the job, found by role or by name, to be called."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
-from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, begin, check_stream
-from unified.api.runtime.promised_stream import PromisedStream
+from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, PromisedStream, begin, check_stream
 from unified.bus.calls.future import RpcFuture
 from unified.bus.streams.stream import RpcStream
-from unified.worker.context import ActorInfo
+from unified.errors import UsageError, nearest
+from unified.job.names import parse_worker
+from unified.worker.context import ActorInfo, current_worker
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,3 +109,44 @@ class RoleActor:
 
     def __repr__(self) -> str:
         return f"RoleActor({self.name!r})"
+
+
+def actors_of(role: str, *, optional: bool = False) -> list[ActorInfo]:
+    """The workers of a role, by rank.
+
+    Raises:
+        UsageError: (a ValueError) there are none, and `optional` is False.
+        NotInWorkerError: this process is not a worker.
+    """
+    worker = current_worker()
+    actors = worker.workers_of(role)
+    if not actors and not optional:
+        hint = "" if role in worker.roles else nearest(role, worker.roles)
+        raise UsageError(f"No actors found for role '{role}'.{hint}")
+    return actors
+
+
+def actor_named(name: str) -> ActorInfo:
+    """The worker of this full name, or short name ``role-rank``, or the rank 0 of the role of this name.
+
+    Raises:
+        UsageError: (a ValueError) the job has no such worker.
+        NotInWorkerError: this process is not a worker.
+    """
+    worker = current_worker()
+    if name in worker.roles:
+        return actors_of(name)[0]
+    try:
+        role, rank = parse_worker(name)
+    except UsageError:
+        raise UsageError(f"No actor is named '{name}'.{nearest(name, worker.roles)} {_known(worker.roles)}") from None
+    for actor in worker.workers_of(role):
+        if name in (actor.name, f"{role}-{actor.rank}"):
+            return actor
+    total = len(worker.workers_of(role))
+    reason = f"Role '{role}' has ranks 0 to {total - 1}: rank {rank}?" if total else _known(worker.roles)
+    raise UsageError(f"No actor is named '{name}'. {reason}")
+
+
+def _known(roles: list[str]) -> str:
+    return f"The job has the roles {', '.join(roles)}; write a role, role-rank or a full name."

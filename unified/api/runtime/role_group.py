@@ -7,12 +7,16 @@ import math
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
-from unified.api.runtime.actors import actors_of
-from unified.api.runtime.batch import check_lengths, share, size_of_batch
-from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, begin_all, begin_each, check_stream
-from unified.api.runtime.future_sequence import FutureSequence
-from unified.api.runtime.promised_stream import PromisedStream
-from unified.api.runtime.role_actor import RoleActor
+from unified.api.runtime.batch import FutureSequence, check_lengths, share, size_of_batch
+from unified.api.runtime.calling import (
+    DEFAULT_OPTIONS,
+    CallOptions,
+    PromisedStream,
+    begin_all,
+    begin_each,
+    check_stream,
+)
+from unified.api.runtime.role_actor import RoleActor, actors_of
 from unified.bus.calls.future import RpcFuture, gather
 from unified.bus.calls.registry import method_name
 from unified.bus.streams.stream import RpcStream

@@ -1,6 +1,6 @@
 """All about rpc in one place: the registry, the decorator, exports, proxies, role groups."""
 
-from unified.api.runtime.future_sequence import FutureSequence
+from unified.api.runtime.batch import FutureSequence
 from unified.api.runtime.proxy import UserRpcProxy, create_rpc_proxy
 from unified.api.runtime.role_actor import RoleActor
 from unified.api.runtime.role_group import RoleGroup

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.bus import PATIENCE_S, World
-from unified.api.runtime.future_sequence import FutureSequence
+from unified.api.runtime.batch import FutureSequence
 from unified.bus.calls.future import gather
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import RpcNotFoundError
