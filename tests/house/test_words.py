@@ -111,7 +111,6 @@ OLD_NAMES: set[str] = {
     "leftovers",
     "lives",
     "unsaid",
-    "warm",
 }
 """Modules and classes that are still to be renamed. Entries may go, never come."""
 
