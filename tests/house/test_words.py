@@ -99,7 +99,6 @@ OLD_NAMES: set[str] = {
     "Reception",
     "RemoteSite",
     "RolePlaces",
-    "Sealed",
     "Site",
     "Staged",
     "Stock",

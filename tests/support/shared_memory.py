@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from unified.bus.codec.codec import Sealed, decode, encode
+from unified.bus.codec.codec import SerializedValue, decode, deserialize, encode
 from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import SharedReader
 
@@ -106,8 +106,8 @@ def obey(side: Side, word: str, arguments: list[Any]) -> Any:
         case "receive":
             sender, body, shared = arguments
             value = side.receive(sender, bytes.fromhex(body), shared)
-            if isinstance(value, Sealed):
-                value = value.open()
+            if isinstance(value, SerializedValue):
+                value = deserialize(value)
             side.held.append(value)
             return int(np.asarray(value, dtype="u8").sum())
         case "send":

@@ -1,46 +1,32 @@
-"""Where the memory of a buffer lies: what Python's own buffers do not tell."""
+"""Buffers: the type of raw memory in messages, and the checks of one that came. A leaf of the bus, without ctypes."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import TYPE_CHECKING
+import math
+from importlib import import_module
+from typing import Any
 
-if TYPE_CHECKING:
-    from unified.bus.codec.tensors import Buffer
+from unified.errors import ProtocolError
 
-
-class _PyBuffer(ctypes.Structure):
-    """Py_buffer of the C API."""
-
-    _fields_ = [
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    ]
+Buffer = bytes | bytearray | memoryview
+MAX_DIMENSIONS = 64
+"""numpy's own limit, and torch's."""
 
 
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.argtypes = (ctypes.c_void_p,)
+def check_size(data: Buffer, shape: list[int], itemsize: int) -> None:
+    """ProtocolError unless `data` holds exactly the items that `shape` claims."""
+    held = memoryview(data).nbytes
+    if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
+        raise ProtocolError(f"a shape of {len(shape)} sizes, or of no sizes, is refused.")
+    if math.prod(shape) * itemsize != held:
+        raise ProtocolError(f"shape {shape} of {itemsize}-byte items does not fit a buffer of {held} bytes.")
 
 
-def address_of(buffer: Buffer) -> int:
-    """Where a contiguous buffer lies, read-only ones too. Good as long as the buffer is not resized.
-
-    Raises:
-        BufferError: it is not contiguous.
-    """
-    found = _PyBuffer()
-    _get_buffer(buffer, ctypes.addressof(found), 0)
-    address = found.buf or 0
-    _release_buffer(ctypes.addressof(found))
-    return address
+def needed(module: str) -> Any:
+    """Import numpy or torch because a value of it came."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ProtocolError(
+            f"a value of {module} came, and {module} is not installed here: pip install 'unified-runtime[torch]'."
+        ) from None

@@ -25,7 +25,7 @@ from unified.bus.calls import pending
 from unified.bus.calls.client import CallDesk
 from unified.bus.calls.deadlock.pool import PoolWatch
 from unified.bus.calls.dispatcher import Intake, MailSorter
-from unified.bus.calls.future import Awaited, RpcFuture
+from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry
 from unified.bus.calls.sender import Courier, Parcel
@@ -37,6 +37,7 @@ from unified.bus.executor import HandlerPool
 from unified.bus.shm.files import identity, own_pid
 from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import SharedReader
+from unified.bus.streams.stream import Awaited
 from unified.bus.transport.connections import Departed, PostOffice
 from unified.bus.transport.io_threads import Receiver
 from unified.bus.transport.listeners import InboxSockets

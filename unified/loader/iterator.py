@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, _utils, get_worker_info
 
 from unified.bus.codec.codec import decode
-from unified.bus.codec.serialized import Sealed
+from unified.bus.codec.serialized import SerializedValue
 from unified.errors import NotInWorkerError, UsageError, nearest
 from unified.loader.epoch import Epoch, EpochSettings
 from unified.loader.local_workers import LocalPlaces
@@ -222,7 +222,7 @@ def _role(worker: Worker | None, role: str | None) -> str | None:
 
 def unwrap(value: Any) -> Any:
     """The batch in what a place sent."""
-    if isinstance(value, Sealed):
+    if isinstance(value, SerializedValue):
         return decode(value.body, value.buffers)  # once, and nobody else has it: tensors need no copy
     return value
 

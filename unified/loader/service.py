@@ -15,7 +15,7 @@ import torch
 
 from unified.bus.calls.inbound import Caller, current_call
 from unified.bus.calls.registry import rpc
-from unified.bus.codec.codec import seal
+from unified.bus.codec.codec import serialize
 from unified.loader.messages import (
     Batch,
     BringParts,
@@ -137,7 +137,7 @@ class Loaders:
         reply = host.fetch(order)
         if not isinstance(reply, Batch):
             return reply
-        return Batch(seal(reply.value))
+        return Batch(serialize(reply.value))
 
     def _close(self, key: str) -> None:
         if key in self._hosts:

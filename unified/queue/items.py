@@ -1,7 +1,7 @@
 """Items as they travel and lie in a queue: encoded by who puts them, opened by who takes them, by nobody between.
 
-A small item is its bytes. One with large parts is a `Sealed`: what of it lies in its producer's shared memory stays
-there, as long as somebody holds it, and goes on to the consumer without a copy.
+A small item is its bytes. One with large parts is a `SerializedValue`: what of it lies in its producer's shared memory
+stays there, as long as somebody holds it, and goes on to the consumer without a copy.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from unified.bus.codec.codec import decode, decode_again, encode
-from unified.bus.codec.serialized import Sealed
+from unified.bus.codec.serialized import SerializedValue
 
-Packed = bytes | Sealed
+Packed = bytes | SerializedValue
 
 
 def pack(value: object) -> Packed:
@@ -22,7 +22,7 @@ def pack(value: object) -> Packed:
         UsageError: part of it cannot be sent; the message names it.
     """
     body, buffers = encode(value)
-    return Sealed(body, buffers) if buffers else body
+    return SerializedValue(body, buffers) if buffers else body
 
 
 def kept(packed: Packed) -> Packed:
@@ -39,7 +39,7 @@ def unpack(packed: Packed, *, is_only: bool) -> Any:
     Raises:
         ProtocolError: it holds an object whose class cannot be imported here.
     """
-    if isinstance(packed, Sealed):
+    if isinstance(packed, SerializedValue):
         return (decode if is_only else decode_again)(packed.body, packed.buffers)
     return decode(packed)
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from unified.bus.codec.serialized import Sealed
+from unified.bus.codec.serialized import SerializedValue
 from unified.errors import QueueJournalError, UsageError
 from unified.queue import items as packed
 from unified.queue.core.messages import (
@@ -243,7 +243,7 @@ class JournalFile:
         rows, buffers = [], []
         for item in items:
             packed: Packed = item.payload
-            body, parts = (packed.body, packed.buffers) if isinstance(packed, Sealed) else (packed, [])
+            body, parts = (packed.body, packed.buffers) if isinstance(packed, SerializedValue) else (packed, [])
             rows.append((item.item_id, item.nbytes, item.put_at + offset, len(parts), body))
             buffers += [(item.item_id, place, data) for place, data in enumerate(parts)]
         database.executemany("insert into items values (?, ?, ?, ?, ?)", rows)
@@ -260,7 +260,7 @@ class JournalFile:
 def _joined(body: bytes, num_buffers: int, buffers: list[bytes]) -> Packed:
     if not num_buffers:
         return body
-    return Sealed(body, list(buffers))
+    return SerializedValue(body, list(buffers))
 
 
 class Journal:

@@ -22,9 +22,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from unified.bus.calls.future import Host, RpcFuture
+from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.streams.stream import Host
 from unified.errors import QueueJournalError, QueueTakenError, UsageError
 from unified.protocol.records import DirectoryEntry, Reachability
 from unified.queue import items as packed

@@ -18,9 +18,9 @@ from traceback import clear_frames
 from typing import NoReturn
 
 from unified import compat, error_file, process
+from unified.bus.calls.late_exports import LateExports
 from unified.bus.calls.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.shm.late_exports import LateExports
 from unified.config.logging import asked_level, log_from
 from unified.errors import EntryPointError
 from unified.job import by_value

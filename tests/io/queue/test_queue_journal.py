@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.queue_core import JournalModel, Story
-from unified.bus.codec.serialized import Sealed
+from unified.bus.codec.serialized import SerializedValue
 from unified.errors import QueueJournalError, UsageError
 from unified.queue.core.messages import (
     Action,
@@ -114,7 +114,7 @@ def test_large_items_come_back_whole_and_with_their_age(tmp_path: Path) -> None:
     path = tmp_path / "q.sqlite"
     value = {"a": np.arange(40_000), "b": np.ones((300, 400), dtype=np.float32), "c": "text"}
     packed = pack(value)
-    assert isinstance(packed, Sealed)
+    assert isinstance(packed, SerializedValue)
     file = JournalFile(path, "q", clocks=Clocks(monotonic=lambda: 10.0, wall=lambda: 1000.0))
     file.commit([SaveItems(items=[Item(3, packed, packed.nbytes, 7.0), Item(4, b"\x01", 1, 8.0)])])
     file.close()

@@ -165,7 +165,7 @@ def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
 
 SCRIPT = """
     import functools, os, sys, time
-    import unified.bus.shm.late_exports
+    import unified.bus.calls.late_exports
     from unified import rpc
 
     def until(name):

@@ -15,17 +15,17 @@ from typing import Any
 
 import msgspec
 
+from unified.bus.buffers import Buffer
 from unified.bus.calls import pending
 from unified.bus.calls.deadlock.monitor import Asked
 from unified.bus.calls.flow_control import CALL_OVERHEAD_BYTES, Window
-from unified.bus.calls.future import Host, RpcFuture, call_in_words
+from unified.bus.calls.future import RpcFuture, call_in_words
 from unified.bus.calls.inbound import CURRENT
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.calls.remote_errors import rebuild
 from unified.bus.calls.sender import Courier, Parcel
 from unified.bus.codec.codec import decode
-from unified.bus.codec.tensors import Buffer
-from unified.bus.streams.stream import RpcStream, StreamFeed
+from unified.bus.streams.stream import Host, RpcStream, StreamFeed
 from unified.bus.transport.connections import PostOffice
 from unified.bus.transport.io_threads import TICK_S
 from unified.bus.transport.unix_connection import Link

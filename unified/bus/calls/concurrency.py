@@ -6,11 +6,32 @@ The caller of these methods holds the service's lock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-from unified.bus.calls.inbound import InboundCall
+
+class QueuedCall(Protocol):
+    """An incoming call, as far as its limit and its order concern it."""
+
+    sender: str
+    method: str
+    chain: list[int]
+    gate: Any
+    stream: Any
+
+    @property
+    def waits(self) -> Sequence[object]:
+        """What threads and tasks of its handler wait for now."""
+
+    @property
+    def token(self) -> int:
+        """Its name in the chains of the calls that its handler makes."""
 
 
-class Gate:
+CallT = TypeVar("CallT", bound=QueuedCall)
+
+
+class Gate(Generic[CallT]):
     """Lets at most `limit` calls in at once; the others wait in line.
 
     Args:
@@ -20,10 +41,10 @@ class Gate:
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
         self.limit = limit
-        self.running: list[InboundCall] = []
-        self.waiting: deque[InboundCall] = deque()
+        self.running: list[CallT] = []
+        self.waiting: deque[CallT] = deque()
 
-    def enter(self, call: InboundCall) -> bool:
+    def enter(self, call: CallT) -> bool:
         """Whether the call may run now; else it waits in line."""
         call.gate = self
         if len(self.running) < self.limit and not self.waiting:
@@ -32,7 +53,7 @@ class Gate:
         self.waiting.append(call)
         return False
 
-    def leave(self, call: InboundCall) -> list[InboundCall]:
+    def leave(self, call: CallT) -> list[CallT]:
         """A call has ended, or was given up; those that may run now."""
         if call in self.running:
             self.running.remove(call)
@@ -50,7 +71,7 @@ class Gate:
         """Whether it is held by streams, which may wait for their readers."""
         return any(call.stream is not None for call in self.running)
 
-    def hopeless(self) -> list[InboundCall]:
+    def hopeless(self) -> list[CallT]:
         """Calls in line that wait, in a circle, for those that keep them there: each of these waits for a call that its
         handler made, and so for the one in line."""
         if any(not call.waits for call in self.running):
@@ -59,18 +80,18 @@ class Gate:
         return [call for call in self.waiting if holders.issubset(call.chain)]
 
 
-class StartOrder:
+class StartOrder(Generic[CallT]):
     """Calls of one sender to one method start one after the other, in the order in which they came, although they are
     handed to different threads."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[str, str], deque[InboundCall]] = {}
+        self._lines: dict[tuple[str, str], deque[CallT]] = {}
 
-    def is_free(self, call: InboundCall) -> bool:
+    def is_free(self, call: CallT) -> bool:
         """Nothing of its sender has yet to start."""
         return (call.sender, call.method) not in self._lines
 
-    def line_up(self, call: InboundCall) -> bool:
+    def line_up(self, call: CallT) -> bool:
         """Whether the call may be handed on now; else `started` names it later."""
         key = (call.sender, call.method)
         line = self._lines.get(key)
@@ -80,7 +101,7 @@ class StartOrder:
         line.append(call)
         return False
 
-    def started(self, call: InboundCall) -> InboundCall | None:
+    def started(self, call: CallT) -> CallT | None:
         """A call that was handed on has started, or never will; the next to hand on."""
         key = (call.sender, call.method)
         line = self._lines.get(key)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
+from unified.bus.buffers import Buffer
 from unified.bus.calls import pending
 from unified.bus.calls.client import CallDesk
 from unified.bus.calls.inbound import InboundCall
@@ -18,7 +19,6 @@ from unified.bus.calls.remote_errors import describe_ours
 from unified.bus.calls.sender import Courier
 from unified.bus.calls.server import CallService
 from unified.bus.codec.codec import Encoded
-from unified.bus.codec.tensors import Buffer
 from unified.bus.shm.reader import PayloadGoneError, SharedReader
 from unified.bus.transport.connections import Departed, PostOffice
 from unified.bus.transport.framing import Frames

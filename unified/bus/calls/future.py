@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from unified.bus.calls.unread import UnreadError
+from unified.bus.streams.stream import Host, Unread
 from unified.bus.transport.unix_connection import Link
 from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError
 
@@ -18,34 +18,6 @@ T = TypeVar("T")
 _LONGEST_SLEEP_S = 3600.0
 """A lock refuses to wait for centuries."""
 _ENDED = (FINISHED, CANCELLED, CANCELLED_AND_NOTIFIED)
-
-
-class Awaited(Protocol):
-    """What a thread waits for: a call, or the next item of a stream."""
-
-    @property
-    def link(self) -> Link | None:
-        """On which it will come, where a waiting thread can receive it itself."""
-
-    def waited_in_vain(self) -> RpcError:
-        """The error of a thread that waits for what it alone could receive."""
-
-
-class Host(Protocol):
-    """The endpoint that a future or a stream belongs to, as far as waiting concerns it."""
-
-    def before_wait(self, awaited: Awaited, task: int = 0) -> object:
-        """This thread is about to wait, or of its tasks the one with this id; give what comes back to `after_wait`.
-
-        Raises:
-            RpcError: it would wait for ever.
-        """
-
-    def after_wait(self, token: Any) -> None:
-        """It waits no more."""
-
-    def failed(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
-        """A future ended in `error`; what it is to hold until somebody reads that."""
 
 
 class RpcFuture(Future[T]):
@@ -79,7 +51,7 @@ class RpcFuture(Future[T]):
     """On which its answer will come, where a waiting thread can receive it itself."""
     parts: Sequence[Future[Any]] = ()
     """Futures that this one waits for."""
-    _unread: UnreadError | None = None
+    _unread: Unread | None = None
     """Its error, until somebody reads that."""
     watcher = 0
     """Ident of the thread that waits for it as for any future, where `is_watched`."""

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from unified.bus.codec.tensors import Buffer
+from unified.bus.buffers import Buffer
 from unified.protocol.envelope import Kind
 
 if TYPE_CHECKING:
     from unified.bus.calls.concurrency import Gate
-    from unified.bus.calls.future import Awaited, RpcFuture
+    from unified.bus.calls.future import RpcFuture
     from unified.bus.codec.codec import Encoded
     from unified.bus.streams.generator import StreamSource
+    from unified.bus.streams.stream import Awaited
     from unified.bus.transport.unix_connection import Link
 
 
@@ -52,7 +53,7 @@ class InboundCall(msgspec.Struct, eq=False):
     """Its handler has returned, or it never began."""
     waits: tuple[Awaited, ...] = ()
     """What threads and tasks of its handler wait for now."""
-    gate: Gate | None = None
+    gate: Gate[InboundCall] | None = None
     task: asyncio.Task[None] | None = None
     deferred: RpcFuture[Any] | None = None
     """The call that its handler returned: it ends with that, and is given up with it."""

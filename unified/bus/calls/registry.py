@@ -304,11 +304,11 @@ class Method(NamedTuple):
     function: Callable[..., Any]
     is_async: bool
     is_inline: bool
-    gate: Gate | None
+    gate: Gate[Any] | None
     pace: Pace
 
 
-def describe_method(name: str, function: Callable[..., Any], gates: dict[str, Gate]) -> Method:
+def describe_method(name: str, function: Callable[..., Any], gates: dict[str, Gate[Any]]) -> Method:
     """Look at a function.
 
     Args:

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
+from unified.bus.buffers import Buffer
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.codec.codec import Encoded
 from unified.bus.codec.pickling import are_refused
-from unified.bus.codec.tensors import Buffer
 from unified.config.logging import LogOnce
 from unified.errors import (
     BusOverloadedError,

@@ -18,7 +18,7 @@ from typing import Any
 
 from unified.bus.calls.concurrency import Gate, StartOrder
 from unified.bus.calls.deadlock.monitor import Asked, LineWatch
-from unified.bus.calls.future import Awaited, RpcFuture
+from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT, InboundCall, Reply
 from unified.bus.calls.recent_replies import AnsweredCalls
 from unified.bus.calls.registry import Method, MethodRegistry, describe_method
@@ -26,6 +26,7 @@ from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
 from unified.bus.codec.codec import Encoded, decode, encode
 from unified.bus.executor import HandlerPool, LoopThread
 from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
+from unified.bus.streams.stream import Awaited
 from unified.bus.transport.io_threads import INLINE_TICKS, Receiver
 from unified.bus.transport.unix_connection import Link
 from unified.errors import ProtocolError, RpcCancelledError, RpcError
@@ -76,8 +77,8 @@ class CallService:
         self._known: dict[tuple[str, int], InboundCall] = {}
         self._early: list[InboundCall] | None = []
         self._methods: dict[str, Method] = {}
-        self._gates: dict[str, Gate] = {}
-        self._order = StartOrder()
+        self._gates: dict[str, Gate[InboundCall]] = {}
+        self._order: StartOrder[InboundCall] = StartOrder()
         self._parked: dict[Link, list[Callable[[], object]]] = {}
         """What would begin calls whose link is full."""
         self._answered = AnsweredCalls(worker, lambda *answer: self._reply(*answer))

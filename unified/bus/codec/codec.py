@@ -12,7 +12,7 @@ What arrives:
 - torch tensors on the CPU, over the same (torch has no read-only tensors: writing is possible, and private);
 - of a small view of a large tensor, the view; of a tensor that has a history, the values and `requires_grad`;
 - tensors of a device arrive on the CPU, but for CUDA tensors on one host (`unified.bus.codec.cuda`);
-- a `Sealed` unopened.
+- a `SerializedValue` undecoded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from unified.bus.buffers import Buffer
 from unified.bus.codec.decoder import Reader
 from unified.bus.codec.encoder import BODY, SCALARS, Ext, TooDeep, Writer, is_plain, pack
 from unified.bus.codec.outgoing import OUT_OF_BAND_BYTES as OUT_OF_BAND_BYTES
-from unified.bus.codec.serialized import Sealed as Sealed
-from unified.bus.codec.tensors import Buffer
+from unified.bus.codec.serialized import SerializedValue as SerializedValue
 from unified.errors import ProtocolError
 
 LARGE_BODY_BYTES = 64 * 1024
@@ -95,15 +95,25 @@ def decode_again(body: Buffer, buffers: Sequence[Buffer]) -> Any:
     return _decode(Reader(buffers, is_only=False) if buffers else _BARE, body)
 
 
-def seal(value: object) -> Sealed:
+def deserialize(value: SerializedValue) -> Any:
+    """Decode a serialized value; each call gives one of its own, which may be kept. Arrays are read-only views.
+
+    Raises:
+        ProtocolError: it is corrupt, or holds an object whose class cannot be imported here.
+    """
+    return decode_again(value.body, value.buffers)
+
+
+def serialize(value: object) -> SerializedValue:
     """Encode a value now, for it to be carried, kept and handed on without being decoded on the way.
 
-    Large buffers stay where they are: they must not change before it is sent; `Sealed.detach` if it is to be kept here.
+    Large buffers stay where they are: they must not change before it is sent; `SerializedValue.detach` if it is to be
+    kept here.
 
     Raises:
         UsageError: part of the value cannot be pickled; the message names it.
     """
-    return Sealed(*encode(value))
+    return SerializedValue(*encode(value))
 
 
 def _lifted(value: object, devices: bool) -> Encoded:

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from unified.bus.codec.tensors import Buffer, Windows, build_tensor, needed, tensor_bytes
+from unified.bus.buffers import Buffer, needed
+from unified.bus.codec.tensors import Windows, build_tensor, tensor_bytes
 from unified.config import settings
 from unified.errors import ProtocolError
 
@@ -126,20 +127,6 @@ def rebuild(first: Buffer, second: Buffer, windows: Windows) -> Any:
 
 _DEVICE_ARGUMENT = 6
 """Of `rebuild_cuda_tensor`: the number of the device in the sender's process."""
-
-
-def to_host(torch: Any, tensor: Any) -> Any:
-    """A CUDA tensor's copy on the CPU, by way of pinned memory: several times as fast as into any other.
-
-    The pinned memory comes from torch's own cache of it and goes back there.
-    """
-    try:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    except RuntimeError:  # the system pins no more
-        return tensor.cpu()
-    host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return host
 
 
 def _by_handle(tensor: Any) -> list[Buffer]:

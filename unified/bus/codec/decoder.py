@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from unified.bus.buffers import Buffer, check_size
 from unified.bus.codec.encoder import (
     ARRAY,
     BODY,
@@ -29,8 +30,8 @@ from unified.bus.codec.encoder import (
 )  # fmt: skip
 from unified.bus.codec.numpy_arrays import build_array, build_number
 from unified.bus.codec.pickling import load_object
-from unified.bus.codec.serialized import Sealed
-from unified.bus.codec.tensors import Buffer, Windows, build_tensor, check_size
+from unified.bus.codec.serialized import SerializedValue
+from unified.bus.codec.tensors import Windows, build_tensor
 from unified.errors import ProtocolError
 
 _unpack = msgspec.msgpack.Decoder().decode
@@ -98,7 +99,7 @@ class Reader:
         if code == NUMBER:
             return build_number(*content)
         if code == SEALED:
-            return self._sealed(*content)
+            return self._serialized(*content)
         if code == BODY:
             return self.unpack(self._taking(content), depth + 1)
         if code == DEVICE:
@@ -147,7 +148,9 @@ class Reader:
 
         return rebuild(self._taking(number), self._taking(number + 1), self._windows)
 
-    def _sealed(self, where: int | bytes, first: int, count: int) -> Sealed:
+    def _serialized(self, where: int | bytes, first: int, count: int) -> SerializedValue:
         if not 0 <= first <= first + count <= len(self._buffers):
-            raise ProtocolError(f"a sealed value wants buffers {first} to {first + count} of {len(self._buffers)}.")
-        return Sealed(bytes(self._found(where)), [self._taking(number) for number in range(first, first + count)])
+            raise ProtocolError(f"a serialized value wants buffers {first} to {first + count} of {len(self._buffers)}.")
+        return SerializedValue(
+            bytes(self._found(where)), [self._taking(number) for number in range(first, first + count)]
+        )

@@ -11,7 +11,7 @@ import msgspec
 from unified.bus.codec.numpy_arrays import NUMBER_KINDS, array_bytes, is_raw
 from unified.bus.codec.outgoing import OUT_OF_BAND_BYTES, Outgoing
 from unified.bus.codec.pickling import dump_object
-from unified.bus.codec.serialized import Sealed
+from unified.bus.codec.serialized import SerializedValue
 from unified.bus.codec.tensors import is_dense
 
 Ext = msgspec.msgpack.Ext
@@ -130,7 +130,7 @@ class Writer:
     def _complex(self, value: complex) -> Any:
         return Ext(COMPLEX, pack([value.real, value.imag]))
 
-    def _sealed(self, value: Sealed) -> Any:
+    def _serialized(self, value: SerializedValue) -> Any:
         first = len(self.outgoing.buffers)
         self.outgoing.buffers += value.buffers
         return Ext(SEALED, pack([self.outgoing.aside(value.body), first, len(value.buffers)]))
@@ -169,7 +169,7 @@ _LIFTS: dict[type, Callable[[Writer, Any], Any]] = {
     bytearray: Writer._bytearray,
     memoryview: Writer._memoryview,
     complex: Writer._complex,
-    Sealed: Writer._sealed,
+    SerializedValue: Writer._serialized,
     Ext: Writer.pickled,  # the user's own would be read as one of ours
     msgspec.Raw: Writer.pickled,
 }

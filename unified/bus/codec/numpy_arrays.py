@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unified.bus.codec.tensors import Buffer, check_size, needed
+from unified.bus.buffers import Buffer, check_size, needed
 from unified.bus.shm.allocation import born_at, is_any_living
 from unified.errors import ProtocolError
 

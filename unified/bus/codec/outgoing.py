@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from unified.bus.codec.tensors import Buffer, tensor_bytes
+from unified.bus.buffers import Buffer
+from unified.bus.codec.tensors import tensor_bytes
 
 OUT_OF_BAND_BYTES = 16 * 1024
 """Below this a frame of its own costs more than the copy that it saves."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from unified.bus.codec.tensors import Buffer
+from unified.bus.buffers import Buffer
 from unified.bus.shm.allocation import Born
 from unified.bus.shm.layout import Claims
 from unified.bus.shm.reader import Loan

@@ -20,8 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unified.bus.buffers import address_of
-from unified.bus.codec.tensors import Buffer
+from unified.bus.buffers import Buffer
 from unified.bus.shm.files import (
     DIRECTORY,
     is_alive,
@@ -43,6 +42,7 @@ from unified.bus.shm.layout import (
 )
 from unified.bus.shm.segment import Mapping, array_type, places
 from unified.errors import ProtocolError
+from unified.memory.copy import address_of
 
 _forwarding = threading.Lock()
 _known: weakref.WeakSet[SharedSegment] = weakref.WeakSet()

@@ -18,10 +18,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from unified.bus.buffers import address_of
 from unified.bus.shm.files import first_words, remove_if_unclaimed, segment_name
 from unified.bus.shm.layout import CAPACITY_WORD, CLOSED_WORD, HEADER_BYTES, NUM_WORDS, Claims
-from unified.memory.copy import Copy, copy_memory, num_cores
+from unified.memory.copy import Copy, address_of, copy_memory, num_cores
 
 _MAP_FIXED = 0x10
 """Put it in the place of what is mapped there."""

@@ -37,11 +37,10 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from unified.bus.calls.future import Host
+from unified.bus.buffers import Buffer
 from unified.bus.codec.codec import decode
-from unified.bus.codec.tensors import Buffer
 from unified.bus.transport.unix_connection import Link
 from unified.errors import ProtocolError, RpcError
 
@@ -49,6 +48,41 @@ WINDOW_ITEMS = 16
 """Items that a callee may be ahead of its caller."""
 WINDOW_BYTES = 64 * 1024 * 1024
 """With as many unconsumed bytes, or more, on their way nothing is sent; so one item may be of any size."""
+
+
+class Unread(Protocol):
+    """An error that nobody has read yet: it is logged when this is collected."""
+
+    def was_read(self) -> bool:
+        """Note that somebody has it now; False if that is old news."""
+
+
+class Awaited(Protocol):
+    """What a thread waits for: a call, or the next item of a stream."""
+
+    @property
+    def link(self) -> Link | None:
+        """On which it will come, where a waiting thread can receive it itself."""
+
+    def waited_in_vain(self) -> RpcError:
+        """The error of a thread that waits for what it alone could receive."""
+
+
+class Host(Protocol):
+    """The endpoint that a future or a stream belongs to, as far as waiting concerns it."""
+
+    def before_wait(self, awaited: Awaited, task: int = 0) -> object:
+        """This thread is about to wait, or of its tasks the one with this id; give what comes back to `after_wait`.
+
+        Raises:
+            RpcError: it would wait for ever.
+        """
+
+    def after_wait(self, token: Any) -> None:
+        """It waits no more."""
+
+    def failed(self, what: str | tuple[str, str], error: BaseException) -> Unread | None:
+        """A future ended in `error`; what it is to hold until somebody reads that."""
 
 
 class _Item(NamedTuple):

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from unified.bus.codec.tensors import Buffer
+from unified.bus.buffers import Buffer
 from unified.errors import ProtocolError
 from unified.protocol.envelope import MAX_ENVELOPE_BYTES
 

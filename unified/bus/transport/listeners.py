@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import zmq
 
-from unified.bus.codec.tensors import Buffer
+from unified.bus.buffers import Buffer
 from unified.bus.transport.routes import LOCAL, Policy, ipc_address
 from unified.bus.transport.zmq_connection import HEARTBEAT_MS
 from unified.config.settings import make_private

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from unified.bus.codec.tensors import Buffer
+from unified.bus.buffers import Buffer
 from unified.bus.transport.framing import FrameReader, Frames
 from unified.bus.transport.spin import Spin
 from unified.errors import ProtocolError

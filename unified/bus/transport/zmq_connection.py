@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from unified.bus.codec.tensors import Buffer
+from unified.bus.buffers import Buffer
 from unified.bus.transport.failover import Passage, State
 from unified.security.curve import read_event
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.shared_memory import Side, peers
 from unified import process
+from unified.bus.shm import reader as reader_module
 from unified.bus.shm.files import GRACE_S, YOUNG_S, Sweeper, first_words, is_alive, own_mark, segment_name
 from unified.bus.shm.layout import CLOSED_WORD, HEADER_BYTES, NAMESPACE_WORD
 from unified.bus.shm.reader import SharedSegment
@@ -62,7 +63,7 @@ def test_memory_is_given_back_while_messages_go_on(
         really_remove(segment)
 
     really_remove = Segment.remove
-    monkeypatch.setattr(reader, "SharedSegment", Watched)
+    monkeypatch.setattr(reader_module, "SharedSegment", Watched)
     monkeypatch.setattr(Segment, "remove", remove)
 
     def receive() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.shared_memory import Side, peers
-from unified.bus.codec.codec import Sealed, decode, seal
+from unified.bus.codec.codec import SerializedValue, decode, deserialize, serialize
 from unified.bus.shm.files import Sweeper, identity
 from unified.bus.shm.reader import IDLE_S as READER_IDLE_S
 from unified.bus.shm.reader import SharedReader, loan_behind
@@ -124,7 +124,7 @@ def test_a_tensor_of_the_only_reader_may_be_written_to(directory: str, owner: Si
 
 def test_readers_of_one_tensor_do_not_see_each_others_writes(owner: Side) -> None:
     for number in range(3):  # the second time in memory that was written to before
-        sealed = seal([torch.full((NBYTES,), float(number)), torch.ones(NBYTES)])
+        sealed = serialize([torch.full((NBYTES,), float(number)), torch.ones(NBYTES)])
         staged = owner.pool.stage(sealed.buffers, num_readers=2)
         assert staged is not None
         received = [owner.reader.borrow("owner", staged.grant("owner").shared or [], []) for _ in range(2)]
@@ -140,18 +140,18 @@ def test_readers_of_one_tensor_do_not_see_each_others_writes(owner: Side) -> Non
 
 
 def test_a_sealed_value_stays_as_it_is_however_often_it_is_opened(owner: Side) -> None:
-    sealed = owner.receive("owner", *owner.send([seal(torch.ones(NBYTES))], "owner")[:2])[0]
-    assert isinstance(sealed, Sealed)
-    first = sealed.open()
+    sealed = owner.receive("owner", *owner.send([serialize(torch.ones(NBYTES))], "owner")[:2])[0]
+    assert isinstance(sealed, SerializedValue)
+    first = deserialize(sealed)
     first += 1
-    assert sealed.open().sum() == NBYTES
+    assert deserialize(sealed).sum() == NBYTES
     assert sealed.detach().buffers[0] is sealed.buffers[0], "shared memory does not change and need not be copied"
 
 
 def test_a_sealed_value_is_handed_on_without_a_copy(directory: str, owner: Side) -> None:
     with peers(directory, "producer", "consumer") as [producer, consumer]:
         body, shared = producer.send(NBYTES, 3, "owner")
-        sealed = Sealed(body, owner.reader.borrow("producer", shared, []))
+        sealed = SerializedValue(body, owner.reader.borrow("producer", shared, []))
         body, handed_on, frames = owner.send(sealed, "consumer")
         assert owner.pool.total_bytes == 0
         assert handed_on is not None
@@ -193,13 +193,13 @@ def test_what_was_handed_on_can_be_handed_on_by_copies(directory: str, owner: Si
 
 def test_a_batch_of_sealed_values_is_handed_on_one_by_one(directory: str, owner: Side) -> None:
     producer = Side(directory, "producer")
-    body, shared, _ = producer.send([seal(np.full(50_000, item, "u1")) for item in range(100)], "owner")
+    body, shared, _ = producer.send([serialize(np.full(50_000, item, "u1")) for item in range(100)], "owner")
     batch = owner.receive("producer", body, shared)
     assert len(names(directory)) == 1
     for item, sealed in enumerate(batch):
         body, shared, frames = owner.send(sealed, "consumer")
         assert not frames
-        assert decode(body, owner.reader.borrow("owner", shared or [], [])).open().sum() == item * 50_000
+        assert deserialize(decode(body, owner.reader.borrow("owner", shared or [], []))).sum() == item * 50_000
     assert owner.pool.total_bytes == 0
     del batch, sealed
     producer.pool.close()

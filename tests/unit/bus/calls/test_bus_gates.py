@@ -16,7 +16,7 @@ def call(call_id: int, sender: str = "a", method: str = "m", chain: list[int] | 
 
 @given(limit=st.integers(1, 4), ends=st.lists(st.integers(0, 9), max_size=40), count=st.integers(0, 20))
 def test_gate_admits_in_order_and_never_too_many(limit: int, ends: list[int], count: int) -> None:
-    gate = Gate("m", limit)
+    gate = Gate[InboundCall]("m", limit)
     calls = [call(i) for i in range(count)]
     started = [each for each in calls if gate.enter(each)]
     for pick in ends:
@@ -30,7 +30,7 @@ def test_gate_admits_in_order_and_never_too_many(limit: int, ends: list[int], co
 
 
 def test_call_given_up_in_line_lets_the_next_through() -> None:
-    gate = Gate("m", 1)
+    gate = Gate[InboundCall]("m", 1)
     first, second, third = call(1), call(2), call(3)
     assert [gate.enter(each) for each in (first, second, third)] == [True, False, False]
     assert gate.leave(second) == []
@@ -38,7 +38,7 @@ def test_call_given_up_in_line_lets_the_next_through() -> None:
 
 
 def test_circle_is_seen_only_while_somebody_waits_in_it() -> None:
-    gate = Gate("m", 1)
+    gate = Gate[InboundCall]("m", 1)
     holder = call(1)
     assert gate.enter(holder)
     own, other = call(2, "b", chain=[holder.token]), call(3, "c", chain=[77])
@@ -50,7 +50,7 @@ def test_circle_is_seen_only_while_somebody_waits_in_it() -> None:
 
 
 def test_gate_for_two_is_hopeless_only_when_both_wait_for_the_call() -> None:
-    gate = Gate("m", 2)
+    gate = Gate[InboundCall]("m", 2)
     one, two = call(1), call(2)
     gate.enter(one)
     gate.enter(two)
@@ -62,7 +62,7 @@ def test_gate_for_two_is_hopeless_only_when_both_wait_for_the_call() -> None:
 
 @given(st.lists(st.sampled_from(["start", "come"]), max_size=30))
 def test_one_after_the_other(moves: list[str]) -> None:
-    order = StartOrder()
+    order = StartOrder[InboundCall]()
     came = handed = 0
     out: list[InboundCall] = []
     for move in moves:

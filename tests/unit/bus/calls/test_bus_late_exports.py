@@ -7,8 +7,8 @@ import types
 
 import pytest
 
+from unified.bus.calls.late_exports import LateExports
 from unified.bus.calls.registry import MethodRegistry, rpc
-from unified.bus.shm.late_exports import LateExports
 
 
 def test_a_call_waits_for_the_definition_and_for_no_longer_than_its_time() -> None:

@@ -22,7 +22,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from unified.bus.codec import cuda
-from unified.bus.codec.codec import LARGE_BODY_BYTES, OUT_OF_BAND_BYTES, Sealed, decode, decode_again, encode, seal
+from unified.bus.codec.codec import (
+    LARGE_BODY_BYTES,
+    OUT_OF_BAND_BYTES,
+    SerializedValue,
+    decode,
+    decode_again,
+    deserialize,
+    encode,
+    serialize,
+)
 from unified.bus.codec.encoder import ARRAY, BODY, BYTEARRAY, BYTES, DEVICE, INT, OBJECT, SEALED, TENSOR, TEXT, Writer
 from unified.errors import ProtocolError
 
@@ -71,8 +80,8 @@ def same(one: Any, other: Any) -> bool:
         return all(map(same, one, other)) and len(one) == len(other) and all(map(same, one.values(), other.values()))
     if isinstance(one, Record):
         return same(one.content, other.content)
-    if isinstance(one, Sealed):
-        return same(one.open(), other.open())
+    if isinstance(one, SerializedValue):
+        return same(deserialize(one), deserialize(other))
     return bool(one == other)
 
 
@@ -125,7 +134,7 @@ values = st.recursive(
         | st.builds(Record, inner)
         | inner.map(lambda item: collections.OrderedDict(a=item))
         | inner.map(lambda item: collections.deque([item], maxlen=3))
-        | inner.map(seal)
+        | inner.map(serialize)
     ),
     max_leaves=12,
 )
@@ -164,15 +173,15 @@ def test_arrays_however_they_lie(array: np.ndarray, data: st.DataObject) -> None
 
 @given(st.lists(values, max_size=3))
 def test_a_sealed_value_opens_to_what_was_sealed(items: list[Any]) -> None:
-    sealed = seal(items)
-    assert same(sealed.open(), items)
-    assert same(sealed.detach().open(), items)
+    sealed = serialize(items)
+    assert same(deserialize(sealed), items)
+    assert same(deserialize(sealed.detach()), items)
     carried = over_the_wire({"deep": (sealed, Record(sealed))})["deep"]
     for arrived in (carried[0], carried[1].content):
-        assert type(arrived) is Sealed
+        assert type(arrived) is SerializedValue
         assert arrived.nbytes == sealed.nbytes
-        assert same(arrived.open(), items)
-        assert same(arrived.open(), items), "it can be opened again"
+        assert same(deserialize(arrived), items)
+        assert same(deserialize(arrived), items), "it can be decoded again"
 
 
 def test_a_large_body_becomes_a_buffer() -> None:
@@ -181,21 +190,21 @@ def test_a_large_body_becomes_a_buffer() -> None:
         assert len(encoded.body) < 20
         assert len(encoded.buffers) == 1
         assert over_the_wire(value) == value
-        assert seal(over_the_wire([seal(value)])[0]).open().open() == value
+        assert deserialize(deserialize(serialize(over_the_wire([serialize(value)])[0]))) == value
 
 
 def test_a_sealed_value_is_small_when_its_value_is() -> None:
-    assert seal(None).nbytes == 1
-    assert len(encode(seal([1, 2, 3])).body) < 20
-    assert repr(seal(1)) == "<Sealed: 1 bytes>"
+    assert serialize(None).nbytes == 1
+    assert len(encode(serialize([1, 2, 3])).body) < 20
+    assert repr(serialize(1)) == "<SerializedValue: 1 bytes>"
 
 
 def test_what_is_sealed_here_may_be_detached_from_the_callers_memory() -> None:
     array = np.zeros(OUT_OF_BAND_BYTES, "u1")
-    sealed, detached = seal(array), seal(array).detach()
+    sealed, detached = serialize(array), serialize(array).detach()
     array += 1
-    assert (sealed.open()[0], detached.open()[0]) == (1, 0)
-    assert not sealed.open().flags.writeable
+    assert (deserialize(sealed)[0], deserialize(detached)[0]) == (1, 0)
+    assert not deserialize(sealed).flags.writeable
 
 
 # Broken frames
@@ -223,7 +232,7 @@ def check_cost(body: bytes, buffers: list[bytes]) -> None:
 
 messages = st.recursive(
     plain | arrays.filter(lambda array: array.dtype.names is None and not array.dtype.hasobject) | large,
-    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | inner.map(seal),
+    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | inner.map(serialize),
     max_leaves=6,
 )
 

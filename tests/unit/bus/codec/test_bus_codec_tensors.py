@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.codec.codec import OUT_OF_BAND_BYTES, decode, encode, seal
+from unified.bus.codec.codec import OUT_OF_BAND_BYTES, decode, deserialize, encode, serialize
 
 LARGE = OUT_OF_BAND_BYTES // 4
 
@@ -213,8 +213,8 @@ def test_memory_that_is_used_again_within_one_value_is_not_taken_for_the_same() 
 
 def test_a_sealed_tensor_can_be_opened_twice() -> None:
     tensor = torch.zeros(LARGE)
-    for sealed in (seal(tensor), over_the_wire([seal(tensor)])[0]):
-        first = sealed.open()
+    for sealed in (serialize(tensor), over_the_wire([serialize(tensor)])[0]):
+        first = deserialize(sealed)
         first += 1
-        assert sealed.open().sum() == 0
-    assert tensor.sum() == 0, "opened where it was sealed, it is not the caller's own memory"
+        assert deserialize(sealed).sum() == 0
+    assert tensor.sum() == 0, "decoded where it was serialized, it is not the caller's own memory"

@@ -11,10 +11,9 @@ from contextlib import aclosing
 import pytest
 
 from tests.support.streams import PATIENCE_S, WHAT, Wire, count, count_async
-from unified.bus.calls.future import Awaited
 from unified.bus.codec.codec import encode
 from unified.bus.executor import HandlerPool
-from unified.bus.streams.stream import WINDOW_ITEMS, RpcStream, StreamFeed
+from unified.bus.streams.stream import WINDOW_ITEMS, Awaited, RpcStream, StreamFeed
 from unified.errors import RemoteError, RpcError, RpcTimeoutError
 from unified.protocol.envelope import Kind
 from unified.testing import eventually

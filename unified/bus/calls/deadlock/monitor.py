@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from unified.bus.buffers import Buffer
 from unified.bus.calls.concurrency import Gate
 from unified.bus.calls.deadlock.graph import Circles, Findings, Halted, decode_halted, encode_halted, name_of, reader_of
 from unified.bus.calls.inbound import InboundCall, Reply
 from unified.bus.calls.retry import LATER
 from unified.bus.codec.codec import Encoded
-from unified.bus.codec.tensors import Buffer
 from unified.bus.streams.stream import StreamFeed
 from unified.errors import RpcError
 from unified.protocol.envelope import Kind
@@ -58,7 +58,7 @@ class LineWatch:
         inbox_id: str,
         worker: str,
         known: Mapping[tuple[str, int], InboundCall],
-        gates: Mapping[str, Gate],
+        gates: Mapping[str, Gate[InboundCall]],
         lock: threading.Lock,
         reply: Reply,
         refuse: Callable[[InboundCall, str], object],
