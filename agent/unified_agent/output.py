@@ -16,7 +16,6 @@ import os
 import queue
 import selectors
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from unified.error_file import WrittenError
 from unified.protocol.agent_master import ReadAgentLog
 from unified.protocol.records import JobWorkerIncarnation
 from unified.protocol.worker_agent import Launch
+from unified.threads import start_thread
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
 
 log = logging.getLogger("unified_agent")
@@ -150,8 +150,7 @@ class OutputReader:
         self._streams: dict[JobWorkerIncarnation, tuple[_Stream, _Stream]] = {}
         self._waiting: set[_Stream] = set()
         """Their pipes are left alone until a reader has caught up."""
-        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("output", self._run)
 
     def open(
         self, life: JobWorkerIncarnation, out: Destination = LOG_ALONE, err: Destination = LOG_ALONE

@@ -27,6 +27,7 @@ from unified.protocol.envelope import (
 )
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
+from unified.threads import start_thread
 
 logger = logging.getLogger(__name__)
 _TRACKED_BYTES = 64 * 1024
@@ -97,8 +98,7 @@ class BusRelay:
         stop_in.bind("inproc://stop")
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.connect("inproc://stop")
-        self._thread = threading.Thread(target=self._run, args=(router, stop_in), name="bus-relay", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("bus-relay", self._run, router, stop_in)
         return f"tcp://{self.host}:{bound.rpartition(':')[2]}" if self.host else bound
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Collection
 from queue import Empty, SimpleQueue
 
+from unified.threads import start_thread
+
 
 class LoopThread:
     """An event loop on a daemon thread, made when the first async handler is called."""
@@ -29,8 +31,7 @@ class LoopThread:
                 return
             if self._loop is None:
                 loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=self._main, args=(loop,), name="bus-loop", daemon=True)
-                thread.start()
+                thread = start_thread("bus-loop", self._main, loop)
                 self._loop, self._thread = loop, thread
             self._loop.call_soon_threadsafe(work)
 
@@ -177,9 +178,8 @@ class HandlerPool:
             return False
         if num_threads < min(self._limit, self.most_threads):
             name = f"{self._name}-{self._num_started + 1}"
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
             try:
-                thread.start()
+                thread = start_thread(name, self._run)
             except RuntimeError as error:  # the system has none to give
                 if num_threads == 0:
                     raise

@@ -45,6 +45,7 @@ from unified.protocol.framing import MAX_MESSAGE, Codec
 from unified.security.curve import secure_client
 from unified.security.handshakes import EVENTS, Handshakes
 from unified.security.keys import KEY_VARIABLE, ClusterKey
+from unified.threads import start_thread
 
 RESEND_S = 2.0
 _NOT_TWICE = (SubmitJob, RestartWorkers)
@@ -269,8 +270,7 @@ class MasterConnection:
                 self._outbox.append(reply)
                 self._waiting[reply.request_id] = reply
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._serve, name="unified-connection", daemon=True)
-                    self._thread.start()
+                    self._thread = start_thread("unified-connection", self._serve)
                 os.eventfd_write(self._wake, 1)
         if error is not None:
             reply.resolve(None, error)

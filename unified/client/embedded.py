@@ -28,6 +28,7 @@ from unified.errors import ClusterError, MasterUnreachableError
 from unified.protocol.client_master import ListNodes, NodeList
 from unified.protocol.records import NodeState
 from unified.security.keys import find_key
+from unified.threads import start_thread
 
 CLUSTER_VARIABLE = "UNIFIED_CLUSTER_ID"
 """In the environment of every process of an embedded cluster, workers included."""
@@ -128,8 +129,7 @@ class EmbeddedCluster:
             self._prepare()
         except OSError as error:
             raise ClusterError(f"the embedded cluster cannot be prepared: {error}") from None
-        self._thread = threading.Thread(target=self._supervise, name="unified-embedded", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("unified-embedded", self._supervise)
         atexit.register(self.stop)
         try:
             self._wait_until_ready(time.monotonic() + timeout_s, timeout_s)

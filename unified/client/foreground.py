@@ -26,6 +26,7 @@ from unified.errors import ClusterError, MasterUnreachableError, UnifiedError
 from unified.job.spec import JobSpec, OutputFiles
 from unified.protocol.client_master import Explain, GetJob, JobStatus, StopJob, Story
 from unified.protocol.records import Stage
+from unified.threads import start_thread
 
 POLL_S = 1.0
 """How long the master may keep a question about the status."""
@@ -155,13 +156,12 @@ class Follower:
         self._stop = threading.Event()
         self._status: JobStatus | None = None
         self._unshown = threading.BoundedSemaphore(MAX_UNSHOWN)
-        self._threads = [threading.Thread(target=self._follow_status, name="unified-status", daemon=True)]
-        if reader is not None:
-            self._threads.append(threading.Thread(target=self._follow_logs, name="unified-logs", daemon=True))
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._threads.append(start_thread("unified-status", self._follow_status))
+        if self._reader is not None:
+            self._threads.append(start_thread("unified-logs", self._follow_logs))
 
     def shown(self) -> None:
         """The consumer has shown one `OutputRead`: a reader that waits for a slow terminal may go on."""
@@ -175,8 +175,7 @@ class Follower:
         """Wait for both threads, after `request_stop` and the closing of the connection."""
         self._stop.set()
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
 
     def _follow_status(self) -> None:
         version = -1

@@ -26,6 +26,7 @@ from unified.job.names import parse_worker
 from unified.protocol.client_master import GetDirectory, JobDirectory
 from unified.protocol.envelope import OUTSIDE
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+from unified.threads import start_thread
 
 DEADLINE_S = 60.0
 """Deadline of a call that names none."""
@@ -243,7 +244,7 @@ class OutsideCaller:
                 raise
             bus.update_directory(found.entries or [])
             self._bus = bus
-            threading.Thread(target=self._watch, name="unified-outside", daemon=True).start()
+            start_thread("unified-outside", self._watch)
             return bus
 
     def _watch(self) -> None:

@@ -8,7 +8,6 @@ it says how much of its time is left.
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from unified.errors import (
 )
 from unified.protocol.coordinator import CoordinatorRequest, WaitBarrier, coordinator_to_worker
 from unified.security.keys import ClusterKey, find_key
+from unified.threads import after_fork
 
 LONGEST_WAIT_S = 1_000_000.0
 """Eleven days: what "without an end" is to a socket."""
@@ -95,10 +95,14 @@ class RemoteCoordinator(Coordinator):
         self.address = parsed
         self.timeout_s = connect_seconds() if timeout_s is None else timeout_s
         self._key = key
-        self._lock = threading.Lock()
         self._is_closed = False
+        self._begin()
+        after_fork(self._begin)
+
+    def _begin(self) -> None:
+        """Have no connection: after a fork the socket and its thread are the parent's."""
+        self._lock = threading.Lock()
         self._connection: MasterConnection | None = None
-        self._pid = 0
 
     def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
         future: Future[A] = Future()
@@ -121,20 +125,18 @@ class RemoteCoordinator(Coordinator):
         with self._lock:
             self._is_closed = True
             connection, self._connection = self._connection, None
-        if connection is not None and self._pid == os.getpid():
+        if connection is not None:
             connection.close()
 
     def _connected(self) -> MasterConnection:
         with self._lock:
             if self._is_closed:
                 raise MasterUnreachableError(f"the connection to the coordinator at {self.address} is closed.")
-            if self._connection is None or self._pid != os.getpid() or not self._connection.is_open:
-                # After a fork the socket and its thread are the parent's.
+            if self._connection is None or not self._connection.is_open:
                 key = self._key or find_key(self.address)
                 self._connection = MasterConnection(
                     self.address, key=key, timeout_s=self.timeout_s, answers=coordinator_to_worker
                 )
-                self._pid = os.getpid()
             return self._connection
 
 

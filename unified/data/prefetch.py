@@ -10,6 +10,7 @@ from typing import Any
 
 from unified.data.position import Reading
 from unified.errors import UsageError
+from unified.threads import start_thread
 
 SAMPLES_AT_ONCE = 64
 """That go from thread to thread together."""
@@ -57,8 +58,7 @@ class ShardPrefetcher:
             self._ahead = wanted
             self._changed.notify_all()
             if self._thread is None and readings:
-                self._thread = threading.Thread(target=self._run, name="data-prefetch", daemon=True)
-                self._thread.start()
+                self._thread = start_thread("data-prefetch", self._run)
 
     def take(self, shard_id: int) -> Iterator[Any]:
         """The samples of a wanted shard, as they come.

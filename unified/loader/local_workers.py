@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -25,6 +24,7 @@ import torch.multiprocessing  # tensors then travel between processes through sh
 
 from unified.loader.messages import FetchBatch, OpenStream, Reply
 from unified.loader.stream_host import LoaderParts, StreamHost
+from unified.threads import start_thread
 
 END_WITHIN_S = 5.0
 """How long `close` waits for a batch that is being made, before it kills the process that makes it."""
@@ -140,7 +140,7 @@ def _begin(parts: LoaderParts, name: str) -> None:
     global _host
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that it helps
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, name="loader-parent", daemon=True).start()
+    start_thread("loader-parent", _end_with_parent)
     torch.set_num_threads(1)
     _host = StreamHost(lambda: parts, where=name)
 

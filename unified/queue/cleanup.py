@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from unified.errors import QueueNotFoundError, UnifiedError
+from unified.threads import start_thread
 
 logger = logging.getLogger(__name__)
 LATER_S = 1.0
@@ -72,8 +73,7 @@ class Farewells:
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
-                    thread = threading.Thread(target=self._run, name="queue-farewells", daemon=True)
-                    thread.start()
+                    thread = start_thread("queue-farewells", self._run)
                     self._thread = thread
 
     def consumer_gone(self, finder: Lookup, consumer: int, received: int) -> None:

@@ -12,13 +12,11 @@ disk first.
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +39,7 @@ from unified.queue.core.messages import (
     SavePut,
 )
 from unified.queue.items import Packed
+from unified.threads import call_guarded, start_thread
 
 SCHEMA_VERSION = 1
 BUSY_S = 5.0
@@ -58,7 +57,6 @@ create table buffers (item_id integer, place integer, data blob not null, primar
 create table leases (item_id integer primary key, handle integer not null, consumer integer not null,
                      number integer not null, place integer not null);
 """
-logger = logging.getLogger(__name__)
 
 
 class Clocks(NamedTuple):
@@ -277,14 +275,14 @@ class Journal:
         self._file = file
         self._queue = queue
         self._on_failure = on_failure
+        self._event = f"journal-answer-failed queue={queue}"
         self._changed = threading.Condition()
         self._records: list[Record] = []
         self._told: list[Callable[[], None]] = []
         self._is_writing = False
         self._is_broken = False
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="queue-journal", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("queue-journal", self._run)
 
     @property
     def is_idle(self) -> bool:
@@ -344,10 +342,10 @@ class Journal:
                 self._file.commit(records)
             except BaseException as error:
                 self._is_broken = True
-                self._tell(partial(self._on_failure, self._as_failure(error)))
+                call_guarded(self._event, self._on_failure, self._as_failure(error))
         self._is_writing = False
         for then in told:
-            self._tell(then)
+            call_guarded(self._event, then)
         return bool(told)
 
     def _as_failure(self, error: BaseException) -> QueueJournalError:
@@ -357,9 +355,3 @@ class Journal:
             f"the journal of queue {self._queue!r} cannot be written: {error!r}. What was acknowledged is in the file; "
             "what was put since then cannot be kept in it."
         )
-
-    def _tell(self, then: Callable[[], None]) -> None:
-        try:
-            then()
-        except BaseException:  # SystemExit too: of a callback of somebody who was told
-            logger.exception("event=journal-answer-failed queue=%s: the others go on", self._queue)

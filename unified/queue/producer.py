@@ -8,7 +8,6 @@ When the owner's life ends, all that was on its way there comes back to be parke
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -30,9 +29,9 @@ from unified.errors import (
 from unified.queue.core.messages import Outcome
 from unified.queue.items import Packed, nbytes
 from unified.queue.owner_lookup import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, OwnerFinder, Site, listens_s
+from unified.threads import call_guarded, start_thread
 
 _WAITING = int(Outcome.WAITING)
-logger = logging.getLogger(__name__)
 
 
 class _Put(msgspec.Struct, eq=False):
@@ -315,8 +314,7 @@ class Putter:
                 put.site = put.answer = None
                 self._parked[put.number] = put
                 if self._helper is None:
-                    helper = threading.Thread(target=self._help, name="queue-puts", daemon=True)
-                    helper.start()
+                    helper = start_thread("queue-puts", self._help)
                     self._helper = helper
                 self._changed.notify()
         except RuntimeError as error:  # the system has no thread to give
@@ -329,10 +327,7 @@ class Putter:
                     self._helper = None
                     return
                 put = self._parked[min(self._parked)]
-            try:
-                self._send_again(put)
-            except BaseException:  # of a callback of its future, say, which has ended before that
-                logger.exception("event=queue-put-failed queue=%s: the others go on", self._finder.queue)
+            call_guarded(f"queue-put-failed queue={self._finder.queue}", self._send_again, put)
 
     def _send_again(self, put: _Put) -> None:
         finder = self._finder

@@ -22,6 +22,7 @@ from zmq.utils import z85
 
 from unified.config.logging import LogOnce
 from unified.security.keys import ClusterKey
+from unified.threads import start_thread
 
 logger = logging.getLogger(__name__)
 Socket = zmq.Socket[bytes]
@@ -145,8 +146,7 @@ class Gatekeeper:
         ear.bind(_BELL)
         self._bell = self._context.socket(zmq.PAIR)
         self._bell.connect(_BELL)
-        self._thread = threading.Thread(target=self._serve, args=(zap, ear), name="bus-gate", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("bus-gate", self._serve, zap, ear)
         return self._bell
 
     def _serve(self, zap: Socket, ear: Socket) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -13,6 +11,7 @@ from unified.storage.backend import Source, Stat, StorageBackend, check_key, che
 from unified.storage.s3_client import S3Settings, check_endpoint, check_installed, make_client, s3_errors
 from unified.storage.s3_transfer import Download
 from unified.storage.s3_upload import MIN_PART_NBYTES, Upload
+from unified.threads import after_fork
 
 LIST_PAGE = 1000
 """Objects in one answer of the store; its own limit is the same."""
@@ -185,11 +184,12 @@ class S3Backend(StorageBackend):
         return f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
 
     def _begin(self) -> None:
+        """Share no connection, thread or lock with the parent of a fork: two processes on one mix up answers."""
         self._lock = threading.Lock()
         self._client = None
         self._threads = None
         self._spare = []
-        _BACKENDS.add(self)
+        after_fork(self._begin)
 
     def _connect(self) -> tuple[Any, ThreadPoolExecutor]:
         with self._lock:
@@ -222,15 +222,3 @@ class S3Backend(StorageBackend):
 
 def _bare(etag: str) -> str:
     return etag.strip('"')
-
-
-_BACKENDS: weakref.WeakSet[S3Backend] = weakref.WeakSet()
-
-
-def _begin_anew_after_fork() -> None:
-    """A child shares no connection, thread or lock with its parent: two processes on one connection mix up answers."""
-    for backend in list(_BACKENDS):
-        backend._begin()
-
-
-os.register_at_fork(after_in_child=_begin_anew_after_fork)

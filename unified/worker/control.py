@@ -28,6 +28,7 @@ from unified.protocol.worker_agent import (
     WorkerWord,
     agent_to_worker,
 )
+from unified.threads import start_thread
 
 _CHUNK = 256 * 1024
 
@@ -65,7 +66,7 @@ class ControlChannel:
 
     def start(self, handlers: Handlers) -> None:
         """Hand every further order to `handlers`, in a daemon thread."""
-        threading.Thread(target=self._serve, args=(handlers,), name="unified-control", daemon=True).start()
+        start_thread("unified-control", self._serve, handlers)
 
     def disown(self) -> None:
         """In a process that user code forked: it has no agent, and what it says goes nowhere."""

@@ -24,6 +24,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from unified.bus.shm import pool, reader
+from unified.threads import start_thread
 from unified.worker.failure import exit_code
 from unified.worker.stop import flush_output
 
@@ -98,9 +99,8 @@ def leave_fork(error: BaseException | None) -> NoReturn:
 
 def cut_after(left_s: Callable[[], float], code: int, on_cut: Callable[[str], None]) -> None:
     """End the process with `code` as soon as no seconds are left, whatever it does then."""
-    watchdog = threading.Thread(target=_cut, args=(left_s, code, on_cut), name="unified-exit-watchdog", daemon=True)
     with contextlib.suppress(RuntimeError):  # no more threads for this user; the agent has a deadline of its own
-        watchdog.start()
+        start_thread("unified-exit-watchdog", _cut, left_s, code, on_cut)
 
 
 def _cut(left_s: Callable[[], float], code: int, on_cut: Callable[[str], None]) -> None:

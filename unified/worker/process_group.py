@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from unified.errors import ClusterError, EntryPointError
 from unified.job.spec import Communication
 from unified.protocol.agent_master import RunOrder
+from unified.threads import start_thread
 from unified.worker.rendezvous_store import STORE_WITHIN_S, connect
 
 if TYPE_CHECKING:
@@ -136,5 +137,5 @@ def destroy(within_s: float = DESTROY_WITHIN_S) -> bool:
         finally:
             done.set()
 
-    threading.Thread(target=work, name="unified-destroy-group", daemon=True).start()
+    start_thread("unified-destroy-group", work)
     return done.wait(within_s)

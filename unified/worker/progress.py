@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from unified.protocol.records import Progress
+from unified.threads import start_thread
 
 INTERVAL_S = 0.1
 _MAX_TEXT = 200
@@ -59,7 +60,7 @@ class Reporter:
             self._newest = change(self._newest)
             if not self._is_serving:
                 self._is_serving = True
-                threading.Thread(target=self._serve, name="unified-progress", daemon=True).start()
+                start_thread("unified-progress", self._serve)
         self._has_news.set()
 
     def flush(self) -> None:

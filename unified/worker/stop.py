@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from unified.threads import start_thread
+
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MARGIN = 0.1
@@ -110,7 +112,7 @@ class StopState:
         os.register_at_fork(
             before=self._hold_signal, after_in_parent=self._release_signal, after_in_child=self._forget_signal
         )
-        threading.Thread(target=self._serve, name="unified-stop", daemon=True).start()
+        start_thread("unified-stop", self._serve)
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
@@ -214,9 +216,8 @@ class StopState:
 
 def flush_output(within_s: float) -> None:
     """Flush stdout and stderr, for at most so many seconds: a full pipe or a held lock must not keep us."""
-    helper = threading.Thread(target=_flush, name="unified-flush", daemon=True)
     try:
-        helper.start()
+        helper = start_thread("unified-flush", _flush)
     except RuntimeError:  # no more threads for this user; the streams are line-buffered, so that little is lost
         return
     helper.join(within_s)

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry, export_rpc_module, is_runtimes, marked_functions
+from unified.threads import start_thread
 
 DEFINED_WITHIN_S = 30.0
 """From the begin of a script on: so long do calls wait for functions that it has not defined yet."""
@@ -48,7 +49,7 @@ class LateExports:
                 return False
             self._waiting.append((name, again))
             if len(self._waiting) == 1:
-                threading.Thread(target=self._poll, name="unified-late-exports", daemon=True).start()
+                start_thread("unified-late-exports", self._poll)
         return True
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from unified.bus.transport.framing import Frames
 from unified.bus.transport.spin import Spin
 from unified.bus.transport.unix_connection import Link
+from unified.threads import call_guarded, start_thread
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.002
@@ -277,8 +278,7 @@ class Receiver:
             return
         if self._num_spare == 0:
             name = f"bus-io-{len(self._threads)}"
-            thread = threading.Thread(target=self._stand_by, name=name, daemon=True)
-            thread.start()  # first: where no thread can be had, this one still leads
+            thread = start_thread(name, self._stand_by)  # first: where no thread can be had, this one still leads
             self._threads.append(thread)
             self._num_alive += 1
         else:
@@ -295,10 +295,7 @@ class Receiver:
                     break
                 me = self._leader = threading.get_ident()
             while self._leader == me and not self._is_closing:
-                try:
-                    self._lead(me)
-                except BaseException:  # SystemExit too: a done callback may raise it, and all depends on this thread
-                    logger.exception("event=receiver-failed: it goes on")
+                if not call_guarded("receiver-failed", self._lead, me):
                     self.take_back()
             with self._turn:
                 self._num_spare += 1

@@ -21,6 +21,7 @@ from unified.bus.transport.zmq_connection import HEARTBEAT_MS
 from unified.config.settings import make_private
 from unified.errors import ClusterError
 from unified.protocol.records import Inbox
+from unified.threads import call_guarded, start_thread
 
 logger = logging.getLogger(__name__)
 Socket = zmq.Socket[bytes]
@@ -94,10 +95,7 @@ class InboxSockets:
             return None
         bell = self._context.socket(zmq.PULL)
         bell.bind(_BELL)
-        self._thread = threading.Thread(
-            target=self._receive, args=(bell, on_mail, on_relay_lost), name="bus-remote", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("bus-remote", self._receive, bell, on_mail, on_relay_lost)
         return self._thread.ident
 
     def close(self, timeout_s: float = 2.0) -> bool:
@@ -134,17 +132,18 @@ class InboxSockets:
         for each in (self._pull, self._dealer, lost, bell):
             if each is not None:
                 poller.register(each, zmq.POLLIN)
+
+        def receive() -> None:
+            ready = dict(poller.poll())
+            for source in (self._pull, self._dealer):
+                if source is not None and source in ready:
+                    self._drain(source, source is self._dealer, on_mail)
+            if lost is not None and lost in ready:
+                lost.recv_multipart()
+                on_relay_lost()
+
         while not self._is_closing:
-            try:
-                ready = dict(poller.poll())
-                for source in (self._pull, self._dealer):
-                    if source is not None and source in ready:
-                        self._drain(source, source is self._dealer, on_mail)
-                if lost is not None and lost in ready:
-                    lost.recv_multipart()
-                    on_relay_lost()
-            except BaseException:  # SystemExit too: a done callback may raise it, and all depends on this thread
-                logger.exception("event=receiver-failed: it goes on")
+            call_guarded("receiver-failed", receive)
         if self._dealer is not None and lost is not None:
             self._dealer.disable_monitor()
             lost.close(0)

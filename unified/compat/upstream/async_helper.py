@@ -8,6 +8,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from unified.threads import start_thread
+
 T = TypeVar("T")
 
 _lock = threading.Lock()
@@ -32,7 +34,7 @@ def get_main_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None or _loop.is_closed():
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="compat-loop", daemon=True).start()
+            start_thread("compat-loop", _loop.run_forever)
         return _loop
 
 
