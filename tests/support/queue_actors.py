@@ -20,7 +20,7 @@ class Worker(msgspec.Struct, eq=False):
 class PendingPut(msgspec.Struct):
     number: int
     items: list[str]
-    ticket: int | None = None
+    request_id: int | None = None
     """None: the question or its answer was lost, so it has to be asked again."""
     was_answered: bool = False
     """With WAITING: the owner has the items."""
@@ -33,10 +33,10 @@ class Producer(msgspec.Struct, eq=False):
     number: int = 0
     pending: dict[int, PendingPut] = {}
 
-    def ask(self, put: PendingPut, ticket: int, wait_s: float | None, is_last: bool) -> PutAsked:
-        put.ticket = ticket
+    def ask(self, put: PendingPut, request_id: int, wait_s: float | None, is_last: bool) -> PutAsked:
+        put.request_id = request_id
         return PutAsked(
-            ticket=ticket,
+            request_id=request_id,
             handle=self.worker.handle,
             number=put.number,
             below=min(self.pending, default=self.number),
@@ -60,18 +60,18 @@ class Consumer(msgspec.Struct, eq=False):
     has_ended: bool = False
     """It was told that the queue is closed."""
     is_asking: bool = False
-    ticket: int | None = None
+    request_id: int | None = None
     """Of the get that it waits for; None while `is_asking`: ask again."""
     unheard: list[str] = []
     """What it is done with, and the owner may not know so."""
 
-    def ask(self, ticket: int, max_items: int, wait_s: float | None) -> GetAsked:
+    def ask(self, request_id: int, max_items: int, wait_s: float | None) -> GetAsked:
         if not self.is_asking:
             self.number += 1
             self.is_asking = True
-        self.ticket = ticket
+        self.request_id = request_id
         return GetAsked(
-            ticket=ticket,
+            request_id=request_id,
             handle=self.worker.handle,
             consumer=self.consumer,
             number=self.number,
@@ -84,7 +84,7 @@ class Consumer(msgspec.Struct, eq=False):
 class Answer(NamedTuple):
     """On its way to whoever holds the ticket."""
 
-    ticket: int
+    request_id: int
     outcome: Outcome
     num_in: int
     items: list[str]

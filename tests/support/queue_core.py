@@ -18,7 +18,7 @@ from unified.queue.core.messages import (
     GetAsked,
     HandleAttached,
     Item,
-    Memory,
+    JournalState,
     Outcome,
     PutAsked,
     Record,
@@ -67,7 +67,7 @@ class JournalModel:
             case SaveClosed():
                 self.is_closed = True
 
-    def memory(self) -> Memory:
+    def memory(self) -> JournalState:
         takes: dict[tuple[int, int], dict[int, int]] = {}
         for item_id, (lease, index) in self.leases.items():
             takes.setdefault((lease.handle, lease.consumer), {})[index] = item_id
@@ -77,7 +77,7 @@ class JournalModel:
             number = self.leases[by_index[first]][0].number
             item_ids = [by_index[index] for index in sorted(by_index)]
             leases.append(SaveLease(handle=handle, consumer=consumer, number=number, item_ids=item_ids, num_done=first))
-        return Memory(
+        return JournalState(
             handles=list(self.handles.values()),
             puts=list(self.puts.values()),
             items=[copy.copy(self.items[item_id]) for item_id in sorted(self.items)],
@@ -106,12 +106,12 @@ class Story:
     def tell(self, event: Event, after_s: float = 0.0) -> list[Action]:
         self.now += after_s
         if isinstance(event, PutAsked | GetAsked):
-            self.open.add(event.ticket)
+            self.open.add(event.request_id)
         actions = self.core.step(self.now, event)
         assert check(self.core) == []
         for action in actions:
             if isinstance(action, AnswerPut | AnswerGet):
-                self.open.remove(action.ticket)  # KeyError: a ticket was answered twice, or never given out
+                self.open.remove(action.request_id)  # KeyError: a ticket was answered twice, or never given out
             else:
                 self.journal.write(action)
         return actions
@@ -125,7 +125,7 @@ class Story:
         """Ask, and the answers that this brought: pairs of ticket and what `said` makes of it."""
         self._ticket += 1
         event = PutAsked(
-            ticket=self._ticket,
+            request_id=self._ticket,
             handle=handle,
             number=number,
             below=below,
@@ -147,7 +147,7 @@ class Story:
         """Ask for consumer 12 through handle 1, and so on. If not said, all earlier gets were received."""
         self._ticket += 1
         event = GetAsked(
-            ticket=self._ticket,
+            request_id=self._ticket,
             handle=consumer // 10,
             consumer=consumer,
             number=number,
@@ -169,9 +169,9 @@ class Story:
     @property
     def waiting(self) -> list[str]:
         """What is in the queue, next first."""
-        stock = self.core.stock
-        by_id = {item.item_id: item for item in [*stock._fresh, *(item for _, item in stock._returned)]}
-        return [by_id[item_id].payload for item_id in stock.ids()]
+        buffer = self.core.buffer
+        by_id = {item.item_id: item for item in [*buffer._fresh, *(item for _, item in buffer._returned)]}
+        return [by_id[item_id].payload for item_id in buffer.ids()]
 
 
 def said(actions: list[Action]) -> list[tuple[int, Any]]:
@@ -179,10 +179,10 @@ def said(actions: list[Action]) -> list[tuple[int, Any]]:
     found: list[tuple[int, Any]] = []
     for action in actions:
         match action:
-            case AnswerGet(ticket=ticket, outcome=Outcome.DONE, items=items):
-                found.append((ticket, [item.payload for item in items]))
-            case AnswerGet(ticket=ticket, outcome=outcome):
-                found.append((ticket, outcome))
-            case AnswerPut(ticket=ticket, outcome=outcome, num_in=num_in):
-                found.append((ticket, (outcome, num_in)))
+            case AnswerGet(request_id=request_id, outcome=Outcome.DONE, items=items):
+                found.append((request_id, [item.payload for item in items]))
+            case AnswerGet(request_id=request_id, outcome=outcome):
+                found.append((request_id, outcome))
+            case AnswerPut(request_id=request_id, outcome=outcome, num_in=num_in):
+                found.append((request_id, (outcome, num_in)))
     return found

@@ -1,4 +1,4 @@
-"""Owners of a queue as a `Putter` sees them: scripted, and found one after the other."""
+"""Owners of a queue as a `QueueProducer` sees them: scripted, and found one after the other."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from unified.errors import (
 )
 from unified.protocol.records import WorkerIncarnation
 from unified.queue.core.messages import Outcome
-from unified.queue.owner_lookup import OwnerFinder, PutQuestion
-from unified.queue.producer import Putter
+from unified.queue.owner_lookup import OwnerLookup, PutQuestion
+from unified.queue.producer import QueueProducer
 
 PATIENCE_S = 10.0
 WAITING = [int(Outcome.WAITING), 0]
@@ -28,7 +28,7 @@ LOST = RouteLostError("the connection broke")
 DIED = WorkerDiedError("killed")
 
 
-class Site:
+class OwnerEndpoint:
     """Notes the questions. To one after the other it says what its script says, an answer, an error, or "later", and in
     the end always DONE."""
 
@@ -65,33 +65,33 @@ class Finder:
     queue = "q"
     worker = SimpleNamespace(bus=None)
 
-    def __init__(self, *sites: Site | None) -> None:
+    def __init__(self, *sites: OwnerEndpoint | None) -> None:
         self.sites = list(sites)
-        self.site = self.sites.pop(0)
+        self.endpoint = self.sites.pop(0)
         self.num_pauses = 0
 
     def check_process(self) -> None:
         pass
 
     def attach(self, until: float | None = None) -> Any:
-        self.site = self.sites.pop(0) if self.sites else None
-        if self.site is None:
+        self.endpoint = self.sites.pop(0) if self.sites else None
+        if self.endpoint is None:
             raise QueueNotFoundError("nobody has made it")
-        return self.site
+        return self.endpoint
 
-    def detach(self, site: Site) -> None:
-        if self.site is site:
-            self.site = None
+    def detach(self, endpoint: OwnerEndpoint) -> None:
+        if self.endpoint is endpoint:
+            self.endpoint = None
 
-    def failed(self, site: Site, error: RpcError) -> None:
+    def failed(self, endpoint: OwnerEndpoint, error: RpcError) -> None:
         if isinstance(error, RouteLostError | RpcTimeoutError):
             return
-        if isinstance(error, RpcCancelledError) and self.site is not site:
+        if isinstance(error, RpcCancelledError) and self.endpoint is not endpoint:
             return
         if not isinstance(error, WorkerDiedError):
             raise error
-        self.detach(site)
-        if not site.is_durable:
+        self.detach(endpoint)
+        if not endpoint.is_durable:
             raise QueueLostError("gone")
 
     def silent(self, holder: WorkerIncarnation, consequence: str = "") -> QueueNotFoundError:
@@ -100,13 +100,13 @@ class Finder:
     def pause(self, num_failed: int, until: float | None = None) -> None:
         self.num_pauses += 1
 
-    def result_of(self, site: Site, answer: Future[Any], until: float | None, nbytes: int) -> Any:
+    def result_of(self, endpoint: OwnerEndpoint, answer: Future[Any], until: float | None, nbytes: int) -> Any:
         return answer.result(PATIENCE_S)
 
 
-def putter(*sites: Site | None) -> Putter:
-    return Putter(cast(OwnerFinder, Finder(*sites)))
+def putter(*sites: OwnerEndpoint | None) -> QueueProducer:
+    return QueueProducer(cast(OwnerLookup, Finder(*sites)))
 
 
-def puts(which: Putter, count: int) -> list[Future[None]]:
+def puts(which: QueueProducer, count: int) -> list[Future[None]]:
     return [which.put_async([b"%d" % number]) for number in range(count)]

@@ -31,33 +31,33 @@ class Lookup(Protocol):
     """The way of one handle to its queue's owner."""
 
     handle: int
-    patience_s: float
+    owner_timeout_s: float
 
     @property
-    def site(self) -> Endpoint | None: ...
+    def endpoint(self) -> Endpoint | None: ...
 
     @property
-    def is_patient(self) -> bool: ...
+    def may_return(self) -> bool: ...
 
     def attach(self, until: float | None = None) -> Endpoint: ...
 
 
 class _ConsumerGone(NamedTuple):
-    finder: Lookup
+    lookup: Lookup
     consumer: int
     received: int
     noticed_at: float
 
 
 class _HandleGone(NamedTuple):
-    site: Endpoint
+    endpoint: Endpoint
     handle: int
 
 
 _News = _ConsumerGone | _HandleGone | threading.Event
 
 
-class Farewells:
+class CleanupNotifications:
     """One for the process."""
 
     def __init__(self) -> None:
@@ -76,13 +76,13 @@ class Farewells:
                     thread = start_thread("queue-farewells", self._run)
                     self._thread = thread
 
-    def consumer_gone(self, finder: Lookup, consumer: int, received: int) -> None:
+    def consumer_gone(self, lookup: Lookup, consumer: int, received: int) -> None:
         """Its thread has ended. Safe wherever a collection may run, as is `handle_gone`."""
-        self._news.put(_ConsumerGone(finder, consumer, received, time.monotonic()))
+        self._news.put(_ConsumerGone(lookup, consumer, received, time.monotonic()))
 
-    def handle_gone(self, site: Endpoint, handle: int) -> None:
+    def handle_gone(self, endpoint: Endpoint, handle: int) -> None:
         """The object is not used any more."""
-        self._news.put(_HandleGone(site, handle))
+        self._news.put(_HandleGone(endpoint, handle))
 
     def flush(self, timeout_s: float) -> None:
         """Wait until owners have heard of all that was noticed before."""
@@ -123,17 +123,17 @@ class Farewells:
     def _tell(self, news: _News) -> None:
         told: object = None
         match news:
-            case _ConsumerGone(finder, consumer, received, noticed_at):
-                site = finder.site
-                if site is None and finder.is_patient and time.monotonic() - noticed_at < finder.patience_s:
+            case _ConsumerGone(lookup, consumer, received, noticed_at):
+                endpoint = lookup.endpoint
+                if endpoint is None and lookup.may_return and time.monotonic() - noticed_at < lookup.owner_timeout_s:
                     with suppress(QueueNotFoundError):
-                        site = finder.attach(until=0.0)
-                    if site is None:
+                        endpoint = lookup.attach(until=0.0)
+                    if endpoint is None:
                         self._later.append(news)
-                if site is not None:
-                    told = site.tell("end", finder.handle, consumer, received)
-            case _HandleGone(site, handle):
-                told = site.tell("leave", handle)
+                if endpoint is not None:
+                    told = endpoint.tell("end", lookup.handle, consumer, received)
+            case _HandleGone(endpoint, handle):
+                told = endpoint.tell("leave", handle)
         self._told = [each for each in self._told if not each.done()]
         if isinstance(told, Future):
             told.add_done_callback(_ignore)  # it has to leave, though nobody waits for its answer
@@ -144,4 +144,4 @@ def _ignore(told: Future[Any]) -> None:
     told.exception()
 
 
-FAREWELLS = Farewells()
+CLEANUP = CleanupNotifications()

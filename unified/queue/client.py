@@ -12,11 +12,11 @@ import msgspec
 
 from unified.bus.calls.future import RpcFuture
 from unified.errors import QueueClosedError, UnifiedError, UsageError
-from unified.queue.consumer import Taker, end_main_thread
+from unified.queue.consumer import QueueConsumer, end_main_thread
 from unified.queue.core.state import QueueStats
 from unified.queue.items import pack
-from unified.queue.owner_lookup import OwnerFinder
-from unified.queue.producer import Putter
+from unified.queue.owner_lookup import OwnerLookup
+from unified.queue.producer import QueueProducer
 from unified.queue.server import host_of, journal_path
 from unified.worker.context import current_worker
 
@@ -80,9 +80,9 @@ class DataQueue(Generic[T]):
         if is_master:
             journal = (Path(path) if path is not None else journal_path(worker, name)) if durable else None
             host_of(worker.bus).open(worker, name, size=size, max_bytes=max_bytes, journal=journal, fsync=fsync)
-        self._finder = OwnerFinder(worker, name, owner_timeout)
-        self._putter = Putter(self._finder)
-        self._taker = Taker(self._finder)
+        self._lookup = OwnerLookup(worker, name, owner_timeout)
+        self._producer = QueueProducer(self._lookup)
+        self._consumer = QueueConsumer(self._lookup)
         worker.on_finish(end_main_thread)
 
     def put(self, *objs: T, timeout: float | None = None) -> None:
@@ -102,7 +102,7 @@ class DataQueue(Generic[T]):
             UsageError: an item cannot be sent, or is too large for a durable queue's journal; none of them is in.
         """
         if objs:
-            self._putter.put([pack(obj) for obj in objs], timeout)
+            self._producer.put([pack(obj) for obj in objs], timeout)
 
     def put_async(self, *objs: T) -> RpcFuture[None]:
         """As `put`, and return at once: the future ends when the last item is in. Large items must not be changed
@@ -116,7 +116,7 @@ class DataQueue(Generic[T]):
             future: RpcFuture[None] = RpcFuture("a put of nothing")
             future.succeed(None)
             return future
-        return self._putter.put_async([pack(obj) for obj in objs])
+        return self._producer.put_async([pack(obj) for obj in objs])
 
     def get(self, batch_size: int = 1, timeout: float | None = None) -> list[T]:
         """Take up to `batch_size` items, as soon as there is one. What this thread took before is done.
@@ -137,7 +137,7 @@ class DataQueue(Generic[T]):
         """
         if type(batch_size) is not int or batch_size < 1:
             raise UsageError(f"get({batch_size!r}): a number of items from 1 up is wanted.")
-        return self._taker.take(batch_size, timeout)
+        return self._consumer.take(batch_size, timeout)
 
     def get_nowait(self, max_size: int = 1) -> list[T]:
         """As `get`, without waiting: an empty list when there is nothing, or no owner yet."""
@@ -153,11 +153,11 @@ class DataQueue(Generic[T]):
             QueueNotFoundError: the owner has not answered for `owner_timeout`. So do `give_back`, `qsize`, `stats` and
                 `close`.
         """
-        self._taker.done(count)
+        self._consumer.done(count)
 
     def give_back(self) -> None:
         """This thread is not done with what is left of what it took: it goes back to the front, for others."""
-        self._taker.give_back()
+        self._consumer.give_back()
 
     def qsize(self) -> int:
         """How many items wait to be taken."""
@@ -165,14 +165,14 @@ class DataQueue(Generic[T]):
 
     def stats(self) -> QueueStats:
         """Depth, rates, leases, and who waits."""
-        return msgspec.convert(self._taker.ask("stats"), QueueStats)
+        return msgspec.convert(self._consumer.ask("stats"), QueueStats)
 
     def close(self) -> None:
         """Close the queue, for everybody: no put goes in any more, consumers take what is there, and then end.
 
         Any worker may close it, and more than once.
         """
-        self._taker.ask("close")
+        self._consumer.ask("close")
 
     def __iter__(self) -> Iterator[T]:
         """Items, one by one, until the queue is closed and all is taken. Each is done when the next is asked for."""

@@ -10,23 +10,23 @@ from contextlib import suppress
 from typing import Any
 
 from unified.errors import QueueClosedError, QueueError, QueueNotFoundError, RpcError, UnifiedError, UsageError
-from unified.queue.cleanup import FAREWELLS
+from unified.queue.cleanup import CLEANUP
 from unified.queue.core.messages import Outcome
 from unified.queue.items import Packed, unpack
-from unified.queue.owner_lookup import SLICE_S, OwnerFinder, Site
+from unified.queue.owner_lookup import SLICE_S, OwnerEndpoint, OwnerLookup
 
 FINISH_WITHIN_S = 5.0
 
 
-class _Consumer:
+class _ConsumerThread:
     """One thread, and only that thread uses it. As long as it has items the thread keeps it, even if the handle is
     dropped; it is collected when the thread ends."""
 
-    __slots__ = ("consumer", "finder", "num_done", "num_items", "number", "received", "unread")
+    __slots__ = ("consumer", "lookup", "num_done", "num_items", "number", "received", "unread")
 
-    def __init__(self, finder: OwnerFinder) -> None:
+    def __init__(self, lookup: OwnerLookup) -> None:
         self.consumer = secrets.randbits(62)
-        self.finder = finder
+        self.lookup = lookup
         self.number = 0
         """Of its newest get."""
         self.received = 0
@@ -54,40 +54,40 @@ class _Consumer:
     def end(self) -> None:
         """Its thread will take no more, and is done with what it took."""
         _thread.holding.discard(self)
-        finder, self.number = self.finder, 0
-        if finder.site is not None:
+        lookup, self.number = self.lookup, 0
+        if lookup.endpoint is not None:
             with suppress(UnifiedError):  # its owner is gone, and with it whatever there is to tell
-                told = finder.site.tell("end", finder.handle, self.consumer, self.received)
+                told = lookup.endpoint.tell("end", lookup.handle, self.consumer, self.received)
                 if isinstance(told, Future):
                     told.result(FINISH_WITHIN_S)
 
     def __del__(self) -> None:
         if self.number:
-            FAREWELLS.consumer_gone(self.finder, self.consumer, self.received)
+            CLEANUP.consumer_gone(self.lookup, self.consumer, self.received)
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     """Of each thread: the consumers that have items on lease."""
 
     def __init__(self) -> None:
-        self.holding: set[_Consumer] = set()
+        self.holding: set[_ConsumerThread] = set()
 
 
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 def end_main_thread() -> None:
     """The worker's entry point has returned: its thread is done with all that it took, and so are those that ended."""
     for consumer in list(_thread.holding):
         consumer.end()
-    FAREWELLS.flush(FINISH_WITHIN_S)
+    CLEANUP.flush(FINISH_WITHIN_S)
 
 
-class Taker:
+class QueueConsumer:
     """Takes, and says what is done."""
 
-    def __init__(self, finder: OwnerFinder) -> None:
-        self._finder = finder
+    def __init__(self, lookup: OwnerLookup) -> None:
+        self._lookup = lookup
         self._local = threading.local()
         self._missed_since = 0.0
         """When an owner was first looked for, or asked, in vain; 0 once one answers."""
@@ -129,7 +129,7 @@ class Taker:
         left = consumer.num_items - consumer.num_done
         if count is not None and not 0 <= count <= left:
             raise UsageError(
-                f"task_done({count}): this thread has {left} items of queue {self._finder.queue!r} that are not done."
+                f"task_done({count}): this thread has {left} items of queue {self._lookup.queue!r} that are not done."
             )
         if not left and not consumer.has_unread:
             return
@@ -153,75 +153,75 @@ class Taker:
         Raises:
             QueueNotFoundError: there is none, or one did not answer, for as long as one waits for an owner.
         """
-        finder = self._finder
-        finder.check_process()
+        lookup = self._lookup
+        lookup.check_process()
         num_failed = 0
         asked, until = None, 0.0
         while True:
-            site = finder.site or finder.attach()
-            if site is not asked:  # each life has the whole time
-                asked, until = site, time.monotonic() + finder.patience_s
+            endpoint = lookup.endpoint or lookup.attach()
+            if endpoint is not asked:  # each life has the whole time
+                asked, until = endpoint, time.monotonic() + lookup.owner_timeout_s
             try:
-                answer = site.tell(verb, *args, until=until)
-                return finder.result_of(site, answer, until) if isinstance(answer, Future) else answer
+                answer = endpoint.tell(verb, *args, until=until)
+                return lookup.result_of(endpoint, answer, until) if isinstance(answer, Future) else answer
             except RpcError as error:
                 answer = None
-                finder.failed(site, error)
-                if finder.site is site and time.monotonic() >= until:
-                    raise finder.silent(site.holder, f"It may have heard {verb!r} all the same. ") from error
+                lookup.failed(endpoint, error)
+                if lookup.endpoint is endpoint and time.monotonic() >= until:
+                    raise lookup.silent(endpoint.holder, f"It may have heard {verb!r} all the same. ") from error
             num_failed += 1
-            finder.pause(num_failed, until)
+            lookup.pause(num_failed, until)
 
     def _tell(self, verb: str, *args: Any) -> None:
-        self.ask(verb, self._finder.handle, *args)
+        self.ask(verb, self._lookup.handle, *args)
 
-    def _take(self, consumer: _Consumer, max_items: int, until: float | None) -> tuple[list[Packed] | None, bool]:
+    def _take(self, consumer: _ConsumerThread, max_items: int, until: float | None) -> tuple[list[Packed] | None, bool]:
         """Items, and whether nobody else here has them; no list if time is over and the owner was not heard."""
-        finder = self._finder
+        lookup = self._lookup
         num_failed = 0
         while True:
-            site = finder.site
-            if site is None:
-                site = self._found(until)
-                if site is None:
+            endpoint = lookup.endpoint
+            if endpoint is None:
+                endpoint = self._found(until)
+                if endpoint is None:
                     return None, True
             is_heard = True
             asked_at = time.monotonic()
             wait_s = SLICE_S if until is None else max(min(until - asked_at, SLICE_S), 0.0)
             try:
-                question = finder.handle, consumer.consumer, consumer.number, consumer.received, max_items, wait_s
-                answer = site.get(question, until)
+                question = lookup.handle, consumer.consumer, consumer.number, consumer.received, max_items, wait_s
+                answer = endpoint.get(question, until)
                 if isinstance(answer, Future):
-                    answer = finder.result_of(site, answer, until)
+                    answer = lookup.result_of(endpoint, answer, until)
             except RpcError as error:
                 answer = Outcome.WAITING  # not the future, which has the error, whose traceback has this frame
                 is_heard = False
-                finder.failed(site, error)
+                lookup.failed(endpoint, error)
                 num_failed += 1
-                finder.pause(num_failed, until)
+                lookup.pause(num_failed, until)
             if is_heard:
                 self._missed_since = 0.0
             if type(answer) is list:
-                return answer, not site.is_here
+                return answer, not endpoint.is_here
             if answer == Outcome.CLOSED:
                 raise QueueClosedError(
-                    f"queue {finder.queue!r} is closed, and all that was in it has been taken: nothing more will come."
+                    f"queue {lookup.queue!r} is closed, and all that was in it has been taken: nothing more will come."
                 )
             if answer == Outcome.UNKNOWN:
-                finder.detach(site)
+                lookup.detach(endpoint)
             elif until is not None and time.monotonic() >= until:
                 if is_heard:
                     return [], True
-                if self._is_missed(asked_at) and finder.site is site:
-                    raise finder.silent(site.holder)
+                if self._is_missed(asked_at) and lookup.endpoint is endpoint:
+                    raise lookup.silent(endpoint.holder)
                 return None, True
 
-    def _found(self, until: float | None) -> Site | None:
+    def _found(self, until: float | None) -> OwnerEndpoint | None:
         """The owner; None if this take's own time is over, and there may yet be one."""
         begun = time.monotonic()
         is_missed = self._is_missed(begun)
         try:
-            return self._finder.attach(until)
+            return self._lookup.attach(until)
         except QueueNotFoundError:
             is_own_time_over = until is not None and time.monotonic() >= until
             if not is_own_time_over or is_missed:
@@ -231,17 +231,17 @@ class Taker:
     def _is_missed(self, since: float) -> bool:
         """Whether the owner, looked for or asked in vain from `since` on, had been missed for as long as one waits."""
         self._missed_since = self._missed_since or since
-        return since - self._missed_since >= self._finder.patience_s
+        return since - self._missed_since >= self._lookup.owner_timeout_s
 
-    def _give_up(self, consumer: _Consumer) -> None:
-        site = self._finder.site
-        if site is not None:
-            site.tell("give_back", self._finder.handle, consumer.consumer, consumer.number, consumer.received)
+    def _give_up(self, consumer: _ConsumerThread) -> None:
+        endpoint = self._lookup.endpoint
+        if endpoint is not None:
+            endpoint.tell("give_back", self._lookup.handle, consumer.consumer, consumer.number, consumer.received)
 
-    def _consumer(self) -> _Consumer:
-        self._finder.check_process()
+    def _consumer(self) -> _ConsumerThread:
+        self._lookup.check_process()
         try:
-            consumer: _Consumer = self._local.consumer
+            consumer: _ConsumerThread = self._local.consumer
         except AttributeError:
-            consumer = self._local.consumer = _Consumer(self._finder)
+            consumer = self._local.consumer = _ConsumerThread(self._lookup)
         return consumer

@@ -29,7 +29,7 @@ from unified.queue.core.messages import (
     DropLease,
     DropPuts,
     Item,
-    Memory,
+    JournalState,
     Outcome,
     Record,
     SaveClosed,
@@ -59,7 +59,7 @@ create table leases (item_id integer primary key, handle integer not null, consu
 """
 
 
-class Clocks(NamedTuple):
+class JournalClocks(NamedTuple):
     """Of one process: `monotonic` times mean nothing to the next life, so wall clock times are kept."""
 
     monotonic: Callable[[], float] = time.monotonic
@@ -82,10 +82,10 @@ class JournalFile:
         QueueJournalError: it cannot be opened, is in use, or is no journal of this queue.
     """
 
-    def __init__(self, path: Path, queue: str, *, fsync: bool = False, clocks: Clocks | None = None) -> None:
+    def __init__(self, path: Path, queue: str, *, fsync: bool = False, clocks: JournalClocks | None = None) -> None:
         self.path = path
         self._queue = queue
-        self._clocks = clocks or Clocks()
+        self._clocks = clocks or JournalClocks()
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -98,7 +98,7 @@ class JournalFile:
         except (sqlite3.Error, OSError) as error:
             raise self._unusable("opened", error) from None
 
-    def memory(self) -> Memory:
+    def memory(self) -> JournalState:
         """What the last life left; `put_at` is on this process's monotonic clock.
 
         Raises:
@@ -167,7 +167,7 @@ class JournalFile:
             )
         return facts["id"]
 
-    def _load(self) -> Memory:
+    def _load(self) -> JournalState:
         database = self._database
         offset = self._clocks.monotonic() - self._clocks.wall()
         buffers: dict[int, list[bytes]] = {}
@@ -179,7 +179,7 @@ class JournalFile:
                 "select item_id, nbytes, put_at, num_buffers, body from items order by item_id"
             )
         ]
-        return Memory(
+        return JournalState(
             handles=[
                 SaveHandle(handle=handle, worker=worker, incarnation=incarnation)
                 for handle, worker, incarnation in database.execute("select * from handles")

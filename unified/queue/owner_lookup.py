@@ -34,7 +34,7 @@ from unified.errors import (
 )
 from unified.protocol.records import Reachability, WorkerIncarnation
 from unified.queue import items as packed
-from unified.queue.cleanup import FAREWELLS
+from unified.queue.cleanup import CLEANUP
 from unified.queue.server import QueueService, claimed_name, host_of, method
 from unified.worker.context import Worker
 
@@ -71,7 +71,7 @@ def _open_s(wait_s: float, until: float | None, nbytes: int = 0) -> float:
     return longest_s if until is None else min(longest_s, listens_s(until, nbytes))
 
 
-class Site(Protocol):
+class OwnerEndpoint(Protocol):
     """One life of the owner, in which a handle is known. `until` is when the asker's own time is over: soon after that
     the owner is not heard any more, and the question ends in RpcTimeoutError; None: it has time for ever."""
 
@@ -89,7 +89,7 @@ class Site(Protocol):
     def tell(self, verb: str, *args: Any, until: float | None = None) -> Any: ...
 
 
-class RemoteSite:
+class RemoteOwner:
     """In another worker."""
 
     is_here = False
@@ -119,7 +119,7 @@ class RemoteSite:
         return self._bus.call(self._worker, method(self._queue, verb), args, _NO_KWARGS, timeout=timeout)
 
 
-class LocalSite:
+class LocalOwner:
     """In this very worker: calls go straight to the service."""
 
     is_here = True
@@ -142,7 +142,7 @@ class LocalSite:
         return getattr(self._service, verb)(*args)
 
 
-class OwnerFinder:
+class OwnerLookup:
     """The way of one `DataQueue` object to its queue's owner, over the owner's lives.
 
     Args:
@@ -153,15 +153,15 @@ class OwnerFinder:
         site: the owner's life at which the handle is known; None: `attach` has to find it.
     """
 
-    def __init__(self, worker: Worker, queue: str, patience_s: float) -> None:
+    def __init__(self, worker: Worker, queue: str, owner_timeout_s: float) -> None:
         self.handle = secrets.randbits(62)
-        self.site: Site | None = None
+        self.endpoint: OwnerEndpoint | None = None
         self.worker = worker
         self.queue = queue
-        self.patience_s = patience_s
+        self.owner_timeout_s = owner_timeout_s
         self._name = claimed_name(queue)
         self._pid = os.getpid()
-        self._last: Site | None = None
+        self._last: OwnerEndpoint | None = None
         """The newest one that was attached to."""
         self._loss = ""
         """Why what was in the queue is gone, or was all taken."""
@@ -170,7 +170,7 @@ class OwnerFinder:
         self._watch()
 
     @property
-    def is_patient(self) -> bool:
+    def may_return(self) -> bool:
         """The owner may come back, with all that was in the queue."""
         return self._last is not None and self._last.is_durable and not self._loss
 
@@ -182,7 +182,7 @@ class OwnerFinder:
                 "and cannot use it. Put and get in the worker itself, and hand items to its children."
             )
 
-    def attach(self, until: float | None = None) -> Site:
+    def attach(self, until: float | None = None) -> OwnerEndpoint:
         """The site; waits until there is one, to the time `until` or as long as its patience goes.
 
         Raises:
@@ -198,22 +198,24 @@ class OwnerFinder:
         finally:
             self._attaching.release()
 
-    def detach(self, site: Site) -> None:
+    def detach(self, endpoint: OwnerEndpoint) -> None:
         """This handle is not known there, or no longer."""
-        if self.site is site:
-            self.site = None
+        if self.endpoint is endpoint:
+            self.endpoint = None
 
-    def result_of(self, site: Site, answer: Future[Any], until: float | None = None, nbytes: int = 0) -> Any:
-        """What a question to `site` is answered with; waits for it, as whoever has until then `listens_s`."""
-        if self.site is not site:  # it ended just now, and the call would wait for the next life
+    def result_of(
+        self, endpoint: OwnerEndpoint, answer: Future[Any], until: float | None = None, nbytes: int = 0
+    ) -> Any:
+        """What a question to `endpoint` is answered with; waits for it, as whoever has until then `listens_s`."""
+        if self.endpoint is not endpoint:  # it ended just now, and the call would wait for the next life
             answer.cancel()
         try:
             return answer.result(None if until is None else listens_s(until, nbytes))
         finally:
             del answer  # an error's traceback has this frame: the future that has the error is not to be in it
 
-    def failed(self, site: Site, error: RpcError) -> None:
-        """A question to `site` ended in an error: return if it is to be asked again, or raise what its asker is to get.
+    def failed(self, endpoint: OwnerEndpoint, error: RpcError) -> None:
+        """Return if a question that ended in this error is to be asked again, or raise what its asker is to get.
 
         Raises:
             QueueLostError: the owner's life is over, and the queue's contents with it.
@@ -221,10 +223,10 @@ class OwnerFinder:
         """
         if isinstance(error, RemoteError):
             raise error
-        if isinstance(error, RpcCancelledError) and self.site is not site:
+        if isinstance(error, RpcCancelledError) and self.endpoint is not endpoint:
             return  # by us: it was for a life that has ended
         if isinstance(error, WorkerDiedError | RpcNotFoundError):
-            self._end(site)
+            self._end(endpoint)
             return
         if not isinstance(error, RouteLostError | RpcTimeoutError | BusOverloadedError):
             raise error
@@ -245,9 +247,9 @@ class OwnerFinder:
         delay_s = AGAIN.delay_s(num_failed - 1)
         time.sleep(delay_s if until is None else max(min(delay_s, until - time.monotonic()), 0.0))
 
-    def _attach(self, begun: float, until: float | None) -> Site:
+    def _attach(self, begun: float, until: float | None) -> OwnerEndpoint:
         num_failed = 0
-        while (site := self.site) is None:
+        while (endpoint := self.endpoint) is None:
             if self._loss:
                 raise self._lost()
             holder = self._holder(begun, until)
@@ -264,7 +266,7 @@ class OwnerFinder:
                 if self._left_s(begun, until) <= 0:
                     raise self.not_found(begun) from error
                 self.pause(num_failed, until)
-        return site
+        return endpoint
 
     def _holder(self, begun: float, until: float | None) -> WorkerIncarnation:
         """Who has the queue's name; waits for one. One that is known is given even if there is no time left."""
@@ -279,7 +281,7 @@ class OwnerFinder:
     def _attach_to(self, holder: WorkerIncarnation, left_s: float) -> None:
         worker = self.worker
         name, incarnation = worker.bus.worker, worker.bus.incarnation
-        site: Site
+        endpoint: OwnerEndpoint
         timeout = max(min(left_s, ATTACH_WITHIN_S), 1.0)
         if holder == (name, incarnation):
             service = host_of(worker.bus).find(self.queue)
@@ -287,47 +289,47 @@ class OwnerFinder:
                 raise RpcNotFoundError(f"queue {self.queue!r} is about to be made.")
             answer = service.attach(self.handle, name, incarnation)
             identity, is_durable, is_known = answer.result(timeout) if service.is_durable else answer
-            site = LocalSite(service, holder)
+            endpoint = LocalOwner(service, holder)
         else:
             question = (self.handle, name, incarnation)
             # Not kept in a variable: see `result_of`.
             identity, is_durable, is_known = worker.bus.call(
                 holder.worker, method(self.queue, "attach"), question, {}, timeout=timeout
             ).result()
-            site = RemoteSite(worker.bus, self.queue, holder, identity, is_durable)
+            endpoint = RemoteOwner(worker.bus, self.queue, holder, identity, is_durable)
         if not is_known:
             self._loss = (
                 f"this worker's life {incarnation} was declared dead, and what it had taken was given to others"
             )
         elif self._last is not None and self._last.identity != identity:
-            self._was_finished = site.holder == self._last.holder
-            self._loss = self._why_another(self._last, site)
+            self._was_finished = endpoint.holder == self._last.holder
+            self._loss = self._why_another(self._last, endpoint)
         else:
-            FAREWELLS.start()
-            self._last = self.site = site
+            CLEANUP.start()
+            self._last = self.endpoint = endpoint
             if worker.names.holder(self._name) != holder:  # it ended before it was there to be missed
-                self._end(site)
+                self._end(endpoint)
 
     def _watch(self) -> None:
         """Hear when the owner changes; not longer than this object lives."""
-        finder, watched = ref(self), self._name
+        lookup, watched = ref(self), self._name
 
         def on_change(name: str, holder: WorkerIncarnation | None) -> None:
             if name != watched:
                 return
-            found = finder()
+            found = lookup()
             if found is None:
                 stop()
-            elif found.site is not None and found.site.holder != holder:
-                found._end(found.site)
+            elif found.endpoint is not None and found.endpoint.holder != holder:
+                found._end(found.endpoint)
 
         stop = self.worker.names.on_change(on_change)
 
-    def _end(self, site: Site) -> None:
+    def _end(self, endpoint: OwnerEndpoint) -> None:
         """The life that it is in is over."""
-        self.detach(site)
-        if not site.is_durable and not self._loss:
-            holder, entry = site.holder, self.worker.bus.life_of(site.holder.worker)
+        self.detach(endpoint)
+        if not endpoint.is_durable and not self._loss:
+            holder, entry = endpoint.holder, self.worker.bus.life_of(endpoint.holder.worker)
             is_it = entry is not None and entry.incarnation == holder.incarnation and bool(entry.reason)
             reason = f" ({entry.reason})" if is_it and entry is not None else ""
             self._loss = (
@@ -352,13 +354,13 @@ class OwnerFinder:
             f"queue {self.queue!r} is lost to worker {self.worker.bus.worker}: {self._loss}. {advice}"
         )
 
-    def _why_another(self, last: Site, site: Site) -> str:
+    def _why_another(self, last: OwnerEndpoint, endpoint: OwnerEndpoint) -> str:
         if self._was_finished:
             return "it was closed, and another one was made"
         if last.is_durable:
-            node = self._node_of(site.holder)
+            holder = endpoint.holder
             return (
-                f"it went on in life {site.holder.incarnation} of worker {site.holder.worker}{node} without its "
+                f"it went on in life {holder.incarnation} of worker {holder.worker}{self._node_of(holder)} without its "
                 "journal; a journal on one node's disk cannot be found from another: give the queue a path= on a disk "
                 "that both see"
             )
@@ -371,11 +373,11 @@ class OwnerFinder:
     def _left_s(self, begun: float, until: float | None) -> float:
         """How long to go on waiting. For the next life of a durable queue's owner: as long as it may still come."""
         now = time.monotonic()
-        left_s = begun + self.patience_s - now
+        left_s = begun + self.owner_timeout_s - now
         if self._last is not None and self._last.is_durable:
             entry = self.worker.bus.life_of(self._last.holder.worker)
             if entry is None or entry.state is not Reachability.ENDED:
-                left_s = self.patience_s
+                left_s = self.owner_timeout_s
         return max(left_s if until is None else min(left_s, until - now), 0.0)
 
     def not_found(self, begun: float) -> QueueNotFoundError:
@@ -398,6 +400,6 @@ class OwnerFinder:
         )
 
     def __del__(self) -> None:
-        site = getattr(self, "site", None)
-        if site is not None:
-            FAREWELLS.handle_gone(site, self.handle)
+        endpoint = getattr(self, "endpoint", None)
+        if endpoint is not None:
+            CLEANUP.handle_gone(endpoint, self.handle)

@@ -28,7 +28,7 @@ from unified.errors import (
 )
 from unified.queue.core.messages import Outcome
 from unified.queue.items import Packed, nbytes
-from unified.queue.owner_lookup import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, OwnerFinder, Site, listens_s
+from unified.queue.owner_lookup import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, OwnerEndpoint, OwnerLookup, listens_s
 from unified.threads import call_guarded, start_thread
 
 _WAITING = int(Outcome.WAITING)
@@ -44,7 +44,7 @@ class _Put(msgspec.Struct, eq=False):
     is_there: bool = False
     """The owner has the items: it need only be asked."""
     num_failed: int = 0
-    site: Site | None = None
+    endpoint: OwnerEndpoint | None = None
     """At which it was asked for last; None: at none yet, or the question has come back, and it is parked."""
     answer: Future[Any] | None = None
     """To that question."""
@@ -52,18 +52,18 @@ class _Put(msgspec.Struct, eq=False):
     """Of one that is not waited for where it is made, or no longer."""
 
 
-class Putter:
+class QueueProducer:
     """Puts, in the order of their numbers."""
 
-    def __init__(self, finder: OwnerFinder) -> None:
-        self._finder = finder
+    def __init__(self, lookup: OwnerLookup) -> None:
+        self._lookup = lookup
         self._next = 0
         self._open: OrderedDict[int, _Put] = OrderedDict()
         self._parked: dict[int, _Put] = {}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._helper: threading.Thread | None = None
-        self._settled: Site | None = None
+        self._settled: OwnerEndpoint | None = None
         """No question to any other site is open."""
 
     def put(self, items: list[Packed], timeout_s: float | None) -> None:
@@ -86,25 +86,25 @@ class Putter:
         """As `put`, without waiting for it. The items must not be changed before it has ended."""
         put = self._begin(items, None)
         future = self._promised(put)
-        site = self._straight_to(put)
-        if site is None:
+        endpoint = self._straight_to(put)
+        if endpoint is None:
             self._park(put)
             return future
         try:
-            answer = self._ask(put, site)
+            answer = self._ask(put, endpoint)
         except RpcError as error:
-            self._failed(put, site, error)
+            self._failed(put, endpoint, error)
             return future
         except BaseException:
             self._forget(put)
             raise
         if isinstance(answer, Future):
             future.parts = [answer]  # whoever waits receives the answer
-        self._expect(put, site, answer)
+        self._expect(put, endpoint, answer)
         return future
 
     def _begin(self, items: list[Packed], timeout_s: float | None) -> _Put:
-        self._finder.check_process()
+        self._lookup.check_process()
         until = None if timeout_s is None else time.monotonic() + timeout_s
         size = 0
         for item in items:
@@ -123,48 +123,52 @@ class Putter:
             if self._helper is not None:
                 self._changed.notify()
 
-    def _straight_to(self, put: _Put) -> Site | None:
+    def _straight_to(self, put: _Put) -> OwnerEndpoint | None:
         """Where it may be asked for at once; None: there is no owner, or it has to stay behind others."""
-        site = self._finder.site
-        if site is None or self._parked:
+        endpoint = self._lookup.endpoint
+        if endpoint is None or self._parked:
             return None
-        if site is not self._settled:
+        if endpoint is not self._settled:
             with self._lock:
-                if not self._is_first(put, site):
+                if not self._is_first(put, endpoint):
                     return None
-        return site
+        return endpoint
 
-    def _is_first(self, put: _Put, site: Site) -> bool:
+    def _is_first(self, put: _Put, endpoint: OwnerEndpoint) -> bool:
         """Under the lock: no put before it is open at another site, from where it may yet come back to be parked."""
-        if site is self._settled:
+        if endpoint is self._settled:
             return True
-        elsewhere = (each.number for each in self._open.values() if each.site not in (None, site))
+        elsewhere = (each.number for each in self._open.values() if each.endpoint not in (None, endpoint))
         first = next(elsewhere, None)
         if first is None:
-            self._settled = site
+            self._settled = endpoint
         return first is None or first > put.number
 
     def _recall(self) -> None:
         """Have the questions to lives that are over come back now: what has not left would go to the next life, and
         overtake what is parked."""
-        if self._settled is not None and self._settled is self._finder.site:
+        if self._settled is not None and self._settled is self._lookup.endpoint:
             return
         with self._lock:
-            asked = [(each.site, each.answer) for each in self._open.values() if each.site is not self._finder.site]
-        for site, answer in reversed(asked):  # the newest are those that may not have left
-            if answer is not None and site is not self._finder.site:
+            asked = [
+                (each.endpoint, each.answer)
+                for each in self._open.values()
+                if each.endpoint is not self._lookup.endpoint
+            ]
+        for endpoint, answer in reversed(asked):  # the newest are those that may not have left
+            if answer is not None and endpoint is not self._lookup.endpoint:
                 answer.cancel()
 
     def _put_straight(self, put: _Put) -> bool:
         """Put it in, waiting for the answers here; False if that does not go straight."""
-        site = self._straight_to(put)
-        if site is None:
+        endpoint = self._straight_to(put)
+        if endpoint is None:
             return False
         try:
             while True:
-                answer = self._ask(put, site)
+                answer = self._ask(put, endpoint)
                 if isinstance(answer, Future):
-                    answer = self._finder.result_of(site, answer, put.until, put.nbytes)
+                    answer = self._lookup.result_of(endpoint, answer, put.until, put.nbytes)
                 if answer is None:
                     self._forget(put)
                     return True
@@ -173,21 +177,21 @@ class Putter:
                 put.is_there = True
         except RpcError as error:
             answer = None  # not the future, which has the error, whose traceback has this frame
-            self._not_heard(put, site, error)
+            self._not_heard(put, endpoint, error)
             return False
         if (refusal := self._refusal(put, answer)) is not None:
             raise refusal
-        self._finder.detach(site)
+        self._lookup.detach(endpoint)
         put.is_there = False
         return False
 
-    def _ask(self, put: _Put, site: Site) -> Any:
+    def _ask(self, put: _Put, endpoint: OwnerEndpoint) -> Any:
         """The answer of the owner, or a future of it. A put that was given up is not asked for."""
         with self._lock:
             if put.number not in self._open:
                 return [_WAITING, 0]
             below = next(iter(self._open))
-            put.site = site
+            put.endpoint = endpoint
         items, size = (None, 0) if put.is_there else (put.items, put.nbytes)
         wait_s = LARGE_SLICE_S if size > LARGE_BYTES else SLICE_S
         is_last = False
@@ -195,35 +199,35 @@ class Putter:
             left_s = max(put.until - time.monotonic(), 0.0)
             is_last = left_s <= wait_s
             wait_s = min(wait_s, left_s)
-        answer = site.put((self._finder.handle, put.number, below, items, wait_s, is_last), size, put.until)
+        answer = endpoint.put((self._lookup.handle, put.number, below, items, wait_s, is_last), size, put.until)
         if isinstance(answer, Future):
             put.answer = answer
         return answer
 
-    def _not_heard(self, put: _Put, site: Site, error: RpcError) -> None:
+    def _not_heard(self, put: _Put, endpoint: OwnerEndpoint, error: RpcError) -> None:
         """A question had no answer: return if it is to be asked again, or raise what the put ends in."""
-        finder = self._finder
-        finder.failed(site, error)
-        if finder.site is site and put.until is not None and time.monotonic() >= put.until:
-            raise self._silent(site) from error
+        lookup = self._lookup
+        lookup.failed(endpoint, error)
+        if lookup.endpoint is endpoint and put.until is not None and time.monotonic() >= put.until:
+            raise self._silent(endpoint) from error
         put.is_there = False
         put.num_failed += 1
 
-    def _silent(self, site: Site) -> QueueNotFoundError:
-        return self._finder.silent(site.holder, "What was put may be in the queue, or go in yet. ")
+    def _silent(self, endpoint: OwnerEndpoint) -> QueueNotFoundError:
+        return self._lookup.silent(endpoint.holder, "What was put may be in the queue, or go in yet. ")
 
     def _refusal(self, put: _Put, answer: list[int]) -> QueueError | None:
         """What an answer that is not DONE means to whoever put; None: it has to be asked for again."""
         outcome, num_in = answer
         if outcome == Outcome.FULL:
             return QueueFullError(
-                f"queue {self._finder.queue!r} had no room in time: {num_in} of {len(put.items)} items went in. Its "
+                f"queue {self._lookup.queue!r} had no room in time: {num_in} of {len(put.items)} items went in. Its "
                 "consumers are slower than its producers; see its stats().",
                 num_in,
             )
         if outcome == Outcome.CLOSED:
             return QueueClosedError(
-                f"queue {self._finder.queue!r} is closed: {num_in} of {len(put.items)} items went in before.", num_in
+                f"queue {self._lookup.queue!r} is closed: {num_in} of {len(put.items)} items went in before.", num_in
             )
         return None
 
@@ -231,8 +235,8 @@ class Putter:
 
     def _promised(self, put: _Put) -> RpcFuture[None]:
         put.future = RpcFuture(
-            f"a put of {len(put.items)} items to queue {self._finder.queue!r}",
-            host=self._finder.worker.bus,
+            f"a put of {len(put.items)} items to queue {self._lookup.queue!r}",
+            host=self._lookup.worker.bus,
             on_cancel=partial(self._forget, put),
         )
         return put.future
@@ -244,31 +248,31 @@ class Putter:
         try:
             future.result(None if put.until is None else listens_s(put.until, put.nbytes))
         except RpcTimeoutError as error:  # no call's: after these a put is asked for again
-            site = self._finder.site
-            raise self._finder.not_found(begun) if site is None else self._silent(site) from error
+            endpoint = self._lookup.endpoint
+            raise self._lookup.not_found(begun) if endpoint is None else self._silent(endpoint) from error
 
-    def _expect(self, put: _Put, site: Site, answer: Any) -> None:
+    def _expect(self, put: _Put, endpoint: OwnerEndpoint, answer: Any) -> None:
         if isinstance(answer, Future):
-            if self._finder.site is not site:
+            if self._lookup.endpoint is not endpoint:
                 answer.cancel()
-            callback = partial(self._on_answer, put, site)
+            callback = partial(self._on_answer, put, endpoint)
             if isinstance(answer, RpcFuture):
                 answer.on_end(callback)
                 answer.be_received(at_once=False)  # it may share a write with others
             else:
                 answer.add_done_callback(callback)
         else:
-            self._on_content(put, site, answer)
+            self._on_content(put, endpoint, answer)
 
-    def _on_answer(self, put: _Put, site: Site, answer: Future[Any]) -> None:
+    def _on_answer(self, put: _Put, endpoint: OwnerEndpoint, answer: Future[Any]) -> None:
         """On whichever thread ended it: nothing here waits."""
         error = answer.exception()
         if error is not None:
-            self._failed(put, site, error)
+            self._failed(put, endpoint, error)
         else:
-            self._on_content(put, site, answer.result())
+            self._on_content(put, endpoint, answer.result())
 
-    def _on_content(self, put: _Put, site: Site, answer: list[int] | None) -> None:
+    def _on_content(self, put: _Put, endpoint: OwnerEndpoint, answer: list[int] | None) -> None:
         if answer is None:
             self._end(put, None)
         elif answer[0] == _WAITING:
@@ -276,21 +280,21 @@ class Putter:
                 return
             put.is_there = True
             try:
-                self._expect(put, site, self._ask(put, site))
+                self._expect(put, endpoint, self._ask(put, endpoint))
             except Exception as error:
-                self._failed(put, site, error)
+                self._failed(put, endpoint, error)
         elif (refusal := self._refusal(put, answer)) is not None:
             self._end(put, refusal)
         else:
-            self._finder.detach(site)
+            self._lookup.detach(endpoint)
             self._park(put)
 
-    def _failed(self, put: _Put, site: Site, error: BaseException) -> None:
+    def _failed(self, put: _Put, endpoint: OwnerEndpoint, error: BaseException) -> None:
         if not isinstance(error, RpcError):  # of an owner in this process
             self._end(put, error)
             return
         try:
-            self._not_heard(put, site, error)
+            self._not_heard(put, endpoint, error)
         except (RpcError, QueueError) as final:
             self._end(put, final)
         else:
@@ -311,7 +315,7 @@ class Putter:
             with self._lock:
                 if put.number not in self._open:  # given up by whoever put it
                     return
-                put.site = put.answer = None
+                put.endpoint = put.answer = None
                 self._parked[put.number] = put
                 if self._helper is None:
                     helper = start_thread("queue-puts", self._help)
@@ -327,16 +331,16 @@ class Putter:
                     self._helper = None
                     return
                 put = self._parked[min(self._parked)]
-            call_guarded(f"queue-put-failed queue={self._finder.queue}", self._send_again, put)
+            call_guarded(f"queue-put-failed queue={self._lookup.queue}", self._send_again, put)
 
     def _send_again(self, put: _Put) -> None:
-        finder = self._finder
+        lookup = self._lookup
         self._recall()
         if put.num_failed:
-            finder.pause(put.num_failed, put.until)
+            lookup.pause(put.num_failed, put.until)
             self._recall()  # that life may have ended meanwhile
         try:
-            site = finder.site or finder.attach(put.until)
+            endpoint = lookup.endpoint or lookup.attach(put.until)
         except QueueNotFoundError as error:
             with self._lock:
                 parked = list(self._parked.values())
@@ -352,17 +356,17 @@ class Putter:
         with self._lock:
             if put.number not in self._parked:  # given up meanwhile by whoever put it
                 return
-            if site is not self._settled:
-                if not self._is_first(put, site):
+            if endpoint is not self._settled:
+                if not self._is_first(put, endpoint):
                     self._changed.wait(LARGE_SLICE_S)
                     return
                 if put.number != min(self._parked):  # one before it has come back meanwhile
                     return
         try:
-            answer = self._ask(put, site)
+            answer = self._ask(put, endpoint)
         except Exception as error:
-            self._failed(put, site, error)
+            self._failed(put, endpoint, error)
             return
         with self._lock:
             self._parked.pop(put.number, None)  # only now: until it was sent, what follows has to stay behind it
-        self._expect(put, site, answer)
+        self._expect(put, endpoint, answer)

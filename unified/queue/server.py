@@ -39,13 +39,13 @@ from unified.queue.core.messages import (
     GetAsked,
     HandleAttached,
     HandleClosed,
-    LifeEnded,
+    IncarnationEnded,
     Outcome,
     PutAsked,
+    QueueTick,
     Record,
     TakeDone,
     TakeReturned,
-    TimePassed,
 )
 from unified.queue.core.queue import QueueCore
 from unified.queue.journal import Journal, JournalFile
@@ -110,7 +110,7 @@ class QueueService:
         self._failure: QueueJournalError | None = None
         self._timer = TimerThread("queue-timer", self._pass_time, stays=True)
         self._lock = threading.Lock()
-        self._tickets = itertools.count()
+        self._request_ids = itertools.count()
         self._waiting: dict[int, RpcFuture[Any]] = {}
         self._host = host
         self._what = f"an answer of queue {name!r}"
@@ -125,16 +125,16 @@ class QueueService:
         return self._core.is_finished
 
     @property
-    def lives(self) -> set[tuple[str, int]]:
+    def incarnations(self) -> set[tuple[str, int]]:
         """Of the handles that it knows: worker and incarnation."""
         with self._lock:
-            return {(each.worker, each.incarnation) for each in self._core.turn.handles.values()}
+            return {(each.worker, each.incarnation) for each in self._core.state.handles.values()}
 
     @rpc(inline=True)
     def attach(self, handle: int, worker: str, incarnation: int) -> Any:
         """Make a handle known. Answers with the queue's identity, whether it is durable, and whether the handle's life
         is still thought to be alive."""
-        handles = self._core.turn.handles
+        handles = self._core.state.handles
         return self._tell(
             HandleAttached(handle=handle, worker=worker, incarnation=incarnation),
             lambda: [self.identity, self.is_durable, handle in handles],
@@ -147,9 +147,9 @@ class QueueService:
         weighed = None if items is None else packed.weighed(items)
         if self._journal is not None and weighed is not None:
             self._journal.check(weighed)
-        ticket = next(self._tickets)
+        request_id = next(self._request_ids)
         event = PutAsked(
-            ticket=ticket,
+            request_id=request_id,
             handle=handle,
             number=number,
             below=below,
@@ -157,13 +157,13 @@ class QueueService:
             wait_s=wait_s,
             is_last=is_last,
         )
-        return self._ask(event, ticket)
+        return self._ask(event, request_id)
 
     @rpc(inline=True)
     def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Any:
-        ticket = next(self._tickets)
+        request_id = next(self._request_ids)
         event = GetAsked(
-            ticket=ticket,
+            request_id=request_id,
             handle=handle,
             consumer=consumer,
             number=number,
@@ -171,7 +171,7 @@ class QueueService:
             max_items=max_items,
             wait_s=wait_s,
         )
-        return self._ask(event, ticket)
+        return self._ask(event, request_id)
 
     @rpc(inline=True)
     def done(self, handle: int, consumer: int, number: int, count: int | None) -> Any:
@@ -204,7 +204,7 @@ class QueueService:
     def life_ended(self, worker: str, incarnation: int) -> None:
         """This life, and every one before it, is over."""
         with suppress(QueueJournalError):  # whoever asks for something is told
-            self._tell(LifeEnded(worker=worker, incarnation=incarnation))
+            self._tell(IncarnationEnded(worker=worker, incarnation=incarnation))
 
     def shut_down(self) -> None:
         """Commit what waits and end the threads. Whoever still waits for an answer waits for the end of the process."""
@@ -212,14 +212,14 @@ class QueueService:
         if self._journal is not None:
             self._journal.close()
 
-    def _ask(self, event: Event, ticket: int) -> Any:
+    def _ask(self, event: Event, request_id: int) -> Any:
         """The answer, or a future of it."""
         with self._lock:
             actions = self._step(event)
             if self._journal is not None:
-                future, answers = self._hold_back(self._journal, actions, ticket)
+                future, answers = self._hold_back(self._journal, actions, request_id)
             else:
-                future, answers = self._sort(actions, ticket)
+                future, answers = self._sort(actions, request_id)
         self._set_timer()
         self._answer(answers)
         return future
@@ -242,28 +242,28 @@ class QueueService:
             raise QueueJournalError(str(self._failure))
         return self._core.step(time.monotonic(), event)
 
-    def _sort(self, actions: list[Action], ticket: int) -> tuple[Any, list[_Answer]]:
-        """The answer to `ticket`, or a future of it, and what those who waited are to be told."""
+    def _sort(self, actions: list[Action], request_id: int) -> tuple[Any, list[_Answer]]:
+        """The answer to `request_id`, or a future of it, and what those who waited are to be told."""
         answer: Any = _NO_ANSWER
         answers = []
         for action in actions:
-            if action.ticket == ticket:  # type: ignore[union-attr]  # a core without a journal only answers
+            if action.request_id == request_id:  # type: ignore[union-attr]  # a core without a journal only answers
                 answer = _content(action)
             else:
                 answers.append(self._addressed(action))
         if answer is _NO_ANSWER:
-            answer = self._waiting[ticket] = RpcFuture(self._what, host=self._host)
+            answer = self._waiting[request_id] = RpcFuture(self._what, host=self._host)
         return answer, answers
 
     def _hold_back(
-        self, journal: Journal, actions: list[Action], ticket: int | None, answer: Callable[[], Any] = lambda: None
+        self, journal: Journal, actions: list[Action], request_id: int | None, answer: Callable[[], Any] = lambda: None
     ) -> tuple[RpcFuture[Any], list[_Answer]]:
         """A future of the answer, and what can be told at once: nothing that was not committed, or follows from it."""
         future: RpcFuture[Any] = RpcFuture(self._what, host=self._host)
-        if ticket is not None:
-            self._waiting[ticket] = future
+        if request_id is not None:
+            self._waiting[request_id] = future
         records: list[Record] = []
-        answers: list[_Answer] = [] if ticket is not None else [(future, answer())]
+        answers: list[_Answer] = [] if request_id is not None else [(future, answer())]
         for action in actions:
             if isinstance(action, AnswerPut | AnswerGet):
                 answers.append(self._addressed(action))
@@ -278,7 +278,7 @@ class QueueService:
 
     def _addressed(self, action: Action) -> _Answer:
         assert isinstance(action, AnswerPut | AnswerGet)
-        return self._waiting.pop(action.ticket), _content(action)
+        return self._waiting.pop(action.request_id), _content(action)
 
     def _answer(self, answers: list[_Answer]) -> None:
         for place, (future, content) in enumerate(answers):
@@ -306,7 +306,7 @@ class QueueService:
 
     def _pass_time(self) -> None:
         with suppress(QueueJournalError):
-            self._tell(TimePassed())
+            self._tell(QueueTick())
 
 
 def _content(action: Action) -> Any:
@@ -398,7 +398,7 @@ class QueueHost:
                 worker.names.release(claimed_name(queue))
                 raise
             self._services[queue] = service  # first: it hears of deaths from here on
-            self._bury(service)
+            self._reap(service)
             for verb in METHODS:
                 self._bus.registry[method(queue, verb)] = getattr(service, verb)
         atexit.register(service.shut_down)
@@ -409,10 +409,10 @@ class QueueHost:
         service.shut_down()
         atexit.unregister(service.shut_down)
 
-    def _bury(self, service: QueueService) -> None:
+    def _reap(self, service: QueueService) -> None:
         """Of the lives that a journal knows, those that ended while nobody listened: this worker's own among them."""
         service.life_ended(self._bus.worker, self._bus.incarnation - 1)
-        for worker, _ in service.lives:
+        for worker, _ in service.incarnations:
             entry = self._bus.life_of(worker)
             if entry is not None:
                 self._hear(service, entry)

@@ -257,7 +257,7 @@ def test_the_end_of_the_entry_point_is_the_end_of_its_takes(
     trio: tuple[Member, Member, Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This one has consumers of tests before, whose owners ended.
-    monkeypatch.setattr(consumer_module, "_thread", consumer_module._Thread())
+    monkeypatch.setattr(consumer_module, "_thread", consumer_module._ThreadState())
     owner, consumer, _ = trio
     mine = owner.queue(is_master=True)
     mine.put(1)
@@ -354,7 +354,7 @@ def test_a_queue_that_nobody_makes_is_missed(trio: tuple[Member, Member, Member]
         queue.put_async(1).result(PATIENCE_S)
     with pytest.raises(QueueNotFoundError):
         queue.qsize()
-    assert queue._putter._open == {}
+    assert queue._producer._open == {}
 
 
 def test_an_item_that_cannot_be_sent_and_one_that_cannot_be_read(trio: tuple[Member, Member, Member]) -> None:

@@ -324,7 +324,7 @@ def test_what_is_put_while_the_death_gets_about_stays_behind_what_was_on_its_way
     futures += [theirs.put_async(number) for number in range(5, 10)]
     owner.die()
     is_about.set()
-    eventually(lambda: len(theirs._putter._parked) == 10)
+    eventually(lambda: len(theirs._producer._parked) == 10)
     again = world.worker("a", 1).queue(size=99, **durable)
     for future in futures:
         future.result(PATIENCE_S)

@@ -21,8 +21,8 @@ def test_a_cancelled_put_is_not_asked_for_again(world: QueueWorld, who: str, mon
     mine = members["owner"].queue(is_master=True, size=1)
     ours = members[who].queue()
     ours.put("full")
-    site: Any = ours._finder.site
-    put, asked = site.put, threading.Semaphore(0)
+    endpoint: Any = ours._lookup.endpoint
+    put, asked = endpoint.put, threading.Semaphore(0)
     numbers: list[int] = []
 
     def noted(question: Any, *options: Any) -> Any:
@@ -30,7 +30,7 @@ def test_a_cancelled_put_is_not_asked_for_again(world: QueueWorld, who: str, mon
         asked.release()
         return put(question, *options)
 
-    site.put = noted
+    endpoint.put = noted
     given_up, kept = ours.put_async("given up"), ours.put_async("kept")
     given_up.cancel()
     before = len(numbers)

@@ -22,9 +22,9 @@ from unified.queue.core.messages import (
     ConsumerEnded,
     Event,
     HandleClosed,
+    IncarnationEnded,
     Item,
-    LifeEnded,
-    Memory,
+    JournalState,
     Outcome,
     Record,
     SaveHandle,
@@ -32,7 +32,7 @@ from unified.queue.core.messages import (
     TakeReturned,
 )
 from unified.queue.items import pack, unpack
-from unified.queue.journal import ROW_BYTES, Clocks, Journal, JournalFile
+from unified.queue.journal import ROW_BYTES, Journal, JournalClocks, JournalFile
 from unified.queue.server import QueueService
 from unified.testing import eventually
 
@@ -57,7 +57,7 @@ class Written(Story):
         self.waiting_records = []
 
 
-def content(memory: Memory) -> object:
+def content(memory: JournalState) -> object:
     """Comparable: order by id wherever order says nothing."""
     return (
         sorted((each.handle, each.worker, each.incarnation) for each in memory.handles),
@@ -71,7 +71,7 @@ def content(memory: Memory) -> object:
 @pytest.mark.parametrize("seed", range(12))
 def test_any_history_is_remembered(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    clocks = Clocks(monotonic=lambda: 100.0, wall=lambda: 5000.0)
+    clocks = JournalClocks(monotonic=lambda: 100.0, wall=lambda: 5000.0)
     tale = Written(JournalFile(tmp_path / "q.sqlite", "q", clocks=clocks), size=4)
     numbers = dict.fromkeys((11, 12, 21, 31), 0)
     for handle in (1, 2, 3):
@@ -92,7 +92,10 @@ def test_any_history_is_remembered(tmp_path: Path, seed: int) -> None:
                 tale.tell(TakeReturned(handle=consumer // 10, consumer=consumer, number=number, received=number - 1))
             case 8 if chance.random() < 0.2:
                 handle = chance.randint(1, 3)
-                ends: list[Event] = [HandleClosed(handle=handle), LifeEnded(worker=f"w{handle}", incarnation=step - 1)]
+                ends: list[Event] = [
+                    HandleClosed(handle=handle),
+                    IncarnationEnded(worker=f"w{handle}", incarnation=step - 1),
+                ]
                 tale.tell(chance.choice(ends))
                 tale.attach(handle, worker=f"w{handle}", incarnation=step)
             case 8:
@@ -115,10 +118,10 @@ def test_large_items_come_back_whole_and_with_their_age(tmp_path: Path) -> None:
     value = {"a": np.arange(40_000), "b": np.ones((300, 400), dtype=np.float32), "c": "text"}
     packed = pack(value)
     assert isinstance(packed, SerializedValue)
-    file = JournalFile(path, "q", clocks=Clocks(monotonic=lambda: 10.0, wall=lambda: 1000.0))
+    file = JournalFile(path, "q", clocks=JournalClocks(monotonic=lambda: 10.0, wall=lambda: 1000.0))
     file.commit([SaveItems(items=[Item(3, packed, packed.nbytes, 7.0), Item(4, b"\x01", 1, 8.0)])])
     file.close()
-    again = JournalFile(path, "q", clocks=Clocks(monotonic=lambda: 500.0, wall=lambda: 1060.0))
+    again = JournalFile(path, "q", clocks=JournalClocks(monotonic=lambda: 500.0, wall=lambda: 1060.0))
     first, second = again.memory().items
     again.close()
     assert (first.item_id, first.nbytes, first.put_at) == (3, packed.nbytes, 500 - 63)

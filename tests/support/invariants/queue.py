@@ -8,8 +8,8 @@ from unified.queue.core.queue import QueueCore
 def check(core: QueueCore) -> list[str]:
     """Return the broken invariants, each as a sentence."""
     broken: list[str] = []
-    stock, producers, consumers, handles = core.stock, core.producers, core.consumers, core.turn.handles
-    waiting = stock.ids()
+    buffer, producers, consumers, handles = core.buffer, core.producers, core.consumers, core.state.handles
+    waiting = buffer.ids()
     leases = [
         consumer.lease
         for handle in handles.values()
@@ -25,20 +25,20 @@ def check(core: QueueCore) -> list[str]:
         broken.append(f"{len(leased)} items are leased, {consumers.num_leased} are counted.")
     if any(not lease.items for lease in leases):
         broken.append("a lease of nothing is kept.")
-    if waiting and consumers.line:
-        broken.append(f"{len(consumers.line)} gets wait though there are {len(waiting)} items.")
-    if producers.line:
-        put = next(iter(producers.line.values()))
-        if stock.has_room(put.items[put.num_in][1]):
+    if waiting and consumers.waiting:
+        broken.append(f"{len(consumers.waiting)} gets wait though there are {len(waiting)} items.")
+    if producers.waiting:
+        put = next(iter(producers.waiting.values()))
+        if buffer.has_room(put.items[put.num_in][1]):
             broken.append(f"put {put.number} of handle {put.handle.handle} waits though there is room.")
-        if core.turn.is_closed:
+        if core.state.is_closed:
             broken.append("a put waits in a closed queue.")
-    if core.is_finished and consumers.line:
+    if core.is_finished and consumers.waiting:
         broken.append("a get waits for a queue that is finished.")
     indexed = {(handle.handle, number) for handle in handles.values() for number in handle.waiting_puts}
-    if indexed != set(producers.line):
+    if indexed != set(producers.waiting):
         broken.append("the puts of the handles are not those in the line.")
-    for get in consumers.line.values():
+    for get in consumers.waiting.values():
         if get.consumer.lease is not None:
             broken.append(f"consumer {get.consumer.consumer} waits and has a lease.")
         if handles.get(get.consumer.handle) is None:

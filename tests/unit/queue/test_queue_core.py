@@ -9,11 +9,11 @@ from unified.queue.core.messages import (
     CloseAsked,
     ConsumerEnded,
     HandleClosed,
-    LifeEnded,
+    IncarnationEnded,
     Outcome,
     PutAsked,
+    QueueTick,
     TakeReturned,
-    TimePassed,
 )
 from unified.queue.core.state import Rate
 
@@ -97,7 +97,7 @@ def test_put_larger_than_the_queue_passes_waiting_gets_at_once() -> None:
 
 def test_bytes_bound_the_queue_and_one_item_always_fits() -> None:
     tale = story(10, max_bytes=3)
-    big = PutAsked(ticket=0, handle=1, number=0, below=0, items=[("big", 10), ("a", 1), ("b", 2), ("c", 1)])
+    big = PutAsked(request_id=0, handle=1, number=0, below=0, items=[("big", 10), ("a", 1), ("b", 2), ("c", 1)])
     assert tale.tell(big) == []
     assert tale.waiting == ["big"]
     assert tale.get(31, 1)[0] == (1, ["big"])
@@ -116,8 +116,8 @@ def test_time_ends_a_get_and_its_items_stay() -> None:
     tale = story()
     tale.get(31, 1, wait_s=5)
     assert tale.core.next_deadline == 105
-    assert tale.tell(TimePassed(), after_s=4) == []
-    assert said(tale.tell(TimePassed(), after_s=1)) == [(1, Outcome.WAITING)]
+    assert tale.tell(QueueTick(), after_s=4) == []
+    assert said(tale.tell(QueueTick(), after_s=1)) == [(1, Outcome.WAITING)]
     assert tale.core.next_deadline is None
     tale.put(1, 0, "a")
     assert tale.get(31, 1) == [(3, ["a"])]  # the same get, asked for again
@@ -127,7 +127,7 @@ def test_time_ends_a_put_that_gives_up_and_says_how_much_went_in() -> None:
     tale = story(2)
     tale.put(1, 0, *"abc", wait_s=5, is_last=True)
     tale.put(2, 0, "d")
-    assert said(tale.tell(TimePassed(), after_s=5)) == [(1, (Outcome.FULL, 2))]
+    assert said(tale.tell(QueueTick(), after_s=5)) == [(1, (Outcome.FULL, 2))]
     assert tale.get(31, 1, 2) == [(3, ["a", "b"]), (2, in_(1))]
     assert tale.put(1, 0, *"abc") == [(4, (Outcome.FULL, 2))]  # asked for again, it is over all the same
 
@@ -137,8 +137,8 @@ def test_put_whose_time_passed_keeps_its_place_and_is_asked_for_again_without_it
     tale.put(1, 0, "a")
     tale.put(1, 1, "b", wait_s=5)
     tale.put(2, 0, "c")
-    assert said(tale.tell(TimePassed(), after_s=5)) == [(2, (Outcome.WAITING, 0))]
-    again = PutAsked(ticket=90, handle=1, number=1, below=0, items=None)
+    assert said(tale.tell(QueueTick(), after_s=5)) == [(2, (Outcome.WAITING, 0))]
+    again = PutAsked(request_id=90, handle=1, number=1, below=0, items=None)
     assert tale.tell(again) == []
     assert tale.get(31, 1) == [(4, ["a"]), (90, in_(1))]
     assert tale.get(31, 2) == [(5, ["b"]), (3, in_(1))]
@@ -148,9 +148,9 @@ def test_put_that_nobody_asks_for_goes_in_and_the_answer_is_kept() -> None:
     tale = story(1)
     tale.put(1, 0, "a")
     tale.put(1, 1, "b", wait_s=5)
-    tale.tell(TimePassed(), after_s=5)
+    tale.tell(QueueTick(), after_s=5)
     assert tale.get(31, 1) == [(3, ["a"])]
-    assert said(tale.tell(PutAsked(ticket=90, handle=1, number=1, below=0, items=None))) == [(90, in_(1))]
+    assert said(tale.tell(PutAsked(request_id=90, handle=1, number=1, below=0, items=None))) == [(90, in_(1))]
     assert tale.waiting == ["b"]
 
 
@@ -160,7 +160,7 @@ def test_put_asked_for_twice_goes_in_once() -> None:
     assert tale.put(1, 0, "a") == [(2, in_(1))]
     assert tale.waiting == ["a"]
     assert tale.put(1, 1, "b", below=1) == [(3, in_(1))]
-    assert len(tale.core.turn.handles[1].ended_puts) == 1  # the first was forgotten: its handle knows
+    assert len(tale.core.state.handles[1].ended_puts) == 1  # the first was forgotten: its handle knows
     assert tale.put(1, 0, "a", below=0) == [(4, (Outcome.WAITING, 0))]  # a copy that was long on its way
     assert tale.waiting == ["a", "b"]
 
@@ -215,7 +215,7 @@ def test_lease_ends_with_the_next_take() -> None:
     assert tale.core.stats(tale.now).leased == 1
     tale.get(31, 2)
     assert tale.core.stats(tale.now).leased == 1
-    tale.tell(LifeEnded(worker="w3", incarnation=0))
+    tale.tell(IncarnationEnded(worker="w3", incarnation=0))
     assert tale.waiting == ["b"]
 
 
@@ -225,7 +225,7 @@ def test_threads_of_one_handle_are_consumers_of_their_own() -> None:
     tale.get(31, 1)
     tale.get(32, 1)
     tale.get(32, 2)
-    tale.tell(LifeEnded(worker="w3", incarnation=0))
+    tale.tell(IncarnationEnded(worker="w3", incarnation=0))
     assert tale.waiting == ["a", "c"]
 
 
@@ -241,9 +241,9 @@ def test_death_of_a_consumer_puts_what_it_had_in_front_in_order() -> None:
     tale.put(1, 0, *"abcdef")
     tale.get(31, 1, 2)
     tale.get(21, 1, 2)
-    tale.tell(LifeEnded(worker="w3", incarnation=0))
+    tale.tell(IncarnationEnded(worker="w3", incarnation=0))
     assert tale.waiting == ["a", "b", "e", "f"]
-    tale.tell(LifeEnded(worker="w2", incarnation=0))
+    tale.tell(IncarnationEnded(worker="w2", incarnation=0))
     assert tale.waiting == ["a", "b", "c", "d", "e", "f"]
 
 
@@ -252,7 +252,7 @@ def test_death_gives_items_straight_to_those_who_wait() -> None:
     tale.put(1, 0, "a")
     tale.get(31, 1)
     tale.get(21, 1)
-    assert said(tale.tell(LifeEnded(worker="w3", incarnation=0))) == [(3, ["a"])]
+    assert said(tale.tell(IncarnationEnded(worker="w3", incarnation=0))) == [(3, ["a"])]
 
 
 def test_items_that_come_back_may_go_beyond_the_bound_and_puts_wait() -> None:
@@ -261,7 +261,7 @@ def test_items_that_come_back_may_go_beyond_the_bound_and_puts_wait() -> None:
     tale.get(31, 1)
     tale.put(1, 1, "b")
     tale.put(1, 2, "c")
-    tale.tell(LifeEnded(worker="w3", incarnation=0))
+    tale.tell(IncarnationEnded(worker="w3", incarnation=0))
     assert tale.waiting == ["a", "b"]
     tale.get(21, 1)
     assert tale.waiting == ["b"]
@@ -273,19 +273,19 @@ def test_death_of_a_producer_keeps_what_is_in_and_drops_the_rest() -> None:
     tale = story(2)
     tale.put(1, 0, *"abc")
     tale.put(2, 0, "d")
-    assert said(tale.tell(LifeEnded(worker="w1", incarnation=0))) == [(1, (Outcome.UNKNOWN, 2))]
+    assert said(tale.tell(IncarnationEnded(worker="w1", incarnation=0))) == [(1, (Outcome.UNKNOWN, 2))]
     assert tale.get(31, 1, 2) == [(3, ["a", "b"]), (2, in_(1))]
 
 
 def test_dead_life_cannot_come_back_and_its_next_can() -> None:
     tale = story()
-    tale.tell(LifeEnded(worker="w3", incarnation=0))
+    tale.tell(IncarnationEnded(worker="w3", incarnation=0))
     assert tale.get(31, 1) == [(1, Outcome.UNKNOWN)]
     tale.attach(3, incarnation=0)
     assert tale.put(3, 0, "a") == [(2, (Outcome.UNKNOWN, 0))]
     tale.attach(4, worker="w3", incarnation=1)
     assert tale.put(4, 0, "a") == [(3, in_(1))]
-    tale.tell(LifeEnded(worker="w3", incarnation=0))  # old news
+    tale.tell(IncarnationEnded(worker="w3", incarnation=0))  # old news
     assert tale.get(41, 1) == [(4, ["a"])]
 
 
@@ -304,7 +304,7 @@ def test_part_of_a_take_is_done() -> None:
     tale.done(31, 1, 1)
     tale.done(31, 1, 1)  # said twice
     tale.done(31, 0)  # of another take
-    tale.tell(LifeEnded(worker="w3", incarnation=0))
+    tale.tell(IncarnationEnded(worker="w3", incarnation=0))
     assert tale.waiting == ["b", "c"]
 
 
@@ -348,7 +348,7 @@ def test_handle_that_closes_leaves_nothing() -> None:
     tale.tell(HandleClosed(handle=3))
     tale.tell(HandleClosed(handle=3))
     assert tale.waiting == ["a", "b"]
-    assert set(tale.core.turn.handles) == {1, 2}
+    assert set(tale.core.state.handles) == {1, 2}
 
 
 def test_closed_queue_takes_nothing_more_and_is_drained() -> None:
@@ -376,7 +376,7 @@ def test_closed_queue_waits_for_what_others_have(dies: bool) -> None:
     tale.tell(CloseAsked())
     assert tale.get(31, 1) == []
     if dies:
-        assert said(tale.tell(LifeEnded(worker="w2", incarnation=0))) == [(3, ["a"])]
+        assert said(tale.tell(IncarnationEnded(worker="w2", incarnation=0))) == [(3, ["a"])]
     else:
         assert tale.done(21, 1) == [(3, Outcome.CLOSED)]
 
@@ -419,7 +419,7 @@ def test_owner_starts_again_with_leases_puts_and_order() -> None:
     tale.put(1, 0, *"abcd")
     tale.get(31, 1, 2)
     tale.get(21, 1, 1)
-    tale.tell(LifeEnded(worker="w2", incarnation=0))
+    tale.tell(IncarnationEnded(worker="w2", incarnation=0))
     tale.done(31, 1, 1)
     tale.put(1, 1, *"efgh")
     assert tale.waiting == ["c", "d", "e", "f"]
@@ -428,7 +428,7 @@ def test_owner_starts_again_with_leases_puts_and_order() -> None:
     assert tale.get(31, 1) == [(5, ["b"])]  # still on lease, and given again to whom it was given
     assert tale.put(1, 0, *"abcd") == [(6, in_(4))]
     assert tale.put(1, 1, *"efgh") == []  # the first two of it are in
-    tale.tell(LifeEnded(worker="w3", incarnation=0))
+    tale.tell(IncarnationEnded(worker="w3", incarnation=0))
     tale.attach(4)
     assert tale.get(41, 1, 3)[0] == (8, ["b", "c", "d"])
     assert tale.get(41, 2, 3)[0] == (9, ["e", "f", "g"])
@@ -440,7 +440,9 @@ def test_owner_that_starts_again_asks_for_the_items_of_a_put_it_never_had() -> N
     tale.put(1, 0, "a")
     tale.put(1, 1, "b")
     tale.restart()
-    assert said(tale.tell(PutAsked(ticket=90, handle=1, number=1, below=0, items=None))) == [(90, (Outcome.UNKNOWN, 0))]
+    assert said(tale.tell(PutAsked(request_id=90, handle=1, number=1, below=0, items=None))) == [
+        (90, (Outcome.UNKNOWN, 0))
+    ]
 
 
 def test_closed_stays_closed_over_a_restart() -> None:

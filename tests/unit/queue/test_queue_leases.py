@@ -27,12 +27,12 @@ from unified.queue.core.messages import (
     Event,
     GetAsked,
     HandleAttached,
-    LifeEnded,
+    IncarnationEnded,
     Outcome,
     PutAsked,
+    QueueTick,
     TakeDone,
     TakeReturned,
-    TimePassed,
 )
 from unified.queue.core.queue import QueueCore
 
@@ -52,7 +52,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.journal = JournalModel()
         self.uncommitted: list[Action] = []
         self.answers: list[Answer] = []
-        self.lives: dict[str, int] = {}
+        self.incarnations: dict[str, int] = {}
         self.producers: list[Producer] = []
         self.consumers: list[Consumer] = []
         self.open: set[int] = set()
@@ -72,7 +72,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def work(self, name: str) -> None:
         """A worker comes up, or takes another handle: one of its threads puts, two others take."""
-        worker = Worker(name, self.lives.setdefault(name, 0), self.new_id())
+        worker = Worker(name, self.incarnations.setdefault(name, 0), self.new_id())
         self.tell(HandleAttached(handle=worker.handle, worker=name, incarnation=worker.incarnation))
         self.producers.append(Producer(worker))
         self.consumers += [Consumer(worker, self.new_id()) for _ in range(2)]
@@ -98,18 +98,18 @@ class QueueMachine(RuleBasedStateMachine):
             consumer.unheard = []
             self.tell(question)
         else:
-            consumer.ticket = None
+            consumer.request_id = None
 
     @rule(wait_s=WAITS, max_items=st.integers(1, 3))
     def ask_again(self, wait_s: float | None, max_items: int = 2) -> None:
         """Whoever heard nothing does; of a get that was given up, the next one."""
         for consumer in self.consumers:
-            if consumer.is_asking and consumer.ticket is None:
+            if consumer.is_asking and consumer.request_id is None:
                 consumer.unheard = []
                 self.tell(consumer.ask(self.new_id(), max_items, wait_s))
         for producer in self.producers:
             for put in producer.pending.values():
-                if put.ticket is None:
+                if put.request_id is None:
                     self.tell(producer.ask(put, self.new_id(), wait_s, False))
 
     @precondition(lambda self: any(each.pending for each in self.producers))
@@ -161,7 +161,7 @@ class QueueMachine(RuleBasedStateMachine):
     def interrupt(self, data: st.DataObject) -> None:
         """A get is given up, whether or not it has been served."""
         consumer = data.draw(st.sampled_from(self.interruptible()))
-        consumer.is_asking, consumer.ticket = False, None
+        consumer.is_asking, consumer.request_id = False, None
         self.return_take(consumer, consumer.received)
         consumer.unheard = []
 
@@ -177,31 +177,31 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def die(self, name: str) -> None:
-        life = self.lives.get(name)
+        life = self.incarnations.get(name)
         if life is None:
             return
-        self.lives[name] = life + 1
+        self.incarnations[name] = life + 1
         for consumer in self.consumers:
             if consumer.worker.name == name:
                 self.done.subtract(consumer.unheard)  # nobody was told: another one will do them again
         self.producers = [each for each in self.producers if each.worker.name != name]
         self.consumers = [each for each in self.consumers if each.worker.name != name]
-        self.tell(LifeEnded(worker=name, incarnation=life))
+        self.tell(IncarnationEnded(worker=name, incarnation=life))
 
     @rule(seconds=st.sampled_from([0.1, 1.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         if self.core.next_deadline is not None and self.core.next_deadline <= self.now:
-            self.tell(TimePassed())
+            self.tell(QueueTick())
 
     @rule()
     def commit(self) -> None:
         for action in self.uncommitted:
             if isinstance(action, AnswerPut):
-                self.answers.append(Answer(action.ticket, action.outcome, action.num_in, []))
+                self.answers.append(Answer(action.request_id, action.outcome, action.num_in, []))
             elif isinstance(action, AnswerGet):
                 items = [item.payload for item in action.items]
-                self.answers.append(Answer(action.ticket, action.outcome, 0, items))
+                self.answers.append(Answer(action.request_id, action.outcome, 0, items))
             else:
                 self.journal.write(action)
         self.uncommitted = []
@@ -218,19 +218,19 @@ class QueueMachine(RuleBasedStateMachine):
         self.put_line, self.get_line = [], []
         self.core = QueueCore(self.now, **self.options, memory=self.journal.memory())
         self.newest_taken = max(self.journal.leases, default=-1)
-        coming = {answer.ticket for answer in self.answers}
+        coming = {answer.request_id for answer in self.answers}
         leased = self.leased()
         for producer in self.producers:
             for put in producer.pending.values():
-                put.ticket = put.ticket if put.ticket in coming else None
+                put.request_id = put.request_id if put.request_id in coming else None
         for consumer in self.consumers:
-            consumer.ticket = consumer.ticket if consumer.ticket in coming else None
+            consumer.request_id = consumer.request_id if consumer.request_id in coming else None
             if consumer.is_asking:
                 consumer.unheard = [item for item in leased.get(consumer.consumer, []) if self.done[item]]
         heard = {item for consumer in self.consumers for item in consumer.unheard}
         self.done.subtract(item.payload for item in unsaid if item.payload not in heard)  # of consumers that died since
-        for name, life in self.lives.items():  # the directory says so again
-            self.tell(LifeEnded(worker=name, incarnation=life - 1))
+        for name, life in self.incarnations.items():  # the directory says so again
+            self.tell(IncarnationEnded(worker=name, incarnation=life - 1))
         for worker in {each.worker for each in self.producers} | {each.worker for each in self.consumers}:
             self.tell(HandleAttached(handle=worker.handle, worker=worker.name, incarnation=worker.incarnation))
 
@@ -246,10 +246,10 @@ class QueueMachine(RuleBasedStateMachine):
     def journal_holds_what_the_queue_holds(self) -> None:
         if hasattr(self, "core") and self.is_durable and not self.uncommitted:
             again = QueueCore(self.now, **self.options, memory=self.journal.memory())
-            assert again.stock.ids() == self.core.stock.ids()
+            assert again.buffer.ids() == self.core.buffer.ids()
             assert again.consumers.num_leased == self.core.consumers.num_leased
-            known = {key: handle.ended_puts for key, handle in self.core.turn.handles.items()}
-            assert {key: dict(handle.ended_puts) for key, handle in again.turn.handles.items()} == known
+            known = {key: handle.ended_puts for key, handle in self.core.state.handles.items()}
+            assert {key: dict(handle.ended_puts) for key, handle in again.state.handles.items()} == known
 
     def teardown(self) -> None:
         """Close it, and let whoever lives do the rest."""
@@ -265,7 +265,7 @@ class QueueMachine(RuleBasedStateMachine):
             for consumer in self.idle():
                 self.finish(consumer, len(consumer.has))
                 consumer.ask(0, 3, None)
-                consumer.ticket = None
+                consumer.request_id = None
             self.ask_again(None)
         assert self.core.is_finished
         assert not self.open, "a question was never answered"
@@ -277,18 +277,18 @@ class QueueMachine(RuleBasedStateMachine):
 
     def tell(self, event: Event) -> None:
         if isinstance(event, PutAsked | GetAsked):
-            self.open.add(event.ticket)
+            self.open.add(event.request_id)
         if isinstance(event, PutAsked) and (event.handle, event.number) not in self.put_line:
             self.put_line.append((event.handle, event.number))
         if isinstance(event, GetAsked):
-            self.get_line.append(event.ticket)
+            self.get_line.append(event.request_id)
         num_put = self.core.producers.rate.total
         actions = self.core.step(self.now, event)
-        assert self.core.producers.rate.total == num_put or len(self.core.stock) <= self.core.stock.size, "too full"
+        assert self.core.producers.rate.total == num_put or len(self.core.buffer) <= self.core.buffer.size, "too full"
         self.uncommitted += actions
         for action in actions:
             if isinstance(action, AnswerPut | AnswerGet):
-                self.open.remove(action.ticket)  # KeyError: answered twice
+                self.open.remove(action.request_id)  # KeyError: answered twice
             if isinstance(action, AnswerGet):
                 self.was_served_in_turn(action)
         self.entered_in_turn()
@@ -296,10 +296,10 @@ class QueueMachine(RuleBasedStateMachine):
             self.commit()
 
     def was_served_in_turn(self, action: AnswerGet) -> None:
-        place = self.get_line.index(action.ticket)
+        place = self.get_line.index(action.request_id)
         new = [item.item_id for item in action.items if item.item_id > self.newest_taken]
         if action.outcome is Outcome.DONE and new:
-            still_waiting = {get.ticket for get in self.core.consumers.line.values()}
+            still_waiting = {get.request_id for get in self.core.consumers.waiting.values()}
             assert not still_waiting & set(self.get_line[:place]), "an earlier get was passed over"
         assert new == list(range(self.newest_taken + 1, self.newest_taken + 1 + len(new))) or self.is_durable
         self.newest_taken = max([self.newest_taken, *new])
@@ -307,22 +307,22 @@ class QueueMachine(RuleBasedStateMachine):
 
     def entered_in_turn(self) -> None:
         """Whoever waits for room came after all that went in, or went in in part and is next."""
-        line = list(self.core.producers.line)
-        self.put_line = [key for key in self.put_line if key in self.core.producers.line]
+        line = list(self.core.producers.waiting)
+        self.put_line = [key for key in self.put_line if key in self.core.producers.waiting]
         assert line == self.put_line, "puts changed places"
-        assert all(not put.num_in for put in list(self.core.producers.line.values())[1:]) or self.is_durable
+        assert all(not put.num_in for put in list(self.core.producers.waiting.values())[1:]) or self.is_durable
 
     def deliver(self, answer: Answer) -> None:
-        arrives = answer.ticket not in self.will_be_lost
+        arrives = answer.request_id not in self.will_be_lost
         for producer in self.producers:
             for put in list(producer.pending.values()):
-                if put.ticket == answer.ticket:
-                    put.ticket = None
+                if put.request_id == answer.request_id:
+                    put.request_id = None
                     if arrives:
                         self.on_put_answer(producer, put, answer)
         for consumer in self.consumers:
-            if consumer.ticket == answer.ticket:
-                consumer.ticket = None
+            if consumer.request_id == answer.request_id:
+                consumer.request_id = None
                 if arrives and answer.outcome in (Outcome.DONE, Outcome.CLOSED):
                     assert not consumer.has
                     consumer.has, consumer.num_done, consumer.received = answer.items, 0, consumer.number
@@ -357,16 +357,16 @@ class QueueMachine(RuleBasedStateMachine):
     def leased(self) -> dict[int, list[str]]:
         return {
             consumer.consumer: [item.payload for item in consumer.lease.items]
-            for handle in self.core.turn.handles.values()
+            for handle in self.core.state.handles.values()
             for consumer in handle.consumers.values()
             if consumer.lease is not None
         }
 
     def new_ticket(self, fate: str) -> int:
-        ticket = self.new_id()
+        request_id = self.new_id()
         if fate == "answer lost":
-            self.will_be_lost.add(ticket)
-        return ticket
+            self.will_be_lost.add(request_id)
+        return request_id
 
     def new_id(self) -> int:
         self.ids += 1

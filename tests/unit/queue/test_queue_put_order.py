@@ -10,42 +10,44 @@ from typing import Any, cast
 
 import pytest
 
-from tests.support.queue_sites import DIED, LOST, PATIENCE_S, WAITING, Finder, Site, puts, putter
+from tests.support.queue_sites import DIED, LOST, PATIENCE_S, WAITING, Finder, OwnerEndpoint, puts, putter
 from unified.errors import QueueClosedError, QueueJournalError
 from unified.queue.core.messages import Outcome
-from unified.queue.owner_lookup import OwnerFinder
-from unified.queue.producer import Putter
+from unified.queue.owner_lookup import OwnerLookup
+from unified.queue.producer import QueueProducer
 from unified.testing import eventually
 
 
-def dying(num_puts: int, *, may_be_cancelled: bool = True) -> tuple[Putter, Any, Site, Site, list[Future[None]]]:
+def dying(
+    num_puts: int, *, may_be_cancelled: bool = True
+) -> tuple[QueueProducer, Any, OwnerEndpoint, OwnerEndpoint, list[Future[None]]]:
     """So many puts are on their way to an owner of which it is known that it died; with it the finder, both lives, and
     the futures.
 
     Args:
         may_be_cancelled: their calls have not ended; else they have, and whoever waits is about to be told.
     """
-    old, new = Site(*["later"] * num_puts, is_durable=True), Site(is_durable=True)
-    finder = Finder(old, new)
-    ours = Putter(cast(OwnerFinder, finder))
+    old, new = OwnerEndpoint(*["later"] * num_puts, is_durable=True), OwnerEndpoint(is_durable=True)
+    lookup = Finder(old, new)
+    ours = QueueProducer(cast(OwnerLookup, lookup))
     futures = puts(ours, num_puts)
-    finder.detach(old)
+    lookup.detach(old)
     for call in old.later:
         if not may_be_cancelled:
             call.cancel = lambda: False  # type: ignore[method-assign]
-    return ours, finder, old, new, futures
+    return ours, lookup, old, new, futures
 
 
 def test_what_is_put_before_those_on_their_way_come_back_stays_behind_them() -> None:
-    ours, finder, old, new, futures = dying(2)
-    attach, looks, is_there = finder.attach, threading.Event(), threading.Event()
+    ours, lookup, old, new, futures = dying(2)
+    attach, looks, is_there = lookup.attach, threading.Event(), threading.Event()
 
     def slow_attach(until: float | None = None) -> Any:
         looks.set()
         is_there.wait(PATIENCE_S)
         return attach(until)
 
-    finder.attach = slow_attach
+    lookup.attach = slow_attach
     futures += puts(ours, 1)
     assert looks.wait(PATIENCE_S)
     for call in old.later:
@@ -58,9 +60,9 @@ def test_what_is_put_before_those_on_their_way_come_back_stays_behind_them() -> 
 
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_an_owner_that_is_back_sooner_than_they_are_gets_them_first(how: str) -> None:
-    ours, finder, old, new, futures = dying(2, may_be_cancelled=False)
+    ours, lookup, old, new, futures = dying(2, may_be_cancelled=False)
     futures += puts(ours, 1)
-    assert eventually(lambda: finder.site is new)
+    assert eventually(lambda: lookup.endpoint is new)
     if how == "put":
         pool = ThreadPoolExecutor(1)
         futures.append(pool.submit(ours.put, [b"3"], None))
@@ -79,14 +81,14 @@ def test_an_owner_that_is_back_sooner_than_they_are_gets_them_first(how: str) ->
 
 def test_those_on_their_way_are_called_back_before_they_can_go_to_the_next_life() -> None:
     """The bus would send what it has not sent yet, as the connection was broken, to whichever life comes next."""
-    ours, finder, old, new, futures = dying(2)
-    attach = finder.attach
+    ours, lookup, old, new, futures = dying(2)
+    attach = lookup.attach
 
     def check_and_attach(until: float | None = None) -> Any:
         assert all(each.cancelled() for each in old.later)
         return attach(until)
 
-    finder.attach = check_and_attach
+    lookup.attach = check_and_attach
     futures += puts(ours, 1)
     for each in futures:
         each.result(PATIENCE_S)
@@ -95,17 +97,17 @@ def test_those_on_their_way_are_called_back_before_they_can_go_to_the_next_life(
 
 
 def test_they_are_called_back_when_the_owner_dies_while_one_of_them_pauses() -> None:
-    old, new = Site("later", "later", is_durable=True), Site(is_durable=True)
-    finder: Any = Finder(old, new)
-    attach, seen = finder.attach, []
+    old, new = OwnerEndpoint("later", "later", is_durable=True), OwnerEndpoint(is_durable=True)
+    lookup: Any = Finder(old, new)
+    attach, seen = lookup.attach, []
 
     def see_and_attach(until: float | None = None) -> Any:
         seen.append(old.later[1].cancelled())
         return attach(until)
 
-    finder.attach = see_and_attach
-    finder.pause = lambda num_failed, until: finder.detach(old)
-    ours = Putter(cast(OwnerFinder, finder))
+    lookup.attach = see_and_attach
+    lookup.pause = lambda num_failed, until: lookup.detach(old)
+    ours = QueueProducer(cast(OwnerLookup, lookup))
     futures = puts(ours, 2)
     old.later[0].fail(LOST)
     for each in futures:
@@ -132,40 +134,42 @@ def test_those_on_their_way_come_back_one_by_one() -> None:
 
 
 def test_a_put_that_is_cancelled_while_it_waits_for_room_is_not_asked_for_again() -> None:
-    site = Site("later", "later")
-    ours = putter(site)
+    endpoint = OwnerEndpoint("later", "later")
+    ours = putter(endpoint)
     first, second = puts(ours, 2)
     first.cancel()
-    site.later[0].succeed(WAITING)
-    assert site.numbers == [0, 1]
-    site.later[1].succeed(WAITING)
+    endpoint.later[0].succeed(WAITING)
+    assert endpoint.numbers == [0, 1]
+    endpoint.later[1].succeed(WAITING)
     second.result(PATIENCE_S)
-    assert [question[1:3] for question in site.asked] == [(0, 0), (1, 0), (1, 1)], "the owner hears that 0 is given up"
+    assert [question[1:3] for question in endpoint.asked] == [(0, 0), (1, 0), (1, 1)], (
+        "the owner hears that 0 is given up"
+    )
     assert not ours._open
 
 
 def test_a_put_that_is_cancelled_just_before_it_is_sent_is_not_sent() -> None:
-    site = Site()
-    finder: Any = Finder(None, site)
-    ours = Putter(cast(OwnerFinder, finder))
+    endpoint = OwnerEndpoint()
+    lookup: Any = Finder(None, endpoint)
+    ours = QueueProducer(cast(OwnerLookup, lookup))
     ask, cancelled = ours._ask, threading.Event()
 
-    def cancel_and_ask(put: Any, site: Any) -> Any:
+    def cancel_and_ask(put: Any, endpoint: Any) -> Any:
         put.future.cancel()
         cancelled.set()
-        return ask(put, site)
+        return ask(put, endpoint)
 
     ours._ask = cancel_and_ask  # type: ignore[method-assign]
     future = ours.put_async([b"a"])
     assert cancelled.wait(PATIENCE_S)
     assert eventually(lambda: ours._helper is None)
     assert future.cancelled()
-    assert site.asked == []
+    assert endpoint.asked == []
 
 
 def test_puts_go_on_when_the_system_has_a_thread_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    site = Site()
-    ours = putter(None, site)
+    endpoint = OwnerEndpoint()
+    ours = putter(None, endpoint)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _no_thread)
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -174,19 +178,19 @@ def test_puts_go_on_when_the_system_has_a_thread_again(monkeypatch: pytest.Monke
             ours.put_async([b"a"]).result(PATIENCE_S)
     assert not ours._open
     ours.put([b"b"], PATIENCE_S)
-    assert site.numbers == [2]
+    assert endpoint.numbers == [2]
 
 
 def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_puts() -> None:
-    finder: Any = Finder(None, Site([int(Outcome.CLOSED), 0]))
-    is_there, attach = threading.Event(), finder.attach
+    lookup: Any = Finder(None, OwnerEndpoint([int(Outcome.CLOSED), 0]))
+    is_there, attach = threading.Event(), lookup.attach
 
     def slow_attach(until: float | None = None) -> Any:
         is_there.wait(PATIENCE_S)
         return attach(until)
 
-    finder.attach = slow_attach
-    ours = Putter(cast(OwnerFinder, finder))
+    lookup.attach = slow_attach
+    ours = QueueProducer(cast(OwnerLookup, lookup))
     first, second = puts(ours, 2)
     first.add_done_callback(lambda _: sys.exit("of a user's"))
     is_there.set()
@@ -197,16 +201,16 @@ def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_puts() -> None
 
 
 def test_an_owner_in_this_process_that_fails_ends_the_put_and_no_other() -> None:
-    site: Any = Site()
-    put, errors = site.put, [QueueJournalError("the disk is full")]
+    endpoint: Any = OwnerEndpoint()
+    put, errors = endpoint.put, [QueueJournalError("the disk is full")]
 
     def put_here(*question: Any) -> Any:
         if errors:
             raise errors.pop()
         return put(*question)
 
-    site.put = put_here
-    ours = putter(None, site)
+    endpoint.put = put_here
+    ours = putter(None, endpoint)
     first, second = puts(ours, 2)
     with pytest.raises(QueueJournalError):
         first.result(PATIENCE_S)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.support.queue_sites import DIED, LOST, PATIENCE_S, UNKNOWN, WAITING, Finder, Site, puts, putter
+from tests.support.queue_sites import DIED, LOST, PATIENCE_S, UNKNOWN, WAITING, Finder, OwnerEndpoint, puts, putter
 from unified.errors import (
     QueueClosedError,
     QueueFullError,
@@ -20,69 +20,69 @@ from unified.errors import (
 )
 from unified.queue import owner_lookup
 from unified.queue.core.messages import Outcome
-from unified.queue.owner_lookup import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, OwnerFinder
-from unified.queue.producer import Putter
+from unified.queue.owner_lookup import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, OwnerLookup
+from unified.queue.producer import QueueProducer
 from unified.testing import eventually
 
 
 def test_all_is_well() -> None:
-    site = Site()
-    ours = putter(site)
+    endpoint = OwnerEndpoint()
+    ours = putter(endpoint)
     ours.put([b"a", b"b"], None)
     ours.put([b"c"], None)
-    assert site.asked == [(7, 0, 0, [b"a", b"b"], SLICE_S, False), (7, 1, 1, [b"c"], SLICE_S, False)]
+    assert endpoint.asked == [(7, 0, 0, [b"a", b"b"], SLICE_S, False), (7, 1, 1, [b"c"], SLICE_S, False)]
     assert not ours._open
 
 
 def test_what_is_open_is_what_the_owner_has_to_remember() -> None:
-    site = Site("later", "later")
-    ours = putter(site)
+    endpoint = OwnerEndpoint("later", "later")
+    ours = putter(endpoint)
     first, second, third = puts(ours, 3)
     third.result(PATIENCE_S)
-    site.later[1].succeed(None)
+    endpoint.later[1].succeed(None)
     second.result(PATIENCE_S)
     ours.put([b"x"], None)
-    site.later[0].succeed(None)
+    endpoint.later[0].succeed(None)
     first.result(PATIENCE_S)
     ours.put([b"y"], None)
-    assert [(number, below) for _, number, below, *_ in site.asked] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 4)]
+    assert [(number, below) for _, number, below, *_ in endpoint.asked] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 4)]
 
 
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_a_full_queue_is_asked_again_without_the_items(how: str) -> None:
-    site = Site(WAITING, WAITING)
-    ours = putter(site)
+    endpoint = OwnerEndpoint(WAITING, WAITING)
+    ours = putter(endpoint)
     if how == "put":
         ours.put([b"a"], None)
     else:
         ours.put_async([b"a"]).result(PATIENCE_S)
-    assert [question[3] for question in site.asked] == [[b"a"], None, None]
-    assert site.numbers == [0, 0, 0]
+    assert [question[3] for question in endpoint.asked] == [[b"a"], None, None]
+    assert endpoint.numbers == [0, 0, 0]
 
 
 def test_a_large_put_waits_shortly_while_its_items_count_as_being_on_their_way() -> None:
-    site = Site(WAITING)
-    putter(site).put([bytes(LARGE_BYTES + 1)], None)
-    assert [question[4] for question in site.asked] == [LARGE_SLICE_S, SLICE_S]
+    endpoint = OwnerEndpoint(WAITING)
+    putter(endpoint).put([bytes(LARGE_BYTES + 1)], None)
+    assert [question[4] for question in endpoint.asked] == [LARGE_SLICE_S, SLICE_S]
 
 
 def test_a_put_with_a_timeout_says_when_it_gives_up() -> None:
-    site = Site(WAITING, [int(Outcome.FULL), 1])
-    ours = putter(site)
+    endpoint = OwnerEndpoint(WAITING, [int(Outcome.FULL), 1])
+    ours = putter(endpoint)
     with pytest.raises(QueueFullError, match="1 of 2 items") as caught:
         ours.put([b"a", b"b"], SLICE_S + 0.5)
     assert caught.value.num_put == 1
-    assert [question[5] for question in site.asked] == [False, False]
-    site.script = [[int(Outcome.FULL), 0]]
+    assert [question[5] for question in endpoint.asked] == [False, False]
+    endpoint.script = [[int(Outcome.FULL), 0]]
     with pytest.raises(QueueFullError):
         ours.put([b"c"], 0.5)
-    assert site.asked[-1][5]
+    assert endpoint.asked[-1][5]
     assert not ours._open
 
 
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_a_closed_queue(how: str) -> None:
-    ours = putter(Site([int(Outcome.CLOSED), 0]))
+    ours = putter(OwnerEndpoint([int(Outcome.CLOSED), 0]))
     act: Callable[[], None] = {
         "put": lambda: ours.put([b"a"], None),
         "put_async": lambda: ours.put_async([b"a"]).result(PATIENCE_S),
@@ -95,25 +95,25 @@ def test_a_closed_queue(how: str) -> None:
 @pytest.mark.parametrize("trouble", [LOST, UNKNOWN])
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_a_lost_answer_is_asked_for_again_under_the_same_number(trouble: Any, how: str) -> None:
-    site = Site(trouble, trouble)
-    ours = putter(site, site, site)
+    endpoint = OwnerEndpoint(trouble, trouble)
+    ours = putter(endpoint, endpoint, endpoint)
     if how == "put":
         ours.put([b"a"], None)
     else:
         ours.put_async([b"a"]).result(PATIENCE_S)
-    assert site.numbers == [0, 0, 0]
-    assert all(question[3] == [b"a"] for question in site.asked)
+    assert endpoint.numbers == [0, 0, 0]
+    assert all(question[3] == [b"a"] for question in endpoint.asked)
     assert eventually(lambda: ours._helper is None)
 
 
 def test_an_owner_that_forgot_is_given_the_items_again() -> None:
-    site = Site(WAITING, UNKNOWN)
-    putter(site, site).put([b"a"], None)
-    assert [question[3] for question in site.asked] == [[b"a"], None, [b"a"]]
+    endpoint = OwnerEndpoint(WAITING, UNKNOWN)
+    putter(endpoint, endpoint).put([b"a"], None)
+    assert [question[3] for question in endpoint.asked] == [[b"a"], None, [b"a"]]
 
 
 def test_puts_keep_their_order_over_the_owners_death() -> None:
-    old, new = Site(*["later"] * 4, is_durable=True), Site(is_durable=True)
+    old, new = OwnerEndpoint(*["later"] * 4, is_durable=True), OwnerEndpoint(is_durable=True)
     ours = putter(old, new)
     futures = puts(ours, 4)
     for call in old.later:  # a death ends calls in the order in which they were made
@@ -126,17 +126,17 @@ def test_puts_keep_their_order_over_the_owners_death() -> None:
 
 
 def test_what_is_put_meanwhile_stays_behind_what_waits() -> None:
-    old, new = Site("later", is_durable=True), Site("later", is_durable=True)
-    finder = Finder(old, new)
-    ours = Putter(cast(OwnerFinder, finder))
+    old, new = OwnerEndpoint("later", is_durable=True), OwnerEndpoint("later", is_durable=True)
+    lookup = Finder(old, new)
+    ours = QueueProducer(cast(OwnerLookup, lookup))
     first = ours.put_async([b"0"])
-    attach, arrived = finder.attach, []
+    attach, arrived = lookup.attach, []
 
     def slow_attach(until: float | None = None) -> Any:
         arrived.append(ours.put_async([b"1"]))
         return attach(until)
 
-    finder.attach = slow_attach  # type: ignore[method-assign]
+    lookup.attach = slow_attach  # type: ignore[method-assign]
     old.later[0].fail(DIED)
     eventually(lambda: new.numbers == [0, 1])
     assert not first.done()
@@ -146,10 +146,10 @@ def test_what_is_put_meanwhile_stays_behind_what_waits() -> None:
 
 
 def test_a_queue_that_is_lost_ends_all_of_its_puts() -> None:
-    site = Site("later", "later", "later")
-    ours = putter(site)
+    endpoint = OwnerEndpoint("later", "later", "later")
+    ours = putter(endpoint)
     futures = puts(ours, 3)
-    for call in site.later:
+    for call in endpoint.later:
         call.fail(DIED)
     for future in futures:
         with pytest.raises(QueueLostError):
@@ -169,13 +169,13 @@ def test_no_owner_in_time_ends_all_that_have_waited() -> None:
 
 @pytest.mark.parametrize("before", [[], [LOST]], ids=["straight", "asked again"])
 def test_a_put_to_a_silent_owner_ends_with_its_time(before: list[Any]) -> None:
-    site = Site(*before, RpcTimeoutError("no answer"))
-    finder: Any = Finder(site)
-    finder.pause = lambda num_failed, until: time.sleep(max(until - time.monotonic(), 0.0))
-    ours = Putter(cast(OwnerFinder, finder))
+    endpoint = OwnerEndpoint(*before, RpcTimeoutError("no answer"))
+    lookup: Any = Finder(endpoint)
+    lookup.pause = lambda num_failed, until: time.sleep(max(until - time.monotonic(), 0.0))
+    ours = QueueProducer(cast(OwnerLookup, lookup))
     with pytest.raises(QueueNotFoundError, match=r"a is silent\. What was put may be in the queue, or go in yet"):
         ours.put([b"a"], 0.05 if before else 0.0)
-    assert len(site.asked) == len(before) + 1
+    assert len(endpoint.asked) == len(before) + 1
     assert not ours._open
     assert eventually(lambda: ours._helper is None)
 
@@ -183,38 +183,38 @@ def test_a_put_to_a_silent_owner_ends_with_its_time(before: list[Any]) -> None:
 def test_a_put_has_no_more_time_behind_one_that_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is parked first waits for an owner for ever, as for the next life of a durable queue's."""
     monkeypatch.setattr(owner_lookup, "GRACE_S", 0.05)
-    site, found = Site(), threading.Event()
-    finder: Any = Finder(None, site)
-    attach = finder.attach
+    endpoint, found = OwnerEndpoint(), threading.Event()
+    lookup: Any = Finder(None, endpoint)
+    attach = lookup.attach
 
     def slow_attach(until: float | None = None) -> Any:
         found.wait(PATIENCE_S)
         return attach()
 
-    finder.attach, finder.not_found = slow_attach, lambda begun: QueueNotFoundError("nobody came")
-    ours = Putter(cast(OwnerFinder, finder))
+    lookup.attach, lookup.not_found = slow_attach, lambda begun: QueueNotFoundError("nobody came")
+    ours = QueueProducer(cast(OwnerLookup, lookup))
     first = ours.put_async([b"a"])
     with pytest.raises(QueueNotFoundError, match="nobody came"):
         ours.put([b"b"], 0.05)
     found.set()
     first.result(PATIENCE_S)
     assert eventually(lambda: ours._helper is None)
-    assert [question[3] for question in site.asked] == [[b"a"]]
+    assert [question[3] for question in endpoint.asked] == [[b"a"]]
 
 
 def test_an_error_of_the_owner_is_not_tried_again() -> None:
-    site = Site(RpcError("the disk is full"))
+    endpoint = OwnerEndpoint(RpcError("the disk is full"))
     with pytest.raises(RpcError, match="the disk is full"):
-        putter(site).put([b"a"], None)
-    assert site.numbers == [0]
+        putter(endpoint).put([b"a"], None)
+    assert endpoint.numbers == [0]
 
 
 def test_a_put_that_is_cancelled_while_it_waits_for_an_owner_is_not_made() -> None:
-    old, new = Site("later", is_durable=True), Site(is_durable=True)
-    finder = Finder(old, new)
-    ours = Putter(cast(OwnerFinder, finder))
+    old, new = OwnerEndpoint("later", is_durable=True), OwnerEndpoint(is_durable=True)
+    lookup = Finder(old, new)
+    ours = QueueProducer(cast(OwnerLookup, lookup))
     kept = ours.put_async([b"0"])
-    attach, cancelled = finder.attach, []
+    attach, cancelled = lookup.attach, []
 
     def slow_attach(until: float | None = None) -> Any:
         late = ours.put_async([b"1"])
@@ -222,7 +222,7 @@ def test_a_put_that_is_cancelled_while_it_waits_for_an_owner_is_not_made() -> No
         cancelled.append(late)
         return attach(until)
 
-    finder.attach = slow_attach  # type: ignore[method-assign]
+    lookup.attach = slow_attach  # type: ignore[method-assign]
     old.later[0].fail(DIED)
     kept.result(PATIENCE_S)
     assert cancelled[0].cancelled()

@@ -9,10 +9,10 @@ import pytest
 
 from unified.errors import QueueNotFoundError, RouteLostError, RpcError, RpcTimeoutError
 from unified.protocol.records import WorkerIncarnation
-from unified.queue.consumer import Taker
+from unified.queue.consumer import QueueConsumer
 from unified.queue.core.messages import Outcome
 from unified.queue.items import pack
-from unified.queue.owner_lookup import GetQuestion, OwnerFinder
+from unified.queue.owner_lookup import GetQuestion, OwnerLookup
 
 PATIENCE_S = 300.0
 
@@ -45,14 +45,17 @@ class ScriptedOwner:
         return answer
 
 
-def taker_of(owner: ScriptedOwner) -> Taker:
+def taker_of(owner: ScriptedOwner) -> QueueConsumer:
     """A taker whose owner is always found, and never lost for good."""
     nothing = lambda *_: None  # noqa: E731
-    finder = SimpleNamespace(
-        handle=1, queue="q", site=owner, failed=nothing, pause=nothing, detach=nothing, check_process=nothing
+    lookup = SimpleNamespace(
+        handle=1, queue="q", endpoint=owner, failed=nothing, pause=nothing, detach=nothing, check_process=nothing
     )
-    finder.patience_s, finder.silent = PATIENCE_S, lambda holder, *_: QueueNotFoundError(f"{holder.worker} is silent")
-    return Taker(cast(OwnerFinder, finder))
+    lookup.owner_timeout_s, lookup.silent = (
+        PATIENCE_S,
+        lambda holder, *_: QueueNotFoundError(f"{holder.worker} is silent"),
+    )
+    return QueueConsumer(cast(OwnerLookup, lookup))
 
 
 def test_a_take_that_was_not_heard_is_asked_again_under_its_number() -> None:
@@ -79,7 +82,7 @@ def test_a_take_that_failed_is_not_acknowledged_unseen() -> None:
     owner = ScriptedOwner([pack("a")], RpcError("the answer cannot be read here"), [pack("b")])
     taker = taker_of(owner)
     assert taker.take(1, None) == ["a"]
-    taker._finder.failed = _raise  # type: ignore[method-assign]
+    taker._lookup.failed = _raise  # type: ignore[method-assign]
     with pytest.raises(RpcError, match="cannot be read here"):
         taker.take(1, None)
     taker.done(None)
@@ -117,7 +120,7 @@ def test_an_owner_that_does_not_answer_is_asked_for_as_long_as_one_would_wait_fo
     def pause(*_: Any) -> None:
         clock[0] += PATIENCE_S / 2
 
-    taker._finder.pause = pause  # type: ignore[assignment,method-assign]
+    taker._lookup.pause = pause  # type: ignore[assignment,method-assign]
     assert taker.ask("stats") == {"depth": 1}
     with pytest.raises(QueueNotFoundError, match="a is silent"):
         taker.ask("stats")
@@ -127,30 +130,30 @@ def test_an_owner_that_does_not_answer_is_asked_for_as_long_as_one_would_wait_fo
 def test_patience_with_an_owner_begins_anew_with_each_time_that_it_is_missed(clock: list[float]) -> None:
     owner = ScriptedOwner([pack("a")], [pack("b")])
     taker = taker_of(owner)
-    finder: Any = taker._finder
+    lookup: Any = taker._lookup
 
     def attach(until: float | None) -> object:
-        if not finder.may_be_found:
+        if not lookup.may_be_found:
             clock[0] = until or 0.0
             raise QueueNotFoundError("nobody has it")
-        finder.site = owner
+        lookup.endpoint = owner
         return owner
 
-    finder.attach = attach
+    lookup.attach = attach
     for item in ("a", "b"):
-        finder.site, finder.may_be_found = None, False
+        lookup.endpoint, lookup.may_be_found = None, False
         for _ in range(3):
             assert taker.take(1, 0.5) == []
             clock[0] += 99
-        finder.may_be_found = True
+        lookup.may_be_found = True
         assert taker.take(1, 0.5) == [item]
         clock[0] += 1000
-    finder.site, finder.may_be_found = None, False
+    lookup.endpoint, lookup.may_be_found = None, False
     assert taker.take(1, 0.5) == []
     clock[0] += 301
     with pytest.raises(QueueNotFoundError):
         taker.take(1, 0.5)
 
 
-def _raise(site: object, error: RpcError) -> None:
+def _raise(endpoint: object, error: RpcError) -> None:
     raise error

@@ -19,44 +19,44 @@ from unified.queue.core.messages import (
     TakeDone,
     TakeReturned,
 )
-from unified.queue.core.state import Consumer, Handle, Lease, Rate, Turn, WaitingGet
+from unified.queue.core.state import Consumer, Handle, Lease, QueueState, Rate, WaitingGet
 
 
 class Consumers:
     """Gets that wait, and leases."""
 
-    def __init__(self, turn: Turn, now: float) -> None:
-        self._turn = turn
-        self.line: OrderedDict[int, WaitingGet] = OrderedDict()
+    def __init__(self, state: QueueState, now: float) -> None:
+        self._state = state
+        self.waiting: OrderedDict[int, WaitingGet] = OrderedDict()
         """By consumer."""
         self.num_leased = 0
         self.rate = Rate(now)
 
     def ask(self, now: float, event: GetAsked) -> WaitingGet | None:
         """The get in the line, to be served; None if it was answered already."""
-        handle = self._turn.handles.get(event.handle)
+        handle = self._state.handles.get(event.handle)
         if handle is None:
-            self._answer(event.ticket, Outcome.UNKNOWN)
+            self._answer(event.request_id, Outcome.UNKNOWN)
             return None
         consumer = handle.consumers.get(event.consumer)
         if consumer is None:
             consumer = handle.consumers[event.consumer] = Consumer(event.consumer, event.handle)
         if event.number < consumer.number:  # overtaken by a newer one: nobody waits for its answer
-            self._answer(event.ticket, Outcome.WAITING)
+            self._answer(event.request_id, Outcome.WAITING)
             return None
         lease = consumer.lease
         if lease is not None and lease.number == event.number:  # its first answer was lost
             rest = lease.items[event.max_items :]  # whoever gave up hearing it may take fewer now
             lease.items = lease.items[: event.max_items]
             self._return(rest)
-            self._answer(event.ticket, Outcome.DONE, lease.items)
+            self._answer(event.request_id, Outcome.DONE, lease.items)
             return None
         self.stop_waiting(consumer, Outcome.WAITING)
         self._end_lease(consumer, event.received)
         consumer.number = event.number
-        deadline = self._turn.deadline(now, event.wait_s)
-        get = WaitingGet(event.ticket, consumer, event.number, event.max_items, deadline)
-        self.line[event.consumer] = get
+        deadline = self._state.deadline(now, event.wait_s)
+        get = WaitingGet(event.request_id, consumer, event.number, event.max_items, deadline)
+        self.waiting[event.consumer] = get
         return get
 
     def hand_out(self, now: float) -> bool:
@@ -64,18 +64,18 @@ class Consumers:
 
         What is there is shared among those who wait, so that one large get does not leave the others idle.
         """
-        stock = self._turn.stock
+        buffer = self._state.buffer
         has_given = False
-        while self.line and (depth := len(stock)):
-            share = -(-depth // len(self.line))
-            _, get = self.line.popitem(last=False)
-            items = stock.take(min(get.max_items, share))
+        while self.waiting and (depth := len(buffer)):
+            share = -(-depth // len(self.waiting))
+            _, get = self.waiting.popitem(last=False)
+            items = buffer.take(min(get.max_items, share))
             get.consumer.lease = Lease(get.number, items)
             self.num_leased += len(items)
             self.rate.add(now, len(items))
-            if self._turn.is_durable:
+            if self._state.is_durable:
                 self._save_lease(get, items)
-            self._answer(get.ticket, Outcome.DONE, items)
+            self._answer(get.request_id, Outcome.DONE, items)
             has_given = True
         return has_given
 
@@ -93,7 +93,7 @@ class Consumers:
 
     def returned(self, consumer: Consumer, event: TakeReturned) -> None:
         consumer.number = max(consumer.number, event.number + 1)  # should that get come only now, it is too late
-        get = self.line.get(event.consumer)
+        get = self.waiting.get(event.consumer)
         if get is not None and get.number <= event.number:
             self.stop_waiting(consumer, Outcome.WAITING)
         if consumer.lease is not None and consumer.lease.number <= event.number:
@@ -112,16 +112,16 @@ class Consumers:
             self._give_back(consumer)
 
     def stop_waiting(self, consumer: Consumer, outcome: Outcome) -> None:
-        get = self.line.pop(consumer.consumer, None)
+        get = self.waiting.pop(consumer.consumer, None)
         if get is not None:
-            self._answer(get.ticket, outcome)
+            self._answer(get.request_id, outcome)
 
     def expire_due(self, now: float) -> None:
-        for get in [each for each in self.line.values() if each.deadline is not None and each.deadline <= now]:
+        for get in [each for each in self.waiting.values() if each.deadline is not None and each.deadline <= now]:
             self.stop_waiting(get.consumer, Outcome.WAITING)
 
     def end_all(self, outcome: Outcome) -> None:
-        for get in list(self.line.values()):
+        for get in list(self.waiting.values()):
             self.stop_waiting(get.consumer, outcome)
 
     def _end_lease(self, consumer: Consumer, received: int) -> None:
@@ -136,8 +136,8 @@ class Consumers:
 
     def _acknowledge(self, items: list[Item]) -> None:
         self.num_leased -= len(items)
-        if self._turn.is_durable and items:
-            self._turn.actions.append(DropItems(item_ids=[item.item_id for item in items]))
+        if self._state.is_durable and items:
+            self._state.actions.append(DropItems(item_ids=[item.item_id for item in items]))
 
     def _give_back(self, consumer: Consumer) -> None:
         lease, consumer.lease = consumer.lease, None
@@ -147,16 +147,16 @@ class Consumers:
     def _return(self, items: list[Item]) -> None:
         """To their places in the queue."""
         self.num_leased -= len(items)
-        self._turn.stock.give_back(items)
-        if self._turn.is_durable and items:
-            self._turn.actions.append(DropLease(item_ids=[item.item_id for item in items]))
+        self._state.buffer.give_back(items)
+        if self._state.is_durable and items:
+            self._state.actions.append(DropLease(item_ids=[item.item_id for item in items]))
 
     def _save_lease(self, get: WaitingGet, items: list[Item]) -> None:
         consumer = get.consumer
         item_ids = [item.item_id for item in items]
-        self._turn.actions.append(
+        self._state.actions.append(
             SaveLease(handle=consumer.handle, consumer=consumer.consumer, number=get.number, item_ids=item_ids)
         )
 
-    def _answer(self, ticket: int, outcome: Outcome, items: list[Item] | None = None) -> None:
-        self._turn.actions.append(AnswerGet(ticket=ticket, outcome=outcome, items=items or []))
+    def _answer(self, request_id: int, outcome: Outcome, items: list[Item] | None = None) -> None:
+        self._state.actions.append(AnswerGet(request_id=request_id, outcome=outcome, items=items or []))

@@ -55,7 +55,7 @@ class HandleClosed(Value, frozen=True, kw_only=True):
 class PutAsked(Value, frozen=True, kw_only=True):
     """A handle wants to put items in. A second ask with the same number is the same put."""
 
-    ticket: int
+    request_id: int
     handle: int
     number: int
     """Of this put, counted by the handle."""
@@ -73,7 +73,7 @@ class PutAsked(Value, frozen=True, kw_only=True):
 class GetAsked(Value, frozen=True, kw_only=True):
     """A consumer wants items. A second ask with the same number is the same get, and is given the same items."""
 
-    ticket: int
+    request_id: int
     handle: int
     consumer: int
     number: int
@@ -114,7 +114,7 @@ class ConsumerEnded(Value, frozen=True, kw_only=True):
     """As in `GetAsked`."""
 
 
-class LifeEnded(Value, frozen=True, kw_only=True):
+class IncarnationEnded(Value, frozen=True, kw_only=True):
     """This life of a worker is over, and every one before it."""
 
     worker: str
@@ -125,7 +125,7 @@ class CloseAsked(Value, frozen=True, kw_only=True):
     """Nothing more is to be put in."""
 
 
-class TimePassed(Value, frozen=True, kw_only=True):
+class QueueTick(Value, frozen=True, kw_only=True):
     """The earliest deadline may have come."""
 
 
@@ -137,16 +137,16 @@ Event = (
     | TakeDone
     | TakeReturned
     | ConsumerEnded
-    | LifeEnded
+    | IncarnationEnded
     | CloseAsked
-    | TimePassed
+    | QueueTick
 )
 
 
 class AnswerPut(Value, frozen=True, kw_only=True):
     """End the question of a put."""
 
-    ticket: int
+    request_id: int
     outcome: Outcome
     num_in: int
     """How many of its items have gone in."""
@@ -155,7 +155,7 @@ class AnswerPut(Value, frozen=True, kw_only=True):
 class AnswerGet(Value, frozen=True, kw_only=True):
     """End the question of a get; there are items only with DONE."""
 
-    ticket: int
+    request_id: int
     outcome: Outcome
     items: list[Item] = []
 
@@ -226,7 +226,7 @@ Record = SaveHandle | DropHandle | SavePut | DropPuts | SaveItems | DropItems | 
 Action = AnswerPut | AnswerGet | Record
 
 
-class Memory(msgspec.Struct, kw_only=True):
+class JournalState(msgspec.Struct, kw_only=True):
     """What a journal remembers of a queue whose owner died."""
 
     handles: list[SaveHandle] = []

@@ -20,18 +20,18 @@ from unified.queue.core.messages import (
     GetAsked,
     HandleAttached,
     HandleClosed,
-    LifeEnded,
-    Memory,
+    IncarnationEnded,
+    JournalState,
     Outcome,
     PutAsked,
+    QueueTick,
     SaveClosed,
     SaveHandle,
     TakeDone,
     TakeReturned,
-    TimePassed,
 )
 from unified.queue.core.producers import Producers
-from unified.queue.core.state import Consumer, Handle, Lease, QueueStats, Stock, Turn
+from unified.queue.core.state import Consumer, Handle, ItemBuffer, Lease, QueueState, QueueStats
 
 
 class QueueCore:
@@ -54,13 +54,13 @@ class QueueCore:
         size: int,
         max_bytes: int | None = None,
         is_durable: bool = False,
-        memory: Memory | None = None,
+        memory: JournalState | None = None,
     ) -> None:
         self.name = name
-        self.stock = Stock(size, max_bytes)
-        self.turn = Turn(self.stock, is_durable=is_durable)
-        self.producers = Producers(self.turn, now)
-        self.consumers = Consumers(self.turn, now)
+        self.buffer = ItemBuffer(size, max_bytes)
+        self.state = QueueState(self.buffer, is_durable=is_durable)
+        self.producers = Producers(self.state, now)
+        self.consumers = Consumers(self.state, now)
         self._dead: dict[str, int] = {}
         """By worker: the newest life that is known to be over."""
         self._handlers: dict[type, Callable[[float, Any], None]] = {
@@ -71,76 +71,76 @@ class QueueCore:
             TakeDone: self._on_done,
             TakeReturned: self._on_returned,
             ConsumerEnded: self._on_consumer_ended,
-            LifeEnded: self._on_life_ended,
+            IncarnationEnded: self._on_life_ended,
             CloseAsked: self._on_close,
-            TimePassed: self._on_time,
+            QueueTick: self._on_time,
         }
         if memory is not None:
             self._restore(memory)
 
     def step(self, now: float, event: Event) -> list[Action]:
         self._handlers[type(event)](now, event)
-        return self.turn.take_actions()
+        return self.state.take_actions()
 
     @property
     def next_deadline(self) -> float | None:
-        """When `TimePassed` is due. It may come early, and then finds nothing to do."""
-        return self.turn.next_deadline
+        """When `QueueTick` is due. It may come early, and then finds nothing to do."""
+        return self.state.next_deadline
 
     @property
     def is_finished(self) -> bool:
         """Closed, empty, and nothing can come back."""
-        return self.turn.is_closed and not len(self.stock) and not self.consumers.num_leased
+        return self.state.is_closed and not len(self.buffer) and not self.consumers.num_leased
 
     def stats(self, now: float) -> QueueStats:
-        oldest = self.stock.oldest
+        oldest = self.buffer.oldest
         return QueueStats(
             name=self.name,
-            size=self.stock.size,
-            depth=len(self.stock),
-            nbytes=self.stock.nbytes,
+            size=self.buffer.size,
+            depth=len(self.buffer),
+            nbytes=self.buffer.nbytes,
             leased=self.consumers.num_leased,
             num_put=self.producers.rate.total,
             num_taken=self.consumers.rate.total,
             puts_per_s=self.producers.rate.per_second(now),
             gets_per_s=self.consumers.rate.per_second(now),
             oldest_age_s=0.0 if oldest is None else max(now - oldest.put_at, 0.0),
-            waiting_producers=len(self.producers.line),
-            waiting_consumers=len(self.consumers.line),
-            handles=len(self.turn.handles),
-            is_closed=self.turn.is_closed,
-            is_durable=self.turn.is_durable,
+            waiting_producers=len(self.producers.waiting),
+            waiting_consumers=len(self.consumers.waiting),
+            handles=len(self.state.handles),
+            is_closed=self.state.is_closed,
+            is_durable=self.state.is_durable,
         )
 
     def _on_attached(self, now: float, event: HandleAttached) -> None:
-        turn = self.turn
-        if event.handle in turn.handles or event.incarnation <= self._dead.get(event.worker, -1):
+        state = self.state
+        if event.handle in state.handles or event.incarnation <= self._dead.get(event.worker, -1):
             return  # of a dead one, whatever it asks is answered with UNKNOWN
-        turn.handles[event.handle] = Handle(event.handle, event.worker, event.incarnation)
-        turn.save(SaveHandle(handle=event.handle, worker=event.worker, incarnation=event.incarnation))
+        state.handles[event.handle] = Handle(event.handle, event.worker, event.incarnation)
+        state.save(SaveHandle(handle=event.handle, worker=event.worker, incarnation=event.incarnation))
         self._end_lives(now, event.worker, event.incarnation - 1)
 
     def _on_handle_closed(self, now: float, event: HandleClosed) -> None:
-        handle = self.turn.handles.get(event.handle)
+        handle = self.state.handles.get(event.handle)
         if handle is not None:
             self._drop(handle)
             self._settle(now)
 
-    def _on_life_ended(self, now: float, event: LifeEnded) -> None:
+    def _on_life_ended(self, now: float, event: IncarnationEnded) -> None:
         self._end_lives(now, event.worker, event.incarnation)
 
     def _on_put(self, now: float, event: PutAsked) -> None:
         put = self.producers.ask(now, event)
         self._settle(now)
         may_wait = event.wait_s is None or event.wait_s > 0
-        if not may_wait and put is not None and put.ticket is not None:
+        if not may_wait and put is not None and put.request_id is not None:
             self.producers.expire(put)
 
     def _on_get(self, now: float, event: GetAsked) -> None:
         get = self.consumers.ask(now, event)
         self._settle(now)
         may_wait = event.wait_s is None or event.wait_s > 0
-        if not may_wait and get is not None and self.consumers.line.get(event.consumer) is get:
+        if not may_wait and get is not None and self.consumers.waiting.get(event.consumer) is get:
             self.consumers.stop_waiting(get.consumer, Outcome.WAITING)
 
     def _on_done(self, now: float, event: TakeDone) -> None:
@@ -158,40 +158,40 @@ class QueueCore:
     def _on_consumer_ended(self, now: float, event: ConsumerEnded) -> None:
         consumer = self._consumer(event)
         if consumer is not None:
-            self.consumers.end(self.turn.handles[event.handle], consumer, event.received)
+            self.consumers.end(self.state.handles[event.handle], consumer, event.received)
             self._settle(now)
 
     def _on_close(self, now: float, event: CloseAsked) -> None:
-        if not self.turn.is_closed:
-            self.turn.is_closed = True
-            self.turn.save(SaveClosed())
+        if not self.state.is_closed:
+            self.state.is_closed = True
+            self.state.save(SaveClosed())
             self.producers.end_all(Outcome.CLOSED)
             self._settle(now)
 
-    def _on_time(self, now: float, event: TimePassed) -> None:
+    def _on_time(self, now: float, event: QueueTick) -> None:
         self.producers.expire_due(now)
         self.consumers.expire_due(now)
-        self.turn.next_deadline = min(self.deadlines(), default=None)
+        self.state.next_deadline = min(self.deadlines(), default=None)
         self._settle(now)  # what gave up may have held back a put that fits
 
     def deadlines(self) -> Iterator[float]:
         """Of all who wait."""
-        yield from (put.deadline for put in self.producers.line.values() if put.deadline is not None)
-        yield from (get.deadline for get in self.consumers.line.values() if get.deadline is not None)
+        yield from (put.deadline for put in self.producers.waiting.values() if put.deadline is not None)
+        yield from (get.deadline for get in self.consumers.waiting.values() if get.deadline is not None)
 
     def _settle(self, now: float) -> None:
         """Move what can move, until nothing can."""
         producers, consumers = self.producers, self.consumers
         while True:
-            if producers.line:
+            if producers.waiting:
                 producers.let_in(now)
-            if not (consumers.line and consumers.hand_out(now) and producers.line):
+            if not (consumers.waiting and consumers.hand_out(now) and producers.waiting):
                 break
-        if consumers.line and self.is_finished:
+        if consumers.waiting and self.is_finished:
             consumers.end_all(Outcome.CLOSED)
 
     def _consumer(self, event: TakeDone | TakeReturned | ConsumerEnded) -> Consumer | None:
-        handle = self.turn.handles.get(event.handle)
+        handle = self.state.handles.get(event.handle)
         return handle.consumers.get(event.consumer) if handle is not None else None
 
     def _end_lives(self, now: float, worker: str, incarnation: int) -> None:
@@ -199,7 +199,7 @@ class QueueCore:
         if incarnation <= self._dead.get(worker, -1):
             return
         self._dead[worker] = incarnation
-        handles = self.turn.handles.values()
+        handles = self.state.handles.values()
         gone = [each for each in handles if each.worker == worker and each.incarnation <= incarnation]
         for handle in gone:
             self._drop(handle)
@@ -209,12 +209,12 @@ class QueueCore:
     def _drop(self, handle: Handle) -> None:
         self.producers.drop(handle)
         self.consumers.drop(handle)
-        del self.turn.handles[handle.handle]
-        self.turn.save(DropHandle(handle=handle.handle))
+        del self.state.handles[handle.handle]
+        self.state.save(DropHandle(handle=handle.handle))
 
-    def _restore(self, memory: Memory) -> None:
-        self.turn.is_closed = memory.is_closed
-        handles = self.turn.handles
+    def _restore(self, memory: JournalState) -> None:
+        self.state.is_closed = memory.is_closed
+        handles = self.state.handles
         for each in memory.handles:
             handles[each.handle] = Handle(each.handle, each.worker, each.incarnation)
         for put in memory.puts:
@@ -231,4 +231,4 @@ class QueueCore:
             handles[saved.handle].consumers[saved.consumer] = consumer
             leased += items
         self.consumers.num_leased = len(leased)
-        self.stock.restore(list(waiting.values()), leased)
+        self.buffer.restore(list(waiting.values()), leased)

@@ -41,7 +41,7 @@ class Consumer(msgspec.Struct, eq=False):
 class WaitingGet(msgspec.Struct, eq=False):
     """A consumer in the line for items."""
 
-    ticket: int
+    request_id: int
     consumer: Consumer
     number: int
     max_items: int
@@ -68,7 +68,7 @@ class Handle(msgspec.Struct, eq=False):
 class WaitingPut(msgspec.Struct, eq=False):
     """A put in the line for room."""
 
-    ticket: int | None
+    request_id: int | None
     """None: nobody asks for it at the moment; it keeps its place."""
     handle: Handle
     number: int
@@ -78,7 +78,7 @@ class WaitingPut(msgspec.Struct, eq=False):
     is_last: bool = False
 
 
-class Stock:
+class ItemBuffer:
     """Bounded by `size` items and, unless None, `max_bytes`. What comes back may go beyond both."""
 
     def __init__(self, size: int, max_bytes: int | None) -> None:
@@ -202,15 +202,15 @@ class QueueStats(Value, frozen=True, kw_only=True):
     is_durable: bool
 
 
-class Turn:
+class QueueState:
     """State that both lines work on.
 
     Args:
         is_durable: collect the records that a journal needs.
     """
 
-    def __init__(self, stock: Stock, *, is_durable: bool) -> None:
-        self.stock = stock
+    def __init__(self, buffer: ItemBuffer, *, is_durable: bool) -> None:
+        self.buffer = buffer
         self.is_durable = is_durable
         self.is_closed = False
         self.handles: dict[int, Handle] = {}
