@@ -16,6 +16,7 @@ from pathlib import Path
 
 from unified import process
 from unified.config import settings
+from unified.config.addresses import parse_flag
 from unified.config.logging import logging_level
 from unified.errors import UnifiedError, UsageError
 from unified.protocol.records import NodeResources
@@ -27,7 +28,6 @@ from unified_agent.host_resources import find_devices
 from unified_agent.orphans import NodeClaim, claim
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
-_MASTER = re.compile(r"(?:tcp://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?\Z")
 _MB = 1024 * 1024
 
 
@@ -173,10 +173,10 @@ def _master(text: str | None) -> tuple[str, str, int]:
     """The address for ZeroMQ, and its host and port."""
     if not text:
         raise UsageError("no master: give --master tcp://HOST:PORT or set UNIFIED_MASTER.")
-    match = _MASTER.match(text)
-    if match is None or not 0 < int(match["port"]) < 65536:
-        raise UsageError(f"--master {text!r} is not an address: write tcp://HOST:PORT.")
-    return f"tcp://{match['host']}:{match['port']}", match["host"].strip("[]"), int(match["port"])
+    found = parse_flag("--master", text)
+    if not found.port:
+        raise UsageError(f"--master {text!r} is not an address: its port is 0.")
+    return found.url, found.bare_host, found.port
 
 
 def _address(host: str, port: int, master: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,14 +12,13 @@ from pathlib import Path
 
 from unified import process
 from unified.config import settings
+from unified.config.addresses import parse_flag
 from unified.config.logging import logging_level
 from unified.config.runtime import RuntimeSettings
 from unified.core.coordinator.workers import HeartbeatTimes
-from unified.errors import UnifiedError, UsageError
+from unified.errors import UnifiedError
 from unified.security.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
 from unified_master.daemon import MasterDaemon, MasterOptions
-
-_ENDPOINT = re.compile(r"(?:tcp://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})/?\Z")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             format="%(asctime)s master %(levelname)s %(message)s",
         )
         coordinator = RuntimeSettings.load_shared().coordinator
-        bind = _endpoint("--bind", arguments.bind or coordinator.address)
-        relay_bind = _endpoint("--relay-bind", arguments.relay_bind) if arguments.relay_bind else None
+        bind = parse_flag("--bind", arguments.bind or coordinator.address).url
+        relay_bind = parse_flag("--relay-bind", arguments.relay_bind).url if arguments.relay_bind else None
         options = MasterOptions(
             bind=bind,
             state_dir=arguments.state_dir or settings.home() / "master",
@@ -90,10 +88,3 @@ def _key(addresses: Sequence[str], insecure: bool) -> ClusterKey | None:
     if warning is not None:
         logging.getLogger("unified.master").warning("event=insecure reason=%r", warning)
     return key
-
-
-def _endpoint(flag: str, text: str) -> str:
-    match = _ENDPOINT.match(text)
-    if match is None or int(match["port"]) > 65535:
-        raise UsageError(f"{flag} {text!r} is not an address: write tcp://HOST:PORT.")
-    return f"tcp://{match['host']}:{match['port']}"

@@ -32,7 +32,6 @@ STAND_FOR_SEVERAL = {
     "Stager",
     "Take",
     "TimePassed",
-    "Turn",
     "WorkerRecord",
     "Writer",
     "_Given",

@@ -4,54 +4,111 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from ipaddress import IPv6Address
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from unified.config import settings
 from unified.config.settings import DEFAULT_PORT
 from unified.errors import UsageError
 
 MASTER_VARIABLE = "UNIFIED_MASTER"
-_MASTER = re.compile(r"(?:tcp://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?\Z")
 LOCAL = "local"
-_COORDINATOR = re.compile(
-    r"(?:(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://)?(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?/?\Z"
-)
+MAX_PORT = 65_535
+_NAME = re.compile(r"[A-Za-z0-9._-]+|\*")
+_PORT = re.compile(r"(:\d{1,5})?")
+
+
+class HostPort(NamedTuple):
+    """A host, and its port if the text had one."""
+
+    host: str
+    """A name, an IPv4 address, an IPv6 address in brackets, or ``*`` for all addresses of this host."""
+    port: int | None
+
+    @property
+    def bare_host(self) -> str:
+        """The host without brackets, as `socket` takes it."""
+        return self.host.strip("[]")
+
+    @property
+    def url(self) -> str:
+        """``tcp://HOST:PORT``, by default with port 7077."""
+        return f"tcp://{self.host}:{DEFAULT_PORT if self.port is None else self.port}"
+
+
+def split_address(text: str, schemes: Collection[str] = ("tcp",)) -> HostPort:
+    """Split ``HOST``, ``HOST:PORT`` or, with one of the schemes, ``SCHEME://HOST:PORT``. A slash may follow.
+
+    Raises:
+        ValueError: the text is none of them; the message is a sentence that says why.
+    """
+    expected = ValueError("host:port is expected.")
+    if text.split() != [text]:  # urlsplit passes over some white space
+        raise expected
+    try:
+        parts = urlsplit(text if "://" in text else f"//{text}")
+        is_v6 = "[" in parts.netloc
+        host = parts.netloc[: len(parts.hostname or "") + 2 * is_v6]  # the host name itself is in lower case
+        if is_v6:
+            IPv6Address(parts.hostname or "")
+    except ValueError:
+        raise expected from None
+    port = parts.netloc[len(host) :]
+    is_plain = parts.path in ("", "/") and not (parts.query or parts.fragment) and parts.scheme in ("", *schemes)
+    if not (is_plain and (is_v6 or _NAME.fullmatch(host)) and _PORT.fullmatch(port)):
+        raise expected
+    if port and int(port[1:]) > MAX_PORT:
+        raise ValueError(f"a port is at most {MAX_PORT}.")
+    return HostPort(host, int(port[1:]) if port else None)
 
 
 def parse_address(text: str) -> str:
-    """``tcp://HOST:PORT`` from that, from ``HOST:PORT`` or from ``HOST`` (port 7077).
+    """Return ``tcp://HOST:PORT`` for that, for ``HOST:PORT`` or for ``HOST`` (port 7077).
 
     Raises:
-        UsageError: it is none of them.
+        UsageError: the text is none of them.
     """
-    found = _MASTER.match(text.strip())
-    port = int(found["port"] or DEFAULT_PORT) if found else 0
-    if found is None or not 0 < port < 65536:
+    found = _destination(text, ("tcp",))
+    if found is None:
         raise UsageError(
             f"{text!r} is not the address of a master: write tcp://HOST:PORT, such as tcp://10.0.0.1:7077."
         )
-    return f"tcp://{found['host']}:{port}"
+    return found.url
 
 
 def parse_coordinator(text: str) -> str | None:
-    """``tcp://HOST:PORT`` from that, from ``http://HOST:PORT``, ``HOST:PORT`` or ``HOST`` (port 7077); None from
+    """Return ``tcp://HOST:PORT`` for that, for ``http://HOST:PORT``, ``HOST:PORT`` or ``HOST`` (port 7077); None for
     ``local``, which means a coordinator in this process.
 
     Raises:
-        UsageError: it is none of them.
+        UsageError: the text is none of them.
     """
-    word = text.strip()
-    if word.lower() == LOCAL:
+    if text.strip().lower() == LOCAL:
         return None
-    found = _COORDINATOR.match(word)
-    port = int(found["port"] or DEFAULT_PORT) if found else 0
-    scheme = (found["scheme"] or "tcp").lower() if found else ""
-    if found is None or scheme not in ("tcp", "http") or not 0 < port < 65536:
+    found = _destination(text, ("tcp", "http"))
+    if found is None:
         raise UsageError(
             f"{text!r} is not the address of a coordinator: write tcp://HOST:PORT, http://HOST:PORT or HOST:PORT of a "
             "master, such as tcp://10.0.0.1:7077, or 'local' for one in this process."
         )
-    return f"tcp://{found['host']}:{port}"
+    return found.url
+
+
+def parse_flag(flag: str, text: str) -> HostPort:
+    """Return the address that a daemon's flag gives: ``tcp://HOST:PORT`` or ``HOST:PORT``.
+
+    Raises:
+        UsageError: the text is no such address.
+    """
+    try:
+        found = split_address(text)
+    except ValueError:
+        found = None
+    if found is None or found.port is None:
+        raise UsageError(f"{flag} {text!r} is not an address: write tcp://HOST:PORT.")
+    return found
 
 
 def find_master(given: str | None, env: Mapping[str, str] | None = None) -> str | None:
@@ -86,3 +143,12 @@ def connect_seconds() -> float:
         return settings.intervals().connect_s
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def _destination(text: str, schemes: Collection[str]) -> HostPort | None:
+    """Return an address that one can connect to; None if it is none."""
+    try:
+        found = split_address(text.strip(), schemes)
+    except ValueError:
+        return None
+    return None if found.host == "*" or found.port == 0 else found

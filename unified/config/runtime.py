@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self, get_args, g
 
 import msgspec
 
-from unified.config.addresses import parse_coordinator
+from unified.config.addresses import parse_coordinator, split_address
 from unified.config.logging import VARIABLES as LOG_VARIABLES
 from unified.config.logging import Level, asked_level
 from unified.errors import OptionError, UsageError, nearest
@@ -34,8 +34,6 @@ VARIABLES = {
     "world_size": "WORLD_SIZE",
 }
 """What says where a worker stands, which is no matter of a file."""
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/\s]+):(?P<port>\d{1,5})")
-MAX_PORT = 65_535
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -280,11 +278,12 @@ def _checked(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> dict[st
 
 
 def _check_address(address: str, what: str) -> None:
-    found = _ADDRESS.fullmatch(address)
-    if found is None:
+    try:
+        found = split_address(address, schemes=())
+    except ValueError as error:
+        raise OptionError(f"{what}: {error}") from None
+    if found.port is None:
         raise OptionError(f"{what}: host:port is expected.")
-    if int(found["port"]) > MAX_PORT:
-        raise OptionError(f"{what}: a port is at most {MAX_PORT}.")
 
 
 def _check_url(url: str, what: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from unified.config.addresses import split_address
 from unified.errors import KeyFileError, UsageError
 
 KEY_VARIABLE = "UNIFIED_KEY_FILE"
@@ -121,19 +122,16 @@ def write_key(path: Path, key: ClusterKey) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach it: ``127.0.0.1``, ``tcp://localhost:7077``, ``[::1]:0``.
+    """Return whether only this host can reach an address: ``127.0.0.1``, ``tcp://localhost:7077``, ``[::1]:0``.
 
     A name is not looked up: any but ``localhost`` counts as beyond, and so does a wildcard.
     """
-    host = address.removeprefix("tcp://")
-    if host.startswith("["):
-        host = host[1:].partition("]")[0]
-    elif host.count(":") == 1:
-        host = host.partition(":")[0]
-    if host.lower() == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        host = split_address(address).bare_host
+    except ValueError:  # such as an IPv6 address without brackets
+        host = address
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
