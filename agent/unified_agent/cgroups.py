@@ -14,14 +14,14 @@ _PROC = Path("/proc/self")
 
 
 class Limits(NamedTuple):
-    """None: no limit."""
+    """The limits of a process; None: there is no limit."""
 
     cpus: float | None
     memory_bytes: int | None
 
 
 def limits(proc: Path = _PROC) -> Limits:
-    """The lowest limits on the way from this process's groups to the outermost that can be seen.
+    """Return the lowest limits on the way from this process's groups to the outermost that can be seen.
 
     Args:
         proc: a process's folder in ``/proc``.
@@ -41,7 +41,7 @@ _MEMORY = ("memory.max", "memory.limit_in_bytes")
 
 
 def _groups(proc: Path) -> Iterator[Path]:
-    """The folders of this process's groups, and of all groups that those are in."""
+    """Yield the folders of this process's groups, and of all groups that those are in."""
     within: dict[str, str] = {}
     for line in _read(proc / "cgroup").splitlines():  # hierarchy:controllers:path
         _, controllers, group = line.split(":", 2)
@@ -61,8 +61,9 @@ def _groups(proc: Path) -> Iterator[Path]:
 
 
 def _upwards(mount: Path, root: str, path: str) -> Iterator[Path]:
-    """From the group `path` up to `root`, which is what is mounted; that one alone if the group is outside of it, as
-    where a container has its own groups mounted and the process is named by the host's."""
+    """Yield the groups from `path` up to the mounted `root`; `root` alone if `path` is outside of it, as in a container
+    that has its own groups mounted.
+    """
     below = path.removeprefix(root.rstrip("/")).strip("/") if f"{path}/".startswith(f"{root.rstrip('/')}/") else ""
     parts = [] if ".." in below.split("/") else [part for part in below.split("/") if part]
     for depth in range(len(parts), -1, -1):
@@ -77,7 +78,7 @@ def _quotient(quota: str, period: str) -> list[float]:
 
 
 def _unescaped(path: str) -> str:
-    """A path as the kernel writes it, with blanks in octal."""
+    """Decode a path as the kernel writes it, with blanks in octal."""
     return path.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 
 

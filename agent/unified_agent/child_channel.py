@@ -1,4 +1,4 @@
-"""A stream of control messages to a child, never blocking: what the socket does not take now waits here."""
+"""The channel of control messages to a child, never blocking: bytes that the socket does not take now wait here."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from unified.protocol.framing import StreamBuffer, encode_stream
 
 MAX_WAITING_BYTES = 64 * 1024 * 1024
-"""Beyond this a peer that does not read is given up."""
+"""Bytes that may wait for a peer before it is given up."""
 
 _READS_A_CALL = 16
-"""A peer that never stops talking must not keep the loop from its other work; a dead one's buffer holds less."""
+"""Reads of one call, so that a peer that talks on does not hold up the loop; a dead one's buffer holds less."""
 
 
 class ChannelOverflowError(ConnectionError):
-    """The peer has not read for so long that no more is kept for it."""
+    """Error: the peer has not read for so long that no more is kept for it."""
 
 
 class ChildChannel:
@@ -27,7 +27,7 @@ class ChildChannel:
         end.setblocking(False)
         self._socket = end
         self.descriptor = end.fileno()
-        """For pollers; still known when the link has closed."""
+        """Descriptor for pollers; still known when the channel has closed."""
         self._buffer = StreamBuffer()
         self._waiting: deque[tuple[bytes | memoryview, Sequence[int]]] = deque()
         self._num_waiting_bytes = 0
@@ -35,11 +35,11 @@ class ChildChannel:
 
     @property
     def has_waiting(self) -> bool:
-        """Something is to be sent when the socket can take it."""
+        """True if bytes are to be sent when the socket can take them."""
         return self.is_open and bool(self._waiting)
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
-        """Send, or keep for later; a closed link drops it. Descriptors are ours from here on: sent, they are closed.
+        """Send, or keep for later; a closed channel drops the message. It owns the descriptors, and closes those sent.
 
         Raises:
             ChannelOverflowError: the peer does not read; the link is closed.
@@ -57,7 +57,7 @@ class ChildChannel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
+        """Send as much as the socket takes now."""
         while self.has_waiting:
             data, descriptors = self._waiting[0]
             try:
@@ -79,7 +79,7 @@ class ChildChannel:
                 self._waiting[0] = (memoryview(data)[count:], ())  # a long one is sent in many parts
 
     def receive(self) -> list[bytes]:
-        """Message bodies that have arrived, up to about 1 MiB a call. At end of file the link closes.
+        """Return message bodies that have arrived, up to about 1 MiB a call. At end of file the channel closes.
 
         Raises:
             ProtocolError: what arrived is no stream of messages.

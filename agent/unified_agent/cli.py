@@ -32,7 +32,7 @@ _MB = 1024 * 1024
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All flags of `unified-agent`."""
+    """Return the parser of `unified-agent`'s flags."""
     parser = argparse.ArgumentParser(prog="unified-agent", description="Starts, watches and stops one node's workers.")
     add = parser.add_argument
     add("--master", default=os.environ.get("UNIFIED_MASTER"), metavar="tcp://HOST:PORT",
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the agent; its exit code."""
+    """Run the agent and return its exit code."""
     arguments = build_parser().parse_args(argv)
     parent = None
     if arguments.die_with_parent is not None:
@@ -154,7 +154,7 @@ def _options(arguments: argparse.Namespace, key: ClusterKey | None, parent: int 
 
 
 def _check_offer(arguments: argparse.Namespace) -> None:
-    """Written so that NaN is refused too."""
+    """Check the amounts that are offered; NaN is refused too."""
     if arguments.devices is not None and arguments.devices < 0:
         raise UsageError(f"--devices {arguments.devices} is not a number of devices: 0 or more, or leave it out.")
     if arguments.cpus is not None and not 0 < arguments.cpus < math.inf:
@@ -170,7 +170,7 @@ def _node_id(text: str) -> str:
 
 
 def _master(text: str | None) -> tuple[str, str, int]:
-    """The address for ZeroMQ, and its host and port."""
+    """Return the address for ZeroMQ, and its host and port."""
     if not text:
         raise UsageError("no master: give --master tcp://HOST:PORT or set UNIFIED_MASTER.")
     found = parse_flag("--master", text)

@@ -50,7 +50,7 @@ log = logging.getLogger("unified_agent")
 
 
 class AgentOptions(Value, frozen=True):
-    """What the command line decided, beyond the facts of the node."""
+    """Options of the command line, beyond the facts of the node."""
 
     entry: str
     """``module:function`` of a worker."""
@@ -58,7 +58,7 @@ class AgentOptions(Value, frozen=True):
     log_files: int
     connect_timeout_s: float | None = None
     key: ClusterKey | None = None
-    """The cluster's. Workers are given it too, in their first message; the core never sees it."""
+    """The cluster's key. Workers are given it too, in their first message; the core never sees it."""
     parent: int | None = None
     """Pid of the process whose death ends the agent at once."""
 

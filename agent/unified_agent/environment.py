@@ -1,4 +1,4 @@
-"""What the node says in a worker's environment, from what is desired and what it is. No I/O."""
+"""The environment that a node gives a worker, from the worker's description and the node's facts. No I/O."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from unified.protocol.records import Device, NodeResources
 from unified.values import Value
 
 VISIBILITY = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""By kind of device. On ROCm only the HIP variable is set: ROCR_VISIBLE_DEVICES filters *before* it and renumbers, so
-setting both to the same ids hides devices; an agent's own ROCR_VISIBLE_DEVICES is inherited and already counted."""
+"""Variables by kind of device. On ROCm only the HIP one is set: ROCR_VISIBLE_DEVICES filters *before* it and renumbers,
+so setting both to the same ids hides devices; an agent's own ROCR_VISIBLE_DEVICES is inherited and already counted."""
 
 RESOLVER = "timeout:1 attempts:2"
 """glibc's RES_OPTIONS. torch's TCPStore looks up the names of its peers' addresses again and again, and glibc waits 5 s
@@ -26,7 +26,7 @@ _READ_AT_START = (
     *("PYTHON", "TORCH", "PYTORCH_", "LD_", "MALLOC_", "GLIBC_"),
     *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "ATEN_"),
 )
-"""Beginnings of names. What is read later needs no interpreter of its own, which costs seconds."""
+"""Beginnings of names. Variables that are read later need no interpreter of their own, which costs seconds."""
 _READ_LATER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CUDA_", "TORCH_FR_")
 _READ_LATER = frozenset(
     """
@@ -42,7 +42,7 @@ _TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
 
 
 class NodeFacts(Value, frozen=True):
-    """What an agent knows of its node and of itself; fixed for its life."""
+    """Facts that an agent knows of its node and of itself; they never change."""
 
     node: str
     incarnation: str
@@ -54,26 +54,26 @@ class NodeFacts(Value, frozen=True):
     run_dir: str
     log_dir: str
     resources: NodeResources
-    """What it offers, which an operator or an embedded cluster may put higher than what is there."""
+    """Resources that it offers, which an operator or an embedded cluster may put higher than what is there."""
     host_cpus: float = math.inf
     """CPUs that the agent's processes may really use."""
     labels: dict[str, str] = {}
     interface: str = ""
     """Network interface that has `address`; empty if none has."""
     device_ids: list[str] = []
-    """What a visibility variable calls each device: by device index. Empty: its index."""
+    """Names of the devices in a visibility variable, by device index. Empty: the indices."""
     inherited: dict[str, str] = {}
     """The agent's own environment, which workers inherit."""
     python: str = ""
 
 
 def log_path(log_dir: str, job_id: str, worker: str, incarnation: int, stream: str) -> str:
-    """Where one stream (``out`` or ``err``) of one life is kept."""
+    """Return the file of one stream (``out`` or ``err``) of one incarnation."""
     return f"{log_dir}/{job_id}/{worker}/{incarnation}.{stream}"
 
 
 def devices_of(spec: JobSpec, indices: Sequence[int], node: NodeFacts) -> list[Device]:
-    """The node's devices with these indices, in their order.
+    """Return the node's devices with these indices, in their order.
 
     A job for CPUs on a node with real accelerators counts slots, not devices, so it has none of them.
     """
@@ -101,7 +101,7 @@ def worker_environment(
     num_local_workers: int = 1,
     num_host_workers: int = 0,
 ) -> dict[str, str]:
-    """What the node says in a worker's `os.environ`. The worker adds what its role sets, which wins, and who it is.
+    """Return the node's part of a worker's `os.environ`. The worker adds its identity and its role's, which wins.
 
     Args:
         num_local_workers: workers that share this node's CPUs.
@@ -122,8 +122,8 @@ def worker_environment(
 
 
 def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """Those of a role's variables that an interpreter, a C library or torch reads when it starts, and that the agent's
-    zygote was not started with: its workers need interpreters of their own.
+    """Return the variables of a role that an interpreter, a C library or torch reads when it starts, and that the
+    agent's zygote was not started with: workers of the role need interpreters of their own.
 
     Args:
         envs: of the role.
@@ -141,12 +141,12 @@ def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) ->
 
 
 def marker_of(worker: DesiredWorker) -> str:
-    """Value of ``UNIFIED_WORKER``: names one life, so that what it leaves behind can be recognised."""
+    """Return the value of ``UNIFIED_WORKER``, by which what an incarnation leaves behind can be recognised."""
     return f"{worker.job_id}/{worker.name}/{worker.worker_incarnation}"
 
 
 def tunables(given: str, cache_bytes: int) -> str:
-    """``GLIBC_TUNABLES`` of an interpreter: large copies write past the caches.
+    """Return ``GLIBC_TUNABLES`` of an interpreter, with which large copies write past the caches.
 
     A copy that does not fit would first read what it is about to overwrite, a third more to do. glibc knows that, but
     on some processors takes the caches of all cores together for one (384 MiB where a core has 32).
@@ -161,7 +161,7 @@ def tunables(given: str, cache_bytes: int) -> str:
 
 
 def _network_environment(node: NodeFacts) -> dict[str, str]:
-    """Without it Gloo takes the interface to which the host's own name resolves, often loopback."""
+    """Return the interface to use; without it Gloo takes that of the host's own name, often loopback."""
     if not node.interface:
         return {}
     env = {"GLOO_SOCKET_IFNAME": node.interface}
@@ -189,7 +189,7 @@ def _visible_id(device: Device, node: NodeFacts) -> str:
 
 
 def _torch_device(own: Sequence[Device], seen: Sequence[Device]) -> str:
-    """``cuda:1``: the worker's first device; torch counts among what the process sees."""
+    """Return the worker's first device, as ``cuda:1``; torch counts among those that the process sees."""
     if not own or own[0].kind not in _TORCH_NAME:
         return "cpu"
     same_kind = [device.index for device in seen if device.kind == own[0].kind]

@@ -29,7 +29,7 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class FoundDevice(NamedTuple):
-    """One device, with the id by which its vendor's visibility variable calls it."""
+    """A device, with the id by which its vendor's visibility variable calls it."""
 
     id: str
     name: str
@@ -42,10 +42,10 @@ class VendorDevices(Protocol):
 
     @property
     def kind(self) -> str:
-        """``cuda``, ``rocm`` or ``npu``: see `unified.protocol.records.Device`."""
+        """Kind of the devices, ``cuda``, ``rocm`` or ``npu``: see `unified.protocol.records.Device`."""
 
     def find(self, env: Mapping[str, str]) -> list[FoundDevice]:
-        """Those that this process may use, in the order of its visibility variable; empty where there are none."""
+        """Return the devices that this process may use, in the order of its visibility variable."""
 
 
 class Nvidia:
@@ -73,7 +73,7 @@ class Nvidia:
 
 
 def _ask_nvml(index: int) -> FoundDevice | None:
-    """One device; None, and a warning, where it has fallen off the bus."""
+    """Return one device; None, with a warning, where it has fallen off the bus."""
     import pynvml
 
     try:
@@ -130,7 +130,7 @@ class Ascend:
 
 
 def restrict(found: list[FoundDevice], visible: str | None) -> list[FoundDevice]:
-    """What a visibility variable leaves, in its order and by its names; all of it where the variable is not set.
+    """Return the devices that a visibility variable leaves, in its order and by its names; all if it is not set.
 
     As the vendors do it: an entry is an id or the beginning of a UUID, and the list ends at the first that is neither.
     """
@@ -150,7 +150,7 @@ def find_devices(
     num_virtual: int | None = None,
     vendors: tuple[VendorDevices, ...] = (Nvidia(), Amd(), Ascend()),
 ) -> tuple[list[Device], list[str]]:
-    """The node's devices, and what a visibility variable calls each.
+    """Return the node's devices, and the name of each in a visibility variable.
 
     Args:
         num_virtual: offer this many that stand in for accelerators, and no real ones.
@@ -182,7 +182,7 @@ def _vram_mb(node: Path) -> float:
 
 
 def cpus(allowed: Limits | None = None) -> float:
-    """CPUs that this process may use: its affinity, and the quotas of the control groups that it is in.
+    """Return the CPUs that this process may use: its affinity, and the quotas of the control groups that it is in.
 
     Args:
         allowed: by its control groups; None: what they say now.
@@ -193,7 +193,7 @@ def cpus(allowed: Limits | None = None) -> float:
 
 
 def memory_mb(allowed: Limits | None = None) -> float:
-    """MiB of memory of the host, or what the control groups of this process allow it if that is less.
+    """Return the MiB of memory of the host, or what the control groups of this process allow if that is less.
 
     Args:
         allowed: by its control groups; None: what they say now.
@@ -204,20 +204,20 @@ def memory_mb(allowed: Limits | None = None) -> float:
 
 
 def last_cache_bytes(caches: Path = _CACHES) -> int:
-    """Of one core, the cache that is asked last before memory, shared with others or not; 0 if nobody says."""
+    """Return the size of a core's last cache before memory, shared with others or not; 0 if it is not known."""
     sizes = [_read(size).removesuffix("K") for size in caches.glob("index*/size")]
     return max((int(size) * 1024 for size in sizes if size.isdecimal()), default=0)
 
 
 def disk_mb(folder: Path) -> float:
-    """Free space where workers' output goes."""
+    """Return the MiB of free space where workers' output goes."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free / _MB
 
 
 def address_towards(host: str, port: int) -> str:
-    """The local address from which packets to `host` leave. Nothing is sent.
+    """Return the local address from which packets to `host` leave. Nothing is sent.
 
     Raises:
         OSError: the name does not resolve, or there is no route.
@@ -229,7 +229,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has this address; empty if none has."""
+    """Return the name of the network interface that has this address; empty if none has."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name

@@ -1,4 +1,4 @@
-"""One stream of one worker on disk: `0.err`, and as it grows `0.err.1`, `0.err.2` … with the newest bytes in `0.err`.
+"""One stream of one worker on disk, `0.err`, and as it grows `0.err.1`, `0.err.2` … with the newest bytes in `0.err`.
 
 Readers speak of absolute offsets, from the first byte ever written, so that following a log is not disturbed by a
 rotation. `0.err.base` holds the offset at which `0.err` begins; without it that is 0.
@@ -20,7 +20,7 @@ _TAIL_LINES = 20
 
 
 class LogFile:
-    """Writes and rotates. Where the disk refuses, output is dropped and said so once; the worker goes on."""
+    """A log file that rotates. Where the disk refuses, output is dropped, which is logged once; the worker goes on."""
 
     def __init__(self, path: Path, max_bytes: int, max_files: int) -> None:
         self.path = path
@@ -113,7 +113,7 @@ class LogSlice(NamedTuple):
 
 
 def read_slice(path: Path, offset: int, max_bytes: int, max_files: int) -> LogSlice:
-    """Up to `max_bytes` (and at most 1 MiB) from an absolute offset; a negative one counts from the end.
+    """Read up to `max_bytes` (and at most 1 MiB) from an absolute offset; a negative one counts from the end.
 
     Bytes that were rotated away are skipped: the slice's offset is then larger than asked.
     """
@@ -136,7 +136,7 @@ def read_slice(path: Path, offset: int, max_bytes: int, max_files: int) -> LogSl
 
 
 def last_lines(path: Path) -> str:
-    """The end of a file, for a report of a crash."""
+    """Return the end of a file, for a report of a crash."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -146,7 +146,7 @@ def last_lines(path: Path) -> str:
 
 
 def _segments(path: Path, max_files: int) -> list[tuple[int, int, Path]]:
-    """Start offset, size and file, oldest first."""
+    """Return start offset, size and file of each part, oldest first."""
     try:
         start = int(_base_path(path).read_text())
     except (FileNotFoundError, ValueError):

@@ -24,13 +24,13 @@ from unified_agent.poll_loop import PollLoop
 RECONNECT_FIRST_MS = 50
 RECONNECT_MOST_MS = 2000
 LINGER_MS = 500
-"""At the end, for the agent's last word."""
+"""Time that the agent's last message has at the end."""
 _A_TURN = 64
 """Messages that are taken before other sources have their turn."""
 
 
 class MasterChannel:
-    """Sends to the master; what comes from it goes to `on_event`."""
+    """The connection to the master; messages from it go to `on_event`."""
 
     def __init__(
         self, sources: PollLoop, address: str, key: ClusterKey | None, on_event: Callable[[AgentEvent], None]
@@ -103,7 +103,7 @@ class MasterChannel:
         return MasterSaid(message=message, request_id=request_id)
 
     def _why_unreadable(self, frames: list[bytes], error: ProtocolError) -> str:
-        """A master that cannot read us answers as it answers clients."""
+        """Return the reason; a master that cannot read an agent answers as it answers clients."""
         try:
             refused = msgspec.msgpack.decode(frames[-1], type=Refused)
         except UNREADABLE:

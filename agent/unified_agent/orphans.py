@@ -1,4 +1,4 @@
-"""One agent a node id on a host, and nothing left of one that was killed.
+"""The lock of a node id, with one agent each on a host, and the clean-up of processes that a killed agent left.
 
 `<run root>/agents/<node>.lock` is locked while its agent lives and says who that is. The next agent of the same id
 reads there what the last one called itself, and ends the processes that carry that name in their environment.
@@ -38,7 +38,7 @@ from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
 log = logging.getLogger("unified_agent")
 _RUN_DIR_PREFIX = "a-"
 GONE_S = 2.0
-"""How long killed processes may take to be gone."""
+"""Time that killed processes may take to be gone."""
 
 
 class AgentTakenError(ClusterError):
@@ -46,21 +46,21 @@ class AgentTakenError(ClusterError):
 
 
 class AgentRecord(Value, frozen=True):
-    """Who holds, or held, a node id."""
+    """The agent that holds, or held, a node id."""
 
     node: str
     pid: int
     life: str
     run_dir: str
     start_ticks: int
-    """Of the agent's own process: nothing that it started is older."""
+    """Start time of the agent's own process: nothing that it started is older."""
 
 
 class NodeLock:
-    """Holds a node id on this host until `release`, or the process's end."""
+    """The lock of a node id on this host, held until `release`, or the process's end."""
 
     def __init__(self, run_root: Path, node: str) -> None:
-        """Take it.
+        """Take the lock.
 
         Raises:
             AgentTakenError: it is held; the message has the holder's pid.
@@ -86,7 +86,7 @@ class NodeLock:
             os.close(descriptor)  # its last holder removed it between our opening and our locking
 
     def previous(self) -> AgentRecord | None:
-        """Who held it last and did not release it: that agent was killed."""
+        """Return the last holder if it did not release the lock: that agent was killed."""
         return _read_record(self._descriptor)
 
     def write(self, record: AgentRecord) -> None:
@@ -94,21 +94,21 @@ class NodeLock:
         os.pwrite(self._descriptor, msgspec.json.encode(record), 0)
 
     def abandon(self) -> None:
-        """Let go, and leave to the next what the last one left."""
+        """Release the lock, and leave to the next agent what the last one left."""
         os.close(self._descriptor)
 
     def release(self) -> None:
-        """The end came in order: nothing is left to clean up."""
+        """Release the lock at an end in order: nothing is left to clean up."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 class NodeClaim(NamedTuple):
-    """What one life of an agent has to itself."""
+    """The identity and the run folder of one incarnation of an agent."""
 
     life: str
     run_dir: Path
-    """0700; sockets and the like go here."""
+    """The run folder (0700), for sockets and the like."""
 
 
 class SharedMemory:
@@ -119,11 +119,11 @@ class SharedMemory:
 
     @property
     def due_at(self) -> float | None:
-        """When to sweep again, on the monotonic clock; None: when another worker has ended."""
+        """Time of the next sweep, on the monotonic clock; None: when another worker has ended."""
         return self._sweeper.due_at
 
     def sweep(self, living: Collection[str] = (), *, is_last: bool = False) -> None:
-        """Remove those of this user whose process is gone, if nobody reads them.
+        """Remove segments of this user whose process is gone, if nobody reads them.
 
         Args:
             living: inbox ids of workers that need not be looked at.
@@ -177,7 +177,7 @@ def _taken(node: str, pid: int | None) -> AgentTakenError:
 
 @contextlib.contextmanager
 def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
-    """Hold a node id, with a run folder, after what a killed agent left has been cleaned up.
+    """Clean up what a killed agent left, and hold a node id, with a run folder.
 
     Raises:
         AgentTakenError: an agent of this node id is alive on this host.
@@ -217,7 +217,7 @@ def _read_record(descriptor: int) -> AgentRecord | None:
 
 
 def clean_up(record: AgentRecord, run_root: Path) -> list[int]:
-    """End what a killed agent left and remove its run folder; the pids that had to be killed.
+    """End what a killed agent left and remove its run folder; return the pids that had to be killed.
 
     A process is its only if its environment names both the node and that very life of the agent, it belongs to this
     user, and it started after that agent did.

@@ -1,4 +1,4 @@
-"""What workers print: one thread reads every pipe, writes files, rotates them, and reads them back.
+"""Workers' output: one thread reads every pipe, writes files, rotates them, and reads them back.
 
 The pipes are read as fast as the disk takes it, so that a worker never waits for its own output for long, and at most
 `max_bytes` times `max_files` of each stream is kept. A stream whose reader wants every byte (`ReadAgentLog.keep`) is
@@ -34,14 +34,14 @@ log = logging.getLogger("unified_agent")
 PIPE_BYTES = 256 * 1024
 CLOSE_S = 5.0
 KEEP_S = 30.0
-"""For so long after it last asked, a reader that wants every byte is waited for."""
+"""Time for which a reader that wants every byte is waited for, after it last asked."""
 _CHUNK_BYTES = 65536
 _LAST_BYTES = 16 * 1024 * 1024
-"""At most this much is taken from the pipe of a dead worker, which a stray of its own may still be filling."""
+"""Most bytes taken from the pipe of a dead worker, which a stray of its own may still be filling."""
 
 
 class OutputClosed(NamedTuple):
-    """All that a life printed is on disk."""
+    """The output of an incarnation is on disk."""
 
     life: JobWorkerIncarnation
     code: int
@@ -62,19 +62,19 @@ class OutputFailed(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Destination of one stream of one life, beyond its log file."""
+    """Destination of one stream of one incarnation, beyond its log file."""
 
     is_followed: bool = False
-    """A reader that wants every byte will ask within `KEEP_S`."""
+    """True if a reader that wants every byte will ask within `KEEP_S`."""
     copy: str = ""
-    """A file that it is written to as well, however large that gets; empty for none."""
+    """A file that the stream is written to as well, however large that gets; empty for none."""
 
 
 LOG_ALONE = Destination()
 
 
 def destinations(launch: Launch) -> tuple[Destination, Destination]:
-    """Return the destinations of a life's stdout and stderr, as its job's description has them."""
+    """Return the destinations of an incarnation's stdout and stderr, as its job's description has them."""
     return _destination(launch, "out"), _destination(launch, "err")
 
 
@@ -131,7 +131,7 @@ class _Read(NamedTuple):
 
 
 class OutputReader:
-    """Owns the thread. Everything public is called from the daemon's loop and returns at once."""
+    """The thread that reads output. Everything public is called from the daemon's loop and returns at once."""
 
     def __init__(
         self, log_dir: Path, *, max_bytes: int, max_files: int, clock: Callable[[], float] = time.monotonic
@@ -149,13 +149,13 @@ class OutputReader:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._streams: dict[JobWorkerIncarnation, tuple[_Stream, _Stream]] = {}
         self._waiting: set[_Stream] = set()
-        """Their pipes are left alone until a reader has caught up."""
+        """Streams whose pipes are left alone until a reader has caught up."""
         self._thread = start_thread("output", self._run)
 
     def open(
         self, life: JobWorkerIncarnation, out: Destination = LOG_ALONE, err: Destination = LOG_ALONE
     ) -> tuple[int, int]:
-        """Pipes for a life's stdout and stderr; the ends to write to are the caller's.
+        """Make pipes for a worker's stdout and stderr; the ends to write to are the caller's.
 
         Raises:
             OSError: there are no descriptors left.
@@ -171,15 +171,15 @@ class OutputReader:
         return out_write, err_write
 
     def finish(self, life: JobWorkerIncarnation, code: int) -> None:
-        """Its process has ended: take what is left in the pipes. Answered by `OutputClosed` with the same code."""
+        """Take what a process that has ended left in the pipes. Answered by `OutputClosed` with the same code."""
         self._order(_Finish(life, code))
 
     def read(self, order: ReadAgentLog, request_id: int) -> None:
-        """Answered by `SliceRead`."""
+        """Read output, answered by `SliceRead`."""
         self._order(_Read(order, request_id))
 
     def take(self) -> list[OutputClosed | SliceRead | OutputFailed]:
-        """What has been answered since the last call."""
+        """Return the answers since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.ready)
         taken: list[OutputClosed | SliceRead | OutputFailed] = []
@@ -276,7 +276,7 @@ class OutputReader:
         self._streams[order.life] = (streams[0], streams[1])
 
     def _copy(self, stream: _Stream, *, is_last: bool = False) -> int:
-        """Copy one chunk; 0 when there is none now, or it has to wait, or nobody is left to write one."""
+        """Copy one chunk and return its size; 0 if there is none, or it has to wait, or the pipe has ended."""
         now = self._clock()
         if not is_last and stream.must_wait(now):
             self._selector.unregister(stream.descriptor)
@@ -295,7 +295,7 @@ class OutputReader:
         return len(data)
 
     def _close_streams(self, life: JobWorkerIncarnation) -> str:
-        """Take what is left, close the files; the last lines of stderr."""
+        """Take what is left, close the files, and return the last lines of stderr."""
         streams = self._streams.pop(life, None)
         if streams is None:
             return ""

@@ -1,4 +1,4 @@
-"""What the daemon's one loop waits for: sockets, descriptors and links, each with what to do when it is ready."""
+"""The daemon's poll loop: sockets, descriptors and channels, each with a callback for when it is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Call = Callable[[], None]
 
 
 class PollLoop:
-    """A poller with a callback a source."""
+    """A poller with one callback for each source."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -21,12 +21,12 @@ class PollLoop:
         self._links: dict[int, ChildChannel] = {}
 
     def watch(self, source: zmq.Socket[bytes] | int, call: Call) -> None:
-        """Call when there is something to read."""
+        """Have `call` called when there is something to read."""
         self._calls[source] = call
         self._poller.register(source, zmq.POLLIN)
 
     def watch_link(self, link: ChildChannel, call: Call) -> None:
-        """As `watch`; what waits in the link is sent as soon as its socket takes it."""
+        """Watch a channel; bytes that wait in it are sent as soon as its socket takes them."""
         self._links[link.descriptor] = link
         self.watch(link.descriptor, call)
 
@@ -36,7 +36,7 @@ class PollLoop:
             self._poller.unregister(source)
 
     def unwatch_link(self, link: ChildChannel) -> None:
-        """Forget a link; once it has closed, another may have its descriptor's number, and is left alone."""
+        """Forget a channel; once it has closed, another may have its descriptor's number, and is left alone."""
         if self._links.get(link.descriptor) is link:
             del self._links[link.descriptor]
             self.unwatch(link.descriptor)

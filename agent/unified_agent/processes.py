@@ -35,9 +35,9 @@ from unified_agent.zygote import ZygoteHandle
 
 log = logging.getLogger("unified_agent")
 CLOSE_S = 2.0
-"""How long zygotes have to kill their workers and leave, before they are killed themselves."""
+"""Time that zygotes have to kill their workers and leave, before they are killed themselves."""
 SETTLED_S = 10.0
-"""A zygote that ends sooner is replaced when a worker needs one and not at once: what ended it may end the next."""
+"""Age below which a zygote that ends is not replaced before a worker needs one: what ended it may end the next."""
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Reasons why a process cannot be started now, that say nothing of its interpreter."""
 
@@ -56,12 +56,12 @@ class _Child:
         self.pidfd = -1
         self.is_kill_asked = False
         self.routes: list[str] = []
-        """To its inbox, since its hello."""
+        """Routes to its inbox, since its hello."""
         self.inbox_id = ""
 
 
 class Processes:
-    """All child processes of the agent."""
+    """The agent's child processes."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Processes:
         self._on_event = on_event
         self._on_end = on_end
         self._zygotes: dict[str, ZygoteHandle] = {}
-        """By interpreter: those that take orders."""
+        """Zygotes that take orders, by interpreter."""
         self._running: dict[int, ZygoteHandle] = {}
-        """By pid: those and the ones on their way out."""
+        """Zygotes that take orders or are on their way out, by pid."""
         self._kept: set[str] = {python}
         self._children: dict[int, _Child] = {}
         self._numbers: dict[JobWorkerIncarnation, int] = {}
@@ -102,7 +102,7 @@ class Processes:
         process.become_subreaper()
 
     def warm(self) -> None:
-        """Have the zygote of the agent's own interpreter started, so that the first worker need not wait."""
+        """Start the zygote of the agent's own interpreter, so that the first worker need not wait."""
         self._zygote(self._python)
 
     def keep(self, pythons: list[str]) -> None:
@@ -156,7 +156,7 @@ class Processes:
             self._order(child)
 
     def tell(self, life: JobWorkerIncarnation, message: AgentToWorker) -> None:
-        """Send a worker a message. One that reads nothing is killed before what waits for it fills the memory."""
+        """Send a worker a message. A worker that reads nothing is killed before what waits for it fills the memory."""
         child = self._of(life)
         if child is None:
             return
@@ -168,7 +168,7 @@ class Processes:
             self.signal(life, "kill")
 
     def signal(self, life: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"]) -> None:
-        """SIGTERM or SIGINT to a worker's process, or SIGKILL to its whole group."""
+        """Send SIGTERM or SIGINT to a worker's process, or SIGKILL to its whole group."""
         child = self._of(life)
         if child is None:
             return
@@ -182,7 +182,7 @@ class Processes:
             process.signal_group(child.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Look at every child of the agent's own that has ended. To be called upon SIGCHLD."""
+        """Reap every child of the agent's own that has ended, upon SIGCHLD."""
         has_lost_stray = False
         while (ended := _ended_child()) is not None:
             pid, code = ended
@@ -198,7 +198,7 @@ class Processes:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `sweep` is to be called, on the monotonic clock."""
+        """Time at which `sweep` is to be called, on the monotonic clock."""
         return self._shared_memory.due_at
 
     def sweep(self) -> None:
@@ -206,7 +206,7 @@ class Processes:
         self._shared_memory.sweep({child.inbox_id for child in self._children.values()})
 
     def close(self) -> None:
-        """End every child; returns when they are gone."""
+        """End every child; return when they are gone."""
         zygotes = list(self._running.values())
         deadline = time.monotonic() + CLOSE_S
         for zygote in zygotes:
@@ -328,7 +328,7 @@ class Processes:
                 self._zygote(zygote.python)
 
     def _adopt(self, child: _Child) -> None:
-        """Its zygote is dead. It is ours to reap now, unless that zygote reaped it and could not say so any more."""
+        """Kill a child of a dead zygote; the agent reaps it now, unless the zygote has done so unsaid."""
         found = process.facts(child.pid)
         if found is None or found.parent != os.getpid():
             self._end(child, -signal.SIGKILL)
@@ -336,7 +336,7 @@ class Processes:
             process.signal_group(child.pid, signal.SIGKILL)
 
     def _kill_strays(self) -> None:
-        """What workers of a dead zygote have left became the agent's children, and nobody else will ever end it."""
+        """Kill what workers of a dead zygote have left, now the agent's children, which nobody else will ever end."""
         own = os.getpid()
         process.kill_until_none(
             lambda: [
@@ -351,7 +351,7 @@ class Processes:
         self._dismiss(zygote)
 
     def _dismiss(self, zygote: ZygoteHandle) -> None:
-        """It takes no more orders; `reap` sees its end."""
+        """Send a zygote no more orders; `reap` sees its end."""
         if self._zygotes.get(zygote.python) is zygote:
             del self._zygotes[zygote.python]
         self._sources.unwatch_link(zygote.link)
@@ -411,7 +411,7 @@ class Processes:
         self.sweep()
 
     def _remove_sockets(self, child: _Child) -> None:
-        """A worker that was killed leaves the file of its inbox behind."""
+        """Remove the file of its inbox, which a worker that was killed leaves behind."""
         for route in child.routes:
             path = Path(route.removeprefix("ipc://"))
             if route.startswith("ipc://") and path.is_relative_to(self._run_dir) and ".." not in path.parts:
@@ -420,7 +420,7 @@ class Processes:
 
 
 def _ended_child() -> tuple[int, int] | None:
-    """Pid and exit code of a child that has ended; None if there is no other."""
+    """Return pid and exit code of a child that has ended; None if there is no other."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:

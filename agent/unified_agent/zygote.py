@@ -16,14 +16,14 @@ from unified_agent.logfile import last_lines
 
 MARKER_NODE = "UNIFIED_AGENT_NODE"
 MARKER_LIFE = "UNIFIED_AGENT_LIFE"
-"""In the environment of everything an agent starts, so that its next life knows what its last one left."""
+"""Markers in the environment of everything an agent starts, so that the next agent knows what the last one left."""
 
 
 class ZygoteHandle:
-    """One running zygote process. Made and forgotten by `Processes`, which also reaps it."""
+    """A running zygote process, made and forgotten by `Processes`, which also reaps it."""
 
     def __init__(self, python: str, entry: str, run_dir: Path, env: Mapping[str, str], number: int) -> None:
-        """Start it. Raises OSError where the interpreter cannot be started."""
+        """Start the process. Raises OSError where the interpreter cannot be started."""
         self.python = python
         self.is_up = False
         self._began_at = time.monotonic()
@@ -54,15 +54,15 @@ class ZygoteHandle:
         self.link.send(order, descriptors)
 
     def receive(self) -> list[ZygoteToAgent]:
-        """What it has said."""
+        """Return the messages that have come."""
         return [zygote_to_agent.decode(body) for body in self.link.receive()]
 
     def reaped(self, code: int) -> None:
-        """Its exit was seen; `subprocess` must not look for it again."""
+        """Note that its exit was seen; `subprocess` must not look for it again."""
         self._process.returncode = code
 
     def last_words(self) -> str:
-        """The last line of its own output: why it could not start."""
+        """Return the last line of its own output: why it could not start."""
         lines = last_lines(self._log).strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
@@ -71,10 +71,10 @@ class ZygoteHandle:
         return time.monotonic() - self._began_at
 
     def remove_log(self) -> None:
-        """It ended in order, so that nobody will want to read it."""
+        """Remove the log of a zygote that ended in order, which nobody will want to read."""
         with contextlib.suppress(OSError):
             self._log.unlink()
 
     def close(self) -> None:
-        """End of file: it kills its workers and leaves."""
+        """Close the channel: at end of file the zygote kills its workers and leaves."""
         self.link.close()

@@ -22,7 +22,7 @@ from unified_master.daemon import MasterDaemon, MasterOptions
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All flags of `unified-master`."""
+    """Return the parser of `unified-master`'s flags."""
     parser = argparse.ArgumentParser(
         prog="unified-master",
         description="Decides where and when the workers of all jobs live. Agents and clients connect to it.",
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the master; its exit code."""
+    """Run the master and return its exit code."""
     arguments = build_parser().parse_args(argv)
     if arguments.die_with_parent is not None:
         process.die_with_parent(signal.SIGTERM, arguments.die_with_parent or os.getppid())
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _key(addresses: Sequence[str], insecure: bool) -> ClusterKey | None:
-    """The cluster's, if there is one; UsageError where there has to be."""
+    """Return the cluster's key, if there is one; raise UsageError where there has to be one."""
     beyond = [address for address in addresses if not is_loopback(address)]
     key = find_key((beyond or addresses)[0])
     warning = check_listening("unified-master", addresses, key, insecure=insecure or may_go_without())

@@ -1,4 +1,4 @@
-"""The master as coordinator of data, barriers and checkpoints: the shared core, in the words of the master's shell.
+"""The coordinator of data, barriers and checkpoints as a service of the master: its core behind our socket and store.
 
 Workers of a job meet in the space of its id. So what the master's own core reports of lives and jobs is told here, too:
 nobody at a barrier waits for the missed heartbeats of a worker whose end is known.
@@ -31,11 +31,11 @@ from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, 
 from unified_master.core.restore import Record
 
 LIFE_ENDS = frozenset({"worker-finished", "worker-exited", "worker-failed"})
-"""Events of the master's core after which that life of the worker says nothing more."""
+"""Events of the master's core after which that incarnation of the worker says nothing more."""
 
 
 class CoordinatorReceived(Value, frozen=True, kw_only=True):
-    """A worker asks the coordinator. `peer` is where the answer goes."""
+    """A worker's request to the coordinator; the answer goes to `peer`."""
 
     peer: bytes
     request_id: int
@@ -56,11 +56,11 @@ class CoordinatorService:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `time_passed` is due; None if nothing is awaited."""
+        """Time at which `time_passed` is due; None if nothing is awaited."""
         return self._core.next_deadline
 
     def restore(self, now: float, records: Iterable[Record]) -> None:
-        """Go on from what was saved. Those who wait at barriers ask again by themselves.
+        """Go on from the saved records. Workers that wait at barriers ask again by themselves.
 
         Raises:
             CoordinatorError: the records are not readable.
@@ -68,7 +68,7 @@ class CoordinatorService:
         self._core.restore(now, records)
 
     def answer(self, now: float, asked: CoordinatorReceived) -> list[MasterAction]:
-        """What to do about a request; at a barrier its answer comes from a later call."""
+        """Return the actions that a request leads to; at a barrier a later call gives its answer."""
         peer, request_id, request = asked.peer, asked.request_id, asked.request
         if isinstance(request, Heartbeat):  # thousands a second, and nothing of them is kept
             return [Send(peer=peer, request_id=request_id, message=self._core.heartbeat(now, request))]
@@ -79,11 +79,11 @@ class CoordinatorService:
         return self._step(now, RequestCame(token=(peer, request_id), request=request, lives=lives))
 
     def time_passed(self, now: float) -> list[MasterAction]:
-        """What to do when `next_deadline` has come."""
+        """Return the actions that are due at `next_deadline`."""
         return self._step(now, DeadlineReached())
 
     def hear(self, now: float, actions: Iterable[MasterAction]) -> list[MasterAction]:
-        """What to do about what the master's core has just decided: lives that ended, jobs that are forgotten."""
+        """Return what follows from the master's decisions: incarnations that ended, jobs that are forgotten."""
         found: list[MasterAction] = []
         for action in actions:
             if isinstance(action, ReportEvent) and action.record.event in LIFE_ENDS:
@@ -93,13 +93,13 @@ class CoordinatorService:
         return found
 
     def _is_past(self, request: DataRequest) -> bool:
-        """Whether a newer life of that worker of the job was begun."""
+        """Return True if a newer incarnation of that worker of the job has begun."""
         job = self._master.cluster.jobs.get(request.space)
         worker = job.workers.get(request.worker_id) if job is not None else None
         return worker is not None and request.life < worker.incarnation
 
     def _lives(self, space: str) -> dict[str, int] | None:
-        """Of a job's workers, which life of each shall be and has not ended; None: it is no job."""
+        """Return the desired incarnation of each worker of a job that has not ended; None if the space is no job's."""
         job = self._master.cluster.jobs.get(space)
         if job is None:
             return None

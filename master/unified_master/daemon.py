@@ -43,11 +43,11 @@ from unified_master.store import Store
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
 _COPIED_BYTES = 65_536
-"""Below this size a copy is cheaper than to keep the memory until ZeroMQ is done with it."""
+"""Size below which a copy is cheaper than to keep the memory until ZeroMQ is done with it."""
 MAX_BATCH = 512
 """Messages taken in before their consequences are committed and sent."""
 CURVE_BYTES = 1024
-"""More than encryption adds to a frame."""
+"""Upper bound of what encryption adds to a frame."""
 MAX_DEFECTS = 5
 DEFECT_WINDOW_S = 60.0
 _log = logging.getLogger("unified.master")
@@ -58,19 +58,19 @@ _loose_header = msgspec.msgpack.Decoder(tuple[int, int])
 
 
 class MasterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says."""
+    """Options of the command line."""
 
     bind: str
     """``tcp://HOST:PORT``; port 0 takes any free one."""
     state_dir: Path
     intervals: Intervals = Intervals()
     worker_heartbeats: HeartbeatTimes = HEARTBEAT_TIMES
-    """Of workers to their coordinator."""
+    """Heartbeats of workers to their coordinator."""
     relay_bind: str | None = None
-    """Default: the host of `bind`, any free port."""
+    """Address of the relay. Default: the host of `bind`, any free port."""
     address_file: Path | None = None
     key: ClusterKey | None = None
-    """The cluster's; None: whoever reaches the ports is let in."""
+    """The cluster's key; None: anyone who reaches the ports is let in."""
 
 
 class SteadyClock:
@@ -96,7 +96,7 @@ class MasterDaemon:
         self._is_stopping = False
 
     def run(self) -> int:
-        """Serve until SIGTERM or SIGINT; returns the exit code.
+        """Serve until SIGTERM or SIGINT; return the exit code.
 
         Raises:
             UnifiedError: the store or a port cannot be used.
@@ -136,8 +136,8 @@ class MasterDaemon:
         return router
 
     def _start_relay(self, address: str, store: Store) -> tuple[BusRelay, str]:
-        """The relay, on the port that it had in this master's last life if that can be had: workers that live on
-        since then know no other.
+        """Start the relay, on the port of this master's last term if that is free: workers that run since then know no
+        other.
         """
         shown = address.removeprefix("tcp://").rpartition(":")[0]
         where = self.options.relay_bind or f"{self.options.bind.rpartition(':')[0]}:0"
@@ -154,7 +154,7 @@ class MasterDaemon:
         return relay, relay_address
 
     def _advertised(self, endpoint: str) -> str:
-        """The address for others: a wildcard becomes an address of this host."""
+        """Return the address for others: a wildcard becomes an address of this host."""
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         if host in ("0.0.0.0", "[::]", "*"):
             host = first_address()
@@ -209,7 +209,7 @@ class MasterDaemon:
             write_atomically(self.options.address_file, f"{address}\n")
 
     def _take_in(self, router: zmq.Socket[bytes]) -> list[MasterEvent | CoordinatorReceived]:
-        """All messages that are there, up to a limit, checked at the door."""
+        """Receive all messages that are there, up to a limit, and validate them."""
         events: list[MasterEvent | CoordinatorReceived] = []
         for _ in range(MAX_BATCH):
             received = _receive(router)
@@ -228,7 +228,7 @@ class MasterDaemon:
         return events
 
     def _refuse(self, router: zmq.Socket[bytes], peer: bytes, frames: Sequence[bytes], error: ProtocolError) -> None:
-        """Say what is wrong to whoever sent it, in the version of the sender where that can be read."""
+        """Tell the sender what is wrong, in its own version where that can be read."""
         code = "version" if isinstance(error, VersionMismatchError) else "bad-request"
         try:
             version, request_id = _loose_header.decode(frames[0] if frames else b"")
@@ -246,7 +246,7 @@ class MasterDaemon:
         router: zmq.Socket[bytes],
         store: Store,
     ) -> MasterCore:
-        """Step through a batch of events; commit everything, then send. Returns the core to go on with."""
+        """Step through a batch of events; commit everything, then send. Return the core to go on with."""
         actions: list[MasterAction] = []
         for event in events:
             try:
@@ -261,7 +261,7 @@ class MasterDaemon:
         return core
 
     def _step(self, core: MasterCore, event: MasterEvent | CoordinatorReceived, actions: list[MasterAction]) -> None:
-        """One event; its consequences are added to `actions` as soon as each is known."""
+        """Step through one event; its consequences are added to `actions` as soon as each is known."""
         now = self._clock.now()
         if isinstance(event, CoordinatorReceived):
             actions += self._desk.answer(now, event)
@@ -275,7 +275,7 @@ class MasterDaemon:
     def _after_defect(
         self, core: MasterCore, event: MasterEvent | CoordinatorReceived, router: zmq.Socket[bytes], store: Store
     ) -> MasterCore:
-        """Go on from what was saved, as after a restart. Too many defects in a short time end the process."""
+        """Go on from the saved state, as after a restart. Too many defects in a short time end the process."""
         _log.exception("event=defect reason=%r", f"while handling {str(event)[:500]}")
         now = time.monotonic()
         self._defects = [at for at in self._defects if now - at < DEFECT_WINDOW_S] + [now]
@@ -312,14 +312,14 @@ class MasterDaemon:
 
 
 def describe(record: EventRecord) -> str:
-    """One line of the log: ``event=… job=… reason=…``."""
+    """Return one line of the log: ``event=… job=… reason=…``."""
     known = [(name, getattr(record, name)) for name in ("event", "job", "role", "worker", "node")]
     fields = [f"{name}={value}" for name, value in known if value]
     return " ".join([*fields, f"reason={record.reason!r}"])
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Whoever reads the file sees all of it or none."""
+    """Write a file of which readers see all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
@@ -327,7 +327,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def first_address() -> str:
-    """An address of this host that others can reach; the loopback one if there is no other."""
+    """Return an address of this host that others can reach; the loopback one if there is no other."""
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         # Connecting a datagram socket sends nothing: it only asks the routing table.

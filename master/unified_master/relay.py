@@ -31,7 +31,7 @@ from unified.threads import start_thread
 
 logger = logging.getLogger(__name__)
 _TRACKED_BYTES = 64 * 1024
-"""Smaller frames are bounded by their number."""
+"""Size from which on frames are counted in bytes; smaller ones are bounded by their number."""
 _MAX_QUEUED_MESSAGES = 10_000
 _MAX_IDLE_QUEUES = 256
 _BATCH = 200
@@ -40,7 +40,7 @@ _HEARTBEAT_MS = 5_000
 
 
 class BusRelay:
-    """A ROUTER on a thread of its own.
+    """The relay: a ROUTER on a thread of its own.
 
     Args:
         bind: where to listen, such as ``tcp://10.0.0.1:0`` (0: any free port).

@@ -1,4 +1,4 @@
-"""What the master remembers: one SQLite file, one process, one transaction a step."""
+"""The master's store: one SQLite file, one process, one transaction a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from unified_master.core.messages import ReportEvent, SaveRecord
 
 SCHEMA_VERSION = 1
 MAX_EVENTS = 200_000
-"""Lines of the event log that are kept."""
+"""Number of lines of the event log that are kept."""
 TRIM_EVERY = 10_000
-"""Lines after which those beyond `MAX_EVENTS` are dropped."""
+"""Number of lines after which those beyond `MAX_EVENTS` are dropped."""
 _SCHEMA = """
 create table records (kind text not null, key text not null, data blob not null, primary key (kind, key)) without rowid;
 create table events (sequence integer primary key, job text not null, data blob not null);
@@ -91,12 +91,12 @@ class Store:
             raise
 
     def records(self) -> list[tuple[str, str, bytes]]:
-        """Everything that the core saved: kind, key, data."""
+        """Return everything that the core saved: kind, key, data."""
         query = "select kind, key, data from records where kind != 'shell' order by kind, key"
         return list(self._database.execute(query))
 
     def events(self) -> list[EventRecord]:
-        """The event log, oldest first; its oldest part is dropped when it is too long."""
+        """Return the event log, oldest first; its oldest part is dropped when it is too long."""
         database = self._database
         self._trim(database)
         rows = database.execute("select data from events order by sequence")
@@ -110,7 +110,7 @@ class Store:
         database.execute("delete from events where sequence <= (select max(sequence) from events) - ?", (MAX_EVENTS,))
 
     def note(self, name: str) -> str:
-        """What the shell itself wrote down under a name; empty if nothing."""
+        """Return the shell's own note of a name; empty if there is none."""
         found = self._database.execute("select data from records where kind = 'shell' and key = ?", (name,)).fetchone()
         return bytes(found[0]).decode() if found else ""
 

@@ -40,8 +40,7 @@ NO_SUBJECT = {
     "Why",
 }
 SUBJECTLESS: dict[str, int] = {
-    "agent/unified_agent": 52,
-    "master/unified_master": 73,
+    "agent/unified_agent": 1,
     "unified": 16,
     "unified/api": 24,
     "unified/bus": 233,

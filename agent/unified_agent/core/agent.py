@@ -53,14 +53,14 @@ from unified_agent.core.worker import LocalWorker
 from unified_agent.environment import NodeFacts, starting_variables
 
 OBSERVE_DELAY_S = 0.002
-"""Changes this close together are told in one message."""
+"""Time within which changes are reported in one message."""
 PROGRESS_EVERY_S = 0.2
 RESYNC_S = 10.0
-"""The observed set is told this often even when nothing changed."""
+"""Period of reports while nothing changes."""
 
 
 class AgentCore:
-    """Routes events and owns the state."""
+    """The agent's core: routes events and owns the state."""
 
     def __init__(self, facts: NodeFacts, intervals: Intervals, *, give_up_s: float | None = None) -> None:
         self.facts = facts
@@ -82,11 +82,11 @@ class AgentCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `DeadlineReached` is due, on the caller's clock."""
+        """Time at which `DeadlineReached` is due, on the caller's clock."""
         return self.timers.next_deadline
 
     def step(self, now: float, event: AgentEvent) -> list[AgentAction]:
-        """Take in one event; return what is to be done about it, in order."""
+        """Take in one event; return the actions that it leads to, in order."""
         self._step.begin(now)
         match event:
             case MasterReached():
@@ -161,7 +161,7 @@ class AgentCore:
         self._observe_soon()
 
     def _reconcile(self) -> None:
-        """Stop what shall not be, start what shall, and pass on leave to run."""
+        """Stop workers that are not desired, start those that are, and pass on orders to run."""
         for worker in list(self.workers.values()):
             if not worker.is_ended and (worker.life not in self.desired or self.shutdown.has_begun):
                 self._stop(worker)
@@ -177,7 +177,7 @@ class AgentCore:
         self._keep_interpreters()
 
     def _start_if_free(self, life: JobWorkerIncarnation, wanted: DesiredWorker) -> None:
-        """Start a life, unless an earlier one of the same worker still is: its exit brings us here again."""
+        """Start an incarnation, unless an earlier one of the worker still runs, the exit of which leads here again."""
         job = self.jobs.get(life.job_id)
         if job is None or (wanted.kind == "worker" and all(role.name != wanted.role for role in job.spec.roles)):
             self._step.report("worker-unknown-job", "the desired set lacks its job or role", life, level="error")
@@ -253,8 +253,8 @@ class AgentCore:
                 self._step.act(TellWorker(life=worker.life, message=DirectoryNews(entries=news)))
 
     def _tell_neighbours(self, worker: LocalWorker, how: str) -> None:
-        """Who waits for an answer of a dead worker on this node shall not wait for the master to hear of it first, nor
-        for a master that is away. One that we stopped is known to be going.
+        """Tell workers here of a dead one at once, so that a call of it waits neither for the master to hear of it
+        first, nor for a master that is away. A worker that was stopped is known to be going.
         """
         if worker.inbox is not None and not worker.is_stop_asked:
             entry = DirectoryEntry(
@@ -319,7 +319,7 @@ class AgentCore:
         self._after_end(worker)
 
     def _blame_shutdown(self, worker: LocalWorker) -> None:
-        """A life that is still desired did not end well because we stopped it: the node took it along."""
+        """Fail an incarnation that is still desired and did not end by itself: the node took it along."""
         if self.shutdown.has_begun and worker.life in self.desired and not worker.is_finished:
             text = f"its agent stopped: {self.shutdown.reason}"
             worker.failure = worker.failure or Failure(category="node", summary=text)
@@ -454,6 +454,6 @@ class AgentCore:
 
 
 def _is_past(worker: LocalWorker) -> bool:
-    """Return True if the life has ended and its end is of no more use. An end that a stop cut short has to be told."""
+    """Return True if its end, which is past, is of no more use. One that a stop cut short has to be reported first."""
     is_cut = worker.failure is not None and worker.failure.is_cut
     return worker.is_ended and (worker.is_end_told or not is_cut)

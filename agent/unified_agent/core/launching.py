@@ -1,4 +1,4 @@
-"""The first word to a worker: who it is, where, with what, among whom."""
+"""The first message to a worker: its identity, its place, its devices, its peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def launch_of(
     relay: str,
     directory: list[DirectoryEntry],
 ) -> Launch:
-    """Everything a worker needs to be born.
+    """Return everything a worker needs to start.
 
     Args:
         neighbours: all that is desired on this node, itself included.

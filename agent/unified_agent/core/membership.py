@@ -1,4 +1,4 @@
-"""How the agent stands with its master: unknown to it, registered, heard of lately or not."""
+"""The agent's membership of the cluster: unknown to its master, registered, or not heard of lately."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from unified_agent.core.step import AgentStep, AgentTimer
 from unified_agent.environment import NodeFacts
 
 COMPLAIN_EVERY_S = 30.0
-"""How often an agent that cannot reach its master says so."""
+"""Period at which an agent that cannot reach its master says so."""
 
 
 class MembershipState(StrEnum):
-    """What the agent believes of its place in the cluster."""
+    """The state of the agent's membership, as the agent believes."""
 
     UNKNOWN = "UNKNOWN"
-    """Not registered, or not any more; it asks, again and again."""
+    """Not registered, or not any more; the agent asks, again and again."""
     REGISTERED = "REGISTERED"
     SILENT = "SILENT"
     """Registered, but the master has said nothing for a lease. The workers stay."""
@@ -63,14 +63,14 @@ class Membership:
         return self.state in (MembershipState.REGISTERED, MembershipState.SILENT)
 
     def reached(self, generation: int) -> None:
-        """A connection stands: use it at once, since what was sent without one is lost."""
+        """Use a connection that stands at once, since messages that were sent without one are lost."""
         if self.is_registered:
             self.beat(generation)
         elif self.state is MembershipState.UNKNOWN:
             self.register()
 
     def heard(self) -> bool:
-        """The master said something. True if it had been silent."""
+        """Note that the master said something; return True if it had been silent."""
         was_silent = self.state is MembershipState.SILENT
         self._heard_at = self._step.now
         self._unanswered_since = None
@@ -103,7 +103,7 @@ class Membership:
         self._step.arm(AgentTimer("register"), self._heartbeat_s)
 
     def accept(self, terms: AgentRegistered) -> bool:
-        """Registered, on these terms. True if it was not before."""
+        """Take in that the agent is registered, on these terms; return True if it was not before."""
         is_new = not self.is_registered
         self._was_ever_registered = True
         self._heartbeat_s, self._lease_s, self.relay = terms.heartbeat_s, terms.lease_s, terms.relay
@@ -124,19 +124,21 @@ class Membership:
         self._step.arm(AgentTimer("register"), message.retry_after_s)
 
     def end(self, reason: str) -> None:
-        """There is no place for this agent here."""
+        """End the agent, for which there is no place here."""
         self._move(MembershipState.REFUSED)
         self._step.act(Exit(code=1, reason=reason))
 
     def unreadable(self, reason: str) -> None:
-        """The master's words are not our protocol, or ours not its. A member's workers are of use all the same."""
+        """Take in that master and agent do not speak one protocol. A member's workers are of use all the same."""
         if not self._was_ever_registered:
             self.end(reason)
         elif self._unreadable.is_new(self._step.now, reason):
             self._step.report("master-unreadable", f"{reason} The workers stay.", level="error")
 
     def locked_out(self, reason: str) -> None:
-        """The master's key is not ours. Before it ever was, this agent is of no use here; later its workers are."""
+        """Take in that the master's key is not the agent's. An agent that was never registered ends; others keep their
+        workers.
+        """
         if not self._was_ever_registered:
             self.end(reason)
             return
@@ -146,7 +148,7 @@ class Membership:
         self._step.arm(AgentTimer("reconnect"), self._lease_s)
 
     def reconnect_due(self) -> None:
-        """What was refused once is not tried again by itself."""
+        """Make a new socket: a connection that was refused once is not tried again by itself."""
         self._step.act(Reconnect())
 
     def register_due(self) -> None:

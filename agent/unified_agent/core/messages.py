@@ -20,7 +20,7 @@ class MasterSaid(Value, frozen=True):
 
 
 class MasterUnreadable(Value, frozen=True):
-    """Whoever answers there does not speak our protocol, or not our version of it."""
+    """The peer at the master's address does not speak this protocol, or not this version of it."""
 
     reason: str
 
@@ -32,14 +32,14 @@ class KeyRefused(Value, frozen=True):
 
 
 class WorkerStarted(Value, frozen=True):
-    """Its process exists."""
+    """A worker's process exists."""
 
     life: JobWorkerIncarnation
     pid: int
 
 
 class WorkerNotStarted(Value, frozen=True):
-    """There will be no process."""
+    """A worker's process could not be started."""
 
     life: JobWorkerIncarnation
     failure: Failure
@@ -51,7 +51,7 @@ class WorkerSaid(Value, frozen=True):
 
 
 class WorkerExited(Value, frozen=True):
-    """Its process is gone, and all it had to say has been heard."""
+    """A worker's process is gone, and all its messages and output have been read."""
 
     life: JobWorkerIncarnation
     code: int
@@ -61,7 +61,7 @@ class WorkerExited(Value, frozen=True):
     error: str = ""
     """Error that the process wrote into its error file, in one line."""
     traceback: str = ""
-    """From there, too."""
+    """Traceback from the error file."""
 
 
 class StopAsked(Value, frozen=True):
@@ -90,7 +90,7 @@ AgentEvent = (
 
 
 class SendMaster(Value, frozen=True):
-    """Dropped without a word where no connection stands: whatever matters is said again."""
+    """Send the master a message, which is dropped if no connection stands: whatever matters is said again."""
 
     message: AgentToMaster
 
@@ -106,7 +106,7 @@ class StartWorker(Value, frozen=True):
     launch: Launch
     python: str | None = None
     is_fresh: bool = False
-    """A new interpreter instead of a fork."""
+    """True: a new interpreter instead of a fork."""
     env: dict[str, str] = {}
     """Environment variables of a new interpreter that have to be there before it starts."""
 
@@ -117,14 +117,14 @@ class TellWorker(Value, frozen=True):
 
 
 class SignalWorker(Value, frozen=True):
-    """`terminate`: SIGTERM to the process, `interrupt`: SIGINT. `kill`: SIGKILL to its whole group."""
+    """Send a worker SIGTERM (`terminate`) or SIGINT (`interrupt`), or its whole group SIGKILL (`kill`)."""
 
     life: JobWorkerIncarnation
     how: Literal["terminate", "interrupt", "kill"]
 
 
 class KeepInterpreters(Value, frozen=True):
-    """Zygotes of other interpreters than these may go."""
+    """Close the zygotes of other interpreters than these."""
 
     pythons: list[str]
 
@@ -137,7 +137,7 @@ class SendLog(Value, frozen=True):
 
 
 class WriteLog(Value, frozen=True):
-    """A fact or a decision with its reason, for the log."""
+    """Write a fact or a decision with its reason into the log."""
 
     event: str
     reason: str

@@ -10,7 +10,7 @@ from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.core.messages import AgentAction, SendMaster, WriteLog
 
 MARGIN_S = 2.0
-"""From the last SIGKILL to the moment at which the agent stops waiting to see it work."""
+"""Time from the last SIGKILL to the moment at which the agent stops waiting to see it work."""
 
 
 class AgentTimer(NamedTuple):
@@ -53,7 +53,7 @@ class AgentStep:
 
 
 class Shutdown:
-    """Whether the agent is ending, why, and how fast."""
+    """The agent's shutdown: its reason, and its haste."""
 
     def __init__(self) -> None:
         self.reason = ""

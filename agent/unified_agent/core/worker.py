@@ -1,4 +1,4 @@
-"""One life of one worker on this node: what it said, what was asked of it, and how it ended."""
+"""One incarnation of one worker on this node: its reports, the orders it was given, and its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Repo
 
 
 class LocalWorker:
-    """State of one life. Only `AgentCore` changes it, through these methods."""
+    """State of one incarnation. Only `AgentCore` changes it, through these methods."""
 
     def __init__(
         self, life: JobWorkerIncarnation, desired: DesiredWorker, grace_s: float, log_file: str, python: str | None
@@ -42,9 +42,9 @@ class LocalWorker:
         self.failure: Failure | None = None
         self.is_finished = False
         self.is_stop_asked = False
-        """We asked it to end, so that however it ends, it ended well."""
+        """True if it was asked to end, so that however it ends, it ended well."""
         self.is_ending = False
-        """The stop found it at the end of its program: threads that it joins, `atexit` functions that it runs."""
+        """True if the stop found it at the end of its program, as it joins threads or runs `atexit` functions."""
         self.is_killed = False
         self.stop_began_at = 0.0
         self.is_end_told = False
@@ -56,14 +56,14 @@ class LocalWorker:
 
     @property
     def has_user_code(self) -> bool:
-        """It said hello, so that user code may be at work and a graceful stop means something."""
+        """True if it said hello, so that user code may be at work and a graceful stop means something."""
         return self.state in (WorkerState.READY, WorkerState.RUNNING, WorkerState.FINISHED)
 
     def move(self, state: WorkerState) -> None:
         self.state = WORKER_MOVES.check(str(self.life), self.state, state)
 
     def hear(self, word: WorkerToAgent) -> None:
-        """Take in what the worker said. What comes late, out of order, or while it stops moves no state."""
+        """Take in a message of the worker. One that comes late, out of order, or while it stops moves no state."""
         match word:
             case Hello():
                 self.pid = self.pid or word.pid
@@ -92,7 +92,7 @@ class LocalWorker:
             self.move(new)
 
     def exit(self, code: int, last_lines: str, error: str = "") -> None:
-        """Its process is gone: settle how the life ended. `error` is what it wrote of it."""
+        """Settle how the incarnation ended, whose process is gone. `error` is what it wrote into its error file."""
         if self.failure is None and self.is_ending and self.is_killed:
             text = f"its end took longer than {self.grace_s:g} s and was cut short: it was killed"
             self.failure = Failure(summary=text, traceback=last_lines, signal=-code, is_cut=True)
@@ -118,11 +118,11 @@ class LocalWorker:
         return describe_end(code)
 
     def wants(self, order: RunOrder | None) -> bool:
-        """Whether the worker is to be told this order now; a round is told once."""
+        """Return True if the worker is to be sent this order now; a round is sent once."""
         return order is not None and order.round > self.told_round and self.has_user_code and not self.is_finished
 
     def observed(self) -> ObservedWorker:
-        """As the master is told."""
+        """Return the report for the master."""
         return ObservedWorker(
             job_id=self.job_id,
             name=self.name,

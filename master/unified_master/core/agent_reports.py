@@ -1,4 +1,4 @@
-"""What an agent reports of its workers, compared with what we believe and want."""
+"""Reconciles agents' reports of their workers with the desired state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unified_master.core.state import JobRecord, NodeRecord, TimerKey, WorkerRec
 from unified_master.core.step import MasterStep
 
 _COURSE = list(WorkerState)
-"""States of a life in their order."""
+"""States of an incarnation in their order."""
 
 
 def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None:
@@ -44,7 +44,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
 
 
 def start_overdue(step: MasterStep, key: TimerKey) -> None:
-    """A life has had its time to start, and did not say hello."""
+    """Fail an incarnation that has had its time to start and did not say hello."""
     job = step.cluster.jobs.get(key[1])
     worker = job.workers.get(key[2]) if job is not None else None
     if job is None or worker is None or str(worker.incarnation) != key[3]:
@@ -61,7 +61,7 @@ def _is_collateral(observed: ObservedWorker) -> bool:
 
 
 def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker) -> None:
-    """News of a life that shall be."""
+    """Take in what is new of a desired incarnation."""
     if worker.state is WorkerState.EXITED or _COURSE.index(observed.state) < _COURSE.index(worker.state):
         return  # a state is never left for an earlier one: this report was overtaken
     if observed.progress is not None and observed.progress != worker.progress:
@@ -105,7 +105,7 @@ def _moved(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Obs
 
 
 def _exited(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure | None, was: WorkerState) -> None:
-    """A life that we wanted has ended: well, badly, or too early."""
+    """Settle how a desired incarnation has ended: well, badly, or too early."""
     is_driver = any(role.name == worker.role for role in job.driver_roles())
     if was is WorkerState.FINISHED and is_driver:
         # Its work was delivered; how its process ends changes nothing.
@@ -131,7 +131,7 @@ def _vanished(step: MasterStep, node: NodeRecord, worker: WorkerRecord) -> None:
 
 
 def _meet_stranger(step: MasterStep, node: NodeRecord, life: JobWorkerIncarnation) -> None:
-    """A life that we do not want, left from before a restart or a partition: it is leaving, and holds what it used."""
+    """Expect the end of an incarnation left from before a restart or a partition, which holds what it used."""
     job = step.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None
     allocation = worker.allocation if worker is not None and worker.node == node.name else None

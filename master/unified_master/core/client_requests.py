@@ -1,4 +1,4 @@
-"""What clients ask for, and what they are answered."""
+"""Requests of clients, and their answers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ MAX_READ = 8 * 1024 * 1024
 MAX_NAMED = 3
 """Jobs that an error about an unknown one names."""
 Answer = MasterToClient | None
-"""None: it is answered later."""
+"""The answer; None: a later step gives it."""
 
 
 def answer(step: MasterStep, peer: bytes, request_id: int, request: ClientToMaster) -> Answer:
-    """Do what is asked, or say why not."""
+    """Do what is asked, or return the reason why not."""
     match request:
         case SubmitJob():
             return _submit(step, request)
@@ -61,7 +61,7 @@ def answer(step: MasterStep, peer: bytes, request_id: int, request: ClientToMast
 
 
 def find_job(step: MasterStep, word: str) -> JobRecord | Refused:
-    """The job of this id, or the newest of this name."""
+    """Return the job of this id, or the newest of this name."""
     known = step.cluster.jobs
     if word in known:
         return known[word]
@@ -72,7 +72,7 @@ def find_job(step: MasterStep, word: str) -> JobRecord | Refused:
 
 
 def _hint(known: dict[str, JobRecord], word: str) -> str:
-    """Jobs whose id begins like this, newest first; else the name that is most like it."""
+    """Return the jobs whose id begins like this, newest first; else the name that is most like it."""
     alike = [job_id for job_id in reversed(known) if word and job_id.lower().startswith(word.lower())][:MAX_NAMED]
     if alike:
         return f" Did you mean {' or '.join(repr(job_id) for job_id in alike)}?"
@@ -81,7 +81,7 @@ def _hint(known: dict[str, JobRecord], word: str) -> str:
 
 
 def find_worker(job: JobRecord, word: str) -> WorkerRecord | Refused:
-    """The worker of this full name, or of the short form ``role-rank``."""
+    """Return the worker of this full name, or of the short form ``role-rank``."""
     if word in job.workers and word != STORE:
         return job.workers[word]
     try:
@@ -112,7 +112,7 @@ def answer_polls(step: MasterStep, job: JobRecord) -> None:
 
 
 def poll_overdue(step: MasterStep, key: tuple[str, ...]) -> None:
-    """No news came in time: answer with what there is."""
+    """Answer a poll for which no news came in time with the state as it is."""
     parked = step.cluster.polls.pop(key[1], [])
     left = [poll for poll in parked if _poll_timer(poll) != key]
     if left:
@@ -124,7 +124,7 @@ def poll_overdue(step: MasterStep, key: tuple[str, ...]) -> None:
 
 
 def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
-    """An agent answered a `ReadAgentLog`; pass it on."""
+    """Pass on an agent's answer to a `ReadAgentLog`."""
     parked = step.cluster.reads.pop(request_id, None)
     if parked is None:
         return
@@ -148,7 +148,7 @@ def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
 
 
 def read_overdue(step: MasterStep, number: int) -> None:
-    """An agent did not answer."""
+    """Answer a read whose agent did not answer."""
     parked = step.cluster.reads.pop(number, None)
     if parked is not None:
         waited = step.cluster.intervals.connect_s
@@ -280,12 +280,12 @@ def _where_was(worker: WorkerRecord, incarnation: int) -> str:
 
 
 def _empty(life: JobWorkerIncarnation, *, is_final: bool) -> LogChunk:
-    """What can be read of a worker that never lived."""
+    """Return the log of a worker that never lived."""
     return LogChunk(worker=life.worker, incarnation=0, data=b"", offset=0, next_offset=0, size=0, is_final=is_final)
 
 
 def _is_over(step: MasterStep, life: JobWorkerIncarnation) -> bool:
-    """The life has ended, so that its log grows no more."""
+    """Return True if the incarnation has ended, so that its log grows no more."""
     job = step.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None
     if worker is None or any(life in node.leaving for node in step.cluster.nodes.values()):
@@ -330,5 +330,5 @@ def _restart(step: MasterStep, request: RestartWorkers, job: JobRecord) -> Answe
 
 
 def _is_to_come(job: JobRecord, worker: WorkerRecord, before: int) -> bool:
-    """Another life than that `before` has begun, or will."""
+    """Return True if an incarnation after `before` has begun, or will."""
     return worker.incarnation > before or worker.is_held or job.is_waiting

@@ -1,4 +1,4 @@
-"""The desired set of a node, as its agent is told."""
+"""The desired set of a node, as its agent is sent it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep
 
 RESTART_GRACE_S = 2.0
-"""At most this long do the peers of a failed worker hold up its restart."""
+"""Longest time by which the peers of a failed worker hold up its restart."""
 
 
 def send(step: MasterStep, node: NodeRecord) -> None:
@@ -25,7 +25,7 @@ def send(step: MasterStep, node: NodeRecord) -> None:
 
 
 def send_again(step: MasterStep, node: NodeRecord) -> None:
-    """The same set under the same generation: the agent seems not to have it, nor what else was sent."""
+    """Send the same set under the same generation to an agent that seems not to have it, nor what else was sent."""
     node.notified.clear()
     node.sent_at = step.now
     step.send(node.peer, desired_workers(step, node))
@@ -91,7 +91,7 @@ def _worker(job: JobRecord, worker: WorkerRecord) -> DesiredWorker:
 
 
 def _group_devices(job: JobRecord, role: RoleSpec, group: int) -> list[int]:
-    """The devices of a role's workers in one group: the first of each by local rank, then the second of each.
+    """Return the devices of a role's workers in one group: the first of each by local rank, then the second of each.
 
     So the local rank of a worker that has whole devices is the index of its first. A shared device is listed once.
     """

@@ -15,11 +15,11 @@ from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.step import MasterStep, may_run_now
 
 MAX_TOLD = 100
-"""Claims of one life that are reported as events: one that claims and withdraws without end must not drown the log."""
+"""Claims of one incarnation that are reported as events, so that one that claims without end does not drown the log."""
 
 
 def publish(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
-    """Note the worker's entry if it changed; `flush` sends it. A life that is over loses its names here."""
+    """Note the worker's entry if it changed; `flush` sends it. An incarnation that is over loses its names here."""
     if not job.can_call(worker):
         free(job, worker)
     entry = _entry(job, worker)
@@ -32,12 +32,12 @@ def publish(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
 
 
 def whole(job: JobRecord) -> list[DirectoryEntry]:
-    """Every entry of a job, by role and rank."""
+    """Return every entry of a job, by role and rank."""
     return [worker.entry for worker in job.workers.values() if worker.entry is not None]
 
 
 def flush(step: MasterStep) -> None:
-    """Send the news to the nodes of each job; one that does not know what they are news to gets the whole directory."""
+    """Send changed entries to the nodes of each job; a node that lacks earlier ones gets the whole directory."""
     for job_id in list(step.cluster.news):
         job = step.cluster.jobs.get(job_id)
         if job is not None and job.stage is not Stage.INIT and not may_run_now(step, ("news", job_id)):
@@ -62,7 +62,7 @@ def flush(step: MasterStep) -> None:
 
 
 def _entry(job: JobRecord, worker: WorkerRecord) -> DirectoryEntry | None:
-    """What is true of the newest life; None as long as nobody could have heard of it."""
+    """Return the entry of the newest incarnation; None as long as nobody could have heard of it."""
     if worker.kind == "store" or worker.incarnation < 0:
         return None
     if job.can_call(worker):
@@ -96,7 +96,7 @@ def _why(job: JobRecord, worker: WorkerRecord, *, is_last: bool) -> str:
 
 
 def hear(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims: NameClaims) -> None:
-    """Take the claims of a life that can be called. What was heard before, or is older, changes nothing."""
+    """Decide the claims of an incarnation that can be called. Older ones, or those heard before, change nothing."""
     if claims.number <= worker.claims.number or not job.can_call(worker):
         return
     worker.claims = claims
@@ -121,7 +121,7 @@ def hear(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims: NameCla
 
 
 def free(job: JobRecord, worker: WorkerRecord) -> None:
-    """Its life is over: it holds and claims nothing."""
+    """Free the names and claims of a worker whose incarnation is over."""
     for name in worker.names:
         del job.holders[name]
     worker.claims = NameClaims()

@@ -1,4 +1,4 @@
-"""The lives of workers: given a place, begun, ended, and gone when the agent says so."""
+"""Incarnations of workers: given a place, begun, ended, and gone when the agent says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_SLACK_S = 5.0
 
 
 def allocate(step: MasterStep, job: JobRecord, worker: WorkerRecord, node: NodeRecord, allocation: Allocation) -> None:
-    """Give the worker a place; its life must not be desired elsewhere."""
+    """Give the worker a place; no incarnation of it may be desired elsewhere."""
     release(step, job, worker)
     _remember(worker)
     worker.node = node.name
@@ -32,7 +32,7 @@ def allocate(step: MasterStep, job: JobRecord, worker: WorkerRecord, node: NodeR
 
 
 def release(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
-    """Give the place up. What a life that is still leaving uses stays held until it is gone."""
+    """Give the place up. Resources of an incarnation that is still leaving stay held until it is gone."""
     if worker.allocation is None:
         return
     worker.allocation = None
@@ -63,7 +63,7 @@ def begin(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) -
 
 
 def end(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
-    """Desire this life no longer. Until its agent confirms the end, it is leaving."""
+    """Desire this incarnation no longer. Until its agent confirms the end, it is leaving."""
     if not worker.is_desired:
         return
     worker.is_desired = False
@@ -78,12 +78,12 @@ def end(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
 
 
 def expect_end(node: NodeRecord, life: JobWorkerIncarnation, allocation: Allocation | None) -> None:
-    """Expect the end of a life; a report of the next generation that lacks it is proof."""
+    """Expect the end of an incarnation; a report of the next generation that lacks it is proof."""
     node.leaving[life] = Leaving(life=life, node=node.name, generation=node.generation + 1, allocation=allocation)
 
 
 def confirm_end(step: MasterStep, node: NodeRecord, life: JobWorkerIncarnation) -> None:
-    """The agent knows this life no longer, or reports its exit."""
+    """Take for gone what the agent knows no longer, or reports as exited."""
     if node.leaving.pop(life, None) is None:
         return
     step.wants_schedule = True
@@ -128,8 +128,8 @@ def _remember(worker: WorkerRecord) -> None:
 
 
 def _patience_s(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> float:
-    """How long the new life may take: the old process is given its grace first, and the agent, which sees more,
-    the first word about a process that does not start.
+    """Return how long the new incarnation may take: the old process is given its grace first, and the agent, which sees
+    more, the first word about a process that does not start.
     """
     return step.cluster.intervals.start_s + START_SLACK_S + (job.spec.stop_grace_s if worker.incarnation > 0 else 0.0)
 

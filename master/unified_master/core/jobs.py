@@ -19,14 +19,14 @@ MAX_SPEC_BYTES = 8 * 2**20
 MAX_ENDED = 1000
 """Jobs that have ended and are still known."""
 MAX_ENDED_WEIGHT = 200_000
-"""And what they may weigh together: a worker, an event or a kilobyte of description weighs 1, about as much memory."""
+"""Weight of all ended jobs: a worker, an event or a kilobyte of description weighs 1, about as much memory."""
 EXIT_FAILED = 1
 EXIT_STOPPED = 130
-"""What a shell says of a program that Ctrl-C ended."""
+"""Exit code that a shell gives a program that Ctrl-C ended."""
 
 
 def faults_of(spec: JobSpec) -> Iterator[str]:
-    """What is wrong with a job that came over the wire; the builder checks more, and says it better."""
+    """Yield the faults of a job that came over the wire; the builder checks more, and says it better."""
     try:
         check_job_name(spec.name)
     except JobNameError as error:
@@ -134,8 +134,8 @@ def _is_done(job: JobRecord) -> bool:
 
 
 def _weight_faults(spec: JobSpec) -> Iterator[str]:
-    """What makes a job too heavy. Each of its nodes and each of its workers is sent all of it, on the connection that
-    also carries heartbeats.
+    """Yield what makes a job too heavy. Each node and each worker is sent all of the job, on the connection that also
+    carries heartbeats.
     """
     if (total := len(raw(spec))) <= MAX_SPEC_BYTES:
         return
@@ -197,7 +197,7 @@ def end_badly(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: F
 
 
 def cut_short(step: MasterStep, life: JobWorkerIncarnation, node: NodeRecord, failure: Failure) -> None:
-    """A stop has cut short what a program does at its end: a job that went well so far did not."""
+    """Take in that a stop has cut short what a program does at its end: a job that went well so far did not."""
     job = step.cluster.jobs.get(life.job_id)
     worker = job.workers.get(life.worker) if job is not None else None
     if job is None or worker is None or life not in node.leaving:
@@ -225,7 +225,7 @@ def _end_report(worker: WorkerRecord, failure: Failure, limit: str) -> EndReport
 
 
 def settle_stop(step: MasterStep, job: JobRecord) -> None:
-    """A STOPPING job has STOPPED when no life of it is left."""
+    """Move a STOPPING job to STOPPED when no incarnation of it is left."""
     if step.cluster.leaving_of(job.job_id) or _may_have_more(step, job):
         return
     for worker in job.workers.values():
@@ -239,7 +239,7 @@ def settle_stop(step: MasterStep, job: JobRecord) -> None:
 
 
 def _may_have_more(step: MasterStep, job: JobRecord) -> bool:
-    """A node that had lives of the job has yet to say which it has: the master or the connection is new."""
+    """Return True if a node that had workers of the job has yet to report: the master or the connection is new."""
     names = {worker.node for worker in job.workers.values()}
     names |= {past.node for worker in job.workers.values() for past in worker.past}
     nodes = (step.cluster.nodes.get(name) for name in names)

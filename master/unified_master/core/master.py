@@ -24,7 +24,7 @@ from unified_master.core.step import MasterStep, may_run_now
 
 
 class MasterCore:
-    """Placement, rounds, restarts, leases, lives of jobs: pure and deterministic.
+    """The core of the master: placement, rounds, restarts, leases, stages of jobs; pure and deterministic.
 
     Args:
         intervals: leases, heartbeats and deadlines, in seconds.
@@ -40,14 +40,14 @@ class MasterCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `MasterTimePassed` is due; None if nothing is awaited."""
+        """Time at which `MasterTimePassed` is due; None if nothing is awaited."""
         deadlines = [self.cluster.timers.next_deadline, self.cluster.leases.next_check]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def restore(
         self, now: float, records: Iterable[Record] = (), events: Iterable[EventRecord] = ()
     ) -> list[MasterAction]:
-        """Begin a term, with what an earlier one saved. Call it once, before the first step.
+        """Begin a term with what an earlier one saved. Call it once, before the first step.
 
         Raises:
             RestoreError: the records are not readable.
@@ -57,7 +57,7 @@ class MasterCore:
         return self._finish(step)
 
     def step(self, now: float, event: MasterEvent) -> list[MasterAction]:
-        """What to do about an event. Every event has an answer in every state, even if it is nothing."""
+        """Return the actions that an event leads to. Every event has an answer in every state, if only an empty one."""
         step = MasterStep(now, self.cluster)
         match event:
             case Received():
@@ -69,7 +69,7 @@ class MasterCore:
         return self._finish(step)
 
     def remark(self, now: float, event: str, reason: str, job: str = "", worker: str = "") -> ReportEvent:
-        """An entry for the event log about what was decided elsewhere in this process."""
+        """Return an entry for the event log about what was decided elsewhere in this process."""
         return ReportEvent(
             record=MasterStep(now, self.cluster).entry(event, reason, self.cluster.jobs.get(job), worker=worker)
         )

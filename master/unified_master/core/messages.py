@@ -12,7 +12,7 @@ from unified.values import Value
 
 
 class SaveRecord(Value, frozen=True, kw_only=True):
-    """Keep these bytes under (kind, key); None forgets them."""
+    """Keep `data` under (kind, key); None forgets it."""
 
     kind: str
     key: str
@@ -20,13 +20,13 @@ class SaveRecord(Value, frozen=True, kw_only=True):
 
 
 class ReportEvent(Value, frozen=True, kw_only=True):
-    """A fact or a decision with its reason: into the event log and the daemon's log."""
+    """Write a fact or a decision with its reason into the event log and the daemon's log."""
 
     record: EventRecord
 
 
 class Send(Value, frozen=True, kw_only=True):
-    """A message to a connection; lost if it is gone, which is no error."""
+    """Send a message to a connection; if that is gone, the message is lost, which is no error."""
 
     peer: bytes
     request_id: int = 0

@@ -24,16 +24,16 @@ from unified_master.core.state import NodeRecord
 from unified_master.core.step import MasterStep, count
 
 FORGET_S = 3600.0
-"""A lost node is shown for this long."""
+"""Time for which a lost node is shown."""
 GRACE_LEASES = 3
-"""After a restart of the master its nodes have this many leases' time to come back."""
+"""Number of leases for which nodes may take to come back after a restart of the master."""
 MAX_REPLACED = 16
 REBORN = "its agent was started again"
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 
 
 class NodeMemory(Value, frozen=True, kw_only=True):
-    """What the store keeps of a node."""
+    """The part of a node's record that the store keeps."""
 
     info: RegisterAgent
     state: NodeState
@@ -41,7 +41,7 @@ class NodeMemory(Value, frozen=True, kw_only=True):
 
 
 def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent, relay: str) -> None:
-    """Welcome an agent, or say why not."""
+    """Register an agent, or tell it why not."""
     known = step.cluster.nodes.get(info.node)
     refusal = _refusal(known, info)
     if refusal:
@@ -79,7 +79,7 @@ def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: Heartbeat
 
 
 def meet(step: MasterStep, peer: bytes, name: str, incarnation: str) -> NodeRecord | None:
-    """The node that speaks, its lease renewed; None if it must register (again)."""
+    """Renew the lease of the node that speaks, and return the node; None if it must register (again)."""
     node = step.cluster.nodes.get(name)
     if node is None or not node.is_connected or node.info.incarnation != incarnation:
         return None
@@ -89,7 +89,7 @@ def meet(step: MasterStep, peer: bytes, name: str, incarnation: str) -> NodeReco
 
 
 def catch_up(step: MasterStep, node: NodeRecord, generation: int) -> None:
-    """An agent ahead of us has met a master whose state directory is gone: go past it, or it would not listen."""
+    """Go past the generation of an agent that is ahead, or it would not listen: its master lost its state directory."""
     if generation > node.generation:
         node.generation = generation
         node.notified.clear()
@@ -97,14 +97,14 @@ def catch_up(step: MasterStep, node: NodeRecord, generation: int) -> None:
 
 
 def leave(step: MasterStep, peer: bytes, message: AgentLeaving) -> None:
-    """An agent stopped in order; its workers are gone."""
+    """Take in that an agent stopped in order; its workers are gone."""
     node = meet(step, peer, message.node, message.incarnation)
     if node is not None:
         lose(step, node, f"its agent stopped: {message.reason}")
 
 
 def expire(step: MasterStep, name: str, *, is_late: bool = False) -> None:
-    """A lease ran out.
+    """Take in that a lease ran out.
 
     With `is_late` we were not there to listen (the process was stopped, its machine slept, its disk hung): what the
     agent said may still be on its way in, so it is given one more lease, once in each silence.
@@ -148,7 +148,7 @@ def _recover(step: MasterStep, node: NodeRecord, reason: str) -> None:
 
 
 def forget(step: MasterStep, name: str) -> None:
-    """A node that was lost long ago is shown no more."""
+    """Drop a node that was lost long ago."""
     node = step.cluster.nodes.get(name)
     if node is not None and node.state is NodeState.LOST:
         step.cluster.hosts.get(node.info.host_id, set()).discard(name)
@@ -162,7 +162,7 @@ def remember(step: MasterStep, node: NodeRecord) -> None:
 
 
 def _refusal(known: NodeRecord | None, info: RegisterAgent) -> str:
-    """Why an agent is not welcome; empty if it is."""
+    """Return why an agent may not register; empty if it may."""
     if not _NODE_NAME.match(info.node):
         return f"node id {info.node[:64]!r} is not allowed: at most 63 letters, digits and ._- only."
     amounts = [info.resources.cpu, info.resources.memory_mb, info.resources.disk_mb]
@@ -187,7 +187,7 @@ def _refusal(known: NodeRecord | None, info: RegisterAgent) -> str:
 
 
 def _join(step: MasterStep, known: NodeRecord | None, info: RegisterAgent, peer: bytes) -> NodeRecord:
-    """The record of a node that registers."""
+    """Return the record of a node that registers, brought up to date."""
     if known is None:
         node = NodeRecord(info=info, generation=step.cluster.first_number)
         step.cluster.nodes[info.node] = node
@@ -218,7 +218,7 @@ def _join(step: MasterStep, known: NodeRecord | None, info: RegisterAgent, peer:
 
 
 def _answer_reads(step: MasterStep, node: NodeRecord, reason: str) -> None:
-    """Nobody will answer for this node now."""
+    """Refuse the reads that wait for this node's agent."""
     for number, read in list(step.cluster.reads.items()):
         if read.node == node.name:
             del step.cluster.reads[number]

@@ -1,4 +1,4 @@
-"""What follows from a failure: who is charged, which budget it comes out of, and who starts again."""
+"""Recovery from failures: the worker that is charged, the budget it comes out of, and the workers that start again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep
 
 QUICK_S = 1.0
-"""A life that fails this soon after it began to run is followed by a longer and longer wait."""
+"""Time of running below which each failure in a row makes the wait before the next incarnation longer."""
 BACKOFF = Backoff()
 
 
@@ -32,14 +32,14 @@ Scope = Literal["job", "role", "worker"]
 
 
 class Refusal(NamedTuple):
-    """Why a failure may not be repaired."""
+    """The limit that forbids to repair a failure, and a sentence about it."""
 
     limit: str
     why: str
 
 
 def on_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure) -> None:
-    """A desired life has ended badly: settle who is to blame, then decide."""
+    """Settle which worker is to blame for the bad end of a desired incarnation, then decide."""
     worker.state = WorkerState.EXITED
     worker.failure = failure
     worker.reason = failure.summary
@@ -67,7 +67,7 @@ def on_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: 
 
 
 def settle(step: MasterStep, job: JobRecord, role: str) -> None:
-    """Nobody else failed in time: once every node of the role has spoken, the suspect is the root cause after all."""
+    """Take the suspect for the root cause, once every node of the role has spoken and no other worker has failed."""
     worker = job.workers.get(job.roles[role].suspect)
     if worker is None or job.is_ending:
         return
@@ -120,7 +120,7 @@ def judge_pending(step: MasterStep, job: JobRecord) -> None:
 
 
 def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str) -> None:
-    """The node took its workers along: charge it once, and give them new places by the job's strategies."""
+    """Charge a lost node once for the workers it took along, and give them new places by the job's strategies."""
     failure = Failure(summary=f"node {node.name} was lost: {reason}", category="node")
     is_store_needed = bool(unfinished_elastic(job))
     lost = [one for one in _reap(step, job, node, failure) if one.kind == "worker" or is_store_needed]
@@ -166,7 +166,7 @@ def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str
 
 
 def policy_refusal(spec: JobSpec) -> Refusal | None:
-    """What the job's strategies say against any restart."""
+    """Return what in the job's strategies forbids any restart."""
     if spec.failover_trigger == 0:
         return Refusal("failover_trigger_strategy=0", "failover_trigger_strategy=0 never restarts")
     if spec.failover_exec == 0:
@@ -219,7 +219,7 @@ def _scoped(job: JobRecord, worker: WorkerRecord, scope: Scope) -> list[str]:
 
 
 def _cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
-    """A failure in words, with what it was charged to."""
+    """Return a failure in words, with what it was charged to."""
     if failure.category == "node":
         losses = job.node_losses.get(worker.node, 0)
         return f"{failure.summary} (loss {losses} of that node, {job.spec.node_max_restart} allowed)"
@@ -244,12 +244,12 @@ def _waits(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecor
 
 
 def _sharers(job: JobRecord, role: str, *, is_store: bool) -> list[RoleSpec]:
-    """Roles whose workers are waited for: the failed worker's own, or all that use the failed store."""
+    """Return the roles whose workers are waited for: the failed worker's own, or all that use the failed store."""
     return job.elastic_roles() if is_store else [job.spec.role(role)]
 
 
 def _not_put_off(step: MasterStep, job: JobRecord, lost: list[WorkerRecord], failure: Failure) -> list[WorkerRecord]:
-    """Those of a node's lost workers about which something is done now. What had been decided before is not put off."""
+    """Return the lost workers that restart now. A restart that was decided before is not put off."""
     due: list[WorkerRecord] = []
     for worker in lost:
         if worker.kind == "store":
@@ -261,7 +261,7 @@ def _not_put_off(step: MasterStep, job: JobRecord, lost: list[WorkerRecord], fai
 
 
 def _or_wait(step: MasterStep, job: JobRecord, found: PlacementPlan) -> None:
-    """A job whose workers found no new place goes back into the queue."""
+    """Put a job whose workers found no new place back into the queue."""
     if not found.fits:
         job_queue.requeue(step, job, f"waits for room to restart: {found.reason}")
 
@@ -306,7 +306,7 @@ def _exclude(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRec
 
 
 def _store_failed(step: MasterStep, job: JobRecord, store: WorkerRecord, failure: Failure) -> None:
-    """Without its store no elastic role can go on: a new store, and a new round for those not done."""
+    """Begin a new store, and a new round of the roles not done: without its store no elastic role can go on."""
     limit = max(role.max_restart for role in job.elastic_roles())
     store.num_failures += 1
     if store.num_failures > limit:
@@ -327,7 +327,7 @@ def _store_waits(step: MasterStep, job: JobRecord, store: WorkerRecord, failure:
 
 
 def _replace_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> None:
-    """A new store, and by the job's strategy all of the job again, or the elastic roles that are not done."""
+    """Restart the store, and by the job's strategy all of the job, or the elastic roles that are not done."""
     names = unfinished_elastic(job)
     if not names or job.is_ending or store.failure is None:
         return
@@ -349,7 +349,7 @@ def _replace_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Non
 
 
 def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:
-    """Mark every life on a lost node as ended and free its seat; returns the workers that are missed."""
+    """Mark every incarnation on a lost node as ended and free its place; return the workers that are missed."""
     missed: list[WorkerRecord] = []
     told: list[WorkerRecord] = []
     drivers = {role.name for role in job.driver_roles()}
@@ -379,7 +379,7 @@ def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) 
 
 
 def _others_work(job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> bool:
-    """A peer runs, or will: one whose order waits for the failed worker itself will not."""
+    """Return True if a peer runs, or will: one whose order waits for the failed worker itself will not."""
     will_be_ordered = role.kind != "elastic" and job.stage is not Stage.INIT
     return any(
         peer is not worker and not peer.is_done and not peer.has_failed and (peer.run is not None or will_be_ordered)
@@ -394,8 +394,8 @@ def _clear_suspect(step: MasterStep, job: JobRecord, role: str) -> None:
 
 
 def _late_until(step: MasterStep, job: JobRecord, role: str) -> float | None:
-    """When to look again, if a node of this role has not spoken since the suspect failed: it may be what took the
-    suspect along. The lease ends the wait.
+    """Return when to look again, if a node of this role has not spoken since the suspect failed: its loss may have
+    taken the suspect along. The lease ends the wait.
     """
     suspect_at = job.roles[role].suspect_at
     desired = [worker for worker in job.ranks(role) if worker.is_desired]
@@ -415,7 +415,7 @@ def _late_until(step: MasterStep, job: JobRecord, role: str) -> float | None:
 
 
 def _is_taken_along(worker: WorkerRecord) -> bool:
-    """Its agent stopped it because the agent itself stops."""
+    """Return True if its agent stopped the worker because the agent itself stops."""
     return worker.has_failed and worker.failure is not None and worker.failure.category == "node"
 
 

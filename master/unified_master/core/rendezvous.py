@@ -1,4 +1,4 @@
-"""Who may run, under which round: the store host of a job, rounds of elastic roles, orders for the others."""
+"""Orders to run: the store host of a job, rounds of elastic roles, and orders for the other workers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from unified_master.core.step import MasterStep, count
 
 
 def settle_store(step: MasterStep, job: JobRecord, reason: str) -> None:
-    """See that a job with elastic roles has a store host: in the place that was found for it where the job says what it
-    needs, else on the node of its first elastic worker.
+    """Give a job with elastic roles a store host: in the place that was found for it if the job says what it needs,
+    else on the node of the job's first elastic worker.
 
     One that lives stays where it is: moving it would cost every elastic role a round.
     """
@@ -37,7 +37,7 @@ def settle_store(step: MasterStep, job: JobRecord, reason: str) -> None:
 
 
 def store_of(job: JobRecord) -> WorkerRecord:
-    """The record of the job's store host, made when it is first needed."""
+    """Return the record of the job's store host, made when it is first needed."""
     if STORE not in job.workers:
         job.workers[STORE] = WorkerRecord(job_id=job.job_id, name=STORE, kind="store")
     return job.workers[STORE]
@@ -49,7 +49,7 @@ def is_store_ready(job: JobRecord) -> bool:
 
 
 def give_orders(step: MasterStep, job: JobRecord) -> None:
-    """Order to run whoever can: a simple worker when it is READY, an elastic role when all of it and the store are."""
+    """Order workers to run: a simple worker when it is READY, an elastic role when all of it and the store are."""
     for role in job.spec.roles:
         workers = job.ranks(role.name)
         if role.kind == "elastic":
@@ -62,7 +62,7 @@ def give_orders(step: MasterStep, job: JobRecord) -> None:
 
 
 def is_ready(job: JobRecord, worker: WorkerRecord) -> bool:
-    """The worker needs no more time to begin, or has ended well already."""
+    """Return True if the worker needs no more time to begin, or has ended well already."""
     return worker.has_ended_well or (worker.is_desired and worker.state is WorkerState.READY)
 
 
@@ -99,7 +99,7 @@ def _seal(step: MasterStep, job: JobRecord, role: RoleSpec, workers: list[Worker
 
 
 def _order_simple(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
-    """A simple worker begins on its own; its round is the number of its life, counted from 1."""
+    """Order a simple worker to run on its own; its round is the number of its incarnation, counted from 1."""
     worker.run = RunOrder(round=worker.incarnation + 1, rank=worker.rank, world_size=role.total)
     step.touch_worker(job, worker)
     step.touch_node(worker.node)

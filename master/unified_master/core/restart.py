@@ -1,4 +1,4 @@
-"""How workers get their next lives: which of them must go together, where, and when."""
+"""Restarts of workers: the others that must restart with them, where, and when."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from unified_master.core.step import MasterStep
 
 
 class PendingRestart(NamedTuple):
-    """Workers whose lives were ended, to begin others where the plan says."""
+    """Workers whose incarnations were ended, to begin others where the plan says."""
 
     workers: list[WorkerRecord]
     plan: PlacementPlan
-    """If it does not fit, it says why, and the caller decides what becomes of the job."""
+    """The new places, or why there are none; the caller then decides what becomes of the job."""
 
 
 def restart(step: MasterStep, job: JobRecord, names: Iterable[str], reason: str, delay_s: float = 0.0) -> PlacementPlan:
-    """`stop` the named workers and, if the plan fits, `begin` their new lives."""
+    """`stop` the named workers and, if the plan fits, `begin` their next incarnations."""
     pending = stop(step, job, names, reason)
     begin(step, job, pending, delay_s)
     return pending.plan
 
 
 def stop(step: MasterStep, job: JobRecord, names: Iterable[str], reason: str) -> PendingRestart:
-    """End the named workers' lives, and those that depend on them. Those whose node is lost or excluded move."""
+    """End the named workers and those that depend on them. Workers whose node is lost or excluded move."""
     scope, moving = _widen(step, job, set(names))
     workers = [worker for worker in job.workers.values() if worker.name in scope]
     for worker in workers:
@@ -40,7 +40,7 @@ def stop(step: MasterStep, job: JobRecord, names: Iterable[str], reason: str) ->
 
 
 def begin(step: MasterStep, job: JobRecord, pending: PendingRestart, delay_s: float = 0.0) -> None:
-    """Begin the new lives after `delay_s`; nothing if there is no place for them."""
+    """Begin the next incarnations after `delay_s`; none if there is no place for them."""
     workers, found = pending
     if not found.fits:
         return
@@ -57,25 +57,25 @@ def begin(step: MasterStep, job: JobRecord, pending: PendingRestart, delay_s: fl
 
 
 def restart_job(step: MasterStep, job: JobRecord, reason: str) -> PlacementPlan:
-    """All workers again, the job back to INIT."""
+    """Restart all workers, the job back to INIT."""
     count_job(job)
     return restart(step, job, all_workers(job), reason)
 
 
 def count_job(job: JobRecord) -> None:
-    """The job as a whole restarts, now or when there is room."""
+    """Count a restart of the whole job, which comes now or when there is room."""
     job.num_restarts += 1
     if job.stage is not Stage.INIT:
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.INIT)
 
 
 def all_workers(job: JobRecord) -> list[str]:
-    """Names, without the store's."""
+    """Return the names of all workers, without the store's."""
     return [worker.name for worker in job.workers.values() if worker.kind == "worker"]
 
 
 def begin_held(step: MasterStep, job: JobRecord) -> None:
-    """The back-off is over."""
+    """Begin the incarnations whose back-off is over."""
     job.restart_at = None
     step.cluster.timers.cancel(("restart", job.job_id))
     step.touch_job(job)
@@ -95,7 +95,7 @@ def _begin_later(step: MasterStep, job: JobRecord, delay_s: float) -> None:
 
 
 def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str], list[Unit]]:
-    """All who must restart with `names`, and the units that must move.
+    """Return all workers that must restart with `names`, and the units that must move.
 
     An elastic role restarts whole; a unit moves whole; who failed in a role that restarts is not left behind;
     without its store no elastic role can go on.
@@ -121,13 +121,13 @@ def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str],
 
 
 def is_store_lost(job: JobRecord) -> bool:
-    """The store host is needed, and its life is over."""
+    """Return True if the store host is needed, and its incarnation is over."""
     store = job.store
     return store is not None and (not store.is_desired or store.state is WorkerState.EXITED)
 
 
 def unfinished_elastic(job: JobRecord) -> set[str]:
-    """Workers of the elastic roles that are not wholly done."""
+    """Return the workers of the elastic roles that are not wholly done."""
     return {
         worker.name
         for role in job.elastic_roles()
@@ -137,7 +137,7 @@ def unfinished_elastic(job: JobRecord) -> set[str]:
 
 
 def _moving_store(step: MasterStep, job: JobRecord) -> list[Unit]:
-    """The store host, if the job says what it needs and it has to go to another node."""
+    """Return the store host, if the job says what it needs and it has to go to another node."""
     unit, store = control_unit(job.spec), job.store
     if unit is None or store is None or not is_store_lost(job) or _has_good_place(step, job, store):
         return []
@@ -154,7 +154,7 @@ def _must_move(step: MasterStep, job: JobRecord, unit: Unit) -> bool:
 
 
 def _has_good_place(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> bool:
-    """Its node is believed alive (heard from since the master restarted, or not yet) and not excluded."""
+    """Return True if its node is believed alive, heard from since the master restarted or not, and not excluded."""
     node = step.cluster.nodes.get(worker.node)
     return (
         worker.allocation is not None
@@ -165,7 +165,7 @@ def _has_good_place(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> b
 
 
 def _move(step: MasterStep, job: JobRecord, moving: list[Unit]) -> PlacementPlan:
-    """New seats for whole units."""
+    """Place whole units anew."""
     if not moving:
         return PlacementPlan()
     for unit in moving:

@@ -1,4 +1,4 @@
-"""The state back from the store, after the master was gone."""
+"""Restores the master's state from its store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerR
 from unified_master.core.step import MasterStep, count
 
 Record = tuple[str, str, bytes]
-"""Kind, key, data: as in `Save`."""
+"""Kind, key, data: as in `SaveRecord`."""
 
 
 class RestoreError(UnifiedError):
@@ -52,7 +52,7 @@ def _meta(step: MasterStep, meta: dict[str, bytes]) -> None:
 
 
 def _nodes(step: MasterStep, nodes: dict[str, bytes]) -> None:
-    """Nodes that were alive have some time to come back."""
+    """Restore the nodes; those that were alive have some time to come back."""
     cluster = step.cluster
     for name in sorted(nodes):
         memory = msgspec.msgpack.decode(nodes[name], type=NodeMemory)
@@ -95,7 +95,7 @@ def _jobs(step: MasterStep, by_kind: dict[str, dict[str, bytes]]) -> None:
 
 
 def _worker(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
-    """Put a worker back on its node: what it holds, what is desired, what has yet to go."""
+    """Put a worker back on its node: its allocation, and its incarnation that is desired or has yet to go."""
     node = step.cluster.nodes.get(worker.node)
     if node is None:
         return

@@ -1,4 +1,4 @@
-"""All that the master knows. Plain records, written by this package alone and saved in part (see `restore`)."""
+"""The master's state: plain records, written by this package alone and saved in part (see `restore`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TimerKey = tuple[str, ...]
 
 
 class Allocation(Value, frozen=True, kw_only=True):
-    """What one worker holds of its node."""
+    """The part of a node's resources that one worker holds."""
 
     cpu: float = 0.0
     memory_mb: float = 0.0
@@ -48,11 +48,11 @@ class Allocation(Value, frozen=True, kw_only=True):
     user_defined: dict[str, float] = {}
     devices: tuple[DeviceKey, ...] = ()
     share: float = 0.0
-    """Of each of `devices`."""
+    """The part of each of `devices`."""
 
 
 class PastIncarnation(Value, frozen=True, kw_only=True):
-    """Where an earlier life was, so that its log can still be read."""
+    """The place of an earlier incarnation, so that its log can still be read."""
 
     incarnation: int
     node: str
@@ -60,7 +60,7 @@ class PastIncarnation(Value, frozen=True, kw_only=True):
 
 
 class WorkerRecord(msgspec.Struct, kw_only=True):
-    """A worker (or a job's store host), and its newest life."""
+    """A worker (or a job's store host), and its newest incarnation."""
 
     job_id: str
     name: str
@@ -68,17 +68,17 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     role: str = ""
     rank: int = 0
     incarnation: int = -1
-    """-1: it never lived."""
+    """Number of the newest incarnation; -1: there was none."""
     node: str = ""
-    """Where it is, or was last."""
+    """Name of the node that it is on, or was last."""
     allocation: Allocation | None = msgspec.field(default=None, name="claim")  # as older state directories have it
     """The part of `node` that it holds; None: it has no place."""
     is_desired: bool = False
-    """This life shall be."""
+    """True if this incarnation shall be."""
     is_held: bool = False
-    """Its next life waits for a back-off."""
+    """True if its next incarnation waits for a back-off."""
     is_seen: bool = False
-    """The agent has reported this life."""
+    """True if the agent has reported this incarnation."""
     state: WorkerState = WorkerState.PENDING
     pid: int = 0
     round: int = 0
@@ -90,18 +90,18 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     run: RunOrder | None = None
     running_at: float | None = None
     entry: DirectoryEntry | None = None
-    """As last published."""
+    """The directory entry as last published."""
     claims: NameClaims = NameClaims()
-    """Of this life, as last heard."""
+    """Names that this incarnation claims, as last heard."""
     names: dict[str, int] = {}
-    """Those granted, each with the number of its claim."""
+    """Names that were granted, each with the number of its claim."""
     refused: dict[str, NameRefusal] = {}
     revision: int = 0
-    """Changes of `names` and `refused` in this life."""
+    """Number of changes of `names` and `refused` in this incarnation."""
     num_failures: int = 0
-    """Charged to it; compared with `max_restart`."""
+    """Failures charged to it; compared with `max_restart`."""
     num_unread_before: int = 0
-    """Errors of calls that nobody read, in its earlier lives."""
+    """Errors of calls that nobody read, in its earlier incarnations."""
     past: list[PastIncarnation] = []
     reason: str = ""
 
@@ -120,7 +120,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
 
     @property
     def has_failed(self) -> bool:
-        """Its newest life ended badly, and nothing was done about it yet."""
+        """True if its newest incarnation ended badly, and nothing was done about it yet."""
         return self.state is WorkerState.EXITED and self.failure is not None and not self.is_held
 
     @property
@@ -129,12 +129,12 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
 
     @property
     def is_done(self) -> bool:
-        """Its entry point returned, or its process ended without a failure."""
+        """True if its entry point returned, or its process ended without a failure."""
         return self.state is WorkerState.FINISHED or self.has_ended_well
 
 
 class RoleRecord(msgspec.Struct, kw_only=True):
-    """What is counted for a role."""
+    """The counts of a role, and its failures that wait for a decision."""
 
     name: str
     round: int = 0
@@ -142,7 +142,7 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     suspect: str = ""
     """The worker whose failure looks like collateral and waits for its root cause."""
     suspect_at: float = 0.0
-    """When it failed."""
+    """Time of the suspect's failure."""
     pending: str = ""
     """The worker whose failure is decided when the others of the role are done."""
     node_failures: dict[str, int] = {}
@@ -158,7 +158,7 @@ _REACHABLE = (WorkerState.READY, WorkerState.RUNNING, WorkerState.FINISHED, Work
 
 
 class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A job. What stands from `spec` on is not part of its saved bytes."""
+    """A job. The fields from `spec` on are not part of its saved bytes."""
 
     job_id: str
     sequence: int
@@ -175,26 +175,26 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     started_at: float | None = None
     ended_at: float | None = None
     num_restarts: int = 0
-    """Of the whole job, asked for or not."""
+    """Restarts of the whole job, asked for or not."""
     num_charged_restarts: int = 0
-    """Of the whole job, because of a failure; compared with `job_max_restart`."""
+    """Restarts of the whole job because of a failure; compared with `job_max_restart`."""
     node_losses: dict[str, int] = {}
     """Number of times each node was lost with workers of the job; compared with `node_max_restart`."""
     excluded: list[str] = []
     """Nodes that failed too often for this job."""
     restart_at: float | None = None
-    """When the held workers begin their next lives."""
+    """Time at which the held workers begin their next incarnations."""
     end: EndReport | None = None
     roles: dict[str, RoleRecord] = {}
     spec: JobSpec = _NO_SPEC
     workers: dict[str, WorkerRecord] = {}
     holders: dict[str, str] = {}
-    """Worker by the name it holds: the `names` of all workers, the other way round."""
+    """Workers by the names that they hold: the `names` of all workers, the other way round."""
     version: int = 0
     revision: int = 0
-    """Changes of its directory in this term."""
+    """Number of changes of its directory in this term."""
     notified_revision: int = 0
-    """The `revision` when changes were last told."""
+    """The `revision` at which agents were last notified of changes."""
 
     def saved(self) -> bytes:
         empty = {"spec": _NO_SPEC, "workers": {}, "holders": {}, "version": 0, "revision": 0, "notified_revision": 0}
@@ -202,7 +202,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_waiting(self) -> bool:
-        """It has no place yet, or lost it."""
+        """True if the job has no place yet, or lost it."""
         return self.stage is Stage.INIT and not self.is_placed
 
     @property
@@ -214,58 +214,58 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.workers.get(STORE)
 
     def can_call(self, worker: WorkerRecord) -> bool:
-        """Whether others may take the worker's newest life for alive, so that it may hold names."""
+        """Return True if others may take the worker's newest incarnation for alive, so that it may hold names."""
         is_up = worker.inbox is not None and worker.state in _REACHABLE
         return is_up and (worker.is_desired or self.is_ending)
 
     def ranks(self, role: str) -> list[WorkerRecord]:
-        """The workers of a role, by rank."""
+        """Return the workers of a role, by rank."""
         return [worker for worker in self.workers.values() if worker.role == role and worker.kind == "worker"]
 
     def elastic_roles(self) -> list[RoleSpec]:
-        """Roles that train together and need the store."""
+        """Return the roles that train together and need the store."""
         return [role for role in self.spec.roles if role.kind == "elastic" and role.total > 0]
 
     def driver_roles(self) -> list[RoleSpec]:
-        """Roles that the job waits for: those marked so, or all if none is."""
+        """Return the roles that the job waits for: those marked so, or all if none is."""
         return [role for role in self.spec.roles if role.is_driver] or self.spec.roles
 
 
 class Leaving(msgspec.Struct, kw_only=True):
-    """A life that shall not be, and whose end its agent has not confirmed."""
+    """An incarnation that is no longer desired, whose end its agent has not confirmed."""
 
     life: JobWorkerIncarnation
     node: str
     generation: int
-    """A report of this generation or a later one that does not list the life confirms its end."""
+    """Generation from which on a report that does not list the incarnation confirms its end."""
     allocation: Allocation | None = None
 
 
 class NodeRecord(msgspec.Struct, kw_only=True):
-    """A node, and one life of its agent."""
+    """A node, and one incarnation of its agent."""
 
     info: RegisterAgent
     state: NodeState = NodeState.ALIVE
     reason: str = ""
     peer: bytes = b""
     is_registered: bool = False
-    """Its agent has registered with this life of the master."""
+    """True if its agent has registered in this term of the master."""
     replaced: list[str] = []
-    """Incarnations of agents that another one took the place of, newest last; they are not let in again."""
+    """Incarnations of agents that another one has replaced, newest last; they are not let in again."""
     has_reported: bool = False
-    """Its agent has told which lives it has; before that, what is free is not known."""
+    """True if its agent has reported its workers; before that, what is free is not known."""
     generation: int = 0
     sent_at: float = 0.0
     seen_at: float = 0.0
     grace_at: float = -1.0
-    """The `seen_at` of the silence for which its lease was prolonged, because we ourselves were late."""
+    """The `seen_at` of the silence for which its lease was prolonged, because the master itself was late."""
     incarnations: dict[JobWorkerIncarnation, WorkerRecord] = {}
-    """Those desired here."""
+    """Workers desired here, by incarnation."""
     allocations: dict[tuple[str, str], Allocation] = {}
     leaving: dict[JobWorkerIncarnation, Leaving] = {}
     notified: dict[str, int] = {}
     """The `revision` of each job's directory that its agent has been sent, unless something was lost on the way. Empty
-    when that cannot be known: then whole directories are sent again."""
+    if that cannot be known: then whole directories are sent again."""
 
     @property
     def name(self) -> str:
@@ -273,16 +273,16 @@ class NodeRecord(msgspec.Struct, kw_only=True):
 
     @property
     def is_connected(self) -> bool:
-        """Its agent can be spoken to."""
+        """True if its agent can be sent messages."""
         return self.state is NodeState.ALIVE and self.is_registered
 
     @property
     def is_usable(self) -> bool:
-        """Workers can be placed here."""
+        """True if workers can be placed here."""
         return self.is_connected and self.has_reported
 
     def held(self) -> Iterator[Allocation]:
-        """Every claim, those of lives that are still leaving included."""
+        """Yield every allocation, those of incarnations that are still leaving included."""
         yield from self.allocations.values()
         for leaving in self.leaving.values():
             if leaving.allocation is not None and leaving.life[:2] not in self.allocations:
@@ -315,7 +315,7 @@ class Cluster:
         self.relay = ""
         """Address of the bus relay; empty if there is none."""
         self.term = 0
-        """Lives of the master before this one; keeps generations and versions rising."""
+        """Number of terms before this one; keeps generations and versions rising."""
         self.next_sequence = 1
         self.next_event = 1
         self.next_read = 1
@@ -329,24 +329,24 @@ class Cluster:
         self.polls: dict[str, list[ParkedPoll]] = {}
         self.reads: dict[int, ParkedRead] = {}
         self.batched_at: dict[TimerKey, float] = {}
-        """When work that large clusters do in batches was last done."""
+        """Time at which work that large clusters do in batches was last done."""
         self.news: dict[str, dict[str, DirectoryEntry]] = {}
-        """Changed directory entries by job and worker, to be told."""
+        """Changed directory entries by job and worker, of which agents are to be notified."""
 
     @property
     def first_number(self) -> int:
-        """Where generations and versions of this term begin."""
+        """First generation and version of this term."""
         return self.term << 32
 
     def usable_nodes(self) -> list[NodeRecord]:
         return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].is_usable]
 
     def alive_nodes(self) -> list[NodeRecord]:
-        """Those believed alive, heard from in this term or not."""
+        """Return the nodes believed alive, heard from in this term or not."""
         return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].state is NodeState.ALIVE]
 
     def nodes_of_host(self, host_id: str) -> list[NodeRecord]:
-        """Those whose agent runs on this host."""
+        """Return the nodes whose agent runs on this host."""
         names = sorted(self.hosts.get(host_id, ()))
         return [self.nodes[name] for name in names if name in self.nodes and self.nodes[name].info.host_id == host_id]
 

@@ -1,4 +1,4 @@
-"""The state as people and clients are shown it."""
+"""Reports of the state for clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerReco
 
 
 def job_status(cluster: Cluster, job: JobRecord) -> JobStatus:
-    """Everything about one job."""
+    """Return everything about one job."""
     return JobStatus(
         job_id=job.job_id,
         name=job.spec.name,
@@ -40,7 +40,7 @@ def job_status(cluster: Cluster, job: JobRecord) -> JobStatus:
 
 
 def job_line(job: JobRecord) -> JobLine:
-    """One line of a list."""
+    """Return a job's line of a list."""
     return JobLine(
         job_id=job.job_id,
         name=job.spec.name,
@@ -54,7 +54,7 @@ def job_line(job: JobRecord) -> JobLine:
 
 
 def node_status(now: float, node: NodeRecord) -> NodeStatus:
-    """A node, and what of it no job holds."""
+    """Return the status of a node, with what no job holds of it."""
     return NodeStatus(
         node=node.name,
         state=node.state,
@@ -70,7 +70,7 @@ def node_status(now: float, node: NodeRecord) -> NodeStatus:
 
 
 def story(cluster: Cluster, job: JobRecord, worker: WorkerRecord | None, limit: int) -> Story:
-    """The events of a job, or those that concern one worker: its own, its role's and the whole job's."""
+    """Return the events of a job, or those that concern one worker: its own, its role's and the whole job's."""
     events = list(cluster.events.get(job.job_id, ()))
     if worker is not None:
         events = [event for event in events if _concerns(event, worker)]

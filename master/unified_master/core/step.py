@@ -13,12 +13,12 @@ from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, 
 from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, TimerKey, WorkerRecord
 
 BATCH_FROM = 64
-"""Nodes; a smaller cluster has everything done at once."""
+"""Number of nodes from which on work is done in batches."""
 BATCH_S = 0.05
 
 
 class MasterStep:
-    """What the functions of this package write to. Dictionaries, not sets: their order is the order of touching."""
+    """The results of one step, as the functions of this package add them. Dictionaries keep the order of touching."""
 
     def __init__(self, now: float, cluster: Cluster) -> None:
         self.now = now
@@ -39,45 +39,45 @@ class MasterStep:
             self.actions.append(Send(peer=peer, request_id=request_id, message=message))
 
     def touch_job(self, job: JobRecord) -> None:
-        """Its record changed: save it, show it, see whether it can go on."""
+        """Save a job whose record changed, show it, and see whether it can go on."""
         self._jobs[job.job_id] = job
         self.touch_progress(job)
         self.to_advance[job.job_id] = None
 
     def touch_worker(self, job: JobRecord, worker: WorkerRecord) -> None:
-        """The worker's record changed: save it, show it, see whether its job can go on."""
+        """Save a worker whose record changed, show it, and see whether its job can go on."""
         self._workers[worker.place_key] = worker
         self.touch_progress(job)
         self.to_advance[job.job_id] = None
 
     def save_worker(self, worker: WorkerRecord) -> None:
-        """Something changed in the worker's record that neither people nor the job's course depend on."""
+        """Save a worker whose record changed in something that neither people nor the job's course depend on."""
         self._workers[worker.place_key] = worker
 
     def touch_ending_jobs(self) -> None:
-        """It became known what runs on a node: jobs that wait for their last lives may have stopped."""
+        """Look again at jobs that stop: the last incarnations on a node may be known to have ended."""
         for job in self.cluster.jobs.values():
             if job.stage is Stage.STOPPING:
                 self.to_advance[job.job_id] = None
 
     def touch_progress(self, job: JobRecord) -> None:
-        """Something that only people see changed."""
+        """Show a change that only people see."""
         self._visible[job.job_id] = job
 
     def touch_node(self, name: str) -> None:
-        """What is desired on this node changed."""
+        """Send the node its desired set, which changed."""
         self.to_send[name] = None
 
     def report(
         self, event: str, reason: str, job: JobRecord | None = None, role: str = "", worker: str = "", node: str = ""
     ) -> None:
-        """A fact or a decision, for the log and for `unified explain`."""
+        """Report a fact or a decision, for the log and for `unified explain`."""
         self.actions.append(ReportEvent(record=self.entry(event, reason, job, role, worker, node)))
 
     def entry(
         self, event: str, reason: str, job: JobRecord | None = None, role: str = "", worker: str = "", node: str = ""
     ) -> EventRecord:
-        """The next entry of the event log, which its caller has to report."""
+        """Return the next entry of the event log, which the caller has to report."""
         record = EventRecord(
             at=self.now,
             event=event,
@@ -94,13 +94,13 @@ class MasterStep:
         return record
 
     def decide(self, event: str, reason: str, job: JobRecord, role: str = "", worker: str = "", node: str = "") -> None:
-        """A decision about a whole job or role: as `report`, and the job's reason from now on."""
+        """Report a decision about a whole job or role, which is the job's reason from now on."""
         job.reason = reason
         self.touch_job(job)
         self.report(event, reason, job, role, worker, node)
 
     def flush_saves(self) -> list[JobRecord]:
-        """Save what was touched; returns the jobs whose appearance changed, each with its version raised."""
+        """Save what was touched; return the jobs whose appearance changed, each with its version raised."""
         for job in self._jobs.values():
             self.save("job", job.job_id, job.saved())
         for worker in self._workers.values():
@@ -111,13 +111,13 @@ class MasterStep:
         return changed
 
     def connected_node(self, name: str) -> NodeRecord | None:
-        """The node, if its agent can be spoken to."""
+        """Return the node, if its agent can be sent messages."""
         node = self.cluster.nodes.get(name)
         return node if node is not None and node.is_connected else None
 
 
 def count(number: int, noun: str) -> str:
-    """``1 worker``, ``2 workers``."""
+    """Return a number with its noun: ``1 worker``, ``2 workers``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

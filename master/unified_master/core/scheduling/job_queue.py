@@ -17,7 +17,7 @@ MAX_NAMED = 16
 
 
 def waiting(cluster: Cluster) -> list[JobRecord]:
-    """Jobs without a place, oldest first."""
+    """Return the jobs without a place, oldest first."""
     return sorted((job for job in cluster.jobs.values() if job.is_waiting), key=lambda job: job.sequence)
 
 
@@ -45,12 +45,12 @@ def plan_for(cluster: Cluster, job: JobRecord) -> PlacementPlan:
 
 
 def could_ever_fit(cluster: Cluster, job: JobRecord) -> bool:
-    """The job would fit if nothing else ran on the nodes that are alive."""
+    """Return True if the job would fit if nothing else ran on the nodes that are alive."""
     return place(cluster, job, all_units(job.spec), is_empty=True).fits
 
 
 def blocker(cluster: Cluster) -> JobRecord | None:
-    """The waiting job that all later ones are behind."""
+    """Return the waiting job that all later ones are behind."""
     return next((job for job in waiting(cluster) if could_ever_fit(cluster, job)), None)
 
 
@@ -59,7 +59,7 @@ def behind(job: JobRecord) -> str:
 
 
 def launch(step: MasterStep, job: JobRecord, assignments: Iterable[Assignment]) -> None:
-    """Take the seats and begin a life of every worker."""
+    """Allocate every worker's place and begin an incarnation of it."""
     job.is_placed = True
     for assignment in assignments:
         worker = rendezvous.store_of(job) if assignment.worker == STORE else job.workers[assignment.worker]
@@ -103,7 +103,7 @@ def _where(counts: Counter[str]) -> str:
 
 
 def _sharing(job: JobRecord) -> str:
-    """Which elastic roles share nodes although the job may use more, because there was no room."""
+    """Return which elastic roles share nodes although the job may use more, because there was no room."""
     shared = []
     for role in job.elastic_roles():
         num_nodes = len({worker.node for worker in job.ranks(role.name)})

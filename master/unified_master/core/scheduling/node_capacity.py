@@ -1,4 +1,4 @@
-"""What one node still has for one job, and whether a unit of workers fits into it."""
+"""The free capacity of a node for one job, and the units of workers that fit into it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Unit(Value, frozen=True, kw_only=True):
     """Units with this label."""
     members: tuple[Member, ...]
     isolation: str = ""
-    """Nodes that it may be on: those with this resource, of which each member takes 1, or with this label, which may be
-    written ``key=value``. Empty: all."""
+    """Nodes that the unit may be on: those with this resource, of which each member takes 1, or with this label, which
+    may be written ``key=value``. Empty: all."""
     elastic: tuple[str, ...] = ()
     """Elastic roles among its members'."""
     is_control: bool = False
@@ -46,7 +46,7 @@ class Unit(Value, frozen=True, kw_only=True):
         return float(sum(getattr(member.needs, field) for member in self.members))
 
     def user_total(self) -> dict[str, float]:
-        """User-defined resources of all members, by name."""
+        """Return the user-defined resources of all members, by name."""
         total: dict[str, float] = {}
         for member in self.members:
             for name, amount in member.needs.user_defined.items():
@@ -55,7 +55,7 @@ class Unit(Value, frozen=True, kw_only=True):
 
 
 class NodeCapacity:
-    """The free part of a node, as one job sees it. `take` makes it smaller."""
+    """The free part of a node, as one job sees it. `subtract` makes it smaller."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class NodeCapacity:
         self.name = name
         self.labels = labels or {}
         self.resources = resources
-        """All that the node has, taken or not."""
+        """The node's resources, taken or not."""
         self.device_cap = device_cap
         self.cpu = resources.cpu
         self.memory_mb = resources.memory_mb
@@ -77,16 +77,16 @@ class NodeCapacity:
         self.num_workers = 0
         self.devices: dict[DeviceKey, float] = dict.fromkeys(_pool(resources, accelerator_type), 1.0)
         self.num_free = len(self.devices)
-        """Wholly free ones among them."""
+        """Wholly free devices."""
         self.own: set[DeviceKey] = set()
         """Devices that the job uses already."""
         self.is_used = False
-        """The job has workers here."""
+        """True if the job has workers here."""
         self.ranks: dict[str, int] = {}
         """Number of the job's workers here, by role."""
 
     def copy(self) -> NodeCapacity:
-        """The same room, for a trial."""
+        """Return a copy, for a trial."""
         other = copy.copy(self)
         other.user_defined, other.devices = dict(self.user_defined), dict(self.devices)
         other.own, other.ranks = set(self.own), dict(self.ranks)
@@ -102,7 +102,7 @@ class NodeCapacity:
         return {} if not isolation or isolation in self.labels else None
 
     def allocate(self, unit: Unit, allocations: Mapping[str, Allocation]) -> None:
-        """Take what a unit of the job holds here, as `seat` said."""
+        """Subtract what a unit of the job holds here, as `fit` said."""
         for allocation in allocations.values():
             self.subtract(allocation, is_own=True)
         if not unit.is_control:
@@ -110,12 +110,12 @@ class NodeCapacity:
                 self.note_own(member.role)
 
     def note_own(self, role: str) -> None:
-        """A worker of the job is here."""
+        """Count a worker of the job that is here."""
         self.is_used = True
         self.ranks[role] = self.ranks.get(role, 0) + 1
 
     def subtract(self, allocation: Allocation, *, is_own: bool) -> None:
-        """Subtract what a worker holds; `is_own` if it is of the job that looks for room."""
+        """Subtract what a worker holds; `is_own` if it is of the job that is placed."""
         self.cpu -= allocation.cpu
         self.memory_mb -= allocation.memory_mb
         self.disk_mb -= allocation.disk_mb
@@ -135,7 +135,7 @@ class NodeCapacity:
         return min(self.num_free, max(0, self.device_cap - len(self.own)))
 
     def fit(self, unit: Unit) -> dict[str, Allocation] | None:
-        """What each worker of the unit would hold, or None if the unit does not fit. Nothing is taken."""
+        """Return what each worker of the unit would hold, or None if the unit does not fit. Nothing is subtracted."""
         granted = self.grants(unit.isolation)
         if granted is None or not self._has_amounts(unit, granted):
             return None
@@ -157,7 +157,7 @@ class NodeCapacity:
         )
 
     def choose_devices(self, unit: Unit) -> dict[str, tuple[DeviceKey, ...]] | None:
-        """Devices for each worker of the unit, or None if there are too few.
+        """Return devices for each worker of the unit, or None if there are too few.
 
         Workers are served by local rank, so that collocated workers of one local rank share a device.
         """
@@ -189,12 +189,12 @@ class NodeCapacity:
 
 
 def share_of(accelerator: float) -> float:
-    """The part of each device that a worker takes: all of it from one device upwards."""
+    """Return the part of each device that a worker takes: all of it from one device upwards."""
     return accelerator if accelerator < 1 - EPSILON else 1.0
 
 
 def free_capacity(node: NodeRecord, job: JobRecord, *, is_empty: bool) -> NodeCapacity:
-    """The capacity of a node for a job; with `is_empty`, as if nothing ran there."""
+    """Return the capacity of a node for a job; with `is_empty`, as if nothing ran there."""
     spec, info = job.spec, node.info
     capacity = NodeCapacity(node.name, info.resources, spec.accelerator_type, spec.device_per_node, info.labels)
     if not is_empty:
@@ -209,7 +209,7 @@ def free_capacity(node: NodeRecord, job: JobRecord, *, is_empty: bool) -> NodeCa
 
 
 def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:
-    """The devices that a job of this type draws from."""
+    """Return the devices that a job of this type draws from."""
     virtual = [device.index for device in resources.devices if device.kind == "virtual"]
     real = [device.index for device in resources.devices if device.kind != "virtual"]
     if accelerator_type == "CPU":
@@ -224,7 +224,7 @@ def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:
 def _preference(
     key: DeviceKey, left: float, own: set[DeviceKey], touched: set[DeviceKey]
 ) -> tuple[int, float, DeviceKey]:
-    """Begun devices first: of this unit, of this job, of others, the fullest first. Then whole ones in order."""
+    """Sort begun devices first: of this unit, of this job, of others, the fullest first. Then whole ones in order."""
     if left > 1 - EPSILON:
         return (3, 0.0, key)
     if key in touched:

@@ -17,15 +17,15 @@ from unified_master.core.step import count
 
 _AMOUNTS = (("cpu", "CPU cores"), ("memory_mb", "MB of memory"), ("disk_mb", "MB of disk"))
 Fitness = tuple[float, float, float, str]
-"""Of a room for a unit, lower is better; the room's node is last."""
+"""Sort key of nodes for a unit, lower is better; its last item is the node's name."""
 Shape = tuple[str, tuple[str, ...], list[tuple[int, Resources]]]
-"""Properties of a unit; two units with equal properties fit and suit the same rooms."""
+"""Properties of a unit; two units with equal properties fit and suit the same nodes."""
 MAX_LOOKED_AT = 16
-"""Rooms that are filled on trial for each node that a job may still begin to use."""
+"""Nodes that are filled on trial for each node that a job may still begin to use."""
 
 
 class Assignment(Value, frozen=True, kw_only=True):
-    """A place for one worker."""
+    """The place of one worker."""
 
     worker: str
     node: str
@@ -33,11 +33,11 @@ class Assignment(Value, frozen=True, kw_only=True):
 
 
 class PlacementPlan(Value, frozen=True, kw_only=True):
-    """Seats for every worker asked for, or none and the reason."""
+    """Places for every worker asked for, or none and the reason."""
 
     assignments: tuple[Assignment, ...] = ()
     reason: str = ""
-    """Why it does not fit; empty if it does."""
+    """The sentence that says why the plan does not fit; empty if it does."""
 
     @property
     def fits(self) -> bool:
@@ -45,14 +45,14 @@ class PlacementPlan(Value, frozen=True, kw_only=True):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes with workers."""
+        """Number of nodes with workers."""
         return len({assignment.node for assignment in self.assignments if assignment.worker != STORE})
 
 
 def plan(
     units: Sequence[Unit], open_nodes: Callable[[], list[NodeCapacity]], max_nodes: int | None = None
 ) -> PlacementPlan:
-    """Seats for all units, or none and a sentence that says why.
+    """Return places for all units, or none and a sentence that says why.
 
     Units of an elastic role are spread over nodes as long as all of them find a place so. Other units with devices are
     packed, those without are spread.
@@ -91,7 +91,7 @@ def plan(
 def _attempt(
     units: Sequence[Unit], nodes: list[NodeCapacity], bound: int, *, is_spread: bool, control_first: bool
 ) -> PlacementPlan:
-    """Each unit in the room that suits it best. Once the job uses as many nodes as it may, those alone are left."""
+    """Place each unit on the node that suits it best. Nodes that the job may no more begin to use are left out."""
     every = {node.name: node for node in nodes}
     num_used = sum(node.is_used for node in nodes)
     left = every if num_used < bound else _used(every)
@@ -128,7 +128,7 @@ def _attempt(
 
 
 def _few_nodes(units: Sequence[Unit], nodes: list[NodeCapacity], bound: int, *, control_first: bool) -> PlacementPlan:
-    """Each node filled as far as it goes: first those in use, then again and again the one that takes the most."""
+    """Fill each node as far as possible: first those in use, then again and again the one that takes the most."""
     control = next((unit for unit in units if unit.is_control), None)
     left = _by_shape([unit for unit in _in_order(units, control_first=False) if not unit.is_control])
     assignments: list[Assignment] = []
@@ -159,7 +159,7 @@ def _may_fit(units: Sequence[Unit], nodes: list[NodeCapacity], bound: int) -> bo
 
 
 def _by_shape(units: list[Unit]) -> list[list[Unit]]:
-    """Units that need the same, each kind in a list of its own; the last is the next to be seated."""
+    """Group units that need the same; the last of each list is the next to be placed."""
     found: list[list[Unit]] = []
     shape = None
     for unit in units:
@@ -175,7 +175,7 @@ def _shape(unit: Unit) -> Shape:
 
 
 def _roomiest(nodes: list[NodeCapacity], left: list[list[Unit]]) -> NodeCapacity | None:
-    """The room that takes the most of the units, and of those that take all of them the one with the least to spare."""
+    """Return the node that takes most of the units, and of those that take all the one with the least to spare."""
     units = [unit for alike in left for unit in alike]
     devices = sum(_whole_devices(unit) for unit in units)
     cpu = sum(unit.total("cpu") for unit in units)
@@ -192,7 +192,7 @@ def _roomiest(nodes: list[NodeCapacity], left: list[list[Unit]]) -> NodeCapacity
 
 
 def _fill(node: NodeCapacity, left: list[list[Unit]], assignments: list[Assignment]) -> list[list[Unit]]:
-    """Assignment what fits; returns what does not."""
+    """Assign what fits to the node; return what does not."""
     over = []
     for alike in left:
         number = len(alike)
@@ -205,25 +205,25 @@ def _fill(node: NodeCapacity, left: list[list[Unit]], assignments: list[Assignme
 
 
 def _assign(node: NodeCapacity, unit: Unit) -> list[Assignment]:
-    """Assignment a unit that fits."""
+    """Assign a unit that fits."""
     allocations = node.fit(unit) or {}
     node.allocate(unit, allocations)
     return [Assignment(worker=worker, node=node.name, allocation=one) for worker, one in allocations.items()]
 
 
 def _node_for_control(nodes: Iterable[NodeCapacity], unit: Unit) -> NodeCapacity | None:
-    """Return a room for the unit, one with the job's own workers if possible; None if no room fits."""
+    """Return a node for the unit, one with the job's own workers if possible; None if no node fits."""
     fitting = (node for node in nodes if node.fit(unit) is not None)
     return min(fitting, key=lambda node: (not node.is_used, node.num_workers, node.name), default=None)
 
 
 def _used(nodes: dict[str, NodeCapacity]) -> dict[str, NodeCapacity]:
-    """Those that the job has workers in."""
+    """Return the nodes that the job has workers on."""
     return {name: node for name, node in nodes.items() if node.is_used}
 
 
 def _in_order(units: Sequence[Unit], *, control_first: bool) -> list[Unit]:
-    """The largest first, because small ones find a place later; units of one shape in a row."""
+    """Sort the largest first, because small ones find a place later; units of one shape stay in a row."""
     largest_first = sorted(units, key=_size, reverse=True)
     return sorted(largest_first, key=lambda unit: unit.is_control != control_first)
 
@@ -234,7 +234,7 @@ def _size(unit: Unit) -> tuple[float, float, float, float]:
 
 
 def _offer(node: NodeCapacity, unit: Unit, *, is_spread: bool) -> Fitness | None:
-    """How well the unit would sit in this room; None if it does not fit."""
+    """Return how well the unit would fit on this node; None if it does not."""
     if _whole_devices(unit) > node.free_devices:  # most rooms of a full cluster are ruled out by this alone
         return None
     allocations = node.fit(unit)
@@ -242,7 +242,7 @@ def _offer(node: NodeCapacity, unit: Unit, *, is_spread: bool) -> Fitness | None
 
 
 def _fitness(node: NodeCapacity, unit: Unit, allocations: dict[str, Allocation], *, is_spread: bool) -> Fitness:
-    """Lower is better."""
+    """Return the sort key of a node that fits."""
     mates = float(max((node.ranks.get(role, 0) for role in unit.elastic), default=0)) if is_spread else 0.0
     if unit.total("accelerator") <= 0:
         return (mates, float(node.num_workers), 0.0, node.name)
@@ -252,7 +252,7 @@ def _fitness(node: NodeCapacity, unit: Unit, allocations: dict[str, Allocation],
 
 
 def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_placed: int) -> str:
-    """Why this unit has no place: the first thing of which no node has enough."""
+    """Return why this unit has no place: the first thing of which no node has enough."""
     number = sum(1 for other in units if other.label == unit.label)
     needs = f"{unit.label} needs" if unit.is_control else f"{unit.label} needs {count(number, 'group')} of"
     nodes = [node for node in nodes if node.grants(unit.isolation) is not None]
@@ -289,13 +289,13 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
 
 
 def _whole_devices(unit: Unit) -> int:
-    """Devices of a unit that nobody shares with it."""
+    """Return the number of devices that a unit shares with no other."""
     needs = (member.needs.accelerator for member in unit.members)
     return sum(math.ceil(need - EPSILON) for need in needs if need >= 1 - EPSILON)
 
 
 def _at_most(need: float, word: str, free: dict[str, float], total: dict[str, float], num_placed: int) -> str:
-    """What there is of a resource, by node, where no node has `need` free."""
+    """Return what there is of a resource, by node, where no node has `need` free."""
     largest = max(total, key=lambda node: (total[node], _reversed(node)))
     if need > total[largest] + EPSILON:
         return f"no node of this cluster has {need:g}{word} (the largest, {largest}, has {total[largest]:g})"
@@ -305,7 +305,7 @@ def _at_most(need: float, word: str, free: dict[str, float], total: dict[str, fl
 
 
 def _devices_needed(unit: Unit) -> float:
-    """Devices of one unit: whole ones, and the sum of the shares."""
+    """Return the devices of one unit: whole ones, and the sum of the shares."""
     shares = [member.needs.accelerator for member in unit.members if 0 < member.needs.accelerator < 1 - EPSILON]
     return _whole_devices(unit) + sum(shares)
 
@@ -315,5 +315,5 @@ def _devices(need: float) -> str:
 
 
 def _reversed(name: str) -> tuple[int, ...]:
-    """Makes `max` prefer the name that sorts first."""
+    """Return a key with which `max` prefers the name that sorts first."""
     return tuple(-ord(letter) for letter in name)

@@ -13,7 +13,7 @@ from unified_master.core.state import STORE, Cluster, JobRecord
 
 
 def units_of(spec: JobSpec) -> list[Unit]:
-    """The job cut into units: group i of each collocation, or of a role alone."""
+    """Cut a job into units: group i of each collocation, or of a role alone."""
     together: dict[str, list[str]] = {}
     for role in spec.roles:
         together.setdefault(f"@{role.collocation}" if role.collocation else role.name, []).append(role.name)
@@ -43,7 +43,7 @@ def units_of(spec: JobSpec) -> list[Unit]:
 
 
 def control_unit(spec: JobSpec) -> Unit | None:
-    """The job's store host, if it has one and something is said of its place; else it is where its first rank is."""
+    """Return the unit of the job's store host, if the job says where it goes; else it goes with the first rank."""
     is_said = spec.master_isolation_resource or spec.master_cpu > 0 or spec.master_memory_mb > 0
     if not is_said or not any(role.kind == "elastic" and role.total > 0 for role in spec.roles):
         return None
@@ -59,13 +59,13 @@ def control_unit(spec: JobSpec) -> Unit | None:
 
 
 def all_units(spec: JobSpec) -> list[Unit]:
-    """All that a job needs places for."""
+    """Return every unit of a job, its store host included."""
     control = control_unit(spec)
     return units_of(spec) + ([control] if control is not None else [])
 
 
 def place(cluster: Cluster, job: JobRecord, units: Sequence[Unit], *, is_empty: bool = False) -> PlacementPlan:
-    """A plan on the nodes that the job may use; with `is_empty`, on the alive cluster as if nothing ran on it."""
+    """Plan on the nodes that the job may use; with `is_empty`, on the alive cluster as if nothing ran on it."""
     nodes = cluster.alive_nodes() if is_empty else cluster.usable_nodes()
     allowed = [node for node in nodes if node.name not in job.excluded]
     found = plan(units, lambda: [free_capacity(node, job, is_empty=is_empty) for node in allowed], job.spec.node_num)
