@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 CLOSE_WITHIN_S = 2.0
 _LONGEST_SLEEP_S = 3600.0
+_own_pid = os.getpid()
 _fork_hooks: set[weakref.WeakMethod[Callable[[], object]]] = set()
 
 
@@ -49,7 +50,14 @@ def after_fork(method: Callable[[], object]) -> None:
     _fork_hooks.add(weakref.WeakMethod(method, _fork_hooks.discard))
 
 
+def own_pid() -> int:
+    """Return the id of this process without asking the kernel, which takes longer than giving back shared memory."""
+    return _own_pid
+
+
 def _forked() -> None:
+    global _own_pid
+    _own_pid = os.getpid()
     for each in list(_fork_hooks):
         if (method := each()) is not None:
             call_guarded("after-fork-failed", method)

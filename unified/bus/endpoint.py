@@ -34,7 +34,7 @@ from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments
 from unified.bus.codec.cuda import visible_devices
 from unified.bus.executor import HandlerPool
-from unified.bus.shm.files import identity, own_pid
+from unified.bus.shm.files import identity
 from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import SharedReader
 from unified.bus.streams.stream import Awaited
@@ -47,7 +47,7 @@ from unified.errors import UsageError
 from unified.protocol.records import DirectoryEntry, Inbox
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
-from unified.threads import SerialWorker, after_fork
+from unified.threads import SerialWorker, after_fork, own_pid
 
 logger = logging.getLogger(__name__)
 LIMIT_BYTES = 256 * 1024 * 1024

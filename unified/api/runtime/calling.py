@@ -78,7 +78,8 @@ def begin_all(
     targets: Sequence[str], method: Method, args: Sequence[Any], kwargs: dict[str, Any], options: CallOptions
 ) -> list[RpcFuture[Any]]:
     """Call the same of several workers; the arguments are encoded once."""
-    check_retries(method, options.retries)
+    if options.retries:
+        check_retries(method, options.retries)
     name = method_name(method)
     futures = current_worker().bus.call_many(targets, name, args, kwargs, timeout=options.timeout)
     if not options.retries:
@@ -95,7 +96,8 @@ def begin_each(
     options: CallOptions,
 ) -> list[RpcFuture[Any]]:
     """Call the same method of several workers with arguments of their own; if one cannot be sent, none is called."""
-    check_retries(method, options.retries)
+    if options.retries:
+        check_retries(method, options.retries)
     name = method_name(method)
     futures = current_worker().bus.call_each(targets, name, arguments, timeout=options.timeout)
     if not options.retries:

@@ -13,7 +13,8 @@ from typing import Any
 from unified.bus.buffers import Buffer
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.codec.codec import Encoded
-from unified.bus.codec.cuda import DeviceTensor, settle
+from unified.bus.codec.cuda import settle
+from unified.bus.codec.tensors import DeviceTensor
 from unified.bus.executor import HandlerPool
 from unified.bus.shm.export import Granted, Staged
 from unified.bus.shm.pool import SharedPool

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from unified.bus.buffers import Buffer
 from unified.bus.codec.decoder import Reader
 from unified.bus.codec.encoder import BODY, SCALARS, Ext, TooDeep, Writer, is_plain, pack
-from unified.bus.codec.outgoing import OUT_OF_BAND_BYTES as OUT_OF_BAND_BYTES
 from unified.bus.codec.serialized import SerializedValue as SerializedValue
+from unified.bus.codec.tensors import OUT_OF_BAND_BYTES as OUT_OF_BAND_BYTES
 from unified.errors import ProtocolError
 
 LARGE_BODY_BYTES = 64 * 1024

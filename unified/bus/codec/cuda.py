@@ -17,24 +17,13 @@ from typing import Any
 import msgspec
 
 from unified.bus.buffers import Buffer, needed
-from unified.bus.codec.tensors import Windows, build_tensor, tensor_bytes
+from unified.bus.codec.tensors import DeviceTensor, Windows, build_tensor, tensor_bytes
 from unified.config import settings
 from unified.errors import ProtocolError
 
 HANDLE, BYTES = "handle", "bytes"
 """How a tensor travels: the first word of the first of its two frames. The second has the bytes, or is empty."""
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-
-
-class DeviceTensor:
-    """Among the buffers of a value that was encoded with `devices`: a CUDA tensor, until `settle`."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.tensor.numel() * self.tensor.element_size())
 
 
 def visible_devices(env: Mapping[str, str] | None = None) -> list[str]:

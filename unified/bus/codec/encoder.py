@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from unified.bus.codec.numpy_arrays import NUMBER_KINDS, array_bytes, is_raw
-from unified.bus.codec.outgoing import OUT_OF_BAND_BYTES, Outgoing
 from unified.bus.codec.pickling import dump_object
 from unified.bus.codec.serialized import SerializedValue
-from unified.bus.codec.tensors import is_dense
+from unified.bus.codec.tensors import OUT_OF_BAND_BYTES, Outgoing, is_dense
 
 Ext = msgspec.msgpack.Ext
 MAX_DEPTH = 32

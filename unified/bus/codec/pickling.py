@@ -16,8 +16,7 @@ from typing import Any
 
 from unified.bus.buffers import Buffer
 from unified.bus.codec.numpy_arrays import array_bytes, build_array, give_away, is_raw
-from unified.bus.codec.outgoing import OUT_OF_BAND_BYTES, Outgoing
-from unified.bus.codec.tensors import build_tensor, is_dense
+from unified.bus.codec.tensors import OUT_OF_BAND_BYTES, Outgoing, build_tensor, is_dense
 from unified.errors import ProtocolError, UsageError
 from unified.job.by_value import cloud_pickler, has_readers_elsewhere, names_main, reduced
 

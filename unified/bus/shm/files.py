@@ -25,6 +25,7 @@ from unified.bus.shm.layout import (
     make_mark,
     pid_of,
 )
+from unified.threads import own_pid
 
 DIRECTORY = "/dev/shm"
 _PREFIX = "unified-"
@@ -57,23 +58,6 @@ def identity(directory: str = DIRECTORY) -> str:
         return f"{found.st_dev}.{found.st_ino}-{_pid_namespace()}-{os.getuid()}"
     except OSError:
         return ""
-
-
-class _Here:
-    """Which process this is; to ask the kernel takes longer than all else that a claim needs."""
-
-    pid = os.getpid()
-
-    @classmethod
-    def forked(cls) -> None:
-        cls.pid = os.getpid()
-
-
-os.register_at_fork(after_in_child=_Here.forked)
-
-
-def own_pid() -> int:
-    return _Here.pid
 
 
 def own_mark() -> int:

@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 from unified.bus.buffers import Buffer
 from unified.bus.shm.allocation import FORWARD_BYTES, Born, bear, born_at, is_any_living
 from unified.bus.shm.export import Cell, Source, Staged
-from unified.bus.shm.files import DIRECTORY, is_alive, own_mark, own_pid
+from unified.bus.shm.files import DIRECTORY, is_alive, own_mark
 from unified.bus.shm.layout import MIN_WIDTH, NUM_CELLS
 from unified.bus.shm.reader import Loan, loan_behind
 from unified.bus.shm.segment import Segment, places, space_for
 from unified.bus.shm.slots import Plan, Slot, SlotTable
 from unified.errors import UsageError
 from unified.memory.copy import address_of
+from unified.threads import own_pid
 
 LIMIT_VARIABLE = "UNIFIED_SHM_LIMIT"
 SHARE_OF_MOUNT = 0.25

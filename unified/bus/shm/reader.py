@@ -26,7 +26,6 @@ from unified.bus.shm.files import (
     is_alive,
     open_segment,
     own_mark,
-    own_pid,
     remove_if_unclaimed,
     segment_name,
 )
@@ -43,6 +42,7 @@ from unified.bus.shm.layout import (
 from unified.bus.shm.segment import Mapping, array_type, places
 from unified.errors import ProtocolError
 from unified.memory.copy import address_of
+from unified.threads import own_pid
 
 _forwarding = threading.Lock()
 _known: weakref.WeakSet[SharedSegment] = weakref.WeakSet()

@@ -19,8 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from unified.bus.transport.framing import Frames
-from unified.bus.transport.spin import Spin
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.unix_connection import Link, Spin
 from unified.threads import call_guarded, start_thread
 
 logger = logging.getLogger(__name__)

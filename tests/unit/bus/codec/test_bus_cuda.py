@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from unified.bus.codec.codec import decode, encode
-from unified.bus.codec.cuda import BYTES, HANDLE, DeviceTensor, choose_way, rebuild, select, settle, visible_devices
-from unified.bus.codec.outgoing import Outgoing
-from unified.bus.codec.tensors import Windows
+from unified.bus.codec.cuda import BYTES, HANDLE, choose_way, rebuild, select, settle, visible_devices
+from unified.bus.codec.tensors import DeviceTensor, Outgoing, Windows
 from unified.errors import ProtocolError
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
