@@ -29,9 +29,9 @@ from bus_scale_job import CALLS, READINGS
 from launch import fill, machine
 
 from unified.api.builder import DLJob, DLJobBuilder
-from unified.bus.directory import Directory
 from unified.client.embedded import EmbeddedCluster
 from unified.client.handle import JobHandle
+from unified.core.directory import WorkerDirectory
 from unified.errors import MasterUnreachableError
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 
@@ -162,7 +162,7 @@ def directory_costs(number: int) -> dict[str, float]:
         for index in range(number)
     ]
     tracemalloc.start()
-    directory = Directory()
+    directory = WorkerDirectory()
     directory.merge(msgspec.msgpack.decode(entry, type=DirectoryEntry) for entry in encoded)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -25,7 +25,6 @@ NAMED = {
 }
 """Modules of less than `SMALLEST` lines that have a reason."""
 TOO_SMALL = {
-    "agent/unified_agent/core/directory.py",
     "unified/checkpoint/writers.py",
     "unified/compat/children.py",
     "unified/core/backoff.py",

@@ -39,8 +39,13 @@ class Member:
             registry=MethodRegistry(),
         )
         self.names = Names(
-            job_id="job-1", worker=name, incarnation=incarnation, say=lambda claims: world.said.put((self, claims))
+            job_id="job-1",
+            worker=name,
+            incarnation=incarnation,
+            directory=self.bus.directory,
+            say=lambda claims: world.said.put((self, claims)),
         )
+        self.bus.on_directory(self.names.learn)
         self.log_file = str(world.run_dir.parent / "logs" / name / f"{incarnation}.err")
         self.actor_info = SimpleNamespace(name=name)
         self.finishers: list[Any] = []
@@ -63,7 +68,6 @@ class Member:
 
     def learn(self, entries: list[DirectoryEntry]) -> None:
         self.bus.update_directory(entries)
-        self.names.learn(entries)
 
     def stop(self) -> None:
         self.bus.close()

@@ -14,6 +14,7 @@ from unified.bus.codec.codec import Encoded
 from unified.bus.executor import HandlerPool
 from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
 from unified.bus.streams.stream import RpcStream, StreamFeed
+from unified.core.directory import WorkerDirectory
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.envelope import Kind
 from unified.protocol.worker_agent import Launch
@@ -39,6 +40,7 @@ class InstantBus:
 
     def __init__(self) -> None:
         self.calls: list[Called] = []
+        self.directory = WorkerDirectory()
         self.methods: dict[str, Callable[..., Any]] = {}
         self.failures: list[Exception] = []
         """What the next calls end in, without being made."""

@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from unified.bus.transport.io_threads import Receiver
 from unified.bus.transport.listeners import InboxSockets
 from unified.bus.transport.routes import read_policy
 from unified.bus.transport.unix_connection import Link
+from unified.core.directory import Change, WorkerDirectory
 from unified.errors import UsageError
 from unified.protocol.records import DirectoryEntry, Inbox
 from unified.security.curve import Gatekeeper
@@ -113,7 +114,10 @@ class BusEndpoint:
         """Gives memory back, which can take a second, while news and deadlines go on."""
         self.unread = UnreadErrors(worker)
         """Errors of calls made here that nobody read."""
-        self._listeners: list[Callable[[Sequence[DirectoryEntry]], object]] = []
+        self.directory = WorkerDirectory()
+        """Of the job, as far as this process was told. Only `update_directory` changes it."""
+        self._learning = threading.Lock()
+        self._listeners: list[Callable[[Sequence[Change]], object]] = []
         self._is_started = False
         self._is_closing = False
         self._pid = 0
@@ -197,13 +201,14 @@ class BusEndpoint:
             receiver=self._receiver,
             pool=self._pool,
             memory=self._memory,
-            find_inbox=lambda inbox_id: self._desk.table.directory.inbox(inbox_id),
+            find_inbox=self.directory.inbox,
             on_holding=lambda: self._desk.want_ticks(),
             on_sharing=lambda: self._desk.want_trims(),
             limit_bytes=self._limit_bytes,
         )
         self._desk = CallDesk(
             host=self,
+            directory=self.directory,
             inbox_id=self.inbox_id,
             courier=self._courier,
             post=self._post,
@@ -247,19 +252,20 @@ class BusEndpoint:
         after_fork(self._abandon)
         return self._sockets.inbox
 
-    def update_directory(self, entries: Sequence[DirectoryEntry]) -> None:
-        """Take news of the job's directory in; from any thread, never blocks."""
-        self._desk.step(pending.NewsCame(entries=list(entries)))
-        for listener in self._listeners:
-            listener(entries)
+    def update_directory(self, entries: Iterable[DirectoryEntry]) -> None:
+        """Take news of the job's directory in, from any thread.
 
-    def on_directory(self, listener: Callable[[Sequence[DirectoryEntry]], object]) -> None:
-        """Have `listener(entries)` called with all further news, after the bus has taken them in. It must not block."""
+        When an incarnation is over, its calls have all ended before a listener is told of that, and before any other
+        incarnation is called.
+        """
+        with self._learning:  # listeners are told of changes in the order in which they came about
+            changes = self._desk.learn(entries)
+            for listener in self._listeners:
+                listener(changes)
+
+    def on_directory(self, listener: Callable[[Sequence[Change]], object]) -> None:
+        """Have `listener(changes)` called with what further news change. It must not block."""
         self._listeners.append(listener)
-
-    def life_of(self, worker: str) -> DirectoryEntry | None:
-        """The newest life of a worker that the directory tells of; None: it knows of none yet."""
-        return self._desk.table.directory.get(worker)
 
     def open(self) -> None:
         """The exports are complete: begin with the calls that waited for that."""
@@ -274,6 +280,7 @@ class BusEndpoint:
         *,
         timeout: float | None = None,
         block: bool = True,
+        incarnation: int | None = None,
     ) -> RpcFuture[Any]:
         """Call `method` of the worker `target` (its full name) and return at once.
 
@@ -283,6 +290,8 @@ class BusEndpoint:
         Args:
             timeout: seconds from now to the call's deadline; None: the default of this endpoint.
             block: wait while too many bytes are in flight to the target; else raise.
+            incarnation: the only one of the target that may have the call, which ends in WorkerDiedError as soon as
+                that one is over; None: the one that is there, or the next.
 
         Raises:
             UsageError: an argument cannot be sent, or the bus was not started.
@@ -291,7 +300,12 @@ class BusEndpoint:
         """
         self._check_may_call(method)
         return self._desk.call(
-            target, method, Parcel(encode_arguments(args, kwargs, devices=True)), timeout, self._may_wait(block)
+            target,
+            method,
+            Parcel(encode_arguments(args, kwargs, devices=True)),
+            timeout,
+            self._may_wait(block),
+            incarnation,
         )
 
     def call_many(
@@ -303,12 +317,21 @@ class BusEndpoint:
         *,
         timeout: float | None = None,
         block: bool = True,
+        incarnations: Sequence[int | None] | None = None,
     ) -> list[RpcFuture[Any]]:
-        """As `call`, to several workers: the arguments are encoded once, and lie in shared memory once."""
+        """As `call`, to several workers: the arguments are encoded once, and lie in shared memory once.
+
+        Args:
+            incarnations: of each target, see `call`.
+        """
         self._check_may_call(method)
         parcel = Parcel(encode_arguments(args, kwargs, devices=True), num_readers=len(targets))
         may_wait = self._may_wait(block)
-        return [self._desk.call(target, method, parcel, timeout, may_wait) for target in targets]
+        bound = [None] * len(targets) if incarnations is None else incarnations
+        return [
+            self._desk.call(target, method, parcel, timeout, may_wait, incarnation)
+            for target, incarnation in zip(targets, bound, strict=True)
+        ]
 
     def call_each(
         self,

@@ -266,7 +266,7 @@ class OutsideCaller:
         bus, found = self._bus, self._directory
         if bus is None or found is None or getattr(error, "code", "") != "ended":
             return
-        lives = [(name, bus.life_of(name)) for names in found.roles.values() for name in names]
+        lives = [(name, bus.directory.get(name)) for names in found.roles.values() for name in names]
         bus.update_directory(
             [
                 DirectoryEntry(

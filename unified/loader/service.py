@@ -16,6 +16,7 @@ import torch
 from unified.bus.calls.inbound import Caller, current_call
 from unified.bus.calls.registry import rpc
 from unified.bus.codec.codec import serialize
+from unified.core.directory import Change, IncarnationDied
 from unified.loader.messages import (
     Batch,
     BringParts,
@@ -28,7 +29,6 @@ from unified.loader.messages import (
 )
 from unified.loader.role_workers import METHOD
 from unified.loader.stream_host import StreamHost
-from unified.protocol.records import DirectoryEntry, Reachability
 from unified.worker.context import current_worker
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class _Given(NamedTuple):
     answer: Future[Any]
 
 
-_line: queue.SimpleQueue[_Given | list[DirectoryEntry] | None] = queue.SimpleQueue()
-"""Orders and news of other workers, in turn; None: stop."""
+_line: queue.SimpleQueue[_Given | list[Change] | None] = queue.SimpleQueue()
+"""Orders and changes of the directory, in turn; None: stop."""
 _dropped: set[str] = set()
 """Loaders whose consumers are done with them: what is still in line for them need not be made."""
 
@@ -68,7 +68,7 @@ def serve() -> None:
     """
     worker = current_worker()
     worker.on_stop(lambda: _line.put(None))
-    worker.bus.on_directory(lambda entries: _line.put(list(entries)))
+    worker.bus.on_directory(lambda changes: _line.put(list(changes)))
     torch.set_num_threads(1)
     loaders = Loaders(worker.actor_info.name, worker.actor_info.node)
     while (given := _line.get()) is not None:
@@ -122,14 +122,13 @@ class Loaders:
             return None
         return self._made(host, order)
 
-    def learn(self, entries: list[DirectoryEntry]) -> None:
+    def learn(self, changes: list[Change]) -> None:
         """Let go of what consumers had whose lives are over."""
-        for entry in entries:
+        for death in (change for change in changes if isinstance(change, IncarnationDied)):
             for key, (_, owner) in list(self._hosts.items()):
-                if owner is None or owner.worker != entry.worker:
+                if owner is None or owner.worker != death.worker:
                     continue
-                is_owner = entry.inbox is not None and entry.inbox.inbox_id == owner.inbox_id
-                if entry.state is not Reachability.ALIVE or not is_owner:
+                if death.inbox is None or death.inbox.inbox_id == owner.inbox_id:
                     logger.info("worker=%s event=loader-dropped loader=%s owner=%s", self._worker, key, owner.worker)
                     self._close(key)
 

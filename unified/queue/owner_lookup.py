@@ -32,7 +32,7 @@ from unified.errors import (
     UsageError,
     WorkerDiedError,
 )
-from unified.protocol.records import Reachability, WorkerIncarnation
+from unified.protocol.records import WorkerIncarnation
 from unified.queue import items as packed
 from unified.queue.cleanup import CLEANUP
 from unified.queue.server import QueueService, claimed_name, host_of, method
@@ -329,7 +329,7 @@ class OwnerLookup:
         """The life that it is in is over."""
         self.detach(endpoint)
         if not endpoint.is_durable and not self._loss:
-            holder, entry = endpoint.holder, self.worker.bus.life_of(endpoint.holder.worker)
+            holder, entry = endpoint.holder, self.worker.bus.directory.get(endpoint.holder.worker)
             is_it = entry is not None and entry.incarnation == holder.incarnation and bool(entry.reason)
             reason = f" ({entry.reason})" if is_it and entry is not None else ""
             self._loss = (
@@ -367,17 +367,16 @@ class OwnerLookup:
         return f"life {last.holder.incarnation} of its owner, worker {last.holder.worker}, ended, and it is made anew"
 
     def _node_of(self, holder: WorkerIncarnation) -> str:
-        entry = self.worker.bus.life_of(holder.worker)
-        return f" on node {entry.node}" if entry is not None and entry.node else ""
+        node = self.worker.bus.directory.node(holder.worker)
+        return f" on node {node}" if node else ""
 
     def _left_s(self, begun: float, until: float | None) -> float:
         """How long to go on waiting. For the next life of a durable queue's owner: as long as it may still come."""
         now = time.monotonic()
         left_s = begun + self.owner_timeout_s - now
-        if self._last is not None and self._last.is_durable:
-            entry = self.worker.bus.life_of(self._last.holder.worker)
-            if entry is None or entry.state is not Reachability.ENDED:
-                left_s = self.owner_timeout_s
+        last = self._last
+        if last is not None and last.is_durable and not self.worker.bus.directory.is_ended(last.holder.worker):
+            left_s = self.owner_timeout_s
         return max(left_s if until is None else min(left_s, until - now), 0.0)
 
     def not_found(self, begun: float) -> QueueNotFoundError:

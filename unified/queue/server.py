@@ -26,8 +26,8 @@ from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.streams.stream import Host
+from unified.core.directory import Change, IncarnationDied
 from unified.errors import QueueJournalError, QueueTakenError, UsageError
-from unified.protocol.records import DirectoryEntry, Reachability
 from unified.queue import items as packed
 from unified.queue.core.messages import (
     Action,
@@ -123,12 +123,6 @@ class QueueService:
     def is_finished(self) -> bool:
         """Closed, and all of it taken and done."""
         return self._core.is_finished
-
-    @property
-    def incarnations(self) -> set[tuple[str, int]]:
-        """Of the handles that it knows: worker and incarnation."""
-        with self._lock:
-            return {(each.worker, each.incarnation) for each in self._core.state.handles.values()}
 
     @rpc(inline=True)
     def attach(self, handle: int, worker: str, incarnation: int) -> Any:
@@ -410,22 +404,17 @@ class QueueHost:
         atexit.unregister(service.shut_down)
 
     def _reap(self, service: QueueService) -> None:
-        """Of the lives that a journal knows, those that ended while nobody listened: this worker's own among them."""
+        """Of lives that a journal may know, those that ended while nobody listened: this worker's own among them."""
         service.life_ended(self._bus.worker, self._bus.incarnation - 1)
-        for worker, _ in service.incarnations:
-            entry = self._bus.life_of(worker)
-            if entry is not None:
-                self._hear(service, entry)
+        for entry in self._bus.directory.entries:
+            if (over := self._bus.directory.newest_over(entry.worker)) >= 0:
+                service.life_ended(entry.worker, over)
 
-    def _on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
-        for service in list(self._services.values()):
-            for entry in entries:
-                self._hear(service, entry)
-
-    @staticmethod
-    def _hear(service: QueueService, entry: DirectoryEntry) -> None:
-        is_alive = entry.state is Reachability.ALIVE
-        service.life_ended(entry.worker, entry.incarnation - 1 if is_alive else entry.incarnation)
+    def _on_directory(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, IncarnationDied):
+                for service in list(self._services.values()):
+                    service.life_ended(change.worker, change.incarnation)
 
 
 _hosts: WeakValueDictionary[str, QueueHost] = WeakValueDictionary()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from unified.bus.calls.future import RpcFuture
 from unified.bus.endpoint import BusEndpoint
+from unified.core.directory import Change, IncarnationDied
 from unified.errors import (
     BusOverloadedError,
     RouteLostError,
@@ -18,7 +19,7 @@ from unified.errors import (
     RpcTimeoutError,
     WorkerDiedError,
 )
-from unified.protocol.records import DirectoryEntry, Reachability, WorkerIncarnation
+from unified.protocol.records import WorkerIncarnation
 
 GONE, LATE, FAILED, OVERTAKEN = "gone", "late", "failed", "overtaken"
 
@@ -50,17 +51,13 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(FAILED, f"{type(error).__name__}: {error}")
 
 
-def ended_lives(entries: Iterable[DirectoryEntry]) -> list[tuple[WorkerIncarnation, str]]:
-    """The lives that are over, as news of the directory tell, and why."""
-    found = []
-    for entry in entries:
-        if entry.state is not Reachability.ALIVE:
-            found.append((WorkerIncarnation(entry.worker, entry.incarnation), entry.reason or "no reason given"))
-        elif entry.incarnation > 0:
-            found.append(
-                (WorkerIncarnation(entry.worker, entry.incarnation - 1), f"life {entry.incarnation} took its place")
-            )
-    return found
+def ended_lives(changes: Iterable[Change]) -> list[tuple[WorkerIncarnation, str]]:
+    """The lives that are over, as changes of the directory tell, and why."""
+    return [
+        (WorkerIncarnation(change.worker, change.incarnation), change.reason)
+        for change in changes
+        if isinstance(change, IncarnationDied)
+    ]
 
 
 class LifeCalls:
@@ -70,9 +67,7 @@ class LifeCalls:
         also: called with the directory's news too, as long as this object lives.
     """
 
-    def __init__(
-        self, bus: BusEndpoint, also: Callable[[Sequence[DirectoryEntry]], object] = lambda entries: None
-    ) -> None:
+    def __init__(self, bus: BusEndpoint, also: Callable[[Sequence[Change]], object] = lambda changes: None) -> None:
         self.bus = bus
         self._also = also
         self._over: dict[str, int] = {}
@@ -80,10 +75,10 @@ class LifeCalls:
         self._lock = threading.Lock()
         listener = weakref.WeakMethod(self._learn)
 
-        def learn(entries: Sequence[DirectoryEntry]) -> None:
+        def learn(changes: Sequence[Change]) -> None:
             method = listener()
             if method is not None:
-                method(entries)
+                method(changes)
 
         bus.on_directory(learn)
 
@@ -107,15 +102,15 @@ class LifeCalls:
             made[life].cancel()
         return [made.get(life) or _failed(life, method) for life in lives]
 
-    def _learn(self, entries: Sequence[DirectoryEntry]) -> None:
-        over = [life for life, _ in ended_lives(entries)]
+    def _learn(self, changes: Sequence[Change]) -> None:
+        over = [life for life, _ in ended_lives(changes)]
         with self._lock:
             for life in over:
                 self._over[life.worker] = max(life.incarnation, self._over.get(life.worker, -1))
             hopeless = [future for life, future in self._calls if self._is_over(life)]
         for future in hopeless:  # those sent to it have failed; the others would wait for its next life
             future.cancel()
-        self._also(entries)
+        self._also(changes)
 
     def _is_over(self, life: WorkerIncarnation) -> bool:
         return life.incarnation <= self._over.get(life.worker, -1)

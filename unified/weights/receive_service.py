@@ -13,8 +13,9 @@ import torch
 
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
+from unified.core.directory import Change
 from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutError
-from unified.protocol.records import DirectoryEntry, WorkerIncarnation
+from unified.protocol.records import WorkerIncarnation
 from unified.weights.arena import Arena, ArenaPool
 from unified.weights.lives import FAILED, GONE, OVERTAKEN, Failure, LifeCalls, ended_lives, failure_of, method
 from unified.weights.snapshot import VersionedStateDict, assemble
@@ -221,8 +222,8 @@ class Reception:
     def _abort(self, session: str, reason: str) -> None:
         self._settle(self._locked(self._assembly.abort, session, reason))
 
-    def _learn(self, entries: Sequence[DirectoryEntry]) -> None:
-        for life, reason in ended_lives(entries):
+    def _learn(self, changes: Sequence[Change]) -> None:
+        for life, reason in ended_lives(changes):
             self._settle(self._locked(self._assembly.life_over, life, reason))
 
     def _locked(self, do: Callable[..., list[Ended]], *args: object) -> list[Ended]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from unified.errors import NotInWorkerError
 from unified.job.job_info import JobInfo
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import DirectoryEntry, NameClaims
+from unified.protocol.records import NameClaims
 from unified.protocol.worker_agent import Launch
 from unified.worker.names import Names
 from unified.worker.progress import Reporter
@@ -76,10 +76,15 @@ class Worker:
         self._reporter = reporter
         self._pid = os.getpid()
         self._finishers: list[Callable[[], None]] = []
-        self._nodes: dict[str, tuple[int, str]] = {launch.name: (launch.incarnation, launch.node)}
         self.bus = bus
         """The endpoint of this worker on the bus."""
-        self.names = Names(job_id=launch.job_id, worker=launch.name, incarnation=launch.incarnation, say=claim)
+        self.names = Names(
+            job_id=launch.job_id,
+            worker=launch.name,
+            incarnation=launch.incarnation,
+            directory=bus.directory,
+            say=claim,
+        )
         """Names that workers of the job claim, and who holds them."""
         self.incarnation = launch.incarnation
         """Which life of this worker this is, from 0."""
@@ -159,12 +164,6 @@ class Worker:
         spec = self.actor_info.role_spec
         self.actor_info = self._actor(spec, self._launch.rank, rank=order.rank, world_size=order.world_size)
 
-    def _learn(self, entries: Iterable[DirectoryEntry]) -> None:
-        """Remember on which node each worker's newest life is."""
-        for entry in entries:
-            if entry.node and entry.incarnation >= self._nodes.get(entry.worker, (0, ""))[0]:
-                self._nodes[entry.worker] = (entry.incarnation, entry.node)
-
     def _actor(
         self, spec: RoleSpec, index: int, *, rank: int | None = None, world_size: int | None = None
     ) -> ActorInfo:
@@ -177,7 +176,7 @@ class Worker:
             local_rank=index % spec.per_group,
             local_world_size=spec.per_group,
             node_rank=index // spec.per_group,
-            node=self._nodes.get(name, (0, ""))[1],
+            node=self._launch.node if name == self._launch.name else self.bus.directory.node(name),
             sub_master="elastic" if spec.kind == "elastic" else None,
             role_spec=spec,
         )

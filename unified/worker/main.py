@@ -25,7 +25,7 @@ from unified.config.logging import asked_level, log_from
 from unified.errors import EntryPointError
 from unified.job import by_value
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import DirectoryEntry, Failure, Inbox, NameClaims, Progress
+from unified.protocol.records import Failure, Inbox, NameClaims, Progress
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Launch, Reported, Running, Stop
 from unified.worker import environment, process_group
 from unified.worker.context import Worker, current_worker, set_current_worker
@@ -169,14 +169,10 @@ class _Life:
             claim=self._send_claims,
         )
 
-        def on_directory(entries: list[DirectoryEntry]) -> None:
-            worker._learn(entries)
-            bus.update_directory(entries)
-            worker.names.learn(entries)  # last: whoever hears that a name has another holder may call that one
-
-        on_directory(launch.directory)
+        bus.on_directory(worker.names.learn)
+        bus.update_directory(launch.directory)
         set_current_worker(worker)
-        self._channel.start(Handlers(on_run=self._orders.put, on_directory=on_directory, on_stop=self._on_stop))
+        self._channel.start(Handlers(on_run=self._orders.put, on_directory=bus.update_directory, on_stop=self._on_stop))
         self._channel.send(Hello(pid=os.getpid(), inbox=self._inbox))
         self._own_methods, self._own_modules = set(RPC_REGISTRY), set(sys.modules)
         return worker

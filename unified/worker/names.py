@@ -1,11 +1,7 @@
 """`current_worker().names`: names that a worker claims in its job, so that others find whoever holds them.
 
 The master decides: the first to claim a name holds it while its life lasts, and anybody else's claim is refused. The
-answer, and who holds what, come with the job's directory, so that a look-up costs no message. `NameTable` is pure: news
-in, changes out.
-
-A claim has a number, and the master's answer carries it, so that an answer that is late, doubled or meant for an
-earlier claim of the same name is never taken for this one's.
+answer, and who holds what, come with the job's directory, so that a look-up costs no message.
 """
 
 from __future__ import annotations
@@ -16,8 +12,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
+from unified.core.directory import Change, NameMoved, WorkerDirectory
 from unified.errors import RpcTimeoutError, UsageError
 from unified.protocol.records import (
     MAX_NAME_LENGTH,
@@ -28,17 +24,10 @@ from unified.protocol.records import (
     WorkerIncarnation,
 )
 
-_RANK = {Reachability.ALIVE: 0, Reachability.DEAD: 1, Reachability.ENDED: 2}
+Watcher = Callable[[str, WorkerIncarnation | None], None]
 
 
-class NameChanged(NamedTuple):
-    """A name has another holder than before; None: it has none."""
-
-    name: str
-    holder: WorkerIncarnation | None
-
-
-class Claim:
+class NameClaim:
     """One claim of this worker. Neither granted nor refused: there is no answer yet."""
 
     def __init__(self, number: int) -> None:
@@ -54,25 +43,17 @@ class Claim:
         return self.is_granted or bool(self.refusal)
 
 
-class _Life(NamedTuple):
-    """What is remembered of a directory entry."""
+class ClaimTable:
+    """The names that one incarnation claims, and what became of each claim. Pure.
 
-    weight: tuple[int, int, int]
-    names: dict[str, int]
-
-
-class NameTable:
-    """The names of one job.
-
-    Args:
-        worker, incarnation: the life that this is the table of.
+    A claim has a number, and the master's answer carries it, so that an answer that is late, doubled or meant for an
+    earlier claim of the same name is never taken for this one's.
     """
 
     def __init__(self, worker: str, incarnation: int) -> None:
-        self._self = WorkerIncarnation(worker, incarnation)
-        self._lives: dict[str, _Life] = {}
-        self._holders: dict[str, WorkerIncarnation] = {}
-        self._claims: dict[str, Claim] = {}
+        self._worker = worker
+        self._incarnation = incarnation
+        self._claims: dict[str, NameClaim] = {}
         self._number = 0
         self._end = ""
         """Why nothing can be claimed any more."""
@@ -82,11 +63,8 @@ class NameTable:
         """The set to tell the agent: a higher number than before means that it changed."""
         return NameClaims(number=self._number, names={name: claim.number for name, claim in self._claims.items()})
 
-    def holder(self, name: str) -> WorkerIncarnation | None:
-        return self._holders.get(name)
-
-    def claim(self, name: str) -> Claim:
-        """The claim of a name, made now unless it stands already. An answer comes with `learn`.
+    def claim(self, name: str) -> NameClaim:
+        """The claim of a name, made now unless it stands already. Its answer comes with `answer`.
 
         Raises:
             UsageError: the name is empty or too long, or there are too many.
@@ -95,16 +73,16 @@ class NameTable:
             return self._claims[name]
         if not name or len(name) > MAX_NAME_LENGTH:
             raise UsageError(
-                f"worker {self._self.worker} cannot claim the name {name[:40]!r}{'…' if name[40:] else ''}: "
+                f"worker {self._worker} cannot claim the name {name[:40]!r}{'…' if name[40:] else ''}: "
                 f"a name has 1 to {MAX_NAME_LENGTH} characters, this one {len(name)}."
             )
         if len(self._claims) >= MAX_NAMES:
             raise UsageError(
-                f"worker {self._self.worker} cannot claim the name {name!r}: it has {len(self._claims)} already, and "
+                f"worker {self._worker} cannot claim the name {name!r}: it has {len(self._claims)} already, and "
                 "no worker may have more. Release some."
             )
         self._number += 1
-        claim = self._claims[name] = Claim(self._number)
+        claim = self._claims[name] = NameClaim(self._number)
         claim.refusal = self._end
         return claim
 
@@ -118,41 +96,17 @@ class NameTable:
             claim.refusal = why
         return True
 
-    def learn(self, entries: Iterable[DirectoryEntry]) -> list[NameChanged]:
-        """Take news of the directory in: in any order, and again, they lead to the same.
+    def answer(self, entry: DirectoryEntry) -> None:
+        """Take in what the directory says of this worker.
 
         A claim that was refused or ended is withdrawn here, so that the name can be claimed anew.
         """
-        touched: dict[str, WorkerIncarnation | None] = {}
-        for entry in entries:
-            old = self._lives.get(entry.worker)
-            weight = (entry.incarnation, _RANK[entry.state], entry.revision)
-            if old is not None and weight <= old.weight:
-                continue
-            names = entry.names if entry.state is Reachability.ALIVE else {}
-            self._lives[entry.worker] = _Life(weight, names)
-            for name in {*names, *(old.names if old is not None else ())}:
-                touched.setdefault(name, self._holders.get(name))
-                self._move(name, WorkerIncarnation(entry.worker, entry.incarnation), holds=name in names)
-            if (entry.worker, entry.incarnation) == self._self:
-                self._answer(entry)
-        return [
-            NameChanged(name, holder)
-            for name, before in touched.items()
-            if (holder := self._holders.get(name)) != before
-        ]
-
-    def _move(self, name: str, life: WorkerIncarnation, *, holds: bool) -> None:
-        """Of two that seem to hold it, because one was told before the other's loss, the one told last does."""
-        if holds:
-            self._holders[name] = life
-        elif name in self._holders and self._holders[name].worker == life.worker:
-            del self._holders[name]
-
-    def _answer(self, entry: DirectoryEntry) -> None:
-        if entry.state is not Reachability.ALIVE and not self._end:
-            why = entry.reason or "no reason given"
-            self._end = f"the master has ended life {entry.incarnation} of this worker ({why})"
+        if entry.incarnation < self._incarnation:
+            return
+        is_next = entry.incarnation > self._incarnation
+        if not self._end and (is_next or entry.state is not Reachability.ALIVE):
+            why = f"life {entry.incarnation} took its place" if is_next else entry.reason or "no reason given"
+            self._end = f"the master has ended life {self._incarnation} of this worker ({why})"
         for name, claim in list(self._claims.items()):
             refusal = entry.refused.get(name)
             if self._end:
@@ -165,22 +119,30 @@ class NameTable:
                 self.withdraw(name)
 
 
-Watcher = Callable[[str, WorkerIncarnation | None], None]
-
-
 class Names:
     """The names of this worker's job. Every method but `learn` is for any thread.
 
     Args:
         job_id, worker, incarnation: whose names these are.
+        directory: says who holds which name, and what the master answers.
         say: takes the whole set of claims to the agent; an older set that comes after a newer one is ignored there.
     """
 
-    def __init__(self, *, job_id: str, worker: str, incarnation: int, say: Callable[[NameClaims], None]) -> None:
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        worker: str,
+        incarnation: int,
+        directory: WorkerDirectory,
+        say: Callable[[NameClaims], None],
+    ) -> None:
         self._job_id = job_id
         self._worker = worker
         self._say = say
-        self._table = NameTable(worker, incarnation)
+        self._directory = directory
+        self._answered: DirectoryEntry | None = None
+        self._table = ClaimTable(worker, incarnation)
         self._news = threading.Condition()
         self._said = 0
         self._watchers: list[Watcher] = []
@@ -242,8 +204,8 @@ class Names:
             return holder.worker
         self._check_may_wait("wait for a name")
         with self._news:
-            self._wait(lambda: self._table.holder(name) is not None, timeout_s)
-            holder = self._table.holder(name)
+            self._wait(lambda: self._directory.holder(name) is not None, timeout_s)
+            holder = self._directory.holder(name)
         if holder is None:
             raise RpcTimeoutError(
                 f"worker {self._worker} waited {timeout_s:g} s for the holder of the name {name!r}, and no living "
@@ -254,7 +216,7 @@ class Names:
 
     def holder(self, name: str) -> WorkerIncarnation | None:
         """(worker, incarnation) of the life that holds `name`, as far as is known here; None if there is none."""
-        return self._table.holder(name)
+        return self._directory.holder(name)
 
     def on_change(self, callback: Watcher) -> Callable[[], None]:
         """Have ``callback(name, holder)`` called whenever a name of the job gets another holder, or loses it (None).
@@ -279,17 +241,21 @@ class Names:
 
         return stop
 
-    def learn(self, entries: Iterable[DirectoryEntry]) -> None:
-        """Take news of the directory in: for the runtime, from one thread at a time."""
+    def learn(self, changes: Iterable[Change]) -> None:
+        """Take in what has changed in the directory: for the runtime, from one thread at a time."""
+        entry = self._directory.get(self._worker)
         with self._news:
-            changes = self._table.learn(entries)
+            if entry is not None and entry is not self._answered:
+                self._answered = entry
+                self._table.answer(entry)
             watchers = list(self._watchers)
             self._news.notify_all()
         self._learning_thread = threading.get_ident()
         try:
             for change in changes:
-                for watcher in watchers:
-                    _call(watcher, change)
+                if isinstance(change, NameMoved):
+                    for watcher in watchers:
+                        _call(watcher, change)
         finally:
             self._learning_thread = 0
 
@@ -309,7 +275,7 @@ class Names:
             self._news.wait(left)
 
     @contextmanager
-    def _waiting_for(self, name: str, claim: Claim) -> Iterator[None]:
+    def _waiting_for(self, name: str, claim: NameClaim) -> Iterator[None]:
         """At the end of the wait, however it ends, a claim for which nobody waits any more is withdrawn."""
         claim.num_waiting += 1
         try:
@@ -336,7 +302,7 @@ class Names:
             )
 
 
-def _call(watcher: Watcher, change: NameChanged) -> None:
+def _call(watcher: Watcher, change: NameMoved) -> None:
     try:
         watcher(change.name, change.holder)
     except Exception:  # the others, and the news that follow, are still owed their turn

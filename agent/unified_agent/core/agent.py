@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from unified.config.settings import Intervals
+from unified.core.directory import WorkerDirectory
 from unified.protocol.agent_master import (
     AgentLeaving,
     AgentRefused,
@@ -25,7 +26,6 @@ from unified.protocol.agent_master import (
 )
 from unified.protocol.records import DirectoryEntry, Failure, JobWorkerIncarnation, Reachability, WorkerState
 from unified.protocol.worker_agent import DirectoryNews, Failed, Hello, Reported, Run, Stop, WorkerToAgent
-from unified_agent.core.directory import JobDirectory
 from unified_agent.core.launching import launch_of
 from unified_agent.core.membership import Membership, MembershipState
 from unified_agent.core.messages import (
@@ -72,7 +72,7 @@ class AgentCore:
         self.workers: dict[JobWorkerIncarnation, LocalWorker] = {}
         self.desired: dict[JobWorkerIncarnation, DesiredWorker] = {}
         self.jobs: dict[str, DesiredJob] = {}
-        self.directories: dict[str, JobDirectory] = {}
+        self.directories: dict[str, WorkerDirectory] = {}
         self.generation = 0
         self._num_elsewhere = 0
         self._floor = 0
@@ -241,11 +241,11 @@ class AgentCore:
 
     # Directory
 
-    def _directory(self, job_id: str) -> JobDirectory:
-        return self.directories.setdefault(job_id, JobDirectory())
+    def _directory(self, job_id: str) -> WorkerDirectory:
+        return self.directories.setdefault(job_id, WorkerDirectory())
 
     def _on_directory(self, job_id: str, entries: list[DirectoryEntry]) -> None:
-        news = self._directory(job_id).merge(entries)
+        news = self._directory(job_id).accept(entries)
         if not news:
             return
         for worker in self.workers.values():

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.queue_members import Member, QueueWorld
+from unified.core.directory import IncarnationDied
 from unified.errors import (
     QueueClosedError,
     QueueJournalError,
@@ -92,8 +93,8 @@ def test_a_life_that_was_declared_dead_is_told(trio: tuple[Member, Member, Membe
     ours = consumer.queue()
     mine.put(1)
     assert ours.get(1) == [1]
-    dead = replace(consumer.entry, state=Reachability.DEAD, reason="node n1 was lost", inbox=None)
-    host_of(owner.bus)._on_directory([dead])  # the consumer itself goes on, cut off or stopped for a while
+    death = IncarnationDied(consumer.bus.worker, 0, "node n1 was lost", "n1", consumer.entry.inbox)
+    host_of(owner.bus)._on_directory([death])  # the consumer itself goes on, cut off or stopped for a while
     assert mine.qsize() == 1
     with pytest.raises(QueueLostError, match="this worker's life 0 was declared dead"):
         ours.get(1)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.runtime import InstantBus, worker_of
 from unified.bus.calls.inbound import Caller
+from unified.core.directory import WorkerDirectory
 from unified.errors import LoaderError, RouteLostError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.loader import iterator, service
 from unified.loader.messages import Batch, BringParts, DropLoader, FetchBatch, OpenStream, Order, StreamLostError
@@ -86,7 +87,9 @@ def test_a_batch_that_plain_pickle_cannot_say_goes_by_value() -> None:
 )
 def test_what_a_dead_consumer_had_is_let_go(news: DirectoryEntry, is_kept: bool) -> None:
     loaders = serving("a")
-    loaders.learn([news])
+    directory = WorkerDirectory()
+    directory.merge([entry(ALICE.inbox_id)])
+    loaders.learn(directory.merge([news]))
     if is_kept:
         fetch(loaders, "a")
     else:

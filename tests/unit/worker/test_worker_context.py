@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from unified.core.directory import WorkerDirectory
 from unified.errors import NotInWorkerError
 from unified.job import ElasticWorkloadDesc
 from unified.job.payload import encode
@@ -63,7 +64,8 @@ def launch(user_config: Blob | None = None) -> Launch:
 
 def make(given: Launch, sent: list[Progress] | None = None) -> Worker:
     reporter = Reporter((sent if sent is not None else []).append)
-    return Worker(given, stop=StopState(), reporter=reporter, bus=cast(Any, SimpleNamespace()), device="cuda:1")
+    bus = cast(Any, SimpleNamespace(directory=WorkerDirectory()))
+    return Worker(given, stop=StopState(), reporter=reporter, bus=bus, device="cuda:1")
 
 
 @pytest.fixture
@@ -140,7 +142,7 @@ def test_learns_nodes_from_the_newest_life(worker: Worker) -> None:
     def entry(incarnation: int, node: str) -> DirectoryEntry:
         return DirectoryEntry(worker=name, incarnation=incarnation, state=Reachability.ALIVE, node=node)
 
-    worker._learn([entry(1, "n7"), entry(0, "n2")])
+    worker.bus.directory.merge([entry(1, "n7"), entry(0, "n2")])
     assert worker.workers_of("reward")[0].node == "n7"
 
 

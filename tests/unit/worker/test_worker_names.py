@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from unified.core.directory import WorkerDirectory
 from unified.errors import RpcTimeoutError, UsageError
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability, WorkerIncarnation
 from unified.worker.names import Names
@@ -22,8 +23,12 @@ class Master:
         self.has_said = threading.Semaphore(0)
         self.others: dict[str, str] = {}
         """Worker by the name that it holds."""
-        self.names = Names(job_id="job-1", worker="a", incarnation=0, say=self._hear)
+        self.directory = WorkerDirectory()
+        self.names = Names(job_id="job-1", worker="a", incarnation=0, directory=self.directory, say=self._hear)
         self._revision = 0
+
+    def learn(self, *entries: DirectoryEntry) -> None:
+        self.names.learn(self.directory.merge(entries))
 
     def _hear(self, claims: NameClaims) -> None:
         self.said.append(claims)
@@ -32,22 +37,20 @@ class Master:
     def answer(self) -> None:
         claims = self.said[-1].names
         self._revision += 1
-        self.names.learn(
-            [
-                DirectoryEntry(
-                    worker="a",
-                    incarnation=0,
-                    state=Reachability.ALIVE,
-                    inbox=Inbox(inbox_id="i"),
-                    names={name: number for name, number in claims.items() if name not in self.others},
-                    refused={
-                        name: NameRefusal(number=number, holder=self.others[name])
-                        for name, number in claims.items()
-                        if name in self.others
-                    },
-                    revision=self._revision,
-                )
-            ]
+        self.learn(
+            DirectoryEntry(
+                worker="a",
+                incarnation=0,
+                state=Reachability.ALIVE,
+                inbox=Inbox(inbox_id="i"),
+                names={name: number for name, number in claims.items() if name not in self.others},
+                refused={
+                    name: NameRefusal(number=number, holder=self.others[name])
+                    for name, number in claims.items()
+                    if name in self.others
+                },
+                revision=self._revision,
+            )
         )
 
     def hear_and_answer(self) -> None:
@@ -56,8 +59,8 @@ class Master:
 
     def tell_holder(self, name: str, worker: str, incarnation: int = 0) -> None:
         names = {name: 1}
-        self.names.learn(
-            [DirectoryEntry(worker=worker, incarnation=incarnation, state=Reachability.ALIVE, names=names, revision=1)]
+        self.learn(
+            DirectoryEntry(worker=worker, incarnation=incarnation, state=Reachability.ALIVE, names=names, revision=1)
         )
 
 
@@ -148,7 +151,7 @@ def test_watchers_hear_of_every_change_until_they_stop(master: Master, capsys: p
     stop = master.names.on_change(lambda name, holder: heard.append((name, holder)))
     master.tell_holder("x", "b")
     dead = DirectoryEntry(worker="b", incarnation=0, state=Reachability.DEAD)
-    master.names.learn([dead])
+    master.learn(dead)
     stop()
     stop()
     master.tell_holder("x", "b", 1)

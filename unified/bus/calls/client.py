@@ -3,12 +3,11 @@ out."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any
@@ -29,15 +28,14 @@ from unified.bus.streams.stream import Host, RpcStream, StreamFeed
 from unified.bus.transport.connections import PostOffice
 from unified.bus.transport.io_threads import TICK_S
 from unified.bus.transport.unix_connection import Link
+from unified.core.directory import Change, WorkerDirectory
 from unified.errors import ProtocolError, RouteLostError, RpcError
 from unified.protocol.envelope import Envelope, Kind
-from unified.protocol.records import Inbox
+from unified.protocol.records import DirectoryEntry, Inbox
 from unified.threads import CLOSE_WITHIN_S, SerialWorker, TimerThread, start_thread
 
 TRIM_S = 2.0
 _NO_CHAIN: list[int] = []
-_ON_PRECIOUS_THREADS = (pending.TimePassed, pending.NewsCame)
-"""Where these come in, no done callback may be run: it could hold up all other deadlines, and ticks, and news."""
 
 
 class _Outbound(msgspec.Struct, eq=False):
@@ -91,6 +89,7 @@ class CallDesk:
         self,
         *,
         host: Host,
+        directory: WorkerDirectory,
         inbox_id: str,
         courier: Courier,
         post: PostOffice,
@@ -109,7 +108,7 @@ class CallDesk:
         self._on_trim = on_trim
         self._default_timeout_s = default_timeout_s
         self._lock = threading.Lock()
-        self.table = pending.CallTable()
+        self.table = pending.CallTable(directory)
         self._outbound: dict[int, _Outbound] = {}
         self._call_ids = itertools.count(1)
         self._window = Window(limit_bytes)
@@ -132,7 +131,15 @@ class CallDesk:
         self._resumer.close()
         self._timer.close(CLOSE_WITHIN_S)
 
-    def call(self, target: str, method: str, parcel: Parcel, timeout: float | None, may_wait: bool) -> RpcFuture[Any]:
+    def call(
+        self,
+        target: str,
+        method: str,
+        parcel: Parcel,
+        timeout: float | None,
+        may_wait: bool,
+        incarnation: int | None = None,
+    ) -> RpcFuture[Any]:
         """Make a call; see `BusEndpoint.call`."""
         if timeout is None:
             timeout = self._default_timeout_s
@@ -154,7 +161,7 @@ class CallDesk:
         self._outbound[call_id] = outbound
         try:
             with self._lock:
-                inbox = self.table.make(time.monotonic(), call_id, target, method, timeout)
+                inbox = self.table.make(time.monotonic(), call_id, target, method, timeout, incarnation)
                 if timeout is not None:
                     self._mind_deadlines()
         except RpcError as error:
@@ -173,13 +180,31 @@ class CallDesk:
         later: list[RpcFuture[Any]] = []
         for action in actions:
             self._perform(action, later)
-        if not later:
-            return
-        if type(event) in _ON_PRECIOUS_THREADS:
-            with contextlib.suppress(RuntimeError):  # the system has no thread to give
-                start_thread("bus-callbacks", _call_back, later)
-                return
-        _call_back(later)
+        if type(event) is pending.TimePassed:
+            _call_back_elsewhere(later)
+        else:
+            _call_back(later)
+
+    def learn(self, entries: Iterable[DirectoryEntry]) -> list[Change]:
+        """Take entries of the directory in; return what they change.
+
+        Under the lock, so that nobody calls the next incarnation of a worker while a call of an earlier one is open.
+        """
+        later: list[RpcFuture[Any]] = []
+        with self._lock:
+            changes, actions = self.table.learn(time.monotonic(), entries)
+            failed = [action for action in actions if isinstance(action, pending.FailCall)]
+            ended = [(self._outbound.pop(each.call_id, None), each.error) for each in failed]
+            for outbound, error in ended:
+                if outbound is not None:
+                    outbound.fail(error, later)
+            self._mind_deadlines()
+        for outbound, _ in ended:
+            self._let_go(outbound)
+        for action in actions[len(failed) :]:
+            self._perform(action, later)
+        _call_back_elsewhere(later)
+        return changes
 
     def _mind_deadlines(self) -> None:
         """Set the timer to the next deadline, under the lock. It is never put off: while calls come and go, a later
@@ -393,11 +418,14 @@ class CallDesk:
     def _ended(self, call_id: int) -> _Outbound | None:
         with self._lock:  # it is a future or a stream from here on
             outbound = self._outbound.pop(call_id, None)
+        self._let_go(outbound)
+        return outbound
+
+    def _let_go(self, outbound: _Outbound | None) -> None:
         if outbound is not None:
             self._window.give_back(outbound.target, outbound.nbytes)
             if outbound.feed is not None and outbound.link is not None:
                 outbound.link.unwant()
-        return outbound
 
     def _pass_time(self) -> None:
         """Tell the table that time has passed, and the receiver while it wants to know; on the timer's thread."""
@@ -422,6 +450,16 @@ class CallDesk:
 def _call_back(futures: list[RpcFuture[Any]]) -> None:
     for future in futures:
         future.call_back()
+
+
+def _call_back_elsewhere(futures: list[RpcFuture[Any]]) -> None:
+    """On the threads of deadlines and of news a done callback could hold up all others, and ticks, and news."""
+    if not futures:
+        return
+    try:
+        start_thread("bus-callbacks", _call_back, futures)
+    except RuntimeError:  # the system has no thread to give
+        _call_back(futures)
 
 
 def _watcher(future: RpcFuture[Any] | None) -> int:

@@ -7,12 +7,12 @@ order in which they were made, and one that a relay gave back has its old place 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import msgspec
 
-from unified.bus.directory import Directory, LifeBegan, LifeEnded, WorkerEnded
+from unified.core.directory import Change, IncarnationDied, IncarnationStarted, WorkerDirectory, WorkerEnded
 from unified.core.timers import TimerTable
 from unified.errors import (
     BusOverloadedError,
@@ -29,12 +29,6 @@ FIRST_RETRY_S = 0.02
 LAST_RETRY_S = 1.0
 LOST_GRACE_S = 2.0
 """How long the directory has to say that the worker behind a broken link died."""
-
-
-class NewsCame(Value, frozen=True, kw_only=True):
-    """Entries of the directory that are new, or perhaps not."""
-
-    entries: list[DirectoryEntry]
 
 
 class DeliveryFailed(Value, frozen=True, kw_only=True):
@@ -81,7 +75,7 @@ class BusClosed(Value, frozen=True, kw_only=True):
     reason: str
 
 
-Event = NewsCame | DeliveryFailed | MailLost | SendFailed | LinkLost | CallCancelled | TimePassed | BusClosed
+Event = DeliveryFailed | MailLost | SendFailed | LinkLost | CallCancelled | TimePassed | BusClosed
 
 
 class SendWaiting(Value, frozen=True, kw_only=True):
@@ -131,7 +125,8 @@ class _OpenCall(msgspec.Struct, gc=False):
     inbox: Inbox | None = None
     """Of the life that it was sent to; None while it waits."""
     incarnation: int = -1
-    """Of that life, with which it ends, also if the relay gave it back; -1 until it was sent."""
+    """With which it ends, also if the relay gave it back: that of the call's fence, or of the life that it was sent to;
+    -1 while it has neither."""
     sent_at: float = 0.0
     num_refused: int = 0
     """How often a relay did not know its target."""
@@ -148,12 +143,14 @@ class CallTable:
     What happens with each call, and so ten thousands of times a second, has methods of its own: `make` and `answer`.
     """
 
-    def __init__(self) -> None:
-        self.directory = Directory()
+    def __init__(self, directory: WorkerDirectory | None = None) -> None:
+        self.directory = WorkerDirectory() if directory is None else directory
         self._open: dict[int, _OpenCall] = {}
         self._by_target: dict[str, dict[int, _OpenCall]] = {}
         self._waiting: dict[str, dict[int, _OpenCall]] = {}
-        """By target, those of the open calls that are not sent."""
+        """By target, those of the open calls that are not sent and may go to its newest incarnation."""
+        self._early: dict[str, dict[int, _OpenCall]] = {}
+        """By target, those whose incarnation has not begun."""
         self._ready: dict[str, tuple[Inbox, int]] = {}
         """Inbox and incarnation of each worker to which calls go at once: it lives, and no earlier ones have to go."""
         self._sending: set[str] = set()
@@ -161,7 +158,6 @@ class CallTable:
         self._timers: TimerTable[TimerKey] = TimerTable()
         self._closed = ""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
-            NewsCame: self._on_news,
             DeliveryFailed: self._on_delivery_failed,
             MailLost: self._on_mail_lost,
             SendFailed: self._on_send_failed,
@@ -192,9 +188,15 @@ class CallTable:
                 broken.append(f"call {call.call_id} has no timer for its deadline, or one for none")
             if call.inbox is not None and self.directory.inbox(call.inbox.inbox_id) is None:
                 broken.append(f"call {call.call_id} waits for an answer of a life that is over")
-            if (call.inbox is None) != (call.call_id in self._waiting.get(call.target, {})):
+            is_early = call.call_id in self._early.get(call.target, {})
+            if (call.inbox is None) != (is_early or call.call_id in self._waiting.get(call.target, {})):
                 broken.append(f"call {call.call_id} waits and was sent, or neither")
-        if sum(map(len, self._waiting.values())) != sum(call.inbox is None for call in self._open.values()):
+            if 0 <= call.incarnation <= self.directory.newest_over(call.target):
+                broken.append(f"call {call.call_id} is open though life {call.incarnation} of its target is over")
+            if is_early and (life := self._life_of(call.target)) is not None and life[1] >= call.incarnation:
+                broken.append(f"call {call.call_id} waits for a life that has begun")
+        num_waiting = sum(len(line) for lines in (self._waiting, self._early) for line in lines.values())
+        if num_waiting != sum(call.inbox is None for call in self._open.values()):
             broken.append("a call waits that has ended")
         for target in self._waiting:
             is_coming = target in self._sending or ("retry", target) in self._timers
@@ -205,8 +207,19 @@ class CallTable:
                 broken.append(f"{target} is called at once though it cannot be, or earlier calls have to go")
         return broken
 
-    def make(self, now: float, call_id: int, target: str, method: str, timeout_s: float | None) -> Inbox | None:
+    def make(
+        self,
+        now: float,
+        call_id: int,
+        target: str,
+        method: str,
+        timeout_s: float | None,
+        incarnation: int | None = None,
+    ) -> Inbox | None:
         """A caller wants `method` of `target` (a worker's full name).
+
+        Args:
+            incarnation: the only one of `target` that may have the call; None: any.
 
         Returns:
             where to send it, with all its time left; None: it waits.
@@ -218,13 +231,15 @@ class CallTable:
             raise RpcCancelledError(self._closed)
         call = _OpenCall(call_id, target, method, now, timeout_s)
         life = self._ready.get(target)
-        if life is not None:
+        if life is not None and (incarnation is None or incarnation == life[1]):
             call.inbox, call.incarnation = life
             call.sent_at = now
         else:
             entry = self.directory.get(target)
             if entry is not None and entry.state is Reachability.ENDED:
-                raise _hopeless(call, entry)
+                raise _ended_for_good(call, WorkerEnded(target, entry.incarnation, entry.reason))
+            if incarnation is not None:
+                call.incarnation = incarnation
             self._wait(call)
         self._open[call_id] = call
         same = self._by_target.get(target)
@@ -248,6 +263,40 @@ class CallTable:
         if is_last:
             self._close(call)
         return True
+
+    def learn(self, now: float, entries: Iterable[DirectoryEntry]) -> tuple[list[Change], list[Action]]:
+        """Take entries of the directory in.
+
+        A call lives no longer than the incarnation that it was sent to, or was made for: when that is over, all such
+        calls end here in WorkerDiedError. Their `FailCall` actions come before any other, and whoever carries them out
+        does so before another call is made and before anybody else is told of the changes: no call of an earlier
+        incarnation is open when the next one is heard of.
+
+        Returns:
+            what has changed in the directory, and what to do.
+        """
+        changes = self.directory.merge(entries)
+        failed: list[Action] = []
+        others: list[Action] = []
+        for change in changes:
+            match change:
+                case IncarnationDied(worker, incarnation):
+                    self._ready.pop(worker, None)
+                    self._timers.cancel(("retry", worker))
+                    bound = [call for call in self._calls_to(worker) if 0 <= call.incarnation <= incarnation]
+                    failed += [self._fail(call, _died(call, change)) for call in bound]
+                    if change.inbox is not None:
+                        others.append(DropPeer(inbox_id=change.inbox.inbox_id))
+                case IncarnationStarted(worker, incarnation, inbox):
+                    for call in self._early.pop(worker, {}).values():
+                        self._wait(call)
+                    if worker in self._waiting:
+                        others += self._send_waiting(worker)
+                    else:
+                        self._ready[worker] = inbox, incarnation
+                case WorkerEnded(worker):
+                    failed += [self._fail(call, _ended_for_good(call, change)) for call in self._calls_to(worker)]
+        return changes, failed + others
 
     def release(self, now: float, target: str) -> list[SendCall]:
         """Calls that waited and are sent now: to be put on their way in this order.
@@ -278,8 +327,20 @@ class CallTable:
         return entry.inbox, entry.incarnation
 
     def _wait(self, call: _OpenCall) -> None:
+        """Have a call wait.
+
+        Raises:
+            WorkerDiedError: for an incarnation that is over.
+        """
         call.inbox = None
-        self._waiting.setdefault(call.target, {})[call.call_id] = call
+        if 0 <= call.incarnation <= self.directory.newest_over(call.target):
+            raise WorkerDiedError(
+                f"worker {call.target} (life {call.incarnation}) died before {call.method!r} was called."
+            )
+        entry = self.directory.get(call.target)
+        is_early = call.incarnation > (-1 if entry is None else entry.incarnation)
+        line = self._early if is_early else self._waiting
+        line.setdefault(call.target, {})[call.call_id] = call
 
     def _send_waiting(self, worker: str) -> list[Action]:
         """It may be that it can be called now."""
@@ -287,25 +348,6 @@ class CallTable:
             return []
         self._sending.add(worker)
         return [SendWaiting(target=worker)]
-
-    def _on_news(self, now: float, event: NewsCame) -> list[Action]:
-        actions: list[Action] = []
-        for change in self.directory.merge(event.entries):
-            match change:
-                case LifeBegan(entry, inbox) if entry.worker in self._waiting:
-                    actions += self._send_waiting(entry.worker)
-                case LifeBegan(entry, inbox):
-                    self._ready[entry.worker] = inbox, entry.incarnation
-                case LifeEnded(old, reason):
-                    self._ready.pop(old.worker, None)
-                    self._timers.cancel(("retry", old.worker))
-                    sent = [call for call in self._calls_to(old.worker) if call.incarnation == old.incarnation]
-                    actions += [self._fail(call, _died(call, old, reason)) for call in sent]
-                    if old.inbox is not None:
-                        actions.append(DropPeer(inbox_id=old.inbox.inbox_id))
-                case WorkerEnded(entry):
-                    actions += [self._fail(call, _hopeless(call, entry)) for call in self._calls_to(entry.worker)]
-        return actions
 
     def _on_delivery_failed(self, now: float, event: DeliveryFailed) -> list[Action]:
         call = self._open.get(event.call_id)
@@ -389,10 +431,10 @@ class CallTable:
         if call.timeout_s is not None:
             self._timers.cancel(("deadline", call.call_id))
         if call.inbox is None:
-            waiting = self._waiting[call.target]
-            del waiting[call.call_id]
-            if not waiting:
-                del self._waiting[call.target]
+            lines = self._early if call.call_id in self._early.get(call.target, {}) else self._waiting
+            del lines[call.target][call.call_id]
+            if not lines[call.target]:
+                del lines[call.target]
         if call.lost:
             self._timers.cancel(("lost", call.call_id))
 
@@ -400,7 +442,9 @@ class CallTable:
         return list(self._by_target.get(worker, {}).values())
 
     def _late(self, now: float, call: _OpenCall) -> RpcTimeoutError:
-        if self._life_of(call.target) is None:
+        if call.call_id in self._early.get(call.target, {}):
+            state = f"its life {call.incarnation} has not begun"
+        elif self._life_of(call.target) is None:
             state = self.directory.why_waiting(call.target)
         elif call.num_refused:
             state = f"the relay has not known it in {call.num_refused} attempts"
@@ -414,11 +458,11 @@ class CallTable:
         )
 
 
-def _died(call: _OpenCall, life: DirectoryEntry, reason: str) -> WorkerDiedError:
-    where = f" on node {life.node}" if life.node else ""
+def _died(call: _OpenCall, death: IncarnationDied) -> WorkerDiedError:
+    where = f" on node {death.node}" if death.node else ""
     return WorkerDiedError(
-        f"worker {call.target} (life {life.incarnation}{where}) died before it answered {call.method!r}: "
-        f"{reason.rstrip('.')}. `unified explain {call.target}` says more."
+        f"worker {call.target} (life {call.incarnation}{where}) died before it answered {call.method!r}: "
+        f"{death.reason.rstrip('.')}. `unified explain {call.target}` says more."
     )
 
 
@@ -429,9 +473,9 @@ def _broken(call: _OpenCall) -> RouteLostError:
     )
 
 
-def _hopeless(call: _OpenCall, entry: DirectoryEntry) -> WorkerDiedError:
+def _ended_for_good(call: _OpenCall, end: WorkerEnded) -> WorkerDiedError:
     return WorkerDiedError(
         f"worker {call.target} has ended for good, so {call.method!r} cannot be called: "
-        f"{entry.reason or f'life {entry.incarnation} was its last'}. `unified explain {call.target}` says more.",
+        f"{end.reason or f'life {end.incarnation} was its last'}. `unified explain {call.target}` says more.",
         is_final=True,
     )

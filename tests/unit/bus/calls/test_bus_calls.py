@@ -20,7 +20,6 @@ from unified.bus.calls.pending import (
     FailCall,
     LinkLost,
     MailLost,
-    NewsCame,
     SendCall,
     SendCancel,
     SendFailed,
@@ -38,12 +37,18 @@ from unified.errors import (
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 
 
-def news(state: str, incarnation: int = 0, worker: str = "b", reason: str = "") -> NewsCame:
+class News(NamedTuple):
+    """An entry of the directory came."""
+
+    entry: DirectoryEntry
+
+
+def news(state: str, incarnation: int = 0, worker: str = "b", reason: str = "") -> News:
     inbox = Inbox(inbox_id=f"{worker}{incarnation}") if state == "alive" else None
     entry = DirectoryEntry(
         worker=worker, incarnation=incarnation, state=Reachability(state), inbox=inbox, node="n1", reason=reason
     )
-    return NewsCame(entries=[entry])
+    return News(entry)
 
 
 class Made(NamedTuple):
@@ -52,14 +57,20 @@ class Made(NamedTuple):
     call_id: int = 1
     timeout_s: float | None = None
     target: str = "b"
+    incarnation: int | None = None
 
 
-def tell(table: CallTable, now: float, event: Event | Made) -> list[Action | SendCall]:
+Told = Event | Made | News
+
+
+def tell(table: CallTable, now: float, event: Told) -> list[Action | SendCall]:
     """An event; or that a call is made, with what follows from it as actions too."""
+    if isinstance(event, News):
+        return list(table.learn(now, [event.entry])[1])
     if not isinstance(event, Made):
         return list(table.step(now, event))
     try:
-        inbox = table.make(now, event.call_id, event.target, "m", event.timeout_s)
+        inbox = table.make(now, event.call_id, event.target, "m", event.timeout_s, event.incarnation)
     except RpcError as error:
         return [FailCall(call_id=event.call_id, error=error)]
     return [] if inbox is None else [SendCall(call_id=event.call_id, inbox=inbox, timeout_s=event.timeout_s)]
@@ -68,13 +79,13 @@ def tell(table: CallTable, now: float, event: Event | Made) -> list[Action | Sen
 class Story:
     """A table, and the time."""
 
-    def __init__(self, *events: Event | Made) -> None:
+    def __init__(self, *events: Told) -> None:
         self.table = CallTable()
         self.now = 100.0
         for event in events:
             self.tell(event)
 
-    def tell(self, event: Event | Made, after_s: float = 0.0) -> list[Action | SendCall]:
+    def tell(self, event: Told, after_s: float = 0.0) -> list[Action | SendCall]:
         """What is to be done; calls that may go are sent at once."""
         self.now += after_s
         done: list[Action | SendCall] = []
@@ -95,7 +106,7 @@ class Story:
         assert self.table.check() == []
         return is_awaited
 
-    def fails(self, event: Event | Made, after_s: float = 0.0) -> RpcError:
+    def fails(self, event: Told, after_s: float = 0.0) -> RpcError:
         (action,) = (each for each in self.tell(event, after_s) if isinstance(each, FailCall))
         return action.error
 
@@ -160,7 +171,7 @@ def test_ended_worker_fails_waiting_and_new_calls_at_once() -> None:
         ([news("alive", 2)], "life 2 has had the call for 5 s"),
     ],
 )
-def test_deadline_says_what_was_awaited(events: list[Event], state: str) -> None:
+def test_deadline_says_what_was_awaited(events: list[News], state: str) -> None:
     story = Story(*events, Made(timeout_s=5))
     assert story.table.next_deadline == 105
     error = story.fails(TimePassed(), after_s=5)
@@ -202,7 +213,7 @@ def test_call_that_the_relay_did_not_deliver_is_sent_again_ever_more_slowly() ->
 
 def test_calls_wait_behind_earlier_ones_that_are_being_sent() -> None:
     story = Story(Made(1), Made(2))
-    assert story.table.step(story.now, news("alive")) == [SendWaiting(target="b")]
+    assert tell(story.table, story.now, news("alive")) == [SendWaiting(target="b")]
     assert story.tell(Made(3)) == [], "the first two have not gone"
     assert [each.call_id for each in story.table.release(story.now, "b")] == [1, 2, 3]
     assert story.tell(Made(4, timeout_s=1)) == [], "they are being sent"
@@ -236,12 +247,54 @@ def test_call_that_the_relay_gave_back_ends_with_the_life_that_it_was_for() -> N
 
 def test_calls_that_waited_are_sent_to_the_life_that_is_there() -> None:
     story = Story(Made(1))
-    assert story.table.step(story.now, news("alive")) == [SendWaiting(target="b")]
-    story.table.step(story.now, news("dead"))
+    assert tell(story.table, story.now, news("alive")) == [SendWaiting(target="b")]
+    tell(story.table, story.now, news("dead"))
     assert story.release() == []
-    assert story.table.step(story.now, news("alive", 1)) == [SendWaiting(target="b")]
-    story.table.step(story.now, news("alive", 2))
+    assert tell(story.table, story.now, news("alive", 1)) == [SendWaiting(target="b")]
+    tell(story.table, story.now, news("alive", 2))
     assert [each.inbox.inbox_id for each in story.release()] == ["b2"]
+
+
+def test_call_for_one_life_goes_to_no_other() -> None:
+    story = Story(news("alive"))
+    assert [type(each) for each in story.tell(Made(1, incarnation=0))] == [SendCall]
+    assert story.tell(Made(2, incarnation=1)) == [], "it has not begun"
+    assert [type(each) for each in story.tell(Made(3))] == [SendCall], "which has not to wait behind that"
+    story.tell(news("dead"))
+    assert story.tell(Made(4)) == []
+    sent = [each for each in story.tell(news("alive", 1)) if isinstance(each, SendCall)]
+    assert [(each.call_id, each.inbox.inbox_id) for each in sent] == [(2, "b1"), (4, "b1")]
+
+
+def test_call_for_a_life_that_is_over_is_refused() -> None:
+    story = Story(news("alive", 1))
+    error = story.fails(Made(incarnation=0))
+    assert isinstance(error, WorkerDiedError)
+    assert not error.is_final
+    assert str(error) == "worker b (life 0) died before 'm' was called."
+    assert story.table.num_open == 0
+
+
+@pytest.mark.parametrize("passed", [news("dead", 2, reason="r"), news("alive", 3)])
+def test_call_for_a_life_that_passes_by_ends_with_it(passed: News) -> None:
+    story = Story(Made(incarnation=2), Made(2))
+    assert isinstance(story.fails(passed), WorkerDiedError)
+    assert story.table.num_open == 1
+
+
+def test_deadline_of_a_call_for_a_life_that_did_not_begin() -> None:
+    story = Story(news("alive"), Made(timeout_s=5, incarnation=1))
+    with pytest.raises(RpcTimeoutError, match="within 5 s: its life 1 has not begun"):
+        raise story.fails(TimePassed(), after_s=5)
+
+
+def test_all_calls_of_a_life_end_before_the_next_is_called() -> None:
+    story = Story(news("alive"), Made(1), Made(2, incarnation=0))
+    story.tell(DeliveryFailed(call_id=1, code="unknown-target"))
+    story.tell(Made(3))
+    actions = tell(story.table, story.now, news("alive", 1))
+    assert [type(each) for each in actions] == [FailCall, FailCall, DropPeer, SendWaiting]
+    assert [each.call_id for each in story.release()] == [3]
 
 
 def test_overloaded_relay_ends_the_call() -> None:
@@ -321,9 +374,17 @@ class AnyOrder(RuleBasedStateMachine):
         """By worker, what the thread that sends calls which waited has still to send."""
         self.newest_sent = {"a": 0, "b": 0}
         self.given_back: set[int] = set()
+        self.bound: dict[int, int] = {}
+        """Incarnation that a call is for, or was sent to."""
+        self.early: set[int] = set()
+        """Calls for a life that had not begun, which others may overtake."""
 
-    def tell(self, event: Event | Made) -> None:
-        for action in tell(self.table, self.now, event):
+    def tell(self, event: Told) -> None:
+        actions = tell(self.table, self.now, event)
+        if isinstance(event, News):
+            others = [not isinstance(each, FailCall) for each in actions]
+            assert others == sorted(others), "all that end have ended before anything else is done"
+        for action in actions:
             if isinstance(action, FailCall):
                 self.ended.append(action.call_id)
             if isinstance(action, SendCall):
@@ -334,6 +395,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def send(self, sent: SendCall) -> None:
         worker = sent.inbox.inbox_id[0]
+        assert int(sent.inbox.inbox_id[1]) == self.bound.setdefault(sent.call_id, int(sent.inbox.inbox_id[1]))
+        if sent.call_id in self.early:
+            return
         if sent.call_id not in self.given_back:
             assert sent.call_id > self.newest_sent[worker]
             self.newest_sent[worker] = sent.call_id
@@ -349,10 +413,16 @@ class AnyOrder(RuleBasedStateMachine):
             return
         self.send(self.to_send[worker].pop(0))
 
-    @rule(worker=st.sampled_from("ab"), timeout_s=st.none() | st.floats(0, 10))
-    def call(self, worker: str, timeout_s: Any) -> None:
+    @rule(
+        worker=st.sampled_from("ab"), timeout_s=st.none() | st.floats(0, 10), incarnation=st.none() | st.integers(0, 3)
+    )
+    def call(self, worker: str, timeout_s: Any, incarnation: Any) -> None:
         self.made += 1
-        self.tell(Made(self.made, timeout_s, worker))
+        if incarnation is not None:
+            self.bound[self.made] = incarnation
+            if self.table.directory.reachable(worker) != Inbox(inbox_id=f"{worker}{incarnation}"):
+                self.early.add(self.made)
+        self.tell(Made(self.made, timeout_s, worker, incarnation))
 
     @rule(
         worker=st.sampled_from("ab"), incarnation=st.integers(0, 3), state=st.sampled_from(["alive", "dead", "ended"])
