@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import psutil
 
+from unified.devices import CUDA_VARIABLE, visible
 from unified.protocol.records import Device
 from unified_agent.cgroups import Limits, limits
 
@@ -69,7 +70,7 @@ class Nvidia:
             found = [device for index in range(pynvml.nvmlDeviceGetCount()) if (device := _ask_nvml(index))]
         finally:
             pynvml.nvmlShutdown()
-        return restrict(found, env.get("CUDA_VISIBLE_DEVICES"))
+        return restrict(found, env.get(CUDA_VARIABLE))
 
 
 def _ask_nvml(index: int) -> FoundDevice | None:
@@ -129,20 +130,10 @@ class Ascend:
         return restrict(found, env.get("ASCEND_RT_VISIBLE_DEVICES"))
 
 
-def restrict(found: list[FoundDevice], visible: str | None) -> list[FoundDevice]:
-    """Return the devices that a visibility variable leaves, in its order and by its names; all if it is not set.
-
-    As the vendors do it: an entry is an id or the beginning of a UUID, and the list ends at the first that is neither.
-    """
-    if visible is None:
-        return found
-    kept: list[FoundDevice] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        match = next((d for d in found if entry and (d.id == entry or (d.uuid and d.uuid.startswith(entry)))), None)
-        if match is None or any(known.uuid == match.uuid and match.uuid for known in kept):
-            break
-        kept.append(match._replace(id=entry))
-    return kept
+def restrict(found: list[FoundDevice], setting: str | None) -> list[FoundDevice]:
+    """Return the devices that a visibility variable leaves, in its order and by its names; without it, all."""
+    kept = visible([(device.id, device.uuid) for device in found], setting)
+    return [found[number]._replace(id=entry) for number, entry in kept.items()]
 
 
 def find_devices(

@@ -14,14 +14,11 @@ ALLOWED = {ROOT / "unified/api"}  # `unified.api.builder` and `unified.api.runti
 OF_THE_DOCUMENTS = ("CheckpointManager", "ShardManager")  # names that users of the reference documents import
 STAND_FOR_SEVERAL = {
     "Batch",
-    "Claim",
     "DeadlineReached",
     "Ended",
     "Entry",
     "Failure",
     "Heartbeat",
-    "JobDirectory",
-    "LifeEnded",
     "Manifest",
     "Order",
     "Piece",
@@ -31,12 +28,10 @@ STAND_FOR_SEVERAL = {
     "Staged",
     "Stager",
     "Take",
-    "TimePassed",
     "WorkerRecord",
     "Writer",
     "_Given",
     "_Known",
-    "_Life",
     "_Stream",
 }
 """Class names that are still to be told apart. Entries may go, never come."""

@@ -38,7 +38,7 @@ LARGE_FOLDERS = {"unified/checkpoint": 24}
 PARAMETERS = 8
 LONG_CONSTRUCTORS = {
     "BusEndpoint": 13,
-    "CallDesk": 9,
+    "CallDesk": 10,
     "CallService": 9,
     "CheckpointManager": 20,
     "Courier": 11,

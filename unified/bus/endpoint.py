@@ -32,7 +32,6 @@ from unified.bus.calls.sender import Courier, Parcel
 from unified.bus.calls.server import MAX_HANDLER_THREADS, CallService
 from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments
-from unified.bus.codec.cuda import visible_devices
 from unified.bus.executor import HandlerPool
 from unified.bus.shm.files import identity
 from unified.bus.shm.pool import SharedPool
@@ -44,6 +43,7 @@ from unified.bus.transport.listeners import InboxSockets
 from unified.bus.transport.routes import read_policy
 from unified.bus.transport.unix_connection import Link
 from unified.core.directory import Change, WorkerDirectory
+from unified.devices import cuda_devices
 from unified.errors import UsageError
 from unified.protocol.records import DirectoryEntry, Inbox
 from unified.security.curve import Gatekeeper
@@ -160,7 +160,7 @@ class BusEndpoint:
                 policy=policy,
                 secure=self._gatekeeper.secure,
                 shm=identity(),
-                gpus=visible_devices(),
+                gpus=cuda_devices(),
             )
         except BaseException:
             self._gatekeeper.close()

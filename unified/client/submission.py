@@ -13,8 +13,8 @@ from msgspec import structs
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
 from unified.client.terminal import ending_at_once, is_watched
-from unified.config import settings
 from unified.config.addresses import connect_seconds, find_master
+from unified.devices import has_accelerator
 from unified.job.node_range import has_range, with_nodes
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.client_master import Accepted, ListNodes, NodeList, NodeStatus, SubmitJob
@@ -162,7 +162,7 @@ def _send_embedded(spec: JobSpec) -> JobHandle:
     from unified.client.embedded import EmbeddedCluster
 
     # One agent may have the host's real devices; several would each take all of them.
-    is_real = spec.accelerator_type == "GPU" and spec.node_num == 1 and settings.has_accelerator()
+    is_real = spec.accelerator_type == "GPU" and spec.node_num == 1 and has_accelerator()
     cpus = spec.master_cpu + sum(role.total * role.resources.cpu for role in spec.roles)
     cluster = EmbeddedCluster(
         spec.node_num,

@@ -108,11 +108,6 @@ def pid_space() -> str:
     return f"{boot}-{os.readlink('/proc/self/ns/pid')}"
 
 
-def has_accelerator() -> bool:
-    """Whether this host has a GPU or NPU, without loading any library that drives one."""
-    return any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd", "/dev/davinci0"))
-
-
 def python() -> str:
     """The interpreter for our own child processes."""
     return sys.executable

@@ -9,57 +9,18 @@ A handle whose message is lost keeps its memory until the sender ends: torch has
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from unified.bus.buffers import Buffer, needed
 from unified.bus.codec.tensors import DeviceTensor, Windows, build_tensor, tensor_bytes
-from unified.config import settings
 from unified.errors import ProtocolError
 
 HANDLE, BYTES = "handle", "bytes"
 """How a tensor travels: the first word of the first of its two frames. The second has the bytes, or is empty."""
-VARIABLE = "CUDA_VISIBLE_DEVICES"
-
-
-def visible_devices(env: Mapping[str, str] | None = None) -> list[str]:
-    """UUIDs of the CUDA devices that this process may use, without waking CUDA; empty where there is none."""
-    if not settings.has_accelerator():
-        return []
-    import pynvml  # slow to load, and of no use elsewhere
-
-    env = os.environ if env is None else env
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return select([str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles], env.get(VARIABLE))
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def select(uuids: Sequence[str], setting: str | None) -> list[str]:
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves: numbers, or beginnings of UUIDs, up to the first that is neither."""
-    if setting is None:
-        return list(uuids)
-    chosen: list[str] = []
-    for word in (word.strip() for word in setting.split(",")):
-        if word.isdecimal():
-            found = uuids[int(word) : int(word) + 1]
-        else:
-            found = [uuid for uuid in uuids if word and uuid.startswith(word)]
-        if len(found) != 1 or found[0] in chosen:
-            break
-        chosen.append(found[0])
-    return chosen
 
 
 def choose_way(device: str, seen_by_reader: Collection[str], *, is_same_process: bool = False) -> str:

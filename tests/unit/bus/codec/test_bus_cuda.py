@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from unified.bus.codec.codec import decode, encode
-from unified.bus.codec.cuda import BYTES, HANDLE, choose_way, rebuild, select, settle, visible_devices
+from unified.bus.codec.cuda import BYTES, HANDLE, choose_way, rebuild, settle
 from unified.bus.codec.tensors import DeviceTensor, Outgoing, Windows
+from unified.devices import cuda_devices, visible
 from unified.errors import ProtocolError
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
@@ -34,12 +35,12 @@ UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
     ],
 )
 def test_the_devices_that_a_process_sees(setting: str | None, chosen: list[str]) -> None:
-    assert select(UUIDS, setting) == chosen
+    assert [UUIDS[number] for number in visible([(str(i), uuid) for i, uuid in enumerate(UUIDS)], setting)] == chosen
 
 
 def test_no_device_is_seen_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unified.config.settings.has_accelerator", lambda: False)
-    assert visible_devices({}) == []
+    monkeypatch.setattr("unified.devices.has_accelerator", lambda: False)
+    assert cuda_devices({}) == []
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ print(float(tensor.sum()), flush=True)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: handles need a real one")
 def test_a_tensor_goes_by_handle_to_another_process() -> None:
     tensor = torch.full((1000, 1000), 2.0, device="cuda")
-    seen = visible_devices()
+    seen = cuda_devices()
     encoded = encode({"weights": tensor}, devices=True)
     frames = [encoded.body, *settle(encoded.buffers, seen)]
     assert sum(map(len, frames)) < 10_000, "its bytes did not travel"
