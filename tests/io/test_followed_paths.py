@@ -1,0 +1,64 @@
+"""The files that a call and a save cross are those that `docs/architecture.md` names, and no more than it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.bus import World, entry
+from tests.support.file_trace import ROOT, FileTrace
+from tests.support.runtime import InstantBus, worker_of
+from unified.api.runtime import RoleGroup, rpc
+from unified.worker.context import set_current_worker
+
+PAGE = (ROOT / "docs/architecture.md").read_text()
+
+
+def listed(heading: str) -> list[str]:
+    """The files of the numbered list below a heading, in order."""
+    section = re.split(r"^#+ ", PAGE.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+
+
+@pytest.fixture
+def trace() -> Iterator[FileTrace]:
+    trace = FileTrace("bus-io")
+    yield trace
+    trace.close()
+
+
+@pytest.mark.parametrize(
+    ("argument", "headings", "limit"),
+    [(5, ["A small call, file by file"], 24), (np.ones(100_000), ["A small call, file by file", "With an array"], 34)],
+    ids=["small", "array"],
+)
+def test_a_call_crosses_the_files_that_the_page_lists(
+    trace: FileTrace, tmp_path: Path, argument: object, headings: list[str], limit: int
+) -> None:
+    @rpc(inline=True)  # without it one more file: the pool of `executor.py`
+    def handle(value: object) -> None:
+        trace.is_on = False
+
+    world = World(tmp_path, "auto", "")
+    worker = worker_of(InstantBus(), caller=1, callee=1)
+    (callee,) = worker.workers_of("callee")
+    worker.bus, _ = world.endpoint(worker.actor_info.name)
+    _, inbox = world.endpoint(callee.name, {"handle": handle})
+    worker.bus.update_directory([entry(callee.name, inbox)])
+    set_current_worker(worker)
+    try:
+        group = RoleGroup("callee")
+        group.call("handle", argument).result(10)  # the first one makes the connection
+        with trace.here():
+            future = group.call("handle", argument)
+        future.result(10)
+    finally:
+        set_current_worker(None)
+        world.close()
+    files = {file for heading in headings for file in listed(heading)}
+    assert set(trace.files) == files
+    assert len(files) <= limit
