@@ -29,10 +29,10 @@ def limits(proc: Path = _PROC) -> Limits:
     cpus: list[float] = []
     memory: list[int] = []
     for group in _groups(proc):
-        quota, _, period = _read(group / "cpu.max").partition(" ")
+        quota, _, period = read_text(group / "cpu.max").partition(" ")
         cpus += _quotient(quota, period)
-        cpus += _quotient(_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us"))
-        memory += [int(limit) for name in _MEMORY if (limit := _read(group / name)).isdecimal()]
+        cpus += _quotient(read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us"))
+        memory += [int(limit) for name in _MEMORY if (limit := read_text(group / name)).isdecimal()]
     return Limits(min(cpus, default=None), min(memory, default=None))
 
 
@@ -43,10 +43,10 @@ _MEMORY = ("memory.max", "memory.limit_in_bytes")
 def _groups(proc: Path) -> Iterator[Path]:
     """Yield the folders of this process's groups, and of all groups that those are in."""
     within: dict[str, str] = {}
-    for line in _read(proc / "cgroup").splitlines():  # hierarchy:controllers:path
+    for line in read_text(proc / "cgroup").splitlines():  # hierarchy:controllers:path
         _, controllers, group = line.split(":", 2)
         within.update(dict.fromkeys(controllers.split(","), group))
-    for line in _read(proc / "mountinfo").splitlines():
+    for line in read_text(proc / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
         root, mount = (_unescaped(each) for each in before.split(" ")[3:5])
@@ -82,7 +82,8 @@ def _unescaped(path: str) -> str:
     return path.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file of the kernel's; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

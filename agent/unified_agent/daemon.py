@@ -24,7 +24,7 @@ from unified_agent.core.agent import AgentCore
 from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,
-    DeadlineReached,
+    AgentTick,
     Exit,
     KeepInterpreters,
     Reconnect,
@@ -44,7 +44,7 @@ from unified_agent.master_channel import MasterChannel
 from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead, destinations
 from unified_agent.poll_loop import PollLoop
 from unified_agent.processes import Processes
-from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
+from unified_agent.zygote import MARKER_INCARNATION, MARKER_NODE
 
 log = logging.getLogger("unified_agent")
 
@@ -72,11 +72,11 @@ class AgentDaemon:
         self._events: deque[AgentEvent] = deque()
         self._exit: Exit | None = None
         self._core = AgentCore(facts, intervals, give_up_s=options.connect_timeout_s)
-        self._sources = PollLoop()
+        self._loop = PollLoop()
         self._wake_read, self._wake_write = socket.socketpair()
         self._output = OutputReader(Path(facts.log_dir), max_bytes=options.log_max_bytes, max_files=options.log_files)
         self._processes = Processes(
-            self._sources,
+            self._loop,
             python=facts.python,
             entry=options.entry,
             run_dir=Path(facts.run_dir),
@@ -84,24 +84,24 @@ class AgentDaemon:
                 **env,
                 TUNABLES: tunables(env.get(TUNABLES, ""), last_cache_bytes()),
                 MARKER_NODE: facts.node,
-                MARKER_LIFE: facts.incarnation,
+                MARKER_INCARNATION: facts.incarnation,
             },
             on_event=self._events.append,
             on_end=self._output.finish,
         )
-        self._channel = MasterChannel(self._sources, facts.master, options.key, self._events.append)
+        self._channel = MasterChannel(self._loop, facts.master, options.key, self._events.append)
 
     def run(self) -> Exit:
         """Serve until the end; every worker and every helper process is gone when this returns."""
         self._take_signals()
-        self._sources.watch(self._output.ready, self._on_output)
+        self._loop.watch(self._output.ready, self._on_output)
         try:
             with contextlib.suppress(OSError):
-                self._processes.warm()
+                self._processes.preload()
             while self._exit is None:
-                self._sources.wait(self._patience_s())
+                self._loop.wait(self._patience_s())
                 if _is_due(self._core.next_deadline):
-                    self._events.append(DeadlineReached())
+                    self._events.append(AgentTick())
                 if _is_due(self._processes.next_deadline):
                     self._processes.sweep()
                 self._drain()
@@ -201,7 +201,7 @@ class AgentDaemon:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, lambda number, frame: None)  # the byte in the socket says which it was
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        self._sources.watch(self._wake_read.fileno(), self._on_signals)
+        self._loop.watch(self._wake_read.fileno(), self._on_signals)
 
     def _release_signals(self) -> None:
         signal.set_wakeup_fd(-1)

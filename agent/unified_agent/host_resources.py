@@ -21,7 +21,7 @@ import psutil
 
 from unified.devices import CUDA_VARIABLE, visible
 from unified.protocol.records import Device
-from unified_agent.cgroups import Limits, limits
+from unified_agent.cgroups import Limits, limits, read_text
 
 log = logging.getLogger("unified_agent")
 _MB = 1024 * 1024
@@ -160,11 +160,8 @@ def find_devices(
 
 
 def _properties(path: Path) -> dict[str, str]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    return dict(line.split(None, 1) for line in lines if len(line.split(None, 1)) == 2)
+    pairs = (line.split(None, 1) for line in read_text(path).splitlines())
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
 
 def _vram_mb(node: Path) -> float:
@@ -196,7 +193,7 @@ def memory_mb(allowed: Limits | None = None) -> float:
 
 def last_cache_bytes(caches: Path = _CACHES) -> int:
     """Return the size of a core's last cache before memory, shared with others or not; 0 if it is not known."""
-    sizes = [_read(size).removesuffix("K") for size in caches.glob("index*/size")]
+    sizes = [read_text(size).removesuffix("K") for size in caches.glob("index*/size")]
     return max((int(size) * 1024 for size in sizes if size.isdecimal()), default=0)
 
 
@@ -225,10 +222,3 @@ def interface_of(address: str) -> str:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
     return ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -33,9 +33,9 @@ class MasterChannel:
     """The connection to the master; messages from it go to `on_event`."""
 
     def __init__(
-        self, sources: PollLoop, address: str, key: ClusterKey | None, on_event: Callable[[AgentEvent], None]
+        self, loop: PollLoop, address: str, key: ClusterKey | None, on_event: Callable[[AgentEvent], None]
     ) -> None:
-        self._sources = sources
+        self._loop = loop
         self._address = address
         self._key = key
         self._on_event = on_event
@@ -52,8 +52,8 @@ class MasterChannel:
         secure_client(socket, self._key)
         monitor = socket.get_monitor_socket(EVENTS)
         self._handshakes = Handshakes(self._address, self._key)
-        self._sources.watch(monitor, self._on_monitor)
-        self._sources.watch(socket, self._on_message)
+        self._loop.watch(monitor, self._on_monitor)
+        self._loop.watch(socket, self._on_message)
         socket.connect(self._address)
         return socket, monitor
 
@@ -75,8 +75,8 @@ class MasterChannel:
         self._context.term()
 
     def _disconnect(self) -> None:
-        self._sources.unwatch(self._monitor)
-        self._sources.unwatch(self._socket)
+        self._loop.unwatch(self._monitor)
+        self._loop.unwatch(self._socket)
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()

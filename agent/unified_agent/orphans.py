@@ -16,9 +16,7 @@ import hashlib
 import logging
 import os
 import secrets
-import select
 import shutil
-import signal
 import socket
 import struct
 import time
@@ -33,12 +31,10 @@ from unified.bus.shm.files import Sweeper
 from unified.config import settings
 from unified.errors import ClusterError
 from unified.values import Value
-from unified_agent.zygote import MARKER_LIFE, MARKER_NODE
+from unified_agent.zygote import MARKER_INCARNATION, MARKER_NODE
 
 log = logging.getLogger("unified_agent")
 _RUN_DIR_PREFIX = "a-"
-GONE_S = 2.0
-"""Time that killed processes may take to be gone."""
 
 
 class AgentTakenError(ClusterError):
@@ -192,7 +188,7 @@ def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
     if previous is not None:
         killed = clean_up(previous, run_root)
         text = f"the last agent of this node (pid {previous.pid}) was killed; ended {len(killed)} processes of it"
-        log.warning("event=leftovers %s", text)
+        log.warning("event=orphans-ended %s", text)
     shared = SharedMemory()
     shared.sweep()
     life = secrets.token_hex(8)
@@ -222,37 +218,21 @@ def clean_up(record: AgentRecord, run_root: Path) -> list[int]:
     A process is its only if its environment names both the node and that very life of the agent, it belongs to this
     user, and it started after that agent did.
     """
-    found = [
-        one.pid
-        for one in process.every_process()
-        if one.is_alive
-        and one.start_ticks >= record.start_ticks
-        and one.pid != os.getpid()
-        and process.has_environment(one.pid, f"{MARKER_LIFE}={record.life}")
-        and process.has_environment(one.pid, f"{MARKER_NODE}={record.node}")
-    ]
-    killed = [pid for pid in found if _kill(pid)]
-    deadline = time.monotonic() + GONE_S
-    for pid in killed:
-        _await_gone(pid, deadline)
+
+    def left() -> list[int]:
+        return [
+            one.pid
+            for one in process.every_process()
+            if one.is_alive
+            and one.start_ticks >= record.start_ticks
+            and one.pid != os.getpid()
+            and process.has_environment(one.pid, f"{MARKER_INCARNATION}={record.life}")
+            and process.has_environment(one.pid, f"{MARKER_NODE}={record.node}")
+        ]
+
+    killed = left()
+    process.kill_until_none(left)
     run_dir = Path(record.run_dir)
     if run_dir.parent == run_root and run_dir.name.startswith(_RUN_DIR_PREFIX):
         shutil.rmtree(run_dir, ignore_errors=True)
     return killed
-
-
-def _kill(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
-def _await_gone(pid: int, deadline: float) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(pid)
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        os.close(pidfd)

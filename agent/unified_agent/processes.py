@@ -45,9 +45,9 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 class _Child:
     """A worker's process, from the wish for it to its end."""
 
-    def __init__(self, life: JobWorkerIncarnation, link: ChildChannel, order: Fork, descriptors: list[int]) -> None:
+    def __init__(self, life: JobWorkerIncarnation, channel: ChildChannel, order: Fork, descriptors: list[int]) -> None:
         self.life = life
-        self.link = link
+        self.channel = channel
         self.order = order
         self.descriptors = descriptors
         self.zygote: ZygoteHandle | None = None
@@ -65,7 +65,7 @@ class Processes:
 
     def __init__(
         self,
-        sources: PollLoop,
+        loop: PollLoop,
         *,
         python: str,
         entry: str,
@@ -82,7 +82,7 @@ class Processes:
             on_event: what happened, for the core.
             on_end: a worker's process has ended with this code, and all it said has been handed on.
         """
-        self._sources = sources
+        self._loop = loop
         self._python = python
         self._entry = entry
         self._run_dir = run_dir
@@ -101,7 +101,7 @@ class Processes:
         self._shared_memory = SharedMemory()
         process.become_subreaper()
 
-    def warm(self) -> None:
+    def preload(self) -> None:
         """Start the zygote of the agent's own interpreter, so that the first worker need not wait."""
         self._zygote(self._python)
 
@@ -134,15 +134,15 @@ class Processes:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
-        link = ChildChannel(ours)
+        channel = ChildChannel(ours)
         self._count += 1
         marker = f"UNIFIED_WORKER={launch.env.get('UNIFIED_WORKER', '')}"
         order = Fork(child=self._count, fresh=is_fresh, marker=marker, env=dict(env))
-        child = _Child(life, link, order, [theirs.detach(), *descriptors])
+        child = _Child(life, channel, order, [theirs.detach(), *descriptors])
         self._children[order.child] = child
         self._numbers[life] = order.child
-        self._sources.watch_link(link, lambda: self._hear(child))
-        link.send(launch)
+        self._loop.watch_channel(channel, lambda: self._hear(child))
+        channel.send(launch)
         try:
             zygote = self._zygote(python or self._python)
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -161,10 +161,10 @@ class Processes:
         if child is None:
             return
         try:
-            child.link.send(message)
+            child.channel.send(message)
         except ChannelOverflowError as error:
             log.warning("event=worker-killed life=%s reason=%r", life, str(error))
-            self._sources.unwatch_link(child.link)
+            self._loop.unwatch_channel(child.channel)
             self.signal(life, "kill")
 
     def signal(self, life: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"]) -> None:
@@ -210,7 +210,7 @@ class Processes:
         zygotes = list(self._running.values())
         deadline = time.monotonic() + CLOSE_S
         for zygote in zygotes:
-            self._sources.unwatch_link(zygote.link)
+            self._loop.unwatch_channel(zygote.channel)
             zygote.close()
         for zygote in zygotes:
             self._await_end(zygote, deadline)
@@ -241,7 +241,7 @@ class Processes:
         self._num_zygotes += 1
         zygote = ZygoteHandle(python, self._entry, self._run_dir, self._env, self._num_zygotes)
         self._zygotes[python] = self._running[zygote.pid] = zygote
-        self._sources.watch_link(zygote.link, lambda: self._hear_zygote(zygote))
+        self._loop.watch_channel(zygote.channel, lambda: self._hear_zygote(zygote))
         return zygote
 
     def _hear_zygote(self, zygote: ZygoteHandle) -> None:
@@ -251,8 +251,8 @@ class Processes:
             log.error("event=zygote-unreadable pid=%d python=%s reason=%r", zygote.pid, zygote.python, str(error))
             words = []
             zygote.close()
-        if not zygote.link.is_open:
-            self._sources.unwatch_link(zygote.link)
+        if not zygote.channel.is_open:
+            self._loop.unwatch_channel(zygote.channel)
         for word in words:
             self._on_zygote_word(zygote, word)
 
@@ -354,7 +354,7 @@ class Processes:
         """Send a zygote no more orders; `reap` sees its end."""
         if self._zygotes.get(zygote.python) is zygote:
             del self._zygotes[zygote.python]
-        self._sources.unwatch_link(zygote.link)
+        self._loop.unwatch_channel(zygote.channel)
         zygote.close()
 
     # Workers
@@ -365,17 +365,17 @@ class Processes:
 
     def _hear(self, child: _Child) -> None:
         try:
-            for body in child.link.receive():
+            for body in child.channel.receive():
                 word = worker_to_agent.decode(body)
                 if isinstance(word, Hello) and word.inbox is not None:
                     child.routes, child.inbox_id = word.inbox.routes, word.inbox.inbox_id
                 self._on_event(WorkerSaid(life=child.life, word=word))
         except (msgspec.DecodeError, ProtocolError) as error:
             log.error("event=worker-killed life=%s reason=%r", child.life, f"it said no message of ours: {error}")
-            child.link.close()
+            child.channel.close()
             self.signal(child.life, "kill")
-        if not child.link.is_open:
-            self._sources.unwatch_link(child.link)
+        if not child.channel.is_open:
+            self._loop.unwatch_channel(child.channel)
 
     def _signal_pidfd(self, child: _Child, number: int) -> bool:
         if child.pidfd < 0:
@@ -396,8 +396,8 @@ class Processes:
         self._on_end(child.life, code)
 
     def _drop(self, child: _Child) -> None:
-        self._sources.unwatch_link(child.link)
-        child.link.close()
+        self._loop.unwatch_channel(child.channel)
+        child.channel.close()
         for descriptor in child.descriptors:
             os.close(descriptor)
         child.descriptors = []

@@ -15,7 +15,7 @@ from unified_agent.child_channel import ChildChannel
 from unified_agent.logfile import last_lines
 
 MARKER_NODE = "UNIFIED_AGENT_NODE"
-MARKER_LIFE = "UNIFIED_AGENT_LIFE"
+MARKER_INCARNATION = "UNIFIED_AGENT_LIFE"
 """Markers in the environment of everything an agent starts, so that the next agent knows what the last one left."""
 
 
@@ -48,14 +48,14 @@ class ZygoteHandle:
         finally:
             theirs.close()
         self.pid = self._process.pid
-        self.link = ChildChannel(ours)
+        self.channel = ChildChannel(ours)
 
     def fork(self, order: Fork, descriptors: list[int]) -> None:
-        self.link.send(order, descriptors)
+        self.channel.send(order, descriptors)
 
     def receive(self) -> list[ZygoteToAgent]:
         """Return the messages that have come."""
-        return [zygote_to_agent.decode(body) for body in self.link.receive()]
+        return [zygote_to_agent.decode(body) for body in self.channel.receive()]
 
     def reaped(self, code: int) -> None:
         """Note that its exit was seen; `subprocess` must not look for it again."""
@@ -77,4 +77,4 @@ class ZygoteHandle:
 
     def close(self) -> None:
         """Close the channel: at end of file the zygote kills its workers and leaves."""
-        self.link.close()
+        self.channel.close()

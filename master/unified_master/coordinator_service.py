@@ -94,8 +94,7 @@ class CoordinatorService:
 
     def _is_past(self, request: DataRequest) -> bool:
         """Return True if a newer incarnation of that worker of the job has begun."""
-        job = self._master.cluster.jobs.get(request.space)
-        worker = job.workers.get(request.worker_id) if job is not None else None
+        worker = self._master.cluster.worker(request.space, request.worker_id)
         return worker is not None and request.life < worker.incarnation
 
     def _lives(self, space: str) -> dict[str, int] | None:

@@ -32,7 +32,7 @@ from unified_master.core.master import MasterCore
 from unified_master.core.messages import (
     MasterAction,
     MasterEvent,
-    MasterTimePassed,
+    MasterTick,
     Received,
     ReportEvent,
     SaveRecord,
@@ -178,7 +178,7 @@ class MasterDaemon:
                 poller.poll(math.ceil(wait_s * 1000))
                 events = self._take_in(router)
                 if due is not None and self._clock.now() >= due:
-                    events.append(MasterTimePassed())
+                    events.append(MasterTick())
                 core = self._handle(core, events, router, store)
         finally:
             signal.set_wakeup_fd(previous)
@@ -269,7 +269,7 @@ class MasterDaemon:
         decided = core.step(now, event)
         actions += decided
         actions += self._desk.hear(now, decided)
-        if isinstance(event, MasterTimePassed):
+        if isinstance(event, MasterTick):
             actions += self._desk.time_passed(now)
 
     def _after_defect(

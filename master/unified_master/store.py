@@ -70,9 +70,8 @@ class Store:
             ) from None
 
     def _write(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
-        database = self._database
-        database.execute("begin immediate")
-        try:
+        with self._database as database:  # commits, or rolls back
+            database.execute("begin immediate")
             for save in saves:
                 if save.data is None:
                     database.execute("delete from records where kind = ? and key = ?", (save.kind, save.key))
@@ -84,11 +83,6 @@ class Store:
                 database.execute("replace into events values (?, ?, ?)", (record.sequence, record.job, data))
                 if record.sequence % TRIM_EVERY == 0:
                     self._trim(database)
-            database.execute("commit")
-        except BaseException:
-            if database.in_transaction:
-                database.execute("rollback")
-            raise
 
     def records(self) -> list[tuple[str, str, bytes]]:
         """Return everything that the core saved: kind, key, data."""

@@ -23,7 +23,7 @@ from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Runn
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.messages import (
     AgentEvent,
-    DeadlineReached,
+    AgentTick,
     Exit,
     MasterReached,
     MasterSaid,
@@ -146,7 +146,7 @@ class World:
 
     def pass_time(self) -> None:
         self.now += self.random.choice([0.001, 0.1, 1.0, 10.0])
-        self.step(DeadlineReached())
+        self.step(AgentTick())
 
     def settle(self, within_s: float) -> None:
         """Every process that was killed dies, and time passes."""
@@ -156,7 +156,7 @@ class World:
                 del self.alive[life]
                 self.step(WorkerExited(life=life, code=-9))
             self.now += 0.1
-            self.step(DeadlineReached())
+            self.step(AgentTick())
 
 
 @pytest.mark.parametrize("seed", range(40))

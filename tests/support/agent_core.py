@@ -27,7 +27,7 @@ from unified_agent.core.agent import AgentCore
 from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,
-    DeadlineReached,
+    AgentTick,
     KeepInterpreters,
     MasterSaid,
     SendMaster,
@@ -82,7 +82,7 @@ class Driver:
         end = self.now + seconds
         while (deadline := self.core.next_deadline) is not None and deadline <= end:
             self.now = max(self.now, deadline)
-            self.step(DeadlineReached())
+            self.step(AgentTick())
             if answered:
                 self.hear(HeartbeatSeen())
         self.now = end

@@ -31,7 +31,7 @@ from unified_agent.core.membership import Membership, MembershipState
 from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,
-    DeadlineReached,
+    AgentTick,
     Exit,
     KeepInterpreters,
     KeyRefused,
@@ -82,7 +82,7 @@ class AgentCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """Time at which `DeadlineReached` is due, on the caller's clock."""
+        """Time at which `AgentTick` is due, on the caller's clock."""
         return self.timers.next_deadline
 
     def step(self, now: float, event: AgentEvent) -> list[AgentAction]:
@@ -108,7 +108,7 @@ class AgentCore:
                 self._on_exited(event)
             case StopAsked():
                 self._on_stop_asked(event)
-            case DeadlineReached():
+            case AgentTick():
                 for timer in self.timers.due(now):
                     self._on_timer(timer)
             case _:

@@ -71,7 +71,7 @@ class StopAsked(Value, frozen=True):
     at_once: bool = False
 
 
-class DeadlineReached(Value, frozen=True):
+class AgentTick(Value, frozen=True):
     """Time has passed; `AgentCore.next_deadline` says when this is due."""
 
 
@@ -85,7 +85,7 @@ AgentEvent = (
     | WorkerSaid
     | WorkerExited
     | StopAsked
-    | DeadlineReached
+    | AgentTick
 )
 
 

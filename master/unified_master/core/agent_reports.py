@@ -30,7 +30,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
                 jobs.cut_short(step, life, node, observed.failure)
             incarnations.confirm_end(step, node, life)
         elif life not in node.leaving:
-            _meet_stranger(step, node, life)
+            _expect_end(step, node, life)
     for life, leaving in list(node.leaving.items()):
         if life not in seen and report.generation >= leaving.generation:
             incarnations.confirm_end(step, node, life)
@@ -39,7 +39,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
             _vanished(step, node, worker)
     for life, observed in seen.items():  # after the ends in the same report, which have freed names
         if life in node.incarnations and observed.claims.number > node.incarnations[life].claims.number:
-            _claims(step, node.incarnations[life], observed)
+            _hear_claims(step, node.incarnations[life], observed)
     catch_up(step, node, report.generation)
 
 
@@ -85,9 +85,9 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
     directory.publish(step, job, worker)
 
 
-def _claims(step: MasterStep, worker: WorkerRecord, observed: ObservedWorker) -> None:
+def _hear_claims(step: MasterStep, worker: WorkerRecord, observed: ObservedWorker) -> None:
     job = step.cluster.jobs[worker.job_id]
-    directory.hear(step, job, worker, observed.claims)
+    directory.decide_claims(step, job, worker, observed.claims)
     directory.publish(step, job, worker)
 
 
@@ -130,10 +130,9 @@ def _vanished(step: MasterStep, node: NodeRecord, worker: WorkerRecord) -> None:
     recovery.on_failure(step, job, worker, Failure(summary=text, category="crash"))
 
 
-def _meet_stranger(step: MasterStep, node: NodeRecord, life: JobWorkerIncarnation) -> None:
+def _expect_end(step: MasterStep, node: NodeRecord, life: JobWorkerIncarnation) -> None:
     """Expect the end of an incarnation left from before a restart or a partition, which holds what it used."""
-    job = step.cluster.jobs.get(life.job_id)
-    worker = job.workers.get(life.worker) if job is not None else None
+    worker = step.cluster.worker(life.job_id, life.worker)
     allocation = worker.allocation if worker is not None and worker.node == node.name else None
     incarnations.expect_end(node, life, allocation)
     step.touch_node(node.name)

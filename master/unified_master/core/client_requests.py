@@ -191,7 +191,7 @@ def _directory(step: MasterStep, request: GetDirectory, job: JobRecord) -> Answe
         revision=revision,
         relay=step.cluster.relay,
         roles={role.name: [worker.name for worker in job.ranks(role.name)] for role in job.spec.roles},
-        entries=None if request.after_revision == revision else directory.whole(job),
+        entries=None if request.after_revision == revision else directory.entries_of(job),
     )
 
 
@@ -286,8 +286,7 @@ def _empty(life: JobWorkerIncarnation, *, is_final: bool) -> LogChunk:
 
 def _is_over(step: MasterStep, life: JobWorkerIncarnation) -> bool:
     """Return True if the incarnation has ended, so that its log grows no more."""
-    job = step.cluster.jobs.get(life.job_id)
-    worker = job.workers.get(life.worker) if job is not None else None
+    worker = step.cluster.worker(life.job_id, life.worker)
     if worker is None or any(life in node.leaving for node in step.cluster.nodes.values()):
         return worker is None
     return life.incarnation < worker.incarnation or worker.state is WorkerState.EXITED
@@ -323,8 +322,7 @@ def _restart(step: MasterStep, request: RestartWorkers, job: JobRecord) -> Answe
     step.decide("restart-asked", why, job)
     before = {worker.name: worker.incarnation for worker in job.workers.values() if worker.kind == "worker"}
     found = restart(step, job, names, why) if names else restart_job(step, job, why)
-    if not found.fits:
-        job_queue.requeue(step, job, f"waits for room to restart: {found.reason}")
+    job_queue.requeue_unless(step, job, found)
     coming = {name: number + 1 for name, number in before.items() if _is_to_come(job, job.workers[name], number)}
     return Done(note=why, lives=coming)
 

@@ -51,7 +51,7 @@ def desired_workers(step: MasterStep, node: NodeRecord) -> DesiredWorkers:
 
 
 def _job(job: JobRecord, *, is_told: bool) -> DesiredJob:
-    entries = [] if is_told else directory.whole(job)
+    entries = [] if is_told else directory.entries_of(job)
     return DesiredJob(
         job_id=job.job_id,
         spec=job.spec,

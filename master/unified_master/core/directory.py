@@ -4,7 +4,7 @@ Each claim of a name is decided once, in the order in which claims are heard.
 
 A claim is granted if nobody else holds the name, else refused, and the answer stands until the claim is withdrawn: a
 worker that was told no is never given the name behind its back. A name is free again when it is withdrawn and when the
-life that holds it is over.
+incarnation that holds it is over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_TOLD = 100
 def publish(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
     """Note the worker's entry if it changed; `flush` sends it. An incarnation that is over loses its names here."""
     if not job.can_call(worker):
-        free(job, worker)
+        free_names(job, worker)
     entry = _entry(job, worker)
     if entry is None or entry == worker.entry:
         return
@@ -31,7 +31,7 @@ def publish(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
     step.cluster.news.setdefault(job.job_id, {})[worker.name] = entry
 
 
-def whole(job: JobRecord) -> list[DirectoryEntry]:
+def entries_of(job: JobRecord) -> list[DirectoryEntry]:
     """Return every entry of a job, by role and rank."""
     return [worker.entry for worker in job.workers.values() if worker.entry is not None]
 
@@ -95,7 +95,7 @@ def _why(job: JobRecord, worker: WorkerRecord, *, is_last: bool) -> str:
     return "its entry point is done" if is_last else worker.reason
 
 
-def hear(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims: NameClaims) -> None:
+def decide_claims(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims: NameClaims) -> None:
     """Decide the claims of an incarnation that can be called. Older ones, or those heard before, change nothing."""
     if claims.number <= worker.claims.number or not job.can_call(worker):
         return
@@ -120,7 +120,7 @@ def hear(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims: NameCla
     step.save_worker(worker)
 
 
-def free(job: JobRecord, worker: WorkerRecord) -> None:
+def free_names(job: JobRecord, worker: WorkerRecord) -> None:
     """Free the names and claims of a worker whose incarnation is over."""
     for name in worker.names:
         del job.holders[name]

@@ -190,7 +190,7 @@ def begin_stop(step: MasterStep, job: JobRecord, outcome: int, reason: str) -> N
         directory.publish(step, job, worker)
 
 
-def end_badly(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure, limit: str, why: str) -> None:
+def fail(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure, limit: str, why: str) -> None:
     """Stop a job because of a failure that nothing may repair; `limit` names what forbade it."""
     job.end = _end_report(worker, failure, limit)
     begin_stop(step, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary.rstrip('.')}; {why}")

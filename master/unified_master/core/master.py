@@ -16,7 +16,7 @@ from unified.protocol.agent_master import (
 )
 from unified.protocol.records import EventRecord
 from unified_master.core import agent_reports, client_requests, desired, directory, jobs, nodes, recovery, restart
-from unified_master.core.messages import MasterAction, MasterEvent, MasterTimePassed, Received, ReportEvent
+from unified_master.core.messages import MasterAction, MasterEvent, MasterTick, Received, ReportEvent
 from unified_master.core.restore import Record, restore
 from unified_master.core.scheduling import job_queue
 from unified_master.core.state import Cluster, TimerKey
@@ -40,7 +40,7 @@ class MasterCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """Time at which `MasterTimePassed` is due; None if nothing is awaited."""
+        """Time at which `MasterTick` is due; None if nothing is awaited."""
         deadlines = [self.cluster.timers.next_deadline, self.cluster.leases.next_check]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -62,7 +62,7 @@ class MasterCore:
         match event:
             case Received():
                 self._received(step, event)
-            case MasterTimePassed():
+            case MasterTick():
                 self._time_passed(step)
             case _:
                 assert_never(event)
@@ -82,13 +82,13 @@ class MasterCore:
             case Heartbeat():
                 nodes.heartbeat(step, peer, number, message)
             case ObservedWorkers():
-                node = nodes.meet(step, peer, message.node, message.incarnation)
+                node = nodes.renew(step, peer, message.node, message.incarnation)
                 if node is None:
                     step.send(peer, RegisterAgain(), number)
                 else:
                     agent_reports.observe(step, node, message)
             case LogRead():
-                if nodes.meet(step, peer, message.node, message.incarnation) is not None:
+                if nodes.renew(step, peer, message.node, message.incarnation) is not None:
                     client_requests.log_read(step, number, message)
             case AgentLeaving():
                 nodes.leave(step, peer, message)

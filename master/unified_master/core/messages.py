@@ -44,8 +44,8 @@ class Received(Value, frozen=True, kw_only=True):
     message: AgentToMaster | ClientToMaster
 
 
-class MasterTimePassed(Value, frozen=True, kw_only=True):
+class MasterTick(Value, frozen=True, kw_only=True):
     """`MasterCore.next_deadline` has come. Too early or too often does no harm."""
 
 
-MasterEvent = Received | MasterTimePassed
+MasterEvent = Received | MasterTick

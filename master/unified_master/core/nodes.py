@@ -63,7 +63,7 @@ def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent
 
 def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: Heartbeat) -> None:
     """Renew a lease; send the desired set again if the agent seems to have missed it."""
-    node = meet(step, peer, message.node, message.incarnation)
+    node = renew(step, peer, message.node, message.incarnation)
     if node is None:
         step.send(peer, RegisterAgain(), request_id)
         return
@@ -78,7 +78,7 @@ def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: Heartbeat
     catch_up(step, node, message.generation)
 
 
-def meet(step: MasterStep, peer: bytes, name: str, incarnation: str) -> NodeRecord | None:
+def renew(step: MasterStep, peer: bytes, name: str, incarnation: str) -> NodeRecord | None:
     """Renew the lease of the node that speaks, and return the node; None if it must register (again)."""
     node = step.cluster.nodes.get(name)
     if node is None or not node.is_connected or node.info.incarnation != incarnation:
@@ -98,7 +98,7 @@ def catch_up(step: MasterStep, node: NodeRecord, generation: int) -> None:
 
 def leave(step: MasterStep, peer: bytes, message: AgentLeaving) -> None:
     """Take in that an agent stopped in order; its workers are gone."""
-    node = meet(step, peer, message.node, message.incarnation)
+    node = renew(step, peer, message.node, message.incarnation)
     if node is not None:
         lose(step, node, f"its agent stopped: {message.reason}")
 

@@ -18,7 +18,6 @@ from unified_master.core.restart import (
     unfinished_elastic,
 )
 from unified_master.core.scheduling import job_queue
-from unified_master.core.scheduling.packing import PlacementPlan
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep
 
@@ -53,7 +52,7 @@ def on_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: 
         return
     if failure.category == "setup":
         limit = "not restarted: a setup failure would happen again"
-        jobs.end_badly(step, job, worker, failure, limit, limit)
+        jobs.fail(step, job, worker, failure, limit, limit)
         return
     role = job.roles[worker.role]
     if not failure.is_collateral:
@@ -85,14 +84,14 @@ def judge(step: MasterStep, job: JobRecord, worker: WorkerRecord, *, is_due: boo
         return
     role = job.spec.role(worker.role)
     if (refusal := policy_refusal(job.spec)) is not None:
-        jobs.end_badly(step, job, worker, failure, *refusal)
+        jobs.fail(step, job, worker, failure, *refusal)
         return
     if not is_due and _waits(step, job, role, worker, failure):
         return
     is_excluding = False
     if failure.category != "node":  # which was charged to its node, when that was lost
         if (refusal := _charge(step, job, role, worker)) is not None:
-            jobs.end_badly(step, job, worker, failure, *refusal)
+            jobs.fail(step, job, worker, failure, *refusal)
             return
         num_on_node = job.roles[role.name].node_failures[worker.node]
         is_excluding = role.role_max_restart is None and num_on_node > role.per_node_max_failure
@@ -132,10 +131,10 @@ def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str
     step.touch_job(job)
     if job.node_losses[node.name] > limit:
         why = f"the limit node_max_restart={limit} is used up for node {node.name}"
-        jobs.end_badly(step, job, first, failure, "node_max_restart", why)
+        jobs.fail(step, job, first, failure, "node_max_restart", why)
         return
     if (refusal := policy_refusal(job.spec)) is not None:
-        jobs.end_badly(step, job, first, failure, *refusal)
+        jobs.fail(step, job, first, failure, *refusal)
         return
     due = _not_put_off(step, job, lost, failure)
     names: set[str] = set()
@@ -153,16 +152,16 @@ def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str
     cause = _cause(job, first, failure)
     if "job" in scopes:
         if (refusal := _job_refusal(job)) is not None:
-            jobs.end_badly(step, job, first, failure, *refusal)
+            jobs.fail(step, job, first, failure, *refusal)
             return
         job.num_charged_restarts += 1
         why = f"job restarts: {cause}"
         step.decide("job-restarts", why, job, node=node.name)
-        _or_wait(step, job, restart_job(step, job, why))
+        job_queue.requeue_unless(step, job, restart_job(step, job, why))
         return
     why = f"workers restart: {cause}"
     step.decide("workers-restart", why, job, node=node.name)
-    _or_wait(step, job, restart(step, job, names, why))
+    job_queue.requeue_unless(step, job, restart(step, job, names, why))
 
 
 def policy_refusal(spec: JobSpec) -> Refusal | None:
@@ -184,7 +183,7 @@ def _repair(
     is_role_limited = role.role_max_restart is not None and failure.category != "node"
     if scope == "job":
         if not is_role_limited and (refusal := _job_refusal(job)) is not None:
-            jobs.end_badly(step, job, worker, failure, *refusal)
+            jobs.fail(step, job, worker, failure, *refusal)
             return
         what, whom = "job", ("", "")
     elif scope == "role":
@@ -195,14 +194,14 @@ def _repair(
     pending = stop(step, job, _scoped(job, worker, scope), why)
     if is_excluding and not pending.plan.fits and not job_queue.could_ever_fit(step.cluster, job):
         limit = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {pending.plan.reason}"
-        jobs.end_badly(step, job, worker, failure, "per_node_max_failure", limit)
+        jobs.fail(step, job, worker, failure, "per_node_max_failure", limit)
         return
     if scope == "job":
         job.num_charged_restarts += not is_role_limited
         count_job(job)
     step.decide(f"{scope}-restarts", why, job, *whom)
     begin(step, job, pending, delay)
-    _or_wait(step, job, pending.plan)
+    job_queue.requeue_unless(step, job, pending.plan)
 
 
 def _scope(job: JobRecord, role: RoleSpec) -> Scope:
@@ -260,12 +259,6 @@ def _not_put_off(step: MasterStep, job: JobRecord, lost: list[WorkerRecord], fai
     return due
 
 
-def _or_wait(step: MasterStep, job: JobRecord, found: PlacementPlan) -> None:
-    """Put a job whose workers found no new place back into the queue."""
-    if not found.fits:
-        job_queue.requeue(step, job, f"waits for room to restart: {found.reason}")
-
-
 def _charge(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
     """Count a root cause against its worker and its node."""
     record = job.roles[role.name]
@@ -311,10 +304,10 @@ def _store_failed(step: MasterStep, job: JobRecord, store: WorkerRecord, failure
     store.num_failures += 1
     if store.num_failures > limit:
         why = f"the limit max_restart={limit} is used up for the job's torch store"
-        jobs.end_badly(step, job, store, failure, "max_restart", why)
+        jobs.fail(step, job, store, failure, "max_restart", why)
         return
     if unfinished_elastic(job) and (refusal := policy_refusal(job.spec)) is not None:
-        jobs.end_badly(step, job, store, failure, *refusal)
+        jobs.fail(step, job, store, failure, *refusal)
         return
     if not _store_waits(step, job, store, failure):
         _replace_store(step, job, store)
@@ -336,16 +329,16 @@ def _replace_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Non
     if job.spec.failover_exec != 1:
         why = f"elastic roles restart: {cause}"
         step.decide("role-restarts", why, job)
-        _or_wait(step, job, restart(step, job, names, why, delay))
+        job_queue.requeue_unless(step, job, restart(step, job, names, why, delay))
         return
     if (refusal := _job_refusal(job)) is not None:
-        jobs.end_badly(step, job, store, store.failure, *refusal)
+        jobs.fail(step, job, store, store.failure, *refusal)
         return
     job.num_charged_restarts += 1
     count_job(job)
     why = f"job restarts: {cause}"
     step.decide("job-restarts", why, job)
-    _or_wait(step, job, restart(step, job, all_workers(job), why, delay))
+    job_queue.requeue_unless(step, job, restart(step, job, all_workers(job), why, delay))
 
 
 def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:

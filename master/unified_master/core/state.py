@@ -350,6 +350,10 @@ class Cluster:
         names = sorted(self.hosts.get(host_id, ()))
         return [self.nodes[name] for name in names if name in self.nodes and self.nodes[name].info.host_id == host_id]
 
+    def worker(self, job_id: str, name: str) -> WorkerRecord | None:
+        job = self.jobs.get(job_id)
+        return None if job is None else job.workers.get(name)
+
     def leaving_of(self, job_id: str) -> list[Leaving]:
         return [
             leaving

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unified.protocol.client_master import JobLine, JobStatus, NodeStatus, RoleStatus, Story, WorkerStatus
 from unified.protocol.records import EventRecord, NodeResources, WorkerState
-from unified_master.core.scheduling.node_capacity import EPSILON
+from unified_master.core.scheduling.node_capacity import EPSILON, NodeCapacity
 from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
 
 
@@ -114,22 +114,13 @@ def _worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> Wo
 
 def _free(node: NodeRecord) -> NodeResources:
     has = node.info.resources
-    cpu, memory_mb, disk_mb = has.cpu, has.memory_mb, has.disk_mb
-    user_defined = dict(has.user_defined)
-    used: dict[int, float] = {}
+    left = NodeCapacity(node.name, has, "GPU", len(has.devices))
     for allocation in node.held():
-        cpu -= allocation.cpu
-        memory_mb -= allocation.memory_mb
-        disk_mb -= allocation.disk_mb
-        for name, amount in allocation.user_defined.items():
-            user_defined[name] = user_defined.get(name, 0.0) - amount
-        for kind, index in allocation.devices:
-            if kind == "device":
-                used[index] = used.get(index, 0.0) + allocation.share
+        left.subtract(allocation, is_own=False)
     return NodeResources(
-        cpu=max(0.0, cpu),
-        memory_mb=max(0.0, memory_mb),
-        disk_mb=max(0.0, disk_mb),
-        devices=[device for device in has.devices if used.get(device.index, 0.0) < EPSILON],
-        user_defined={name: max(0.0, amount) for name, amount in user_defined.items()},
+        cpu=max(0.0, left.cpu),
+        memory_mb=max(0.0, left.memory_mb),
+        disk_mb=max(0.0, left.disk_mb),
+        devices=[each for each in has.devices if left.devices.get(("device", each.index), 1.0) > 1 - EPSILON],
+        user_defined={name: max(0.0, amount) for name, amount in left.user_defined.items()},
     )

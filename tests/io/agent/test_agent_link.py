@@ -16,18 +16,18 @@ def test_forgetting_a_closed_link_twice_does_not_touch_its_descriptors_next_owne
     sources = PollLoop()
     ours, theirs = socket.socketpair()
     old = ChildChannel(ours)
-    sources.watch_link(old, lambda: None)
+    sources.watch_channel(old, lambda: None)
     theirs.close()
     assert old.receive() == []
-    sources.unwatch_link(old)
+    sources.unwatch_channel(old)
     next_ours, next_theirs = socket.socketpair()
     number = os.dup2(next_ours.fileno(), old.descriptor) if next_ours.fileno() != old.descriptor else next_ours.detach()
     heard: list[bytes] = []
     with contextlib.closing(next_ours), contextlib.closing(next_theirs):
         new = ChildChannel(socket.socket(fileno=number))
         assert new.descriptor == old.descriptor
-        sources.watch_link(new, lambda: heard.extend(new.receive()))
-        sources.unwatch_link(old)
+        sources.watch_channel(new, lambda: heard.extend(new.receive()))
+        sources.unwatch_channel(old)
         next_theirs.sendall(encode_stream("hello"))
         sources.wait(5)
         assert len(heard) == 1
@@ -40,7 +40,7 @@ def test_a_message_larger_than_the_socket_takes_is_sent_as_it_is_read() -> None:
     with contextlib.closing(theirs):
         theirs.setblocking(False)
         link = ChildChannel(ours)
-        sources.watch_link(link, lambda: None)
+        sources.watch_channel(link, lambda: None)
         link.send(b"x" * 3_000_000)
         link.send("after")
         assert link.has_waiting

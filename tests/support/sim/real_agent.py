@@ -35,7 +35,7 @@ from unified_agent.core.agent import AgentCore
 from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,
-    DeadlineReached,
+    AgentTick,
     Exit,
     MasterReached,
     MasterSaid,
@@ -126,7 +126,7 @@ class RealAgent:
         for what, life in self._timers.due(now):
             said += self._do(now, what, life)
         if (deadline := self._core.next_deadline) is not None and deadline <= now:
-            said += self._step(now, DeadlineReached())
+            said += self._step(now, AgentTick())
         return said
 
     # -- what a test does to it --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from unified.protocol.agent_master import MasterOrder, MasterToAgent
 from unified.protocol.client_master import ClientToMaster, MasterAnswer
 from unified.protocol.records import EventRecord, Stage
 from unified_master.core.master import MasterCore
-from unified_master.core.messages import MasterAction, MasterTimePassed, Received, ReportEvent, SaveRecord, Send
+from unified_master.core.messages import MasterAction, MasterTick, Received, ReportEvent, SaveRecord, Send
 from unified_master.core.state import JobRecord
 
 CLIENT = b"client"
@@ -141,7 +141,7 @@ class World:
             if agent.next_deadline is not None and agent.next_deadline <= self.now:
                 self.say(agent.node, agent.tick(self.now))
         if (deadline := self.core.next_deadline) is not None and deadline <= self.now:
-            self.step(MasterTimePassed())
+            self.step(MasterTick())
 
     def _deliver(self, channel: str, what: Callable[[], None]) -> None:
         """After a delay, in order within a channel."""
@@ -157,7 +157,7 @@ class World:
             self.watch(self.now, node, event.message)
             self.step(event)
 
-    def step(self, event: Received | MasterTimePassed) -> None:
+    def step(self, event: Received | MasterTick) -> None:
         """The master takes in an event, and its invariants are checked."""
         self.num_steps += 1
         self._perform(self.core.step(self.now, event))

@@ -12,7 +12,7 @@ from tests.support.sim.sim_agent import SimAgent, resources
 from unified.job.spec import JobSpec
 from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
 from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage
-from unified_master.core.messages import MasterTimePassed
+from unified_master.core.messages import MasterTick
 from unified_master.core.status import job_status
 
 
@@ -225,7 +225,7 @@ def test_a_master_that_was_not_there_to_listen_loses_no_node() -> None:
     bench = Bench(elastic())
     world = bench.world
     world.now += 60.0  # its process was stopped, or its machine slept
-    world.step(MasterTimePassed())
+    world.step(MasterTick())
     assert world.core.cluster.nodes["n1"].state is NodeState.ALIVE
     world.run(20)
     assert bench.lives() == {"e-0": 0, "e-1": 0}
@@ -238,7 +238,7 @@ def test_a_node_is_spared_once_in_a_silence() -> None:
     world.cut.add("n1")
     for state in (NodeState.ALIVE, NodeState.LOST):
         world.now += 60.0
-        world.step(MasterTimePassed())
+        world.step(MasterTick())
         assert world.core.cluster.nodes["n1"].state is state
 
 

@@ -94,6 +94,12 @@ def requeue(step: MasterStep, job: JobRecord, reason: str) -> None:
     step.decide("job-requeued", reason, job)
 
 
+def requeue_unless(step: MasterStep, job: JobRecord, found: PlacementPlan) -> None:
+    """Put a job back into the queue unless the plan for its restart fits."""
+    if not found.fits:
+        requeue(step, job, f"waits for room to restart: {found.reason}")
+
+
 def _where(counts: Counter[str]) -> str:
     if not counts:
         return "no node: it has no workers"
