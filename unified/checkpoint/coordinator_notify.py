@@ -13,7 +13,7 @@ from unified.checkpoint.unsaid import Unsaid, Word
 from unified.checkpoint.writers import Writer
 from unified.config.addresses import parse_coordinator
 from unified.data.coordinator_client import Coordinator
-from unified.data.worker_identity import look_around, named_coordinator, open_coordinator, worker_of_rank
+from unified.data.worker_identity import discover, named_coordinator, open_coordinator, worker_of_rank
 from unified.errors import CoordinatorError
 from unified.protocol.client_master import Done, MasterAnswer
 from unified.protocol.coordinator import CheckpointResponse, NotifyCheckpoint, TellEvent, WorkerEvent
@@ -97,8 +97,8 @@ class Announcer:
         if self._coordinator is None or os.getpid() != self._pid:
             return
         try:
-            around = look_around()
-            word = make(around.space, worker_of_rank(around, self._writer.rank, self._writer.world_size))
+            identity = discover()
+            word = make(identity.space, worker_of_rank(identity, self._writer.rank, self._writer.world_size))
             with self._lock:
                 self._unsaid.add(word)
                 self._begin()

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Final
 
 from unified.checkpoint.writers import Writer
-from unified.data.worker_identity import check_rank, look_around
+from unified.data.worker_identity import check_rank, discover
 from unified.errors import UsageError
 
 
@@ -40,9 +40,9 @@ def this_writer(rank: int | None, world_size: int | None) -> Writer:
     Raises:
         UsageError: a rank that the world has not.
     """
-    around = look_around()
-    rank = next(each for each in (rank, around.rank, 0) if each is not None)
-    world_size = next(each for each in (world_size, around.world_size, 1) if each is not None)
+    identity = discover()
+    rank = next(each for each in (rank, identity.rank, 0) if each is not None)
+    world_size = next(each for each in (world_size, identity.world_size, 1) if each is not None)
     check_rank(rank, world_size)
     return Writer(
         name=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",

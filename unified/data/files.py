@@ -32,7 +32,7 @@ _COMPRESSED = ".gz"
 _NUMBERED = re.compile(r"-\d+-of-\d+$")  # name.tfrecord-00003-of-00016
 
 
-class Marks:
+class RowOffsetIndex:
     """Byte offsets of every `every`-th row, noted while rows are passed in order.
 
     A reader that looks for a row begins at the mark before it and not at the file's first byte: shard after shard of
@@ -65,7 +65,7 @@ class DataFile:
 
     def __init__(self, path: str, files: DataFiles) -> None:
         self.path = path
-        self.marks = Marks()
+        self.row_offsets = RowOffsetIndex()
         self.notes: dict[str, Any] = {}
         self._files = files
 
@@ -77,10 +77,10 @@ class DataFile:
     def open(self) -> BinaryIO:
         """For reading and seeking; of a ``.gz`` what is in it."""
         raw = self._files.open(self.path)
-        return cast(BinaryIO, _Unpacked(raw)) if self.path.endswith(_COMPRESSED) else raw
+        return cast(BinaryIO, _DecompressedFile(raw)) if self.path.endswith(_COMPRESSED) else raw
 
 
-class _Unpacked(gzip.GzipFile):
+class _DecompressedFile(gzip.GzipFile):
     """A compressed file that closes the one it is read from."""
 
     def __init__(self, packed: BinaryIO) -> None:

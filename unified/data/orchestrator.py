@@ -15,16 +15,16 @@ from typing import Any, Literal, Self
 from unified.data.coordinator_client import Coordinator
 from unified.data.heartbeats import Heartbeats, check_heartbeats, heartbeat_error, interval_within
 from unified.data.worker_identity import (
-    Introduction,
+    LocalRegistration,
     check_meeting_place,
     check_rank,
     check_worker_id,
-    introduce,
-    look_around,
+    deregister,
+    discover,
     member_of_rank,
     open_coordinator,
+    register,
     settings,
-    withdraw,
 )
 from unified.errors import (
     BarrierError,
@@ -139,15 +139,15 @@ class TrainingOrchestrator:
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
     ) -> None:
-        around = look_around()
+        identity = discover()
         if worker_id:
             check_worker_id(worker_id, coordinator_url)
-        self.world_size = _first(world_size, around.world_size, 1)
-        self.rank = _first(rank, around.rank, 0)
+        self.world_size = _first(world_size, identity.world_size, 1)
+        self.rank = _first(rank, identity.rank, 0)
         check_rank(self.rank, self.world_size)
         check_meeting_place(coordinator_url, self.rank, self.world_size)
-        self.worker_id = worker_id or around.worker_id or f"worker-{self.rank}"
-        self._member = member_of_rank(around, self.rank, self.world_size)
+        self.worker_id = worker_id or identity.worker_id or f"worker-{self.rank}"
+        self._member = member_of_rank(identity, self.rank, self.world_size)
         configured = settings()
         if heartbeat_interval_s is None and configured.says("coordinator", "heartbeat_interval_ms"):
             heartbeat_interval_s = configured.coordinator.heartbeat_interval_ms / 1000
@@ -157,7 +157,7 @@ class TrainingOrchestrator:
         self.heartbeat_interval_s = heartbeat_interval_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
         """None: as the coordinator says."""
-        self._space = around.space
+        self._space = identity.space
         self._coordinator, self._is_mine = open_coordinator(coordinator_url)
         self.checkpoints = CheckpointNotices(self._coordinator, self._space, self.worker_id, self.world_size)
         """Tells of complete checkpoints, and knows the latest."""
@@ -221,7 +221,7 @@ class TrainingOrchestrator:
                     when_lost=lambda error: self._lost(session, error),
                 )
                 self._heartbeats.start()
-        introduce(self._introduction(session))
+        register(self._registration(session))
         return answer.assigned_id
 
     async def heartbeat(self) -> None:
@@ -305,7 +305,7 @@ class TrainingOrchestrator:
             session, self._session = self._session, secrets.token_hex(8)
             heartbeats, self._heartbeats = self._heartbeats, None
             self._is_lost = False
-        withdraw(self._introduction(session))
+        deregister(self._registration(session))
         if heartbeats is not None:
             heartbeats.stop()
             request = DeregisterWorker(space=self._space, worker_id=self.worker_id, session=session)
@@ -316,7 +316,7 @@ class TrainingOrchestrator:
         its time."""
         with self._lock:
             heartbeats, self._heartbeats = self._heartbeats, None
-        withdraw(self._introduction(self._session))
+        deregister(self._registration(self._session))
         if heartbeats is not None:
             heartbeats.stop()
         if self._is_mine:
@@ -359,8 +359,8 @@ class TrainingOrchestrator:
             )
             self._coordinator.submit(message, Done)
 
-    def _introduction(self, session: str) -> Introduction:
-        return Introduction(
+    def _registration(self, session: str) -> LocalRegistration:
+        return LocalRegistration(
             space=self._space,
             rank=self.rank,
             world_size=self.world_size,

@@ -16,7 +16,7 @@ SAMPLES_AT_ONCE = 64
 """That go from thread to thread together."""
 
 
-class _Ahead:
+class _PrefetchedShard:
     """One shard on its way."""
 
     def __init__(self, reading: Reading) -> None:
@@ -41,7 +41,7 @@ class ShardPrefetcher:
     def __init__(self, read: Callable[[Reading], Generator[Any, None, None]]) -> None:
         self._read = read
         self._changed = threading.Condition()
-        self._ahead: dict[int, _Ahead] = {}
+        self._ahead: dict[int, _PrefetchedShard] = {}
         """By shard, in the order in which they are wanted."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -52,7 +52,7 @@ class ShardPrefetcher:
             wanted = {}
             for each in readings:
                 shard_id = each.assignment.shard_id
-                wanted[shard_id] = self._ahead.pop(shard_id) if shard_id in self._ahead else _Ahead(each)
+                wanted[shard_id] = self._ahead.pop(shard_id) if shard_id in self._ahead else _PrefetchedShard(each)
             for dropped in self._ahead.values():
                 dropped.is_dropped = True
             self._ahead = wanted
@@ -115,15 +115,15 @@ class ShardPrefetcher:
             finally:
                 self._hand_over(ahead, chunk, is_whole)
 
-    def _hand_over(self, ahead: _Ahead, chunk: list[Any], is_whole: bool = False) -> None:
+    def _hand_over(self, ahead: _PrefetchedShard, chunk: list[Any], is_whole: bool = False) -> None:
         with self._changed:
             if chunk:
                 ahead.chunks.append(chunk)
             ahead.is_whole = is_whole
             self._changed.notify_all()
 
-    def _next(self) -> _Ahead | None:
-        def first() -> _Ahead | None:
+    def _next(self) -> _PrefetchedShard | None:
+        def first() -> _PrefetchedShard | None:
             return next((each for each in self._ahead.values() if not each.is_begun), None)
 
         with self._changed:

@@ -15,10 +15,10 @@ from unified.data.reading import dataset_files
 from unified.data.shard_cache import DatasetShards
 from unified.data.worker_identity import (
     check_rank,
-    introduced,
-    look_around,
+    discover,
     member_of_rank,
     open_coordinator,
+    registered,
     session_of,
     settings,
 )
@@ -87,11 +87,11 @@ class DatasetRegistry:
         world_size: int | None = None,
     ) -> None:
         self._given = (coordinator_url, rank, world_size)
-        around = look_around()
-        self.rank = around.rank if rank is None else rank
-        self.world_size = around.world_size if world_size is None else world_size
+        identity = discover()
+        self.rank = identity.rank if rank is None else rank
+        self.world_size = identity.world_size if world_size is None else world_size
         check_rank(self.rank, self.world_size)
-        self._around = around
+        self._identity = identity
         self._coordinator, self._is_mine = open_coordinator(coordinator_url)
         self._joined: set[tuple[str, str]] = set()
         self._warned: set[tuple[str, int]] = set()
@@ -148,7 +148,7 @@ class DatasetRegistry:
                 seed=seed or 0,
                 metadata=said,
                 files=files,
-                space=self._around.space,
+                space=self._identity.space,
             )
             epoch = self._ask(request, DatasetRegistration).epoch
         self._epochs.setdefault(dataset_id, epoch)
@@ -316,7 +316,7 @@ class DatasetRegistry:
             if dataset_id not in self._epochs:
                 self._epochs[dataset_id] = self._known(dataset_id).epoch
             epoch = self._epochs[dataset_id] + 1
-        self._ask(AdvanceEpoch(dataset_id=dataset_id, epoch=epoch, space=self._around.space), Done)
+        self._ask(AdvanceEpoch(dataset_id=dataset_id, epoch=epoch, space=self._identity.space), Done)
         current = self._epochs[dataset_id] = self.current_epoch(dataset_id)
         return current
 
@@ -354,14 +354,14 @@ class DatasetRegistry:
         Raises:
             CoordinatorError: there is no such dataset.
         """
-        is_mine = self._worker(worker_rank).name == self._around.worker_id
+        is_mine = self._worker(worker_rank).name == self._identity.worker_id
         return DatasetShards(
             self,
             dataset_id,
             worker_rank,
             self._known(dataset_id).format,
-            life=self._around.life if is_mine else -1,
-            is_elastic=is_mine and self._around.is_elastic,
+            life=self._identity.life if is_mine else -1,
+            is_elastic=is_mine and self._identity.is_elastic,
         )
 
     def close(self) -> None:
@@ -383,40 +383,40 @@ class DatasetRegistry:
     def _world(self) -> int | None:
         if self.world_size is not None:
             return self.world_size
-        worlds = {each.world_size for each in introduced(self._around.space)}
+        worlds = {each.world_size for each in registered(self._identity.space)}
         return worlds.pop() if len(worlds) == 1 else None
 
     def _rank(self) -> int | None:
         if self.rank is not None:
             return self.rank
-        mine = introduced(self._around.space)
+        mine = registered(self._identity.space)
         return mine[0].rank if len(mine) == 1 else None
 
     def _worker(self, worker_rank: int | str | None) -> _Worker:
         """Asked each time: this process may register, under whatever id, after it has asked for its data."""
-        around, mine = self._around, self._rank()
+        identity, mine = self._identity, self._rank()
         if isinstance(worker_rank, str):
-            known = [each for each in introduced(around.space) if each.worker_id == worker_rank]
+            known = [each for each in registered(identity.space) if each.worker_id == worker_rank]
             if known:
                 return _Worker(known[-1].member, known[-1].rank, is_mine=True)
-            if worker_rank in around.workers:
-                worker_rank = around.workers.index(worker_rank)
-            elif worker_rank == around.worker_id and mine is not None:
+            if worker_rank in identity.workers:
+                worker_rank = identity.workers.index(worker_rank)
+            elif worker_rank == identity.worker_id and mine is not None:
                 worker_rank = mine
             else:
                 return _Worker(worker_rank, None, is_id=True)
         rank = mine if worker_rank is None else worker_rank
         if rank is None:
             raise UsageError("which worker? Give worker_rank, or set RANK for this process.")
-        return _Worker(member_of_rank(around, rank, self._world()), rank, is_mine=rank == mine)
+        return _Worker(member_of_rank(identity, rank, self._world()), rank, is_mine=rank == mine)
 
     def _of(self, worker: _Worker) -> dict[str, Any]:
         """Of which worker a request is; and of which life of it, if this process is one."""
-        around = self._around
-        life = around.life if worker.name == around.worker_id else -1
-        session = session_of(around.space, worker.name)
+        identity = self._identity
+        life = identity.life if worker.name == identity.worker_id else -1
+        session = session_of(identity.space, worker.name)
         return {
-            "space": around.space,
+            "space": identity.space,
             "worker_id": worker.name,
             "is_id": worker.is_id,
             "session": session,
@@ -448,7 +448,7 @@ class DatasetRegistry:
         self._joined.add((dataset_id, worker.name))
 
     def _all(self) -> Datasets:
-        return self._ask(GetDatasets(space=self._around.space), Datasets)
+        return self._ask(GetDatasets(space=self._identity.space), Datasets)
 
     def _find(self, dataset_id: str) -> DatasetStatus | None:
         return next((each for each in self._all().datasets if each.dataset_id == dataset_id), None)

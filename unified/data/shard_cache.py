@@ -13,7 +13,7 @@ AT_ONCE = 256
 
 
 @dataclass
-class _Known:
+class _CachedShards:
     epoch: int
     shards: list[ShardAssignment]
     revision: int
@@ -21,7 +21,7 @@ class _Known:
     """The worker has no more than these."""
 
 
-class KnownShards:
+class ShardCache:
     """The first of a worker's unfinished shards in an epoch.
 
     They hold at the moment in which the coordinator said so: in its answer with the shards, or in one to a report of
@@ -33,13 +33,13 @@ class KnownShards:
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
         self.at_once = at_once
-        self._known: _Known | None = None
+        self._known: _CachedShards | None = None
         self._is_fresh = False
 
     def learn(self, epoch: int, answer: DataShards) -> list[ShardAssignment]:
         """What the coordinator answered to who asked for `at_once`: what is to be read from now on."""
         is_all = len(answer.shards) < self.at_once
-        self._known, self._is_fresh = _Known(epoch, answer.shards, answer.revision, is_all), False
+        self._known, self._is_fresh = _CachedShards(epoch, answer.shards, answer.revision, is_all), False
         return answer.shards
 
     def finish(self, epoch: int, shard_ids: Collection[int], answer: ShardsDone) -> None:
@@ -106,7 +106,7 @@ class DatasetShards:
         self._registry = registry
         self._dataset_id = dataset_id
         self._worker_rank = worker_rank
-        self._known = KnownShards()
+        self._known = ShardCache()
 
     def shards(self, epoch: int) -> list[ShardAssignment]:
         """As `DatasetRegistry.get_assignment`: the first of them, without asking where `mark_done` has just told."""
@@ -124,7 +124,7 @@ class DatasetShards:
 
     def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
         """As `DatasetRegistry.restore_position`."""
-        self._known = KnownShards()
+        self._known = ShardCache()
         self._registry.restore_position(self._dataset_id, position, self._worker_rank, is_first=is_first)
 
     def status(self) -> DatasetStatus:

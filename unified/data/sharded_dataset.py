@@ -23,7 +23,7 @@ _SHORTEST_S, _LONGEST_S = 0.05, 2.0
 _log = logging.getLogger("unified.data")
 
 
-class Patience:
+class WaitPolicy:
     """When to look again whether an epoch is over, and when to give it up.
 
     Args:
@@ -36,7 +36,7 @@ class Patience:
         self._began_at = self._moved_at = now
         self._num_left: int | None = None
 
-    def next_look_s(self, now: float, num_left: int) -> float | None:
+    def next_poll_s(self, now: float, num_left: int) -> float | None:
         """Seconds until the next look, if at this one so many shards were left; None: nobody has finished one for too
         long. The longer it waits, the more seldom it looks.
         """
@@ -327,10 +327,10 @@ class ShardedDataset(IterableDataset[Any]):
         source, epoch = self._source, self._position.epoch
         if not self._wait_for_others or not isinstance(source, RestorableSource):
             return self._plan()
-        patience = Patience(self._wait_for_others, time.monotonic())
+        policy = WaitPolicy(self._wait_for_others, time.monotonic())
         try:
             while not (readings := self._plan()) and source.num_left:
-                wait_s = patience.next_look_s(time.monotonic(), source.num_left)
+                wait_s = policy.next_poll_s(time.monotonic(), source.num_left)
                 if wait_s is None:
                     raise EpochTimeoutError(self._waited_for(source, epoch))
                 time.sleep(wait_s)

@@ -17,7 +17,7 @@ from unified.worker.context import Worker, current_worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class WorkerIdentity:
     """What is known without being told."""
 
     space: str = ""
@@ -34,7 +34,7 @@ class Surroundings:
     """Ids of all that train together, by rank; empty if they are not known."""
 
 
-def look_around(env: Mapping[str, str] | None = None) -> Surroundings:
+def discover(env: Mapping[str, str] | None = None) -> WorkerIdentity:
     """Inside a job what `current_worker()` says, else ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``.
     Outside a job what we log here begins from now on at the level that the environment asks for; a job's worker sees to
     that at its start.
@@ -46,7 +46,7 @@ def look_around(env: Mapping[str, str] | None = None) -> Surroundings:
     if worker is not None:
         me = worker.actor_info
         names = tuple(actor.name for actor in worker.workers_of(me.role))[: me.world_size]
-        return Surroundings(
+        return WorkerIdentity(
             space=worker.job_info.job_id,
             worker_id=me.name,
             life=worker.incarnation,
@@ -58,7 +58,7 @@ def look_around(env: Mapping[str, str] | None = None) -> Surroundings:
     own = RuntimeSettings.load_own(env)
     if own.says("", "log_level"):
         log_from(own.log_level)
-    return Surroundings(
+    return WorkerIdentity(
         space=own.space,
         worker_id=own.worker_id if own.says("", "worker_id") else "",
         rank=own.rank if own.says("", "rank") else None,
@@ -67,7 +67,7 @@ def look_around(env: Mapping[str, str] | None = None) -> Surroundings:
 
 
 def settings() -> RuntimeSettings:
-    """What ``UNIFIED_CONFIG`` and the environment say, but for where this process stands: see `look_around`.
+    """What ``UNIFIED_CONFIG`` and the environment say, but for where this process stands: see `discover`.
 
     Raises:
         UsageError: a key or a value that cannot be.
@@ -76,7 +76,7 @@ def settings() -> RuntimeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Introduction:
+class LocalRegistration:
     """A life of a worker that this process registered."""
 
     space: str
@@ -88,37 +88,37 @@ class Introduction:
     """The name of its rank: see `member_of_rank`."""
 
 
-_introduced: list[Introduction] = []
+_registered: list[LocalRegistration] = []
 """The newest last."""
 
 
-def introduce(me: Introduction) -> None:
+def register(me: LocalRegistration) -> None:
     """Remember under which id and session this process speaks for a rank: shards and heartbeats must be of the same
     life of the same worker."""
-    withdraw(me)
-    _introduced.append(me)
+    deregister(me)
+    _registered.append(me)
 
 
-def withdraw(me: Introduction) -> None:
+def deregister(me: LocalRegistration) -> None:
     """It does so no more."""
-    if me in _introduced:
-        _introduced.remove(me)
+    if me in _registered:
+        _registered.remove(me)
 
 
 def session_of(space: str, member: str) -> str:
     """Return the session of this process as the worker of this rank; empty if it is not known to be that worker."""
-    for each in reversed(_introduced):
+    for each in reversed(_registered):
         if (each.space, each.member) == (space, member):
             return each.session
     return ""
 
 
-def introduced(space: str) -> list[Introduction]:
+def registered(space: str) -> list[LocalRegistration]:
     """Return the introductions of this process in a space: one, unless it speaks for several ranks."""
-    return [each for each in _introduced if each.space == space]
+    return [each for each in _registered if each.space == space]
 
 
-def member_of_rank(around: Surroundings, rank: int, world_size: int | None) -> str:
+def member_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) -> str:
     """The name of a rank, by which datasets have it: the same in every process of a world, whatever the worker of that
     rank calls itself. In a job it is the name of the worker that has this rank in its role, else ``worker-{rank}``.
 
@@ -126,23 +126,23 @@ def member_of_rank(around: Surroundings, rank: int, world_size: int | None) -> s
         UsageError: the rank is not in the world.
     """
     check_rank(rank, world_size)
-    is_role = world_size in (None, around.world_size) and rank < len(around.workers)
-    return around.workers[rank] if is_role else f"worker-{rank}"
+    is_role = world_size in (None, identity.world_size) and rank < len(identity.workers)
+    return identity.workers[rank] if is_role else f"worker-{rank}"
 
 
-def worker_of_rank(around: Surroundings, rank: int, world_size: int | None) -> str:
+def worker_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) -> str:
     """The id of the worker that has this rank, as far as it is known here; else ``worker-{rank}``.
 
     Raises:
         UsageError: the rank is not in the world.
     """
     check_rank(rank, world_size)
-    for each in reversed(_introduced):
-        if (each.space, each.rank) == (around.space, rank) and world_size in (None, each.world_size):
+    for each in reversed(_registered):
+        if (each.space, each.rank) == (identity.space, rank) and world_size in (None, each.world_size):
             return each.worker_id
-    if rank == around.rank and around.worker_id:
-        return around.worker_id
-    return around.workers[rank] if rank < len(around.workers) else f"worker-{rank}"
+    if rank == identity.rank and identity.worker_id:
+        return identity.worker_id
+    return identity.workers[rank] if rank < len(identity.workers) else f"worker-{rank}"
 
 
 def check_rank(rank: int | None, world_size: int | None) -> None:

@@ -14,7 +14,7 @@ from unified.data.coordinator_client import RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
 from unified.data.orchestrator import TrainingOrchestrator
 from unified.data.registry import DatasetRegistry
-from unified.data.worker_identity import look_around, open_coordinator
+from unified.data.worker_identity import discover, open_coordinator
 from unified.errors import UsageError
 
 VARIABLES = ("COORDINATOR_URL", "WORKER_ID", "RANK", "WORLD_SIZE")
@@ -121,11 +121,11 @@ def test_a_worker_may_be_called_by_its_own_address(name: str, monkeypatch: pytes
 )
 def test_variables_that_cannot_be(env: dict[str, str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        look_around(env)
+        discover(env)
 
 
 def test_a_rank_may_be_said_without_its_world() -> None:
-    assert (look_around({"RANK": "3"}).rank, look_around({"RANK": "3"}).world_size) == (3, None)
+    assert (discover({"RANK": "3"}).rank, discover({"RANK": "3"}).world_size) == (3, None)
 
 
 def test_what_the_environment_calls_a_coordinator_is_checked_as_an_argument_is(monkeypatch: pytest.MonkeyPatch) -> None:

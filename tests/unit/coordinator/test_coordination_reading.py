@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.support.coordinator import Story, done, get, spread, worker
 from unified.core.coordinator.messages import WorkerGone
 from unified.core.coordinator.records import MAX_PAST_SESSIONS
-from unified.data.shard_cache import KnownShards
+from unified.data.shard_cache import ShardCache
 from unified.protocol.coordinator import DataShards, DeregisterWorker, SetDataWorker, ShardsDone
 
 STEPS = ["begin", "end", "begin", "end", "join", "crash", "leave", "replace", "haunt", "restart"]
@@ -27,7 +27,7 @@ class Reader:
         self.life = life
         story.send(worker(name, life, world_size=0))
         story.send(SetDataWorker(dataset_id="d", worker_id=name, session=f"{name}/{life}"))
-        self.known = KnownShards(at_once)
+        self.known = ShardCache(at_once)
         self.epoch = 0
         self.reading: int | None = None
 

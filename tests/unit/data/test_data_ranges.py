@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified.core.file_layout import FileLayout, FileRows
-from unified.data.files import Marks
+from unified.data.files import RowOffsetIndex
 from unified.data.reading import assign_files
 from unified.protocol.coordinator import FileRun
 
@@ -71,19 +71,19 @@ def test_a_file_without_rows_is_not_named() -> None:
 def test_a_mark_is_the_nearest_noted_row_and_where_it_begins(
     lengths: list[int], every: int, data: st.DataObject
 ) -> None:
-    marks = Marks(every)
+    row_offsets = RowOffsetIndex(every)
     offsets = [sum(lengths[:row]) for row in range(len(lengths))]
     passed = data.draw(st.integers(0, len(lengths)))
     for _ in range(2):  # passing rows again changes nothing
         for row in range(passed):
-            marks.note(row, offsets[row])
+            row_offsets.note(row, offsets[row])
 
     wanted = data.draw(st.integers(0, len(lengths) - 1))
-    row, offset = marks.before(wanted)
+    row, offset = row_offsets.before(wanted)
 
     assert offset == offsets[row]
     assert row == min(wanted // every, max(passed - 1, 0) // every) * every
 
 
 def test_without_a_mark_reading_begins_at_the_first_row() -> None:
-    assert Marks().before(1000, 17) == (0, 17)
+    assert RowOffsetIndex().before(1000, 17) == (0, 17)

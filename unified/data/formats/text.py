@@ -132,12 +132,12 @@ def lines(file: DataFile, start: int, *, first: int = 0, is_quoted: bool = False
         first: where row 0 is, in bytes.
         is_quoted: an end of line between double quotes ends no row.
     """
-    row, offset = file.marks.before(start, first)
+    row, offset = file.row_offsets.before(start, first)
     with file.open() as opened:
         opened.seek(offset)
         while line := _next_row(opened, file, is_quoted):
             if line.strip(b"\r\n") if is_quoted else line.strip():
-                file.marks.note(row, offset)
+                file.row_offsets.note(row, offset)
                 if row >= start:
                     yield line
                 row += 1

@@ -36,7 +36,7 @@ class TFRecordFormat(RowFormat):
         with file.open() as opened:
             row = offset = 0
             while (length := self._length(opened, file, row, offset)) is not None:
-                file.marks.note(row, offset)
+                file.row_offsets.note(row, offset)
                 opened.seek(offset + _HEAD.size + length)
                 if len(opened.read(_CRC.size)) < _CRC.size:  # a seek goes past the end without a word
                     raise _cut_short(file, row)
@@ -45,11 +45,11 @@ class TFRecordFormat(RowFormat):
             return row
 
     def _rows(self, file: DataFile, start: int, end: int) -> Iterator[bytes]:
-        row, offset = file.marks.before(start)
+        row, offset = file.row_offsets.before(start)
         with file.open() as opened:
             opened.seek(offset)
             while row < end and (length := self._length(opened, file, row, offset)) is not None:
-                file.marks.note(row, offset)
+                file.row_offsets.note(row, offset)
                 offset += _HEAD.size + length + _CRC.size
                 if row < start:
                     opened.seek(offset)
