@@ -20,8 +20,8 @@ from unified.loader.execution import (
     FlatMap,
     Map,
     Operator,
+    PipelineRun,
     Repeat,
-    Run,
     Shuffle,
     Spread,
     Take,
@@ -80,7 +80,7 @@ class Dataset(Generic[T]):
             UsageError: there is no such format or column.
             ImportError: pyarrow is not installed; names the extra.
         """
-        return Dataset(find_pieces(paths, kind, columns)).flat_map(lambda piece: piece.rows())
+        return Dataset(find_parts(paths, kind, columns)).flat_map(lambda piece: piece.rows())
 
     def map(self, function: Callable[[T], U]) -> Dataset[U]:
         """`function` of each item."""
@@ -146,7 +146,7 @@ class Dataset(Generic[T]):
         return made
 
     def __iter__(self) -> Iterator[T]:
-        run = Run(self._source, self._operators, self._spread)
+        run = PipelineRun(self._source, self._operators, self._spread)
         try:
             yield from run.items()
         finally:
@@ -168,7 +168,7 @@ def _positive(what: str, number: int) -> int:
     return number
 
 
-class Piece(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file that can be read by itself: a row group where the format has them, else the file."""
 
     path: str
@@ -185,12 +185,12 @@ class Piece(NamedTuple):
             yield from open_format(self.format, self.columns).rows(files.file(self.path), self.start, self.end)
 
 
-def find_pieces(
+def find_parts(
     paths: str | Sequence[str], kind: str | None = None, columns: Sequence[str] | None = None
-) -> list[Piece]:
+) -> list[FilePart]:
     """The pieces of these files, in the order of their names and rows; see `Dataset.from_files`."""
     names = list(columns) if columns is not None else None
-    pieces: list[Piece] = []
+    pieces: list[FilePart] = []
     with DataFiles() as files:
         for path in [paths] if isinstance(paths, str) else paths:
             if kind is None:
@@ -203,7 +203,7 @@ def find_pieces(
                 file = files.file(each)
                 if names is not None and not pieces:
                     _check_columns(names, next(open_format(format_).rows(file, 0, 1), None))
-                pieces += [Piece(each, format_, start, end, names) for start, end in rows.pieces(file)]
+                pieces += [FilePart(each, format_, start, end, names) for start, end in rows.pieces(file)]
     return pieces
 
 

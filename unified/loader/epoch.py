@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from unified.errors import LoaderError, LoaderTimeoutError
-from unified.loader.messages import Failure, FetchBatch, NoMore, OpenStream, Places, Reply
-from unified.loader.schedule import Action, Ended, Fetch, Fetched, GiveUp, Lost, Open, Schedule, Taken
+from unified.loader.messages import FetchBatch, FetchFailure, FetchReply, LoaderWorkers, OpenStream, StreamEnd
+from unified.loader.schedule import Action, Fetch, Fetched, GiveUp, Lost, Open, Schedule, StreamFinished, Taken
 
 
 class _Answer(NamedTuple):
     fetch: Fetch
-    future: Future[Reply]
+    future: Future[FetchReply]
 
 
 class EpochSettings(NamedTuple):
@@ -44,7 +44,7 @@ class Epoch:
 
     def __init__(
         self,
-        places: Places,
+        workers: LoaderWorkers,
         key: str,
         tasks: Iterator[Any],
         settings: EpochSettings,
@@ -54,7 +54,7 @@ class Epoch:
         unwrap: Callable[[Any], Any],
         thread: ThreadPoolExecutor | None = None,
     ) -> None:
-        self._places = places
+        self._workers = workers
         self._key = key
         self._settings = settings
         self._base_seed = base_seed
@@ -63,15 +63,15 @@ class Epoch:
         self._thread = thread
         self._schedule = Schedule(
             tasks,
-            homes=places.homes(settings.num_streams),
-            num_places=len(places),
+            initial_workers=workers.initial_workers(settings.num_streams),
+            num_workers=len(workers),
             depth=settings.depth,
             in_order=settings.in_order,
             max_retries=settings.max_retries,
-            stays=places.stays,
+            is_restarted=workers.is_restarted,
         )
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-        self._asked: set[Future[Reply]] = set()
+        self._asked: set[Future[FetchReply]] = set()
         self._values: dict[int, Any] = {}
         self._failures: dict[int, BaseException] = {}
         self._broken: BaseException | None = None
@@ -133,16 +133,16 @@ class Epoch:
         try:
             reply = future.result()
         except Exception as error:
-            if reason := self._places.lost(fetch.place, error):
+            if reason := self._workers.lost(fetch.worker, error):
                 self._perform(self._schedule.step(Lost(fetch.batch, fetch.attempt, reason)))
                 return
             error.add_note(f"This is what became of batch {fetch.batch} of a data loader.")
             self._failures[fetch.batch] = error
         else:
-            if isinstance(reply, NoMore):
-                self._perform(self._schedule.step(Ended(fetch.batch, fetch.attempt)))
+            if isinstance(reply, StreamEnd):
+                self._perform(self._schedule.step(StreamFinished(fetch.batch, fetch.attempt)))
                 return
-            if isinstance(reply, Failure):
+            if isinstance(reply, FetchFailure):
                 self._failures[fetch.batch] = reply.error()
             else:
                 value = reply.value
@@ -159,11 +159,11 @@ class Epoch:
 
     def _perform_one(self, action: Action) -> None:
         match action:
-            case Open(place=place, stream=stream, skip=skip):
-                order = OpenStream(self._key, stream, self._settings.num_streams, self._base_seed, self._number, skip)
-                self._places.open(place, order)
-            case Fetch(place=place, stream=stream, batch=batch, task=task):
-                future = self._places.fetch(place, FetchBatch(self._key, stream, batch, task))
+            case Open(worker=worker, stream=stream, skip=skip):
+                message = OpenStream(self._key, stream, self._settings.num_streams, self._base_seed, self._number, skip)
+                self._workers.open(worker, message)
+            case Fetch(worker=worker, stream=stream, batch=batch, task=task):
+                future = self._workers.fetch(worker, FetchBatch(self._key, stream, batch, task))
                 self._asked.add(future)
                 future.add_done_callback(partial(self._on_answer, action))
             case GiveUp(batch=batch, losses=losses, reason=reason):
@@ -172,6 +172,6 @@ class Epoch:
                     f"time because {reason}"
                 )
 
-    def _on_answer(self, fetch: Fetch, future: Future[Reply]) -> None:
+    def _on_answer(self, fetch: Fetch, future: Future[FetchReply]) -> None:
         """On whichever thread the answer came."""
         self._answers.put(_Answer(fetch, future))

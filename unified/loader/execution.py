@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple, cast
 
 from unified.loader.epoch import Epoch, EpochSettings
-from unified.loader.iterator import find_places, unwrap
-from unified.loader.messages import Places
+from unified.loader.iterator import choose_workers, unwrap
+from unified.loader.messages import LoaderWorkers
 from unified.loader.stream_host import LoaderParts
 
 CHUNK = 16
@@ -118,7 +118,7 @@ Node = Callable[[Repetition], Iterator[Any]]
 """Items of one pass."""
 
 
-class Run:
+class PipelineRun:
     """One iteration over a dataset: a chain of nodes, and the processes behind some of them."""
 
     def __init__(self, source: Any, operators: Sequence[Operator], spread: Spread | None) -> None:
@@ -205,19 +205,19 @@ class _Stage:
         self._size = size
         self._spread = spread
         self._key = uuid.uuid4().hex
-        self._places: Places | None = None
+        self._workers: LoaderWorkers | None = None
         self._num_passes = 0
         self._num_streams = 0
 
     def items(self, keys: Iterator[Any]) -> Iterator[Any]:
-        if self._places is None:
-            self._places, self._num_streams = find_places(
+        if self._workers is None:
+            self._workers, self._num_streams = choose_workers(
                 self._parts, self._key, self._spread.num_workers or 0, role=self._spread.role, local=self._spread.local
             )
         number, self._num_passes = self._num_passes, self._num_passes + 1
         chunks = iter(lambda: list(itertools.islice(keys, self._size)), [])
         settings = EpochSettings(num_streams=self._num_streams, depth=max(1, self._spread.depth))
-        epoch = Epoch(self._places, self._key, chunks, settings, base_seed=number, number=number, unwrap=unwrap)
+        epoch = Epoch(self._workers, self._key, chunks, settings, base_seed=number, number=number, unwrap=unwrap)
         try:
             while True:
                 try:
@@ -229,8 +229,8 @@ class _Stage:
             epoch.close()
 
     def close(self) -> None:
-        if self._places is not None:
-            self._places.close()
+        if self._workers is not None:
+            self._workers.close()
 
 
 def _cut_stage(rest: list[Operator]) -> tuple[list[ItemOperator], Batch | None, list[ItemOperator]]:

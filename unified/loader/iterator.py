@@ -18,9 +18,9 @@ from unified.bus.codec.codec import decode
 from unified.bus.codec.serialized import SerializedValue
 from unified.errors import NotInWorkerError, UsageError, nearest
 from unified.loader.epoch import Epoch, EpochSettings
-from unified.loader.local_workers import LocalPlaces
-from unified.loader.messages import Places
-from unified.loader.role_workers import RolePlaces, role_that_loads
+from unified.loader.local_workers import LocalWorkers
+from unified.loader.messages import LoaderWorkers
+from unified.loader.role_workers import RoleWorkers, role_that_loads
 from unified.loader.stream_host import LoaderParts, tasks_of
 from unified.worker.context import Worker, current_worker
 
@@ -69,7 +69,7 @@ class DataLoaderIter(Iterator[Any]):
         self._loader = loader
         self._key = uuid.uuid4().hex
         self._close_at_end = close_at_end
-        self._places, num_streams = find_places(
+        self._workers, num_streams = choose_workers(
             LoaderParts.of(loader),
             self._key,
             num_workers or loader.num_workers,
@@ -113,7 +113,7 @@ class DataLoaderIter(Iterator[Any]):
             raise
         except BaseException:
             if self._epoch.is_broken:
-                self._places.close()
+                self._workers.close()
             raise
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class DataLoaderIter(Iterator[Any]):
         if self._epoch is not None:
             self._epoch.close()
             self._epoch = None
-        self._places.close()
+        self._workers.close()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
@@ -160,7 +160,7 @@ class DataLoaderIter(Iterator[Any]):
         seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item()
         number, self._num_epochs = self._num_epochs, self._num_epochs + 1
         self._epoch = Epoch(
-            self._places,
+            self._workers,
             self._key,
             tasks,
             self._settings,
@@ -184,7 +184,7 @@ class RayDataLoaderIter(DataLoaderIter):
         super().__init__(dataloader, num_actors, **options)
 
 
-def find_places(
+def choose_workers(
     parts: LoaderParts,
     key: str,
     num_workers: int,
@@ -192,7 +192,7 @@ def find_places(
     role: str | None,
     local: bool,
     context: BaseContext | None = None,
-) -> tuple[Places, int]:
+) -> tuple[LoaderWorkers, int]:
     """Where to fetch, and in how many streams; see `DataLoaderIter` for the rules. `num_workers` may be 0."""
     try:
         worker: Worker | None = current_worker()
@@ -202,12 +202,12 @@ def find_places(
     if worker is None or found is None:
         owner = f"process {os.getpid()}" if worker is None else worker.actor_info.name
         num_streams = num_workers or 1
-        return LocalPlaces(parts, num_streams, context=context, owner=owner), num_streams
+        return LocalWorkers(parts, num_streams, context=context, owner=owner), num_streams
     actors = worker.workers_of(found)
     num_streams = num_workers or len(actors)
-    places = RolePlaces(worker, actors, key=key, packed=parts.pack())
-    places.prepare(places.homes(num_streams))
-    return places, num_streams
+    workers = RoleWorkers(worker, actors, key=key, packed=parts.pack())
+    workers.prepare(workers.initial_workers(num_streams))
+    return workers, num_streams
 
 
 def _role(worker: Worker | None, role: str | None) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.multiprocessing  # tensors then travel between processes through shared memory
 
-from unified.loader.messages import FetchBatch, OpenStream, Reply
+from unified.loader.messages import FetchBatch, FetchReply, OpenStream
 from unified.loader.stream_host import LoaderParts, StreamHost
 from unified.threads import start_thread
 
@@ -30,7 +30,7 @@ END_WITHIN_S = 5.0
 """How long `close` waits for a batch that is being made, before it kills the process that makes it."""
 
 
-class LocalPlaces:
+class LocalWorkers:
     """One process a stream, started when its stream is opened.
 
     Args:
@@ -40,7 +40,7 @@ class LocalPlaces:
         owner: name of this process, for messages.
     """
 
-    stays = True
+    is_restarted = True
 
     def __init__(self, parts: LoaderParts, num_streams: int, *, context: BaseContext | None, owner: str) -> None:
         self._parts = parts
@@ -52,23 +52,23 @@ class LocalPlaces:
     def __len__(self) -> int:
         return len(self._helpers)
 
-    def homes(self, num_streams: int) -> list[int]:
+    def initial_workers(self, num_streams: int) -> list[int]:
         return list(range(num_streams))
 
-    def open(self, place: int, order: OpenStream) -> None:
-        self._helper(place).submit(partial(_open, order))
+    def open(self, worker: int, message: OpenStream) -> None:
+        self._helper(worker).submit(partial(_open, message))
 
-    def fetch(self, place: int, order: FetchBatch) -> Future[Reply]:
-        return self._helper(place).submit(partial(_fetch, order))
+    def fetch(self, worker: int, message: FetchBatch) -> Future[FetchReply]:
+        return self._helper(worker).submit(partial(_fetch, message))
 
-    def lost(self, place: int, error: BaseException) -> str:
+    def lost(self, worker: int, error: BaseException) -> str:
         if not isinstance(error, BrokenProcessPool):
             return ""
-        helper, self._helpers[place] = self._helpers[place], None
+        helper, self._helpers[worker] = self._helpers[worker], None
         pid = helper.close() if helper is not None else None
         if pid is None:
-            return f"helper {place} of {self._owner} could not be started: see what it printed above."
-        return f"helper {place} of {self._owner} (pid {pid}) ended unexpectedly: was it killed, or out of memory?"
+            return f"helper {worker} of {self._owner} could not be started: see what it printed above."
+        return f"helper {worker} of {self._owner} (pid {pid}) ended unexpectedly: was it killed, or out of memory?"
 
     def close(self) -> None:
         if os.getpid() != self._pid:  # a fork of the process that they belong to
@@ -78,12 +78,12 @@ class LocalPlaces:
             if helper is not None:
                 helper.close()
 
-    def _helper(self, place: int) -> _Process:
-        helper = self._helpers[place]
+    def _helper(self, worker: int) -> _Process:
+        helper = self._helpers[worker]
         if helper is None:
-            name = f"helper {place} of {self._owner}"
-            parts: Any = self._parts if self._context.get_start_method() == "fork" else _Packed(self._parts)
-            helper = self._helpers[place] = _Process(self._context, parts, name)
+            name = f"helper {worker} of {self._owner}"
+            parts: Any = self._parts if self._context.get_start_method() == "fork" else _PackedParts(self._parts)
+            helper = self._helpers[worker] = _Process(self._context, parts, name)
         return helper
 
 
@@ -121,7 +121,7 @@ class _Process:
         return pid
 
 
-class _Packed:
+class _PackedParts:
     """Parts on their way to a process that inherits nothing: by value where it must."""
 
     def __init__(self, parts: LoaderParts) -> None:
@@ -153,11 +153,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _open(order: OpenStream) -> None:
+def _open(message: OpenStream) -> None:
     assert _host is not None
-    _host.open(order)
+    _host.open(message)
 
 
-def _fetch(order: FetchBatch) -> Reply:
+def _fetch(message: FetchBatch) -> FetchReply:
     assert _host is not None
-    return _host.fetch(order)
+    return _host.fetch(message)

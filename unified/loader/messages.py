@@ -34,7 +34,7 @@ class OpenStream(NamedTuple):
 
 
 class FetchBatch(NamedTuple):
-    """Make one batch; the answer is a `Batch`, `NoMore` or `Failure`."""
+    """Make one batch; the answer is a `FetchedBatch`, `StreamEnd` or `FetchFailure`."""
 
     key: str
     stream: int
@@ -48,20 +48,20 @@ class DropLoader(NamedTuple):
     key: str
 
 
-Order = BringParts | OpenStream | FetchBatch | DropLoader
+LoaderMessage = BringParts | OpenStream | FetchBatch | DropLoader
 
 
-class Batch(NamedTuple):
+class FetchedBatch(NamedTuple):
     """What the dataset and `collate_fn` made."""
 
     value: Any
 
 
-class NoMore(NamedTuple):
+class StreamEnd(NamedTuple):
     """The stream of an iterable dataset has ended."""
 
 
-class Failure(NamedTuple):
+class FetchFailure(NamedTuple):
     """The user's code raised.
 
     Attributes:
@@ -77,37 +77,37 @@ class Failure(NamedTuple):
         return remote_errors.rebuild(self.raised, self.what)
 
 
-Reply = Batch | NoMore | Failure
+FetchReply = FetchedBatch | StreamEnd | FetchFailure
 
 
 class StreamLostError(LookupError):
     """A process was asked to fetch from a stream that it does not have: it is younger than the consumer believes."""
 
 
-class Places(Protocol):
+class LoaderWorkers(Protocol):
     """Processes that serve streams. Orders to one place are carried out in the order in which they were given.
 
     Attributes:
         stays: a place that was lost is there again at once, under its number.
     """
 
-    stays: bool
+    is_restarted: bool
 
     def __len__(self) -> int: ...
 
-    def homes(self, num_streams: int) -> list[int]:
+    def initial_workers(self, num_streams: int) -> list[int]:
         """For each stream the place to begin at."""
         ...
 
-    def open(self, place: int, order: OpenStream) -> None:
+    def open(self, worker: int, message: OpenStream) -> None:
         """Make a stream; what goes wrong with it is the answer to its first fetch."""
         ...
 
-    def fetch(self, place: int, order: FetchBatch) -> Future[Reply]:
+    def fetch(self, worker: int, message: FetchBatch) -> Future[FetchReply]:
         """Ask for a batch."""
         ...
 
-    def lost(self, place: int, error: BaseException) -> str:
+    def lost(self, worker: int, error: BaseException) -> str:
         """If `error`, which a fetch ended in, means that the place is gone: why, in words; and the place is made ready
         for new streams. Else an empty string."""
         ...

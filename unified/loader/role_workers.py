@@ -9,7 +9,15 @@ from typing import Any
 
 from unified.errors import LoaderError, RouteLostError, RpcNotFoundError, UnifiedError, WorkerDiedError
 from unified.job.spec import EntryPoint
-from unified.loader.messages import BringParts, DropLoader, FetchBatch, OpenStream, Order, Reply, StreamLostError
+from unified.loader.messages import (
+    BringParts,
+    DropLoader,
+    FetchBatch,
+    FetchReply,
+    LoaderMessage,
+    OpenStream,
+    StreamLostError,
+)
 from unified.worker.context import ActorInfo, Worker
 
 METHOD = "unified.loader"
@@ -28,7 +36,7 @@ def role_that_loads(worker: Worker) -> str | None:
     return None
 
 
-class RolePlaces:
+class RoleWorkers:
     """The workers of a role that runs `unified.loader.service.serve`.
 
     Args:
@@ -38,7 +46,7 @@ class RolePlaces:
         packed: the loader's parts.
     """
 
-    stays = False
+    is_restarted = False
 
     def __init__(self, worker: Worker, actors: list[ActorInfo], *, key: str, packed: bytes) -> None:
         self._bus = worker.bus
@@ -53,46 +61,46 @@ class RolePlaces:
     def __len__(self) -> int:
         return len(self._names)
 
-    def homes(self, num_streams: int) -> list[int]:
+    def initial_workers(self, num_streams: int) -> list[int]:
         """In turn, and from another worker on for each rank of the consumer's role."""
         first = self._rank * num_streams
         return [(first + stream) % len(self._names) for stream in range(num_streams)]
 
-    def prepare(self, places: list[int]) -> None:
+    def prepare(self, workers: list[int]) -> None:
         """Send the parts to these places, encoded once."""
-        targets = sorted(set(places) - self._brought.keys())
+        targets = sorted(set(workers) - self._brought.keys())
         if targets:
-            names = [self._names[place] for place in targets]
-            order = BringParts(self._key, self._packed)
-            futures = self._bus.call_many(names, METHOD, (order,), {}, timeout=NO_DEADLINE_S)
+            names = [self._names[worker] for worker in targets]
+            message = BringParts(self._key, self._packed)
+            futures = self._bus.call_many(names, METHOD, (message,), {}, timeout=NO_DEADLINE_S)
             self._brought.update(zip(targets, futures, strict=True))
 
-    def open(self, place: int, order: OpenStream) -> None:
-        self.prepare([place])
-        self._call(place, order)
+    def open(self, worker: int, message: OpenStream) -> None:
+        self.prepare([worker])
+        self._call(worker, message)
 
-    def fetch(self, place: int, order: FetchBatch) -> Future[Reply]:
-        return self._call(place, order)
+    def fetch(self, worker: int, message: FetchBatch) -> Future[FetchReply]:
+        return self._call(worker, message)
 
-    def lost(self, place: int, error: BaseException) -> str:
+    def lost(self, worker: int, error: BaseException) -> str:
         if isinstance(error, RpcNotFoundError):
             raise LoaderError(
-                f"worker {self._names[place]} serves no data loader: the entry point of its role must be "
+                f"worker {self._names[worker]} serves no data loader: the entry point of its role must be "
                 f"{SERVICE.target}.{SERVICE.attribute}."
             ) from error
         if not isinstance(error, WorkerDiedError | RouteLostError | StreamLostError):
             return ""
-        brought = self._brought.pop(place, None)
+        brought = self._brought.pop(worker, None)
         failure = brought.exception() if brought is not None and brought.done() else None
-        return f"loader worker {self._names[place]} was lost: {failure or error}"
+        return f"loader worker {self._names[worker]} was lost: {failure or error}"
 
     def close(self) -> None:
         if os.getpid() != self._pid:  # a fork of the worker, which cannot call
             return
         with contextlib.suppress(UnifiedError):  # the bus may have ended before; then they drop it by themselves
-            for place in self._brought:
-                self._call(place, DropLoader(self._key))
+            for worker in self._brought:
+                self._call(worker, DropLoader(self._key))
         self._brought.clear()
 
-    def _call(self, place: int, order: Order) -> Future[Any]:
-        return self._bus.call(self._names[place], METHOD, (order,), {}, timeout=NO_DEADLINE_S)
+    def _call(self, worker: int, message: LoaderMessage) -> Future[Any]:
+        return self._bus.call(self._names[worker], METHOD, (message,), {}, timeout=NO_DEADLINE_S)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 class Open(NamedTuple):
     """Make a stream at a place; it has answered `skip` batches of this epoch before, elsewhere."""
 
-    place: int
+    worker: int
     stream: int
     skip: int
 
@@ -27,7 +27,7 @@ class Open(NamedTuple):
 class Fetch(NamedTuple):
     """Ask a stream for a batch. The same batch asked for again is another attempt."""
 
-    place: int
+    worker: int
     stream: int
     batch: int
     attempt: int
@@ -49,7 +49,7 @@ class Fetched(NamedTuple):
     attempt: int
 
 
-class Ended(NamedTuple):
+class StreamFinished(NamedTuple):
     """In place of a batch: its stream has no more."""
 
     batch: int
@@ -71,13 +71,12 @@ class Taken(NamedTuple):
 
 
 Action = Open | Fetch | GiveUp
-Event = Fetched | Ended | Lost | Taken
+Event = Fetched | StreamFinished | Lost | Taken
 
 
 @dataclass
-class _Stream:
-    home: int
-    place: int
+class _StreamState:
+    worker: int
     is_open: bool = False
     is_over: bool = False
     is_tested: bool = False
@@ -90,7 +89,7 @@ class _Stream:
 
 
 @dataclass
-class _Batch:
+class _BatchState:
     stream: int
     task: Any
     attempt: int = 0
@@ -117,21 +116,21 @@ class Schedule:
         self,
         tasks: Iterator[Any],
         *,
-        homes: Sequence[int],
-        num_places: int,
+        initial_workers: Sequence[int],
+        num_workers: int,
         depth: int = 2,
         in_order: bool = True,
         max_retries: int = 3,
-        stays: bool = False,
+        is_restarted: bool = False,
     ) -> None:
         self._tasks = tasks
         self._depth = depth
         self._in_order = in_order
         self._max_retries = max_retries
-        self._stays = stays
-        self._streams = [_Stream(home, home) for home in homes]
-        self._times_lost = [0] * num_places
-        self._batches: dict[int, _Batch] = {}
+        self._is_restarted = is_restarted
+        self._streams = [_StreamState(worker) for worker in initial_workers]
+        self._times_lost = [0] * num_workers
+        self._batches: dict[int, _BatchState] = {}
         """Those that the consumer does not have yet, in order."""
         self._arrived: deque[int] = deque()
         self._next_batch = 0
@@ -172,20 +171,20 @@ class Schedule:
                 if (batch := self._current(number, attempt)) is not None:
                     return self._on_fetched(number, batch)
                 return []
-            case Ended(batch=number, attempt=attempt):
+            case StreamFinished(batch=number, attempt=attempt):
                 if (batch := self._current(number, attempt)) is not None:
                     return self._on_ended(number, batch)
                 return []
             case Lost(batch=number, attempt=attempt, reason=reason):
                 if (batch := self._current(number, attempt)) is not None:
-                    return self._on_lost(self._streams[batch.stream].place, reason)
+                    return self._on_lost(self._streams[batch.stream].worker, reason)
                 return []
 
-    def _current(self, number: int, attempt: int) -> _Batch | None:
+    def _current(self, number: int, attempt: int) -> _BatchState | None:
         batch = self._batches.get(number)
         return batch if batch is not None and batch.attempt == attempt and not batch.is_here else None
 
-    def _on_fetched(self, number: int, batch: _Batch) -> list[Action]:
+    def _on_fetched(self, number: int, batch: _BatchState) -> list[Action]:
         stream = self._streams[batch.stream]
         stream.asked.remove(number)
         stream.num_answered += 1
@@ -196,7 +195,7 @@ class Schedule:
         stream.is_tested = False
         return [action for waiting in stream.asked for action in self._ask(waiting)]
 
-    def _on_ended(self, number: int, batch: _Batch) -> list[Action]:
+    def _on_ended(self, number: int, batch: _BatchState) -> list[Action]:
         batch.is_end = True
         self._streams[batch.stream].asked.remove(number)
         if not self._in_order:
@@ -209,11 +208,11 @@ class Schedule:
         self._streams[batch.stream].num_untaken -= 1
         return self._fill()
 
-    def _on_lost(self, place: int, reason: str) -> list[Action]:
-        self._times_lost[place] += 1
+    def _on_lost(self, worker: int, reason: str) -> list[Action]:
+        self._times_lost[worker] += 1
         again: list[int] = []
         for stream in self._streams:
-            if stream.place != place:
+            if stream.worker != worker:
                 continue
             stream.is_open = False
             if stream.asked:
@@ -227,20 +226,20 @@ class Schedule:
             for number in stream.asked:
                 self._batches[number].attempt += 1
         for stream in self._streams:
-            if stream.place == place:
-                stream.place = self._other_place(place)
+            if stream.worker == worker:
+                stream.worker = self._other_worker(worker)
         actions: list[Action] = []
         for number in sorted(again):
             actions += self._ask(number)
         return actions
 
-    def _other_place(self, lost: int) -> int:
+    def _other_worker(self, lost: int) -> int:
         """Among those that were lost least often, the one with the fewest streams."""
-        others = [place for place in range(len(self._times_lost)) if place != lost]
-        if self._stays or not others:
+        others = [worker for worker in range(len(self._times_lost)) if worker != lost]
+        if self._is_restarted or not others:
             return lost
-        load = [sum(stream.place == place for stream in self._streams) for place in range(len(self._times_lost))]
-        return min(others, key=lambda place: (self._times_lost[place], load[place], (place - lost) % len(load)))
+        load = [sum(stream.worker == worker for stream in self._streams) for worker in range(len(self._times_lost))]
+        return min(others, key=lambda worker: (self._times_lost[worker], load[worker], (worker - lost) % len(load)))
 
     def _fill(self) -> list[Action]:
         self._pass_ends()
@@ -255,7 +254,7 @@ class Schedule:
                 self._is_drained, self.failure = True, error
                 break
             number, self._next_batch, self._turn = self._next_batch, self._next_batch + 1, turn + 1
-            self._batches[number] = _Batch(turn, task)
+            self._batches[number] = _BatchState(turn, task)
             self._streams[turn].asked.append(number)
             self._streams[turn].num_untaken += 1
             if not self._streams[turn].is_tested:
@@ -281,8 +280,8 @@ class Schedule:
         actions: list[Action] = []
         if not stream.is_open:
             stream.is_open = True
-            actions.append(Open(stream.place, batch.stream, stream.num_answered))
-        return [*actions, Fetch(stream.place, batch.stream, number, batch.attempt, batch.task)]
+            actions.append(Open(stream.worker, batch.stream, stream.num_answered))
+        return [*actions, Fetch(stream.worker, batch.stream, number, batch.attempt, batch.task)]
 
     def _pass_ends(self) -> None:
         """Ends whose turn has come."""

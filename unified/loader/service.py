@@ -18,13 +18,13 @@ from unified.bus.calls.registry import rpc
 from unified.bus.codec.codec import serialize
 from unified.core.directory import Change, IncarnationDied
 from unified.loader.messages import (
-    Batch,
     BringParts,
     DropLoader,
     FetchBatch,
+    FetchedBatch,
+    FetchReply,
+    LoaderMessage,
     OpenStream,
-    Order,
-    Reply,
     StreamLostError,
 )
 from unified.loader.role_workers import METHOD
@@ -34,27 +34,27 @@ from unified.worker.context import current_worker
 logger = logging.getLogger(__name__)
 
 
-class _Given(NamedTuple):
+class _QueuedMessage(NamedTuple):
     """An order, in line."""
 
-    order: Order
+    message: LoaderMessage
     owner: Caller | None
     answer: Future[Any]
 
 
-_line: queue.SimpleQueue[_Given | list[Change] | None] = queue.SimpleQueue()
+_line: queue.SimpleQueue[_QueuedMessage | list[Change] | None] = queue.SimpleQueue()
 """Orders and changes of the directory, in turn; None: stop."""
 _dropped: set[str] = set()
 """Loaders whose consumers are done with them: what is still in line for them need not be made."""
 
 
 @rpc(name=METHOD, inline=True)
-def take_order(order: Order) -> Future[Any]:
+def take_order(message: LoaderMessage) -> Future[Any]:
     """Line an order up; it is answered when it was carried out."""
-    if isinstance(order, DropLoader):
-        _dropped.add(order.key)
+    if isinstance(message, DropLoader):
+        _dropped.add(message.key)
     answer: Future[Any] = Future()
-    _line.put(_Given(order, current_call(), answer))
+    _line.put(_QueuedMessage(message, current_call(), answer))
     return answer
 
 
@@ -70,13 +70,13 @@ def serve() -> None:
     worker.on_stop(lambda: _line.put(None))
     worker.bus.on_directory(lambda changes: _line.put(list(changes)))
     torch.set_num_threads(1)
-    loaders = Loaders(worker.actor_info.name, worker.actor_info.node)
+    loaders = HostedLoaders(worker.actor_info.name, worker.actor_info.node)
     while (given := _line.get()) is not None:
         if isinstance(given, list):
             loaders.learn(given)
             continue
         try:
-            answer = loaders.carry_out(given.order, given.owner)
+            answer = loaders.handle(given.message, given.owner)
         except Exception as error:
             given.answer.set_exception(error)
         else:
@@ -84,7 +84,7 @@ def serve() -> None:
         del given  # what it holds may be large, and the next order may be long in coming
 
 
-class Loaders:
+class HostedLoaders:
     """The loaders that this process makes batches for.
 
     Args:
@@ -97,30 +97,30 @@ class Loaders:
         self._node = node
         self._hosts: dict[str, tuple[StreamHost, Caller | None]] = {}
 
-    def carry_out(self, order: Order, owner: Caller | None) -> Reply | None:
+    def handle(self, message: LoaderMessage, owner: Caller | None) -> FetchReply | None:
         """Do as the consumer `owner` says.
 
         Raises:
             StreamLostError: this process has never heard of that loader or stream.
         """
-        if isinstance(order, DropLoader):
-            _dropped.discard(order.key)
-            self._close(order.key)
+        if isinstance(message, DropLoader):
+            _dropped.discard(message.key)
+            self._close(message.key)
             return None
-        if order.key in _dropped:
-            raise StreamLostError(f"loader {order.key} was dropped by its consumer.")
-        if isinstance(order, BringParts):
-            packed = order.packed
+        if message.key in _dropped:
+            raise StreamLostError(f"loader {message.key} was dropped by its consumer.")
+        if isinstance(message, BringParts):
+            packed = message.packed
             host = StreamHost(lambda: pickle.loads(packed), where=self._worker, node=self._node, is_sent_on=True)
-            self._hosts[order.key] = host, owner
+            self._hosts[message.key] = host, owner
             return None
-        if order.key not in self._hosts:
-            raise StreamLostError(f"worker {self._worker} does not know loader {order.key}: it has been restarted.")
-        host, _ = self._hosts[order.key]
-        if isinstance(order, OpenStream):
-            host.open(order)
+        if message.key not in self._hosts:
+            raise StreamLostError(f"worker {self._worker} does not know loader {message.key}: it has been restarted.")
+        host, _ = self._hosts[message.key]
+        if isinstance(message, OpenStream):
+            host.open(message)
             return None
-        return self._made(host, order)
+        return self._made(host, message)
 
     def learn(self, changes: list[Change]) -> None:
         """Let go of what consumers had whose lives are over."""
@@ -132,11 +132,11 @@ class Loaders:
                     logger.info("worker=%s event=loader-dropped loader=%s owner=%s", self._worker, key, owner.worker)
                     self._close(key)
 
-    def _made(self, host: StreamHost, order: FetchBatch) -> Reply:
-        reply = host.fetch(order)
-        if not isinstance(reply, Batch):
+    def _made(self, host: StreamHost, message: FetchBatch) -> FetchReply:
+        reply = host.fetch(message)
+        if not isinstance(reply, FetchedBatch):
             return reply
-        return Batch(serialize(reply.value))
+        return FetchedBatch(serialize(reply.value))
 
     def _close(self, key: str) -> None:
         if key in self._hosts:

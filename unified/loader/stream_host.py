@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader, IterableDataset, _utils
 
 from unified.bus.calls import remote_errors
 from unified.job.by_value import dumps
-from unified.loader.messages import Batch, Failure, FetchBatch, NoMore, OpenStream, Reply, StreamLostError
+from unified.loader.messages import (
+    FetchBatch,
+    FetchedBatch,
+    FetchFailure,
+    FetchReply,
+    OpenStream,
+    StreamEnd,
+    StreamLostError,
+)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 6, 200, 200
@@ -111,7 +119,7 @@ class StreamHost:
         is_sent_on: batches leave this process through the bus, and not through torch's shared memory.
     """
 
-    _on_stage: _Stream | None = None
+    _on_stage: _HostedStream | None = None
     """The stream whose random numbers and worker info are this process's now, of whichever host."""
 
     def __init__(
@@ -121,31 +129,31 @@ class StreamHost:
         self._is_sent_on = is_sent_on
         self._where = where
         self._node = node
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _HostedStream] = {}
 
-    def open(self, order: OpenStream) -> None:
+    def open(self, message: OpenStream) -> None:
         """Begin an epoch. What goes wrong in the user's code is the answer to the first fetch."""
         StreamHost._leave_stage()
         try:
-            stream = self._streams.get(order.stream)
+            stream = self._streams.get(message.stream)
             if stream is None or stream.failure is not None:
-                stream = self._streams[order.stream] = _Stream(self._load(), self._is_sent_on)
+                stream = self._streams[message.stream] = _HostedStream(self._load(), self._is_sent_on)
             StreamHost._on_stage = stream
-            stream.begin(order)
+            stream.begin(message)
         except Exception as error:
-            broken = self._streams[order.stream] = _Stream(None)
-            broken.failure = self._failure(error, f"the start of stream {order.stream} of a data loader")
+            broken = self._streams[message.stream] = _HostedStream(None)
+            broken.failure = self._failure(error, f"the start of stream {message.stream} of a data loader")
             StreamHost._leave_stage()
 
-    def fetch(self, order: FetchBatch) -> Reply:
+    def fetch(self, message: FetchBatch) -> FetchReply:
         """Make a batch.
 
         Raises:
             StreamLostError: the stream was never opened here.
         """
-        stream = self._streams.get(order.stream)
+        stream = self._streams.get(message.stream)
         if stream is None:
-            raise StreamLostError(f"stream {order.stream} of loader {order.key} is not open in {self._where}.")
+            raise StreamLostError(f"stream {message.stream} of loader {message.key} is not open in {self._where}.")
         if stream.failure is not None:
             return stream.failure
         if StreamHost._on_stage is not stream:
@@ -153,11 +161,11 @@ class StreamHost:
             stream.enter_stage()
             StreamHost._on_stage = stream
         try:
-            return Batch(stream.fetch(order.task))
+            return FetchedBatch(stream.fetch(message.task))
         except _EndOfStream:
-            return NoMore()
+            return StreamEnd()
         except Exception as error:
-            return self._failure(error, f"{stream.position(order)} of {stream.name}")
+            return self._failure(error, f"{stream.position(message)} of {stream.name}")
 
     def close(self) -> None:
         """Let go of the datasets."""
@@ -171,19 +179,19 @@ class StreamHost:
             StreamHost._on_stage.leave_stage()
             StreamHost._on_stage = None
 
-    def _failure(self, error: Exception, what: str) -> Failure:
-        return Failure(what, remote_errors.describe(error, worker=self._where, node=self._node, ours=globals()))
+    def _failure(self, error: Exception, what: str) -> FetchFailure:
+        return FetchFailure(what, remote_errors.describe(error, worker=self._where, node=self._node, ours=globals()))
 
 
 class _EndOfStream(Exception):
     pass
 
 
-class _Stream:
+class _HostedStream:
     """One of torch's "workers": an id, a dataset, a state."""
 
     def __init__(self, parts: LoaderParts | None, is_sent_on: bool = False) -> None:
-        self.failure: Failure | None = None
+        self.failure: FetchFailure | None = None
         self._parts = parts
         self._is_sent_on = is_sent_on
         self._is_fresh = True
@@ -198,21 +206,21 @@ class _Stream:
     def name(self) -> str:
         return self._parts.name if self._parts is not None else "a dataset"
 
-    def begin(self, order: OpenStream) -> None:
+    def begin(self, message: OpenStream) -> None:
         assert self._parts is not None
-        seed = seed_as_torch_does(order.base_seed, order.stream)
+        seed = seed_as_torch_does(message.base_seed, message.stream)
         self._info = _utils.worker.WorkerInfo(
-            id=order.stream, num_workers=order.num_streams, seed=seed, dataset=self._parts.dataset
+            id=message.stream, num_workers=message.num_streams, seed=seed, dataset=self._parts.dataset
         )
         _utils.worker._worker_info = self._info
         if self._is_fresh and self._parts.worker_init_fn is not None:
-            self._parts.worker_init_fn(order.stream)
-            if order.epoch > 0:  # as it would have been had this stream lived since epoch 0
-                seed_as_torch_does(order.base_seed, order.stream)
+            self._parts.worker_init_fn(message.stream)
+            if message.epoch > 0:  # as it would have been had this stream lived since epoch 0
+                seed_as_torch_does(message.base_seed, message.stream)
         self._is_fresh = False
         if self._parts.is_iterable:
             self._items, self._num_read, self._has_ended = iter(self._parts.dataset), 0, False
-            self._skip(order.skip)
+            self._skip(message.skip)
 
     def fetch(self, task: Any) -> Any:
         assert self._parts is not None
@@ -235,9 +243,9 @@ class _Stream:
         self._random = RandomState()
         _utils.worker._worker_info = None
 
-    def position(self, order: FetchBatch) -> str:
+    def position(self, message: FetchBatch) -> str:
         """What was being done when user code raised."""
-        return f"batch {order.batch}, {self._doing},"
+        return f"batch {message.batch}, {self._doing},"
 
     def _look_up(self, parts: LoaderParts, task: Any) -> Any:
         dataset = parts.dataset

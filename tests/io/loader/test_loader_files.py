@@ -13,7 +13,7 @@ from unified.data import ShardReader, find_runs
 from unified.data.files import DataFiles
 from unified.data.reading import assign_files
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError
-from unified.loader.dataset import Dataset, find_pieces
+from unified.loader.dataset import Dataset, find_parts
 from unified.storage import open_storage
 
 NAMES = ["part-1", "part-2", "part-10"]
@@ -47,7 +47,7 @@ def test_several_paths_come_in_the_order_given(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", samples(3, 20))
     rows = Dataset.from_files([str(tmp_path / "b.jsonl"), str(tmp_path / "a.parquet")])
     assert list(rows) == list(rows.spread(2, local=True)) == samples(0, 20)
-    pieces = find_pieces(str(tmp_path / "a.parquet"))
+    pieces = find_parts(str(tmp_path / "a.parquet"))
     assert [(piece.start, piece.end) for piece in pieces] == [(0, 7), (7, 14), (14, 17)], "row groups are read apart"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unified.errors import UsageError
 from unified.loader.dataset import Dataset
-from unified.loader.execution import Repeat, Run, Spread
+from unified.loader.execution import PipelineRun, Repeat, Spread
 
 
 def flat(item: Any) -> list[int]:
@@ -110,7 +110,7 @@ def test_methods_leave_the_dataset_as_it_is() -> None:
 def test_batches_of_the_source_travel_as_numbers() -> None:
     """A stage that looks the source up itself, rather than one that is sent what was looked up here."""
     spread = Spread(2, None, 2, None, True)
-    run = Run(range(10), Dataset(range(10)).batch(4).map(len)._operators, spread)
+    run = PipelineRun(range(10), Dataset(range(10)).batch(4).map(len)._operators, spread)
     (stage,) = run._stages
     assert stage._parts.dataset[3] == [3]
     assert stage._size == 4

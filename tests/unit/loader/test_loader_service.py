@@ -13,9 +13,17 @@ from unified.bus.calls.inbound import Caller
 from unified.core.directory import WorkerDirectory
 from unified.errors import LoaderError, RouteLostError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.loader import iterator, service
-from unified.loader.messages import Batch, BringParts, DropLoader, FetchBatch, OpenStream, Order, StreamLostError
-from unified.loader.role_workers import METHOD, RolePlaces, role_that_loads
-from unified.loader.service import Loaders
+from unified.loader.messages import (
+    BringParts,
+    DropLoader,
+    FetchBatch,
+    FetchedBatch,
+    LoaderMessage,
+    OpenStream,
+    StreamLostError,
+)
+from unified.loader.role_workers import METHOD, RoleWorkers, role_that_loads
+from unified.loader.service import HostedLoaders
 from unified.loader.stream_host import LoaderParts, StreamHost
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.worker.context import Worker, set_current_worker
@@ -43,34 +51,34 @@ def entry(inbox_id: str, state: Reachability = Reachability.ALIVE, incarnation: 
     return DirectoryEntry(worker=ALICE.worker, incarnation=incarnation, state=state, inbox=inbox)
 
 
-def serving(*keys: str) -> Loaders:
-    loaders = Loaders("data_1-0_1-0", "n1")
+def serving(*keys: str) -> HostedLoaders:
+    loaders = HostedLoaders("data_1-0_1-0", "n1")
     for key in keys:
-        loaders.carry_out(BringParts(key, PARTS.pack()), ALICE)
-        loaders.carry_out(OpenStream(key, 0, 1, 7, 0, 0), ALICE)
+        loaders.handle(BringParts(key, PARTS.pack()), ALICE)
+        loaders.handle(OpenStream(key, 0, 1, 7, 0, 0), ALICE)
     return loaders
 
 
-def fetch(loaders: Loaders, key: str, task: Any = (0, 2)) -> Any:
-    return loaders.carry_out(FetchBatch(key, 0, 0, task), ALICE)
+def fetch(loaders: HostedLoaders, key: str, task: Any = (0, 2)) -> Any:
+    return loaders.handle(FetchBatch(key, 0, 0, task), ALICE)
 
 
 def test_orders_of_one_loader() -> None:
     loaders = serving("a", "b")
     reply = fetch(loaders, "a")
-    assert isinstance(reply, Batch)
+    assert isinstance(reply, FetchedBatch)
     assert iterator.unwrap(reply.value) == [10, 12]
-    loaders.carry_out(DropLoader("a"), ALICE)
+    loaders.handle(DropLoader("a"), ALICE)
     with pytest.raises(StreamLostError, match="does not know loader a"):
         fetch(loaders, "a")
     assert iterator.unwrap(fetch(loaders, "b").value) == [10, 12]
 
 
 def test_a_batch_that_plain_pickle_cannot_say_goes_by_value() -> None:
-    loaders = Loaders("data_1-0_1-0", "n1")
+    loaders = HostedLoaders("data_1-0_1-0", "n1")
     parts = LoaderParts(dataset=[1], collate_fn=lambda keys: lambda: keys, has_batches=True)
-    loaders.carry_out(BringParts("f", parts.pack()), ALICE)
-    loaders.carry_out(OpenStream("f", 0, 1, 7, 0, 0), ALICE)
+    loaders.handle(BringParts("f", parts.pack()), ALICE)
+    loaders.handle(OpenStream("f", 0, 1, 7, 0, 0), ALICE)
     reply = fetch(loaders, "f", [0])
     assert iterator.unwrap(reply.value)() == [1]
 
@@ -102,7 +110,7 @@ def test_orders_in_line_of_a_dropped_loader_are_not_carried_out() -> None:
     service.take_order(DropLoader("a"))
     with pytest.raises(StreamLostError, match="was dropped"):
         fetch(loaders, "a")
-    loaders.carry_out(DropLoader("a"), ALICE)
+    loaders.handle(DropLoader("a"), ALICE)
     assert "a" not in service._dropped
     while not service._line.empty():
         service._line.get()
@@ -116,7 +124,7 @@ def test_the_role_is_found_by_its_entry_point(worker: Worker, monkeypatch: pytes
 
 def test_a_role_that_is_not_there_is_told(worker: Worker) -> None:
     with pytest.raises(UsageError, match=r"no role 'dat' to load data\. Did you mean 'data'"):
-        iterator.find_places(PARTS, "key", 1, role="dat", local=False)
+        iterator.choose_workers(PARTS, "key", 1, role="dat", local=False)
 
 
 class Orders(InstantBus):
@@ -124,7 +132,7 @@ class Orders(InstantBus):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[tuple[str, Order]] = []
+        self.given: list[tuple[str, LoaderMessage]] = []
 
     def call(self, target: str, method: str, args: Any, *_: Any, **options: Any) -> Any:
         assert method == METHOD
@@ -138,22 +146,22 @@ class Orders(InstantBus):
 def test_parts_travel_once_to_each_place_and_again_after_it_was_lost(worker: Worker) -> None:
     bus = Orders()
     worker.bus = bus  # type: ignore[assignment]
-    places = RolePlaces(worker, worker.workers_of("data"), key="key", packed=b"parts")
-    assert places.homes(4) == [0, 1, 2, 0]
-    places.prepare([0, 1, 0])
-    places.open(1, OpenStream("key", 0, 1, 7, 0, 0))
-    assert [(target[-7:], type(order).__name__) for target, order in bus.given] == [
+    workers = RoleWorkers(worker, worker.workers_of("data"), key="key", packed=b"parts")
+    assert workers.initial_workers(4) == [0, 1, 2, 0]
+    workers.prepare([0, 1, 0])
+    workers.open(1, OpenStream("key", 0, 1, 7, 0, 0))
+    assert [(target[-7:], type(message).__name__) for target, message in bus.given] == [
         ("3-0_1-0", "BringParts"),
         ("3-1_1-0", "BringParts"),
         ("3-1_1-0", "OpenStream"),
     ]
-    assert "data_3-1" in places.lost(1, WorkerDiedError("killed by SIGKILL"))
+    assert "data_3-1" in workers.lost(1, WorkerDiedError("killed by SIGKILL"))
     bus.given.clear()
-    places.open(1, OpenStream("key", 0, 1, 7, 0, 0))
-    assert [type(order).__name__ for _, order in bus.given] == ["BringParts", "OpenStream"]
+    workers.open(1, OpenStream("key", 0, 1, 7, 0, 0))
+    assert [type(message).__name__ for _, message in bus.given] == ["BringParts", "OpenStream"]
     bus.given.clear()
-    places.close()
-    assert [(target[-7:], order) for target, order in bus.given] == [
+    workers.close()
+    assert [(target[-7:], message) for target, message in bus.given] == [
         ("3-0_1-0", DropLoader("key")),
         ("3-1_1-0", DropLoader("key")),
     ]
@@ -161,8 +169,8 @@ def test_parts_travel_once_to_each_place_and_again_after_it_was_lost(worker: Wor
 
 @pytest.mark.parametrize("error", [WorkerDiedError("x"), RouteLostError("x"), StreamLostError("x")])
 def test_errors_that_mean_a_lost_place(worker: Worker, error: Exception) -> None:
-    places = RolePlaces(worker, worker.workers_of("data"), key="key", packed=b"")
-    assert places.lost(0, error)
-    assert not places.lost(0, RpcTimeoutError("x"))
+    workers = RoleWorkers(worker, worker.workers_of("data"), key="key", packed=b"")
+    assert workers.lost(0, error)
+    assert not workers.lost(0, RpcTimeoutError("x"))
     with pytest.raises(LoaderError, match=r"serves no data loader.*unified\.loader\.service\.serve"):
-        places.lost(0, RpcNotFoundError("x"))
+        workers.lost(0, RpcNotFoundError("x"))

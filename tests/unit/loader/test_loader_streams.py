@@ -12,7 +12,15 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from unified.errors import RemoteError
-from unified.loader.messages import Batch, Failure, FetchBatch, NoMore, OpenStream, Reply, StreamLostError
+from unified.loader.messages import (
+    FetchBatch,
+    FetchedBatch,
+    FetchFailure,
+    FetchReply,
+    OpenStream,
+    StreamEnd,
+    StreamLostError,
+)
 from unified.loader.stream_host import LoaderParts, StreamHost
 
 Numbers = tuple[int, float, float, float]
@@ -54,12 +62,12 @@ def opened(stream: int, *, epoch: int = 0, skip: int = 0, seed: int = 7) -> Open
     return OpenStream("key", stream, 2, seed, epoch, skip)
 
 
-def fetch(where: StreamHost, stream: int, task: Any = None) -> Reply:
+def fetch(where: StreamHost, stream: int, task: Any = None) -> FetchReply:
     return where.fetch(FetchBatch("key", stream, 0, task))
 
 
-def values(reply: Reply) -> Any:
-    assert isinstance(reply, Batch)
+def values(reply: FetchReply) -> Any:
+    assert isinstance(reply, FetchedBatch)
     return reply.value
 
 
@@ -92,7 +100,7 @@ def test_a_stream_that_is_opened_again_goes_on_where_it_was() -> None:
     where.open(opened(0))
     whole = [fetch(where, 0) for _ in range(5)]
     assert [len(values(reply)) for reply in whole[:4]] == [3, 3, 3, 1]
-    assert whole[4] == NoMore()
+    assert whole[4] == StreamEnd()
     where.open(opened(0, skip=2))
     assert [fetch(where, 0) for _ in range(3)] == whole[2:]
 
@@ -105,15 +113,15 @@ def test_a_stream_that_does_not_even_begin_leaves_no_worker_info() -> None:
     where = host(Bad(), is_iterable=True, batch_size=1)
     where.open(opened(0))
     assert get_worker_info() is None
-    assert isinstance(fetch(where, 0), Failure)
+    assert isinstance(fetch(where, 0), FetchFailure)
 
 
 def test_drop_last_of_an_iterable_dataset() -> None:
     where = host(Counting(5), is_iterable=True, batch_size=3, drop_last=True)
     where.open(opened(0))
     assert len(values(fetch(where, 0))) == 3
-    assert fetch(where, 0) == NoMore()
-    assert fetch(where, 0) == NoMore()
+    assert fetch(where, 0) == StreamEnd()
+    assert fetch(where, 0) == StreamEnd()
 
 
 def test_worker_init_fn_is_called_once_for_each_copy_of_the_dataset() -> None:
@@ -139,7 +147,7 @@ def test_what_user_code_raises_says_where() -> None:
     where = host(Bad())
     where.open(opened(0))
     reply = where.fetch(FetchBatch("key", 0, 4, [0, 1, 2]))
-    assert isinstance(reply, Failure)
+    assert isinstance(reply, FetchFailure)
     error = reply.error()
     assert isinstance(error, KeyError)
     assert isinstance(error, RemoteError)
@@ -162,7 +170,7 @@ def test_a_dataset_that_cannot_start_fails_every_fetch_until_it_is_opened_again(
     where.open(opened(0))
     for _ in range(2):
         reply = fetch(where, 0, [0])
-        assert isinstance(reply, Failure)
+        assert isinstance(reply, FetchFailure)
         assert isinstance(reply.error(), FileNotFoundError)
     broken.clear()
     where.open(opened(0))
@@ -182,5 +190,5 @@ def test_many_keys_make_no_endless_message() -> None:
     where = host(Whole())
     where.open(opened(0))
     reply = fetch(where, 0, list(range(1000)))
-    assert isinstance(reply, Failure)
+    assert isinstance(reply, FetchFailure)
     assert reply.what == "batch 0, samples [0, 1, 2, 3, 4, 5, ...], of the dataset"
