@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import os
 import re
-import shlex
 import sys
 from argparse import REMAINDER, ArgumentParser
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.command_lines import read_by_table
 from unified.api.builder import DLJob, DLJobBuilder, launcher
-from unified.api.builder.launcher import num_workers, parse_run
+from unified.api.builder.launcher import num_workers
 from unified.api.builder.torchrun import table_parser
 from unified.errors import OptionError
 from unified.job import ElasticWorkloadDesc
@@ -33,8 +33,7 @@ def by_torch(cmd: str) -> DLJob:
 
 
 def by_table(cmd: str) -> DLJob:
-    name, _, rest = cmd.partition(" ")
-    return parse_run(shlex.split(rest), launcher=name).build()
+    return read_by_table(cmd).build()
 
 
 READERS = [
@@ -314,7 +313,7 @@ def test_with_a_master_the_cluster_is_counted() -> None:
 
 
 def test_cpu_workers_make_a_cpu_job() -> None:
-    job = parse_run(["--nproc-per-node=cpu", "train.py"]).build()
+    job = by_table("torchrun --nproc-per-node=cpu train.py")
     assert job.device_type == "CPU"
     assert only_role(job).total == len(os.sched_getaffinity(0))
 
@@ -354,7 +353,7 @@ def test_gpus_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch, env: d
 
 def test_help_names_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
-        parse_run(["--help"], prog="unified run")
+        table_parser("torchrun", {}, "unified run").parse_args(["--help"])
     assert done.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: unified run")
@@ -363,7 +362,7 @@ def test_help_names_the_program(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_errors_are_option_errors_with_the_programs_name() -> None:
     with pytest.raises(OptionError, match=r"^unified run: unrecognized arguments: --standalon=1.* '--standalone'\?$"):
-        parse_run(["--standalon=1", "t.py"], launcher="dlrover-run", prog="unified run")
+        table_parser("dlrover-run", {}, "unified run").parse_args(["--standalon=1", "t.py"])
 
 
 def test_parsers_are_argparse() -> None:
@@ -373,6 +372,6 @@ def test_parsers_are_argparse() -> None:
 
 
 def test_a_launchers_script_sets_up_its_own_process_group() -> None:
-    workload = parse_run(["--nproc-per-node=2", "train.py"]).build().workloads["ELASTIC"]
+    workload = by_table("torchrun --nproc-per-node=2 train.py").workloads["ELASTIC"]
     assert isinstance(workload, ElasticWorkloadDesc)
     assert workload.comm_auto_setup_process_group is False

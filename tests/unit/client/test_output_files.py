@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
+from tests.support.command_lines import read_by_table
 from unified.api.builder.builder import DLJobBuilder
-from unified.api.builder.launcher import parse_run
 from unified.client.submission import with_own_folder
 from unified.errors import UsageError
 from unified.job.options import submit_options
@@ -25,7 +25,7 @@ def role_of(builder: DLJobBuilder) -> RoleSpec:
 
 
 def described(line: str) -> OutputFiles:
-    found = role_of(parse_run([*line.split(), f"--nproc-per-node={NPROC}", "train.py"])).output_files
+    found = role_of(read_by_table(f"torchrun {line} --nproc-per-node={NPROC} train.py")).output_files
     return found or OutputFiles()
 
 
@@ -93,7 +93,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_no_run_writes_over_the_files_of_another(tmp_path: Path) -> None:
     def folder(log_dir: str) -> str:
-        files = with_own_folder(role_of(parse_run([*log_dir.split(), "--tee=3", "train.py"]))).output_files
+        files = with_own_folder(role_of(read_by_table(f"torchrun {log_dir} --tee=3 train.py"))).output_files
         assert files is not None
         return f"{files.log_dir}/{files.run_id}"
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol, Self
 
-from unified.api.builder.builder import DLJobBuilder
+from unified.api.builder.roles import ElasticRoleBuilder
 from unified.api.builder.torchrun import (
     LAUNCHERS,
     add_own_options,
@@ -44,7 +44,19 @@ _CHECKS = {"node_check", "precheck", "comm_perf_test", "exclude_straggler"}
 _SCRIPT = {"training_script", "training_script_args"}
 
 
-def apply_command(builder: DLJobBuilder, cmd: str) -> None:
+class JobBuilder(Protocol):
+    """Methods of `DLJobBuilder` with which a command line describes a job."""
+
+    def node_num(self, num: int) -> Self: ...
+    def device_per_node(self, num: int) -> Self: ...
+    def device_type(self, device_type: str) -> Self: ...
+    def role(self, role: str) -> Self: ...
+    def train(self, entrypoint: str) -> ElasticRoleBuilder[Any]: ...
+    def no_setup_process_group(self) -> Self: ...
+    def skip_node_check(self) -> Self: ...
+
+
+def apply_command(builder: JobBuilder, cmd: str) -> None:
     """Describe a role of `builder` by a launcher's command line, read with torch's own parser where torch is installed.
 
     Raises:
@@ -70,29 +82,8 @@ def apply_command(builder: DLJobBuilder, cmd: str) -> None:
     describe(builder, arguments, parser, launcher, nodes)
 
 
-def parse_run(argv: Sequence[str], launcher: str = "torchrun", prog: str | None = None) -> DLJobBuilder:
-    """A builder for the job of a launcher's arguments, without loading torch.
-
-    Args:
-        argv: arguments, without the program's name.
-        launcher: whose options are known, ``torchrun`` or ``dlrover-run``.
-        prog: what messages and ``--help`` call the program; by default the launcher.
-
-    Raises:
-        OptionError: an option does not exist; the message names the nearest.
-        UsageError: an option's value cannot be used, or `--no-python` is given.
-        SystemExit: ``--help``.
-    """
-    parser = table_parser(launcher, os.environ, prog)
-    arguments = parser.parse_args(list(argv))
-    check_hosts(arguments, parser.prog, has_master=True, can_join=False)
-    builder = DLJobBuilder()
-    describe(builder, arguments, parser, launcher)
-    return builder
-
-
 def describe(
-    builder: DLJobBuilder,
+    builder: JobBuilder,
     args: Namespace,
     parser: ArgumentParser,
     launcher: str,

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from unified.errors import UsageError, nearest
 
-if TYPE_CHECKING:
-    from unified.api.builder.builder import DLJobBuilder
-
-ParentT = TypeVar("ParentT", bound="DLJobBuilder")
+ParentT = TypeVar("ParentT")
 EntryPoint: TypeAlias = str | tuple[str, str]
 """`module.attr`, `module::attr`, `file.py arguments` or `-m module arguments`; or a pair, ``(module, attr)``."""
 
