@@ -121,7 +121,8 @@ class Worker:
         A loop that looks here gets the job's grace period (10 s unless set) to end by itself. A worker that never
         looks, and registers no callback, is ended at once.
         """
-        return self._stop.should_stop
+        self._stop.watch()
+        return self._stop.is_asked
 
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Have `callback()` called, in a thread of its own, when this worker is asked to stop."""

@@ -42,34 +42,35 @@ _OWN = ("unified", "unified_agent", "unified_master")
 _NOT_USERS = (*_LIBRARIES, str(Path(__file__).parent.parent) + os.sep)  # ours also under names of `unified.compat`
 
 
-def leave(
+def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+def exit_process(
     code: int,
     *,
     left_s: Callable[[], float] | None = None,
-    last: Callable[[], None] = lambda: None,
-    clear: Callable[[], None] = lambda: None,
-    on_cut: Callable[[str], None] = lambda text: None,
+    last: Callable[[], object] = _nothing,
+    clear: Callable[[], object] = _nothing,
+    on_cut: Callable[[str], object] = _nothing,
 ) -> NoReturn:
     """End the program as Python does, and the process with `code`.
 
-    A forked worker must not unwind into the zygote's stack, so this never returns and never raises. It leaves the
-    interpreter standing (as multiprocessing does): destructors of libraries that hang at exit get no chance to.
+    A forked worker must not unwind into the zygote's stack, so this never returns and never raises. The interpreter is
+    left standing (as multiprocessing does): destructors of libraries that hang at exit get no chance to.
 
     Args:
-        left_s: how many seconds there are left, by now, before it ends all the same; default: `WITHIN_S` in all.
-        last: called when threads have been joined and `atexit` functions run.
-        clear: lets go of the program's globals; called after that.
+        left_s: returns how many seconds are left before the process ends all the same; default: `WITHIN_S` in all.
+        last, clear: as of `end_program`.
         on_cut: told what the end was waiting for, if it is cut short.
     """
     until = time.monotonic() + WITHIN_S
     try:
         try:
             cut_after(left_s or (lambda: until - time.monotonic()), code or EXIT_CUT, on_cut)
-            finish_program()
-            last()
-            clear()
-            atexit._run_exitfuncs()
-            flush_files()
+            end_program(last, clear)
+            for function in _RUNTIMES:
+                function()
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
         flush_output(within_s=1.0)
@@ -77,7 +78,7 @@ def leave(
         os._exit(code)
 
 
-def leave_fork(error: BaseException | None) -> NoReturn:
+def exit_fork(error: BaseException | None) -> NoReturn:
     """End a process that user code forked and that came back out of it: what follows is for its parent to do.
 
     Args:
@@ -97,17 +98,17 @@ def leave_fork(error: BaseException | None) -> NoReturn:
         os._exit(code)
 
 
-def cut_after(left_s: Callable[[], float], code: int, on_cut: Callable[[str], None]) -> None:
+def cut_after(left_s: Callable[[], float], code: int, on_cut: Callable[[str], object]) -> None:
     """End the process with `code` as soon as no seconds are left, whatever it does then."""
     with contextlib.suppress(RuntimeError):  # no more threads for this user; the agent has a deadline of its own
         start_thread("unified-exit-watchdog", _cut, left_s, code, on_cut)
 
 
-def _cut(left_s: Callable[[], float], code: int, on_cut: Callable[[str], None]) -> None:
+def _cut(left_s: Callable[[], float], code: int, on_cut: Callable[[str], object]) -> None:
     began = time.monotonic()
     while (left := left_s()) > 0:
         time.sleep(min(left, LOOK_S))
-    text = f"its end was cut short after {time.monotonic() - began:.1f} s: it was waiting for {waited_for()}"
+    text = f"its end was cut short after {time.monotonic() - began:.1f} s: it was waiting for {_waited_for()}"
     try:
         on_cut(text)
         print(f"unified: {text}. What that had not written is lost.", file=sys.stderr)
@@ -116,15 +117,21 @@ def _cut(left_s: Callable[[], float], code: int, on_cut: Callable[[str], None]) 
         os._exit(code)
 
 
-def finish_program() -> None:
-    """Join non-daemon threads and executors, then run the user's `atexit` functions. Takes as long as they take."""
+def end_program(last: Callable[[], object], clear: Callable[[], object]) -> None:
+    """End the user's program. Takes as long as its threads and `atexit` functions take; a second call ends the rest.
+
+    Args:
+        last: called when non-daemon threads and executors have been joined and the user's `atexit` functions have run.
+        clear: lets go of the program's globals; called after that, and before files are flushed.
+    """
     with _saying_what_it_waits_for():
         _run(threading._shutdown)  # type: ignore[attr-defined]  # there is no public name; unknown to typeshed
         for function in _RUNTIMES:
             atexit.unregister(function)
         atexit._run_exitfuncs()
-        for function in _RUNTIMES:
-            atexit.register(function)
+    last()
+    clear()
+    _flush_files()
 
 
 def finish_work() -> None:
@@ -162,7 +169,7 @@ def clear_program(main: str, known: Collection[str]) -> None:
             cleared.append(weakref.ref(_Globals(vars(module))))
             sys.modules[name] = ModuleType(name) if name == "__main__" else None  # type: ignore[assignment]  # as Python does
         del module
-    flush_files()  # a collection may close a file's inner buffer before its outer one has written to it
+    _flush_files()  # a collection may close a file's inner buffer before its outer one has written to it
     gc.collect()  # with their globals intact, which a `__del__` may need
     for reference in cleared:
         if (survivor := reference()) is not None:
@@ -170,14 +177,14 @@ def clear_program(main: str, known: Collection[str]) -> None:
     gc.collect()
 
 
-def flush_files() -> None:
+def _flush_files() -> None:
     """Flush every file that is open for writing, whoever still refers to it."""
     for each in gc.get_objects():
         if issubclass(type(each), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
             _run(each.flush, is_quiet=True)
 
 
-def waited_for() -> str:
+def _waited_for() -> str:
     """Return what the end of a program is waiting for, as text for a message."""
     threads = dict.fromkeys([*_unended_threads(), *_pooled_threads()])  # those of an executor may be daemons
     names = [thread.name for thread in threads if thread.is_alive()]
@@ -233,7 +240,7 @@ def _run(function: Callable[[], object], *, is_quiet: bool = False) -> None:
 @contextlib.contextmanager
 def _saying_what_it_waits_for() -> Iterator[None]:
     def say() -> None:
-        print(f"unified: the program has come to its end and waits for {waited_for()}.", file=sys.stderr, flush=True)
+        print(f"unified: the program has come to its end and waits for {_waited_for()}.", file=sys.stderr, flush=True)
 
     notice = threading.Timer(NOTICE_S, say)
     notice.daemon, notice.name = True, "unified-exit-notice"

@@ -31,16 +31,7 @@ from unified.worker import environment, process_group
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.entrypoint import Entry, load
-from unified.worker.exit import (
-    EXIT_CUT,
-    clear_program,
-    cut_after,
-    finish_program,
-    finish_work,
-    flush_files,
-    leave,
-    leave_fork,
-)
+from unified.worker.exit import EXIT_CUT, clear_program, cut_after, end_program, exit_fork, exit_process, finish_work
 from unified.worker.failure import describe, exit_code, where, with_written
 from unified.worker.fork_setup import (
     disown_finalizers,
@@ -83,17 +74,17 @@ def main(control: socket.socket) -> NoReturn:
     take_stdin(launch)
     if launch.kind == "store":
         serve_stores(channel, launch)
-    _Life(channel, launch).live()
+    _WorkerProcess(channel, launch).run_to_end()
 
 
-class _Life:
+class _WorkerProcess:
     def __init__(self, channel: ControlChannel, launch: Launch) -> None:
         self._channel = channel
         self._launch = launch
         self._role = launch.spec.role(launch.role)
         self._orders: queue.SimpleQueue[RunOrder | None] = queue.SimpleQueue()
         self._stop = StopState(
-            clean_up=self._forget_sockets,
+            clean_up=self._unlink_sockets,
             on_settled=lambda: self._orders.put(None),
             grace_s=launch.spec.stop_grace_s,
         )
@@ -111,31 +102,31 @@ class _Life:
         self._has_group = False
         self._only_serves = False
         self._pid = os.getpid()
-        channel.before_exit = self._forget_sockets
+        channel.before_exit = self._unlink_sockets
         os.register_at_fork(after_in_child=channel.disown)
 
-    def live(self) -> NoReturn:
+    def run_to_end(self) -> NoReturn:
         try:
-            worker = self._be_born()
+            worker = self._set_up()
             self._load()
-            self._end_fork()
+            self._exit_if_forked()
             order = self._orders.get()
             if order is None:
-                self._leave(0, is_stopped=True)
+                self._exit(0, is_stopped=True)
             self._channel.send(Running(round=order.round))
             self._join(worker, order)
             self._run(worker)
         except SystemExit as error:
-            self._end_fork(error)
+            self._exit_if_forked(error)
             if exit_code(error) != 0:
                 self._fail(error)
         except BaseException as error:
-            self._end_fork(error)
+            self._exit_if_forked(error)
             self._fail(error)
         self._finish()
         self._end()
 
-    def _be_born(self) -> Worker:
+    def _set_up(self) -> Worker:
         launch = self._launch
         environment.apply(launch)
         if level := asked_level(os.environ):
@@ -204,38 +195,34 @@ class _Life:
         self._only_serves = self._entry.only_serves
         with self._stop.user_code():
             self._entry.construct()
-            self._end_fork()
+            self._exit_if_forked()
             _export(self._entry)
             late = LateExports(self._entry.module) if self._entry.is_program else None
             worker.bus.open()
             try:
                 self._entry.run(lambda: worker.job_info.user_config)
             except SystemExit as error:
-                self._end_fork(error)
+                self._exit_if_forked(error)
                 if exit_code(error) != 0:
                     raise
-            self._end_fork()
+            self._exit_if_forked()
         if late is not None:
             _export(self._entry, late)
 
-    def _end_fork(self, error: BaseException | None = None) -> None:
+    def _exit_if_forked(self, error: BaseException | None = None) -> None:
         """User code may fork, and its child may come back here, where all that follows is the worker's own to do."""
         if os.getpid() != self._pid:
-            leave_fork(error)
+            exit_fork(error)
 
     def _finish(self) -> None:
         self._stop.on_stop(self._hasten_end)
         current_worker()._finish()
-        if not (goes_on := self._goes_on()):
-            finish_program()
-        elif not self._only_serves:
-            finish_work()
-        self._tell_unread(settle=True)
-        if not goes_on:
-            self._stop.forget_callbacks()
-            self._stop.on_stop(self._hasten_end)
-            self._clear()
-            flush_files()
+        if not self._goes_on():
+            end_program(self._end_calls, self._clear)
+        else:
+            if not self._only_serves:
+                finish_work()
+            self._tell_unread(settle=True)
         self._stop.finish()
         self._reporter.flush()
         flush_output(within_s=1.0)
@@ -243,15 +230,20 @@ class _Life:
         if not self._only_serves and not RPC_REGISTRY.users_names():  # whoever answers calls may need it for them
             process_group.destroy()
 
+    def _end_calls(self) -> None:
+        self._tell_unread(settle=True)
+        self._stop.forget_callbacks()
+        self._stop.on_stop(self._hasten_end)
+
     def _end(self) -> NoReturn:
         """End in order when the job says so: `atexit` functions first, then the process group, then the bus."""
         self._stop.wait()
 
         def last() -> None:
-            process_group.destroy(min(process_group.DESTROY_WITHIN_S, self._stop.left_s / 2))
+            process_group.destroy(min(process_group.DESTROY_WITHIN_S, self._stop.left_s() / 2))
             self._close_bus()
 
-        self._leave(0, is_stopped=True, last=last)
+        self._exit(0, is_stopped=True, last=last)
 
     def _goes_on(self) -> bool:
         """Do others need what the program has made: its rpc methods, a queue that it owns, threads of its own?"""
@@ -261,7 +253,7 @@ class _Life:
         """The stop came while the program was ending: it has the grace period for that."""
         if not self._stop.is_finished:
             self._channel.send(Running(round=0, is_ending=True))
-            cut_after(self._time_left, EXIT_CUT, self._say_cut)
+            cut_after(self._stop.left_s, EXIT_CUT, self._say_cut)
 
     def _say_cut(self, text: str) -> None:
         self._channel.send(Failed(failure=Failure(summary=text, is_cut=True)))
@@ -273,7 +265,7 @@ class _Life:
             clear_program(main, self._own_modules)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        self._stop.leave()
+        self._stop.begin_exit()
         failure = describe(
             error, category=self._category, has_process_group=self._has_group or process_group.is_set_up()
         )
@@ -293,17 +285,14 @@ class _Life:
         self._channel.send(Failed(failure=failure))
         clear_frames(error.__traceback__)  # what their variables hold ends as the globals do
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        self._leave(exit_code(error) if isinstance(error, SystemExit) else code, is_stopped=self._stop.is_asked)
+        self._exit(exit_code(error) if isinstance(error, SystemExit) else code, is_stopped=self._stop.is_asked)
 
-    def _leave(self, code: int, *, is_stopped: bool = False, last: Callable[[], None] | None = None) -> NoReturn:
-        self._stop.leave()
+    def _exit(self, code: int, *, is_stopped: bool = False, last: Callable[[], None] | None = None) -> NoReturn:
+        self._stop.begin_exit()
         last = last or self._close_bus
         if is_stopped:
-            leave(code, left_s=self._time_left, last=last, clear=self._clear, on_cut=self._say_cut)
-        leave(code, last=last, clear=self._clear)
-
-    def _time_left(self) -> float:
-        return self._stop.left_s
+            exit_process(code, left_s=self._stop.left_s, last=last, clear=self._clear, on_cut=self._say_cut)
+        exit_process(code, last=last, clear=self._clear)
 
     def _tell_unread(self, *, settle: bool) -> None:
         """Have the errors of calls logged and counted that user code never read."""
@@ -328,9 +317,9 @@ class _Life:
     def _close_bus(self) -> None:
         if self._bus is not None:
             self._bus.close()
-        self._forget_sockets()
+        self._unlink_sockets()
 
-    def _forget_sockets(self) -> None:
+    def _unlink_sockets(self) -> None:
         """Remove the inbox's socket file, which a process that ends at once would leave behind."""
         for route in self._inbox.routes if self._inbox is not None else ():
             if route.startswith("ipc://"):

@@ -31,7 +31,7 @@ from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Failed, Hello, Launch
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.environment import variables
-from unified.worker.exit import leave
+from unified.worker.exit import exit_process
 from unified.worker.failure import describe
 
 if TYPE_CHECKING:
@@ -181,4 +181,4 @@ def serve_stores(channel: ControlChannel, launch: Launch) -> NoReturn:
         print(f"unified: the store host of job {launch.job_id} cannot go on: {error!r}", file=sys.stderr)
         category = "setup" if isinstance(error, ImportError) else "crash"
         channel.send(Failed(failure=describe(error, category=category)))
-        leave(1)
+        exit_process(1)

@@ -41,6 +41,10 @@ class StopState:
         clean_up: called before the process is ended at once; must be quick and must not block.
         on_settled: called when a stop was asked for and all callbacks have run.
         grace_s: of a stop that says no other.
+
+    Attributes:
+        is_asked: a stop was asked for.
+        is_finished: the program has ended.
     """
 
     def __init__(
@@ -52,13 +56,13 @@ class StopState:
         self.clean_up = clean_up
         self.on_settled = on_settled
         self.grace_s = grace_s
-        self._is_asked = False
+        self.is_asked = False
         self._asked_at = 0.0
         self._is_interrupt = False
         self._is_in_user_code = False
         self._is_watched = False
-        self._is_finished = False
-        self._is_leaving = False
+        self.is_finished = False
+        self._is_exiting = False
         self._callbacks: list[Callable[[], None]] = []
         self._deciding = threading.Lock()
         self._settled = threading.Event()
@@ -66,26 +70,13 @@ class StopState:
         self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._fork = threading.local()
 
-    @property
-    def should_stop(self) -> bool:
-        """True once a stop was asked for. Reading it is a promise to look again, so the worker is given its time."""
+    def watch(self) -> None:
+        """Promise to look at `is_asked` again, so that the worker is given its time."""
         self._is_watched = True
-        return self._is_asked
 
-    @property
-    def is_asked(self) -> bool:
-        """True if a stop was asked for: `should_stop` for the runtime, to which reading it promises nothing."""
-        return self._is_asked
-
-    @property
-    def is_finished(self) -> bool:
-        """The program has ended."""
-        return self._is_finished
-
-    @property
     def left_s(self) -> float:
         """Seconds of the grace period that are left, less a margin; all of it before a stop was asked for."""
-        past_s = time.monotonic() - self._asked_at if self._is_asked else 0.0
+        past_s = time.monotonic() - self._asked_at if self.is_asked else 0.0
         return max(0.0, self.grace_s * (1 - _MARGIN) - past_s)
 
     def on_stop(self, callback: Callable[[], None]) -> None:
@@ -131,21 +122,21 @@ class StopState:
             self.grace_s = grace_s
         self._is_interrupt = self._is_interrupt or is_interrupt
         self._asked_at = self._asked_at or time.monotonic()
-        self._is_asked = True
+        self.is_asked = True
         self._requests.put(None)
 
     def finish(self) -> None:
         """The entry point has returned: from now on a stop is a normal exit."""
         with self._deciding:
-            self._is_finished = True
+            self.is_finished = True
 
     def wait(self) -> None:
         """Block until a stop was asked for and the callbacks have run."""
         self._settled.wait()
 
-    def leave(self) -> None:
+    def begin_exit(self) -> None:
         """The process is on its way out: a further SIGTERM says nothing new."""
-        self._is_leaving = True
+        self._is_exiting = True
 
     def _serve(self) -> None:
         self._requests.get()
@@ -171,17 +162,17 @@ class StopState:
     def _nobody_cares(self) -> bool:
         return not (
             self._is_watched
-            or self._is_finished
-            or self._is_leaving
+            or self.is_finished
+            or self._is_exiting
             or (self._is_interrupt and self._is_in_user_code)
             or signal.getsignal(signal.SIGTERM) != self._on_signal
         )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._is_leaving:
+        if self._is_exiting:
             return
         # A handler of the user's that calls the one before it, ours, ends the program itself if it wants to.
-        if self._is_watched or self._is_finished or signal.getsignal(signal.SIGTERM) != self._on_signal:
+        if self._is_watched or self.is_finished or signal.getsignal(signal.SIGTERM) != self._on_signal:
             self.request()
             return
         # Nobody cares: end as SIGTERM ends a program by default, so that whoever looks sees the signal. No thread is
@@ -192,7 +183,7 @@ class StopState:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_leaving:
+        if not self._is_exiting:
             self.request()
 
     def _end_now(self) -> None:

@@ -29,7 +29,7 @@ from unified import process
 from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteUp, ZygoteWord, agent_to_zygote
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
-from unified.worker.exit import leave
+from unified.worker.exit import exit_process
 from unified.worker.fork_setup import for_later, give_back_idle, import_one, open_output, warm_up
 
 QUIET_S = 1.0
@@ -212,7 +212,7 @@ class Zygote:
         except BaseException:
             traceback.print_exc()
         finally:
-            leave(code)
+            exit_process(code)
 
     def _keep_only(self, descriptors: list[int]) -> int:
         """Close what the zygote has open, put the child's own streams in place; return the control descriptor."""
