@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import pytest
@@ -106,9 +105,7 @@ class LocalCluster:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -170,7 +167,7 @@ class LocalCluster:
         from unified.job.spec import JobSpec
 
         if isinstance(job, JobSpec):
-            handle: JobHandle = submit_job(job, master=self.address, blocking=False, **options)
+            handle: JobHandle = submit_job(job, master=self.address, **options)
         else:
             handle = job.submit(name, blocking=False, master=self.address, **options)
         self._handles.append(handle)

@@ -22,9 +22,9 @@ def submit(config: JobConfig, blocking: Literal[False]) -> JobHandle: ...
 def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle: ...
 def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle:
     """Run a job that is described together with its options; see `unified.api.builder.DLJob.submit`."""
-    from unified.client.submission import submit_job
+    from unified.client.submission import run_job, submit_job
 
-    return submit_job(to_spec(config), master=config.master, blocking=blocking, wait=config.wait)
+    return (run_job if blocking else submit_job)(to_spec(config), master=config.master, wait=config.wait)
 
 
 def main(args: Sequence[str] | None = None, blocking: bool = True) -> int | JobHandle:

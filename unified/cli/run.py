@@ -69,14 +69,13 @@ def run(argv: Sequence[str]) -> int:
     if spec is None:
         spec, may_wait = full_spec(arguments, parser, name, driver, master)
         waits = waits and may_wait
-    from unified.client.submission import submit_job
+    from unified.client.submission import run_job, submit_job
     from unified.client.terminal import own_stdin
 
-    if not own["detach"]:
-        spec = structs.replace(spec, stdin=own_stdin())
-    return outcome(
-        submit_job(spec, master=master, blocking=not own["detach"], wait=waits, joins=bool(key), prefix=own["prefix"])
-    )
+    if own["detach"]:
+        return outcome(submit_job(spec, master=master, wait=waits, joins=bool(key)))
+    spec = structs.replace(spec, stdin=own_stdin())
+    return run_job(spec, master=master, wait=waits, joins=bool(key), prefix=own["prefix"])
 
 
 def _driver(arguments: Namespace, asked: Sequence[str], *, is_on_cluster: bool) -> Driver:

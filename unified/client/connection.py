@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from socket import getaddrinfo
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import zmq
@@ -77,9 +76,7 @@ class Dealer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close()
@@ -199,9 +196,7 @@ class MasterConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import tempfile
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -25,70 +25,17 @@ if TYPE_CHECKING:
     from unified.client.output import Prefix
 
 
-@overload
-def submit_job(
-    spec: JobSpec,
-    *,
-    master: str | None = None,
-    blocking: Literal[True] = True,
-    wait: bool = True,
-    joins: bool = False,
-    prefix: Prefix = "always",
-) -> int: ...
-
-
-@overload
-def submit_job(
-    spec: JobSpec,
-    *,
-    master: str | None = None,
-    blocking: Literal[False],
-    wait: bool = True,
-    joins: bool = False,
-    prefix: Prefix = "always",
-) -> JobHandle: ...
-
-
-@overload
-def submit_job(
-    spec: JobSpec,
-    *,
-    master: str | None = None,
-    blocking: bool,
-    wait: bool = True,
-    joins: bool = False,
-    prefix: Prefix = "always",
-) -> int | JobHandle: ...
-
-
-def submit_job(
-    spec: JobSpec,
-    *,
-    master: str | None = None,
-    blocking: bool = True,
-    wait: bool = True,
-    joins: bool = False,
-    prefix: Prefix = "always",
-) -> int | JobHandle:
-    """Submit a job.
+def submit_job(spec: JobSpec, *, master: str | None = None, wait: bool = True, joins: bool = False) -> JobHandle:
+    """Submit a job and return at once.
 
     Args:
         master: ``tcp://HOST:PORT``; None means ``UNIFIED_MASTER``, and without that an embedded cluster of
             `spec.node_num` agents with `spec.device_per_node` virtual devices each, which ends with the job. (A range
-            of nodes is its lower end there. A GPU
-            job for one node, on a host that has accelerators, gets the real ones.) Its workers share the host's CPUs,
-            however many they ask for.
-        blocking: show progress and output until the job has ended. Ctrl-C or SIGTERM stops it in order, a second one
-            ends it, and this process, at once (`SystemExit`).
+            of nodes is its lower end there. A GPU job for one node, on a host that has accelerators, gets the real
+            ones.) Its workers share the host's CPUs, however many they ask for.
         wait: let a job that does not fit now wait for its place; False has it refused, and so has an embedded cluster,
             where no place can come free.
         joins: where a job of this name with the same workers runs already, be in front of that one instead.
-        prefix: whether each line of a worker has its name in front while this is `blocking`: ``always``, ``never``, or
-            ``auto``, on a terminal.
-
-    Returns:
-        The exit code (0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM) if `blocking`, else a
-        handle.
 
     Raises:
         RefusedError: the master did not take it, or refused this side's cluster key; the message says why.
@@ -96,16 +43,34 @@ def submit_job(
         ClusterError: the embedded cluster could not be started.
         KeyFileError: the cluster key cannot be read, or others may read it.
     """
-    spec = structs.replace(spec, roles=[with_own_folder(role) for role in spec.roles])
-    if blocking and not is_watched():
+    return _hand_over(_with_own_folders(spec), master, wait, joins)
+
+
+def run_job(
+    spec: JobSpec, *, master: str | None = None, wait: bool = True, joins: bool = False, prefix: Prefix = "always"
+) -> int:
+    """Submit a job as `submit_job` does, and show progress and output until it has ended.
+
+    Ctrl-C or SIGTERM stops the job in order, a second one ends it, and this process, at once (`SystemExit`).
+
+    Args:
+        prefix: whether each line of a worker has its name in front: ``always``, ``never``, or ``auto``, on a terminal.
+
+    Returns:
+        The exit code: 0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM.
+    """
+    spec = _with_own_folders(spec)
+    if not is_watched():
         spec = structs.replace(spec, is_output_followed=True)
-    if not blocking:
-        return _hand_over(spec, master, wait, joins)
     with ending_at_once():  # where there is no job yet to be stopped in order, or none any more
         handle = _hand_over(spec, master, wait, joins)
-        from unified.client.foreground import run_in_foreground
+        from unified.client.foreground import run_in_foreground  # the master need not wait for its import
 
         return run_in_foreground(handle, prefix, spec)
+
+
+def _with_own_folders(spec: JobSpec) -> JobSpec:
+    return structs.replace(spec, roles=[with_own_folder(role) for role in spec.roles])
 
 
 def with_own_folder(role: RoleSpec) -> RoleSpec:

@@ -19,7 +19,7 @@ from unified.client.connection import MasterConnection
 from unified.client.display import PlainDisplay, QuietDisplay
 from unified.client.foreground import Watch
 from unified.client.handle import JobHandle
-from unified.client.submission import submit_job
+from unified.client.submission import run_job, submit_job
 from unified.errors import ClusterError, MasterUnreachableError, RefusedError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.client_master import (
@@ -53,7 +53,7 @@ def test_a_blocking_submit_shows_output_and_returns_the_exit_code(job: Job, caps
     threads_before = process.num_threads()
     job.output = {"out": b"hello\nworld\n", "err": b"careful\n"}
     threading.Timer(0.2, job.finish, (0,)).start()
-    assert submit_job(SPEC) == 0
+    assert run_job(SPEC) == 0
     said = capsys.readouterr()
     assert said.out == "[trainer-0] hello\n[trainer-0] world\n"
     lines = said.err.splitlines()
@@ -72,7 +72,7 @@ def test_a_failed_job_ends_with_its_first_failure(job: Job, capsys: pytest.Captu
         "no restart is left",
         EndReport(worker=WORKER, incarnation=0, node="n1", failure=failure, limit="max_restart"),
     )
-    assert submit_job(SPEC) == 1
+    assert run_job(SPEC) == 1
     lines = capsys.readouterr().err.splitlines()
     assert "  failure  ValueError: no" in lines
     assert "  limit    max_restart" in lines
@@ -82,14 +82,14 @@ def test_a_failed_job_ends_with_its_first_failure(job: Job, capsys: pytest.Captu
 def test_a_refused_submit_raises_and_leaves_nothing(job: Job, fake_master: FakeMaster) -> None:
     fake_master.respond = lambda message: Refused(code="does-not-fit", reason="needs 8 devices; n1 has 1.")
     with pytest.raises(RefusedError, match="needs 8 devices"):
-        submit_job(SPEC, wait=False)
+        run_job(SPEC, wait=False)
     (request,) = fake_master.requests_of(SubmitJob)
     assert (request.spec.name, request.wait) == ("gpt", False)
 
 
 def test_a_handle_waits_reads_and_stops(job: Job) -> None:
     job.output["out"] = b"one\ntwo"
-    with submit_job(SPEC, blocking=False) as handle:
+    with submit_job(SPEC) as handle:
         assert handle.status().stage == Stage.RUNNING
         assert list(handle.logs()) == ["[trainer-0] one", "[trainer-0] two"]
         assert list(handle.logs(role="other")) == []
@@ -161,9 +161,9 @@ def test_a_master_that_is_away_is_told_once_and_its_return_too(
 
 DRIVER = """
 import sys
-from unified.client.submission import submit_job
+from unified.client.submission import run_job
 from unified.job.spec import JobSpec
-sys.exit(submit_job(JobSpec(name="gpt", roles=[])))
+sys.exit(run_job(JobSpec(name="gpt", roles=[])))
 """
 
 

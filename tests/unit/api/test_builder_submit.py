@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from unified.job.to_spec import Driver, to_spec
 
 
 class Submission:
-    """Stands for `submit_job` and keeps what it was given."""
+    """Stands for `run_job` and `submit_job`, and keeps what they were given."""
 
     spec: JobSpec
     options: dict[str, Any]
@@ -34,7 +35,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Submission:
     for name in [name for name in os.environ if "UNIFIED_" in name]:
         monkeypatch.delenv(name)
     submission = Submission()
-    monkeypatch.setattr(unified.client.submission, "submit_job", submission)
+    monkeypatch.setattr(unified.client.submission, "run_job", partial(submission, blocking=True))
+    monkeypatch.setattr(unified.client.submission, "submit_job", partial(submission, blocking=False))
     return submission
 
 
