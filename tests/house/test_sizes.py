@@ -45,7 +45,6 @@ LONG_CONSTRUCTORS = {
     "DirectOutlet": 12,
     "InboxSockets": 10,
     "LineWatch": 9,
-    "LogReader": 9,
     "MailSorter": 11,
     "PostOffice": 15,
     "ShardedDataset": 9,

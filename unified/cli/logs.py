@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from unified.cli.options import add_job, add_master, at_least, connect
 from unified.client.handle import JobHandle
-from unified.client.logs import LogReader, Stream
+from unified.client.logs import LogFilter, LogReader, Stream
 from unified.client.report import first_line
 from unified.client.terminal import printable
 from unified.errors import UsageError, nearest
@@ -47,7 +47,6 @@ def logs(
     """Print what a job's workers printed, those of its newest life and of earlier ones."""
     if worker:
         role, rank = parse_worker(worker)
-    streams = STREAMS[stream]
     with connect(master) as connection:
         handle = JobHandle(connection, job)
         status = handle.status()
@@ -57,11 +56,9 @@ def logs(
         reader = LogReader(
             connection,
             status.job_id,
-            role=role,
-            rank=rank,
+            LogFilter(role, rank, STREAMS[stream]),
             mode="live" if follow else "once",
             tail_bytes=tail_bytes,
-            streams=streams,
         )
         reader.update(status)
         is_silent, is_terminal = True, sys.stdout.isatty()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, _SubParsersAction
@@ -114,9 +115,8 @@ class Parser(ArgumentParser):
     """Raises `UsageError` where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
-        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
-        known = [name for action in self._actions for name in action.option_strings]
-        hint = nearest(words[0].partition("=")[0], known) if words else ""
+        unknown = re.search(r"(?:unrecognized arguments: |argument COMMAND: invalid choice: ')([^\s=']+)", message)
+        hint = nearest(unknown[1], [*self._option_string_actions, *_below(self)]) if unknown else ""
         raise UsageError(f"{self.prog}: {message}.{hint} (`{self.prog} --help` shows what there is.)")
 
 

@@ -180,7 +180,7 @@ class MasterConnection:
         answers: Codec[Any] = master_to_client,
     ) -> None:
         self.address = parse_address(address)
-        self._key = key
+        self.key = key
         self.timeout_s = timeout_s
         self._answers = answers
         self._lock = threading.Lock()
@@ -198,11 +198,6 @@ class MasterConnection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def key(self) -> ClusterKey | None:
-        """Key of the cluster, as it was given."""
-        return self._key
 
     @property
     def is_open(self) -> bool:
@@ -298,7 +293,7 @@ class MasterConnection:
                     unknown = None if is_known else self._unknown_name()
                     if unknown is None:
                         is_known = True  # from now on ZeroMQ asks for it, again and again
-                        with Dealer(context, self.address, self._key) as dealer:
+                        with Dealer(context, self.address, self.key) as dealer:
                             self._talk(dealer)
                     else:
                         self._fail_all(unknown)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from unified.client.logs import LineView, Output
 from unified.client.output import OutputWriter, Prefix, WorkerOutput
@@ -36,31 +37,39 @@ NARROW = 110
 """Columns of a terminal in which the bar makes room for the metrics."""
 
 
-class Display(Protocol):
-    """Where the news of a job go."""
+class Display(ABC):
+    """Place where the news of a job go.
 
+    Attributes:
+        wants_all: every line of every worker is shown, and not only as much as a person can follow.
+    """
+
+    wants_all: bool
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
     def update(self, status: JobStatus) -> None:
-        """The job's status, as often as it changes."""
+        """Take the job's status, as often as it changes."""
 
-    @property
-    def wants_all(self) -> bool:
-        """True if every line of every worker is shown; False if only as much as a person can follow."""
-
+    @abstractmethod
     def output(self, outputs: list[Output]) -> None:
-        """Output of workers."""
+        """Show output of workers."""
 
-    def refresh(self) -> None:
-        """Draw what changed since the last time. To be called a few times a second."""
-
+    @abstractmethod
     def note(self, text: str) -> None:
-        """A sentence of ours."""
+        """Show a sentence of ours."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Nothing more will come. What was drawn to be overwritten is taken away."""
+        """End the display. What was drawn to be overwritten is taken away."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
+    def refresh(self) -> None:  # noqa: B027  # most draw nothing
+        """Draw what changed since the last time. To be called a few times a second."""
 
 
 def open_display(
@@ -91,7 +100,7 @@ def open_display(
     raise UsageError(f"{PROGRESS_VARIABLE}={choice!r} is not known: 0 for none, plain, live, or not set.")
 
 
-class QuietDisplay:
+class QuietDisplay(Display):
     """Output of workers, and nothing about the job but our own sentences."""
 
     def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
@@ -99,21 +108,11 @@ class QuietDisplay:
         self.wants_all = not (out.isatty() and err.isatty())
         self._writer = WorkerOutput(lasting(out), self._err, prefix)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def update(self, status: JobStatus) -> None:
-        """Says nothing of it."""
         self._writer.update(status)
 
     def output(self, outputs: list[Output]) -> None:
         self._writer.write(outputs)
-
-    def refresh(self) -> None:
-        """Nothing is drawn."""
 
     def note(self, text: str) -> None:
         self._writer.break_line()
@@ -151,7 +150,7 @@ class PlainDisplay(QuietDisplay):
             self._shown_at = now
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A block at the foot of the terminal, redrawn at most ten times a second; all else scrolls above it."""
 
     def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
@@ -169,12 +168,6 @@ class LiveDisplay:
         self._live.start()
         self._drawn_at = float("-inf")
         self._headline: tuple[Stage, str] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def update(self, status: JobStatus) -> None:
         headline = (status.stage, status.reason)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from unified.client.connection import MasterConnection
-from unified.client.logs import LogReader
+from unified.client.logs import LogFilter, LogReader
 from unified.errors import ClusterError, MasterUnreachableError, RefusedError
 from unified.protocol.client_master import (
     ClientToMaster,
@@ -133,8 +133,7 @@ class JobHandle:
             follow: go on until the job has ended; a reader far behind skips ahead, and a line says so.
             role, rank: only those workers.
         """
-        mode: Literal["live", "once"] = "live" if follow else "once"
-        reader = LogReader(self.connection, self.job_id, role=role, rank=rank, mode=mode)
+        reader = LogReader(self.connection, self.job_id, LogFilter(role, rank), mode="live" if follow else "once")
         if follow:
             yield from reader.follow(self.status)
         else:

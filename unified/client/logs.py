@@ -42,6 +42,7 @@ RENEW_S = 5.0
 """Seconds after which a reader that keeps logs, and cannot go on, says again that it is still there."""
 
 Stream = Literal["out", "err"]
+Mode = Literal["once", "live", "keep"]
 
 
 class Source(NamedTuple):
@@ -71,21 +72,11 @@ class StreamCursor:
     """How far one output stream of one life of one worker was read.
 
     Args:
-        is_live: skip ahead when far behind, and pause between reads.
-        keep: have the agent keep everything until it was read.
+        mode: as of `LogReader`; ``live`` pauses between reads as well.
         offset: where to begin; negative means that many bytes before the end.
     """
 
-    def __init__(
-        self,
-        worker: str,
-        incarnation: int,
-        source: Source,
-        *,
-        is_live: bool = False,
-        keep: bool = False,
-        offset: int = 0,
-    ) -> None:
+    def __init__(self, worker: str, incarnation: int, source: Source, *, mode: Mode = "once", offset: int = 0) -> None:
         self.worker = worker
         self.incarnation = incarnation
         self.source = source
@@ -95,8 +86,8 @@ class StreamCursor:
         self.due_at = 0.0
         self.idle_s = IDLE_PAUSE_S
         """The longest pause of a stream that says nothing."""
-        self._is_live = is_live
-        self._keep = keep
+        self._is_live = mode == "live"
+        self._keep = mode == "keep"
         self._offset = offset
         self._pause_s = LIVE_PAUSE_S
         self._drop_to_newline = False
@@ -105,7 +96,7 @@ class StreamCursor:
         self._text_at = 0.0
         self._present: int | None = None
         # Bytes that are no UTF-8 come out as they came in where they are written to a file.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if keep else "replace")
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._keep else "replace")
 
     def request(self, job: str, max_bytes: int = 0) -> ReadLog:
         """What to ask next."""
@@ -214,15 +205,31 @@ class LineView:
         return (source.prefix if self._has_prefix else "") + line.rstrip("\r").rpartition("\r")[2]
 
 
+class LogFilter(NamedTuple):
+    """Selects workers of one role, or of one rank; None: of any."""
+
+    role: str | None = None
+    rank: int | None = None
+    streams: tuple[Stream, ...] = ("out", "err")
+
+    def takes(self, worker: WorkerStatus) -> bool:
+        """Return True if the worker has a log, for it has lived, and is selected."""
+        is_of_role = self.role is None or worker.role == self.role
+        return worker.incarnation >= 0 and is_of_role and (self.rank is None or worker.rank == self.rank)
+
+
+EVERYTHING = LogFilter()
+
+
 class LogReader:
-    """Reads the output of a job's workers, all of them or one role or one rank.
+    """Reads the output of a job's workers.
 
     Args:
+        wanted: the workers and streams to read.
         mode: ``once`` reads what is there; ``live`` is for following by a person, and skips ahead when far behind;
             ``keep`` is for following too, and agents keep everything until it was read.
         max_workers: output of more workers than this is not read; `left_out` says how many.
         tail_bytes: begin that far before the end of each stream; None means at the beginning.
-        streams: which of the two.
         files: by role, what goes to files of its own and is left out here.
     """
 
@@ -230,23 +237,19 @@ class LogReader:
         self,
         connection: MasterConnection,
         job: str,
+        wanted: LogFilter = EVERYTHING,
         *,
-        role: str | None = None,
-        rank: int | None = None,
-        mode: Literal["once", "live", "keep"] = "once",
+        mode: Mode = "once",
         max_workers: int | None = None,
         tail_bytes: int | None = None,
-        streams: tuple[Stream, ...] = ("out", "err"),
         files: Mapping[str, OutputFiles] | None = None,
     ) -> None:
         self._connection = connection
         self._job = job
-        self._role = role
-        self._rank = rank
+        self._wanted = wanted
         self._mode = mode
         self._max_workers = max_workers
         self._offset = 0 if tail_bytes is None else -tail_bytes
-        self._streams = streams
         self._files = files or {}
         self._lives: dict[str, int] = {}
         self._cursors: list[StreamCursor] = []
@@ -258,7 +261,7 @@ class LogReader:
         """Take notice of lives that are new, and of the job's end."""
         left_out = 0
         for worker in sorted(status.workers, key=lambda worker: worker.rank):  # the first ranks of each role win
-            if not self._is_wanted(worker):
+            if not self._wanted.takes(worker):
                 continue
             is_full = self._max_workers is not None and len(self._lives) >= self._max_workers
             if is_full and worker.name not in self._lives:
@@ -339,11 +342,6 @@ class LogReader:
             yield from self.read_present()
         yield from self._view.flush()
 
-    def _is_wanted(self, worker: WorkerStatus) -> bool:
-        if worker.incarnation < 0:  # never lived, so there is no log
-            return False
-        return (self._role is None or worker.role == self._role) and (self._rank is None or worker.rank == self._rank)
-
     def _meet(self, worker: WorkerStatus) -> None:
         first = self._lives.get(worker.name, worker.incarnation - 1 if self._offset else -1) + 1
         if first > worker.incarnation:
@@ -353,22 +351,16 @@ class LogReader:
                 cursor.due_at = 0.0  # what earlier lives said last comes before what the new one says
         for incarnation in range(first, worker.incarnation + 1):
             name = short_name(worker) + (f"#{incarnation}" if incarnation else "")
-            for stream in self._streams:
+            for stream in self._wanted.streams:
                 files = self._files.get(worker.role)
                 if files is not None and not files.is_shown(stream, worker.local_rank):
                     continue
                 source = Source(f"[{name}] ", stream)
                 if files is not None and files.is_teed(stream, worker.local_rank):  # as torchrun writes it
                     source = Source(f"[{files.label}{worker.local_rank}]:", stream, is_prefixed=True)
-                cursor = StreamCursor(
-                    worker.name,
-                    incarnation,
-                    source,
-                    is_live=self._mode == "live",
-                    keep=self._mode == "keep",
-                    offset=self._offset,
+                self._cursors.append(
+                    StreamCursor(worker.name, incarnation, source, mode=self._mode, offset=self._offset)
                 )
-                self._cursors.append(cursor)
         for cursor in self._cursors:
             cursor.idle_s = max(IDLE_PAUSE_S, len(self._cursors) / MAX_IDLE_READS_S)
         self._lives[worker.name] = worker.incarnation

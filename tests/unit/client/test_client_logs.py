@@ -11,6 +11,7 @@ from unified.client.logs import (
     LIVE_PAUSE_S,
     QUIET_S,
     LineView,
+    Mode,
     Output,
     Source,
     StreamCursor,
@@ -31,12 +32,12 @@ class Lines:
         return self.view.feed(self.cursor.take(chunk, now))
 
 
-def cursor(*, is_live: bool = True, keep: bool = False, offset: int = 0) -> StreamCursor:
-    return StreamCursor("trainer_1-0_1-0", 0, SOURCE, is_live=is_live, keep=keep, offset=offset)
+def cursor(*, mode: Mode = "live", offset: int = 0) -> StreamCursor:
+    return StreamCursor("trainer_1-0_1-0", 0, SOURCE, mode=mode, offset=offset)
 
 
-def lines(*, is_live: bool = True, offset: int = 0) -> Lines:
-    return Lines(cursor(is_live=is_live, offset=offset))
+def lines(*, mode: Mode = "live", offset: int = 0) -> Lines:
+    return Lines(cursor(mode=mode, offset=offset))
 
 
 def chunk(data: bytes, offset: int = 0, size: int | None = None, *, is_final: bool = False) -> LogChunk:
@@ -94,7 +95,7 @@ def test_a_live_reader_far_behind_skips_and_says_so() -> None:
 
 
 def test_a_reader_that_is_not_live_skips_nothing() -> None:
-    stream = cursor(is_live=False)
+    stream = cursor(mode="once")
     assert stream.take(chunk(b"a\n", size=95_000_000), 0.0) == [Output(SOURCE, "a\n")]
     assert stream.request("job").offset == 2
     assert not stream.is_caught_up
@@ -118,7 +119,7 @@ def test_what_was_begun_before_a_gap_does_not_go_on_behind_it() -> None:
 
 
 def test_reading_what_is_there_ends_although_more_is_printed_all_the_while() -> None:
-    stream = cursor(is_live=False)
+    stream = cursor(mode="once")
     stream.take(chunk(b"x" * 10 + b"\n", size=20), 0.0)
     assert not stream.is_caught_up
     stream.take(chunk(b"y" * 10 + b"\n", 11, size=5000), 0.0)
@@ -129,7 +130,7 @@ def test_reading_what_is_there_ends_although_more_is_printed_all_the_while() -> 
 
 @pytest.mark.parametrize(("start", "expected"), [(0, ["[trainer-0] cut", "[trainer-0] b"]), (50, ["[trainer-0] b"])])
 def test_a_tail_begins_at_a_whole_line(start: int, expected: list[str]) -> None:
-    stream = lines(is_live=False, offset=-100)
+    stream = lines(mode="once", offset=-100)
     assert stream.cursor.request("job").offset == -100
     assert stream.take(chunk(b"cut\nb\n", start), 0.0) == expected
 
@@ -144,7 +145,7 @@ def test_an_idle_stream_is_asked_less_and_less_often_up_to_a_limit() -> None:
 
 
 def test_a_reader_that_keeps_asks_for_much_and_has_what_follows_kept() -> None:
-    stream = cursor(is_live=False, keep=True)
+    stream = cursor(mode="keep")
     stream.take(chunk(b"a\n", size=95_000_000), 0.0)
     request = stream.request("job")
     assert (request.offset, request.max_bytes, request.keep) == (2, KEEP_CHUNK_BYTES, True)
@@ -163,7 +164,7 @@ def test_a_line_that_does_not_go_on_is_said_to_be_quiet_once() -> None:
 
 
 def test_bytes_that_are_no_text_come_out_as_they_came_in_where_everything_is_kept() -> None:
-    stream = cursor(is_live=False, keep=True)
+    stream = cursor(mode="keep")
     said = stream.take(chunk(b"\xff\xe2\x82"), 0.0) + stream.take(chunk(b"", 3, is_final=True), 0.0)
     assert "".join(output.text for output in said).encode("utf-8", "surrogateescape") == b"\xff\xe2\x82"
     assert said[-1].is_end
