@@ -44,7 +44,7 @@ def run():
     for method in ("get_rounds", "get_rounds_async"):
         seen = [busy.call(method).result() for _ in range(50)]
         assert seen == sorted(seen) and seen[0] < seen[-1], f"its main thread does not compute: {seen}"
-    assert busy.call("get_switch_interval").result() == 0.001, "docs/bus.md says 1 ms"
+    assert busy.call("get_switch_interval").result() == 0.001, "docs/bus-tuning.md says 1 ms"
 """
 
 
