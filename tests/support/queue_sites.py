@@ -11,7 +11,6 @@ from unified.errors import (
     QueueLostError,
     QueueNotFoundError,
     RouteLostError,
-    RpcCancelledError,
     RpcError,
     RpcTimeoutError,
     WorkerDiedError,
@@ -86,8 +85,6 @@ class Finder:
     def failed(self, endpoint: OwnerEndpoint, error: RpcError) -> None:
         if isinstance(error, RouteLostError | RpcTimeoutError):
             return
-        if isinstance(error, RpcCancelledError) and self.endpoint is not endpoint:
-            return
         if not isinstance(error, WorkerDiedError):
             raise error
         self.detach(endpoint)
@@ -99,9 +96,6 @@ class Finder:
 
     def pause(self, num_failed: int, until: float | None = None) -> None:
         self.num_pauses += 1
-
-    def result_of(self, endpoint: OwnerEndpoint, answer: Future[Any], until: float | None, nbytes: int) -> Any:
-        return answer.result(PATIENCE_S)
 
 
 def putter(*sites: OwnerEndpoint | None) -> QueueProducer:

@@ -13,7 +13,7 @@ from unified.errors import QueueClosedError, QueueError, QueueNotFoundError, Rpc
 from unified.queue.cleanup import CLEANUP
 from unified.queue.core.messages import Outcome
 from unified.queue.items import Packed, unpack
-from unified.queue.owner_lookup import SLICE_S, OwnerEndpoint, OwnerLookup
+from unified.queue.owner_lookup import SLICE_S, OwnerEndpoint, OwnerLookup, result_of
 
 FINISH_WITHIN_S = 5.0
 
@@ -163,7 +163,7 @@ class QueueConsumer:
                 asked, until = endpoint, time.monotonic() + lookup.owner_timeout_s
             try:
                 answer = endpoint.tell(verb, *args, until=until)
-                return lookup.result_of(endpoint, answer, until) if isinstance(answer, Future) else answer
+                return result_of(answer, until) if isinstance(answer, Future) else answer
             except RpcError as error:
                 answer = None
                 lookup.failed(endpoint, error)
@@ -192,7 +192,7 @@ class QueueConsumer:
                 question = lookup.handle, consumer.consumer, consumer.number, consumer.received, max_items, wait_s
                 answer = endpoint.get(question, until)
                 if isinstance(answer, Future):
-                    answer = lookup.result_of(endpoint, answer, until)
+                    answer = result_of(answer, until)
             except RpcError as error:
                 answer = Outcome.WAITING  # not the future, which has the error, whose traceback has this frame
                 is_heard = False

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
@@ -25,7 +26,6 @@ from unified.errors import (
     QueueNotFoundError,
     RemoteError,
     RouteLostError,
-    RpcCancelledError,
     RpcError,
     RpcNotFoundError,
     RpcTimeoutError,
@@ -65,6 +65,14 @@ def listens_s(until: float, nbytes: int = 0) -> float:
     return max(until - time.monotonic(), 0.0) + GRACE_S + nbytes / SLOWEST_BYTES_PER_S
 
 
+def result_of(answer: Future[Any], until: float | None = None, nbytes: int = 0) -> Any:
+    """Wait for the answer to a question, as whoever has until then `listens_s`."""
+    try:
+        return answer.result(None if until is None else listens_s(until, nbytes))
+    finally:
+        del answer  # an error's traceback has this frame: the future that has the error is not to be in it
+
+
 def _open_s(wait_s: float, until: float | None, nbytes: int = 0) -> float:
     """When a question that the owner may keep for `wait_s` is given up, perhaps to be asked again."""
     longest_s = wait_s + MARGIN_S + nbytes / SLOWEST_BYTES_PER_S
@@ -102,21 +110,22 @@ class RemoteOwner:
         self.is_durable = is_durable
         self._bus = bus
         self._queue = queue
-        self._worker = holder.worker
         self._put = method(queue, "put")
         self._get = method(queue, "get")
 
     def put(self, question: PutQuestion, nbytes: int, until: float | None) -> Future[Any]:
-        timeout = _open_s(question[4], until, nbytes)
-        return self._bus.call(self._worker, self._put, question, _NO_KWARGS, timeout=timeout)
+        return self._call(self._put, question, _open_s(question[4], until, nbytes))
 
     def get(self, question: GetQuestion, until: float | None) -> Future[Any]:
-        timeout = _open_s(question[5], until)
-        return self._bus.call(self._worker, self._get, question, _NO_KWARGS, timeout=timeout)
+        return self._call(self._get, question, _open_s(question[5], until))
 
     def tell(self, verb: str, *args: Any, until: float | None = None) -> Future[Any]:
-        timeout = _open_s(0.0, until)
-        return self._bus.call(self._worker, method(self._queue, verb), args, _NO_KWARGS, timeout=timeout)
+        return self._call(method(self._queue, verb), args, _open_s(0.0, until))
+
+    def _call(self, name: str, args: Sequence[Any], timeout: float) -> Future[Any]:
+        """Ask this life, and no later one."""
+        worker, incarnation = self.holder
+        return self._bus.call(worker, name, args, _NO_KWARGS, timeout=timeout, incarnation=incarnation)
 
 
 class LocalOwner:
@@ -203,17 +212,6 @@ class OwnerLookup:
         if self.endpoint is endpoint:
             self.endpoint = None
 
-    def result_of(
-        self, endpoint: OwnerEndpoint, answer: Future[Any], until: float | None = None, nbytes: int = 0
-    ) -> Any:
-        """What a question to `endpoint` is answered with; waits for it, as whoever has until then `listens_s`."""
-        if self.endpoint is not endpoint:  # it ended just now, and the call would wait for the next life
-            answer.cancel()
-        try:
-            return answer.result(None if until is None else listens_s(until, nbytes))
-        finally:
-            del answer  # an error's traceback has this frame: the future that has the error is not to be in it
-
     def failed(self, endpoint: OwnerEndpoint, error: RpcError) -> None:
         """Return if a question that ended in this error is to be asked again, or raise what its asker is to get.
 
@@ -223,8 +221,6 @@ class OwnerLookup:
         """
         if isinstance(error, RemoteError):
             raise error
-        if isinstance(error, RpcCancelledError) and self.endpoint is not endpoint:
-            return  # by us: it was for a life that has ended
         if isinstance(error, WorkerDiedError | RpcNotFoundError):
             self._end(endpoint)
             return
@@ -294,7 +290,12 @@ class OwnerLookup:
             question = (self.handle, name, incarnation)
             # Not kept in a variable: see `result_of`.
             identity, is_durable, is_known = worker.bus.call(
-                holder.worker, method(self.queue, "attach"), question, {}, timeout=timeout
+                holder.worker,
+                method(self.queue, "attach"),
+                question,
+                {},
+                timeout=timeout,
+                incarnation=holder.incarnation,
             ).result()
             endpoint = RemoteOwner(worker.bus, self.queue, holder, identity, is_durable)
         if not is_known:

@@ -28,7 +28,15 @@ from unified.errors import (
 )
 from unified.queue.core.messages import Outcome
 from unified.queue.items import Packed, nbytes
-from unified.queue.owner_lookup import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, OwnerEndpoint, OwnerLookup, listens_s
+from unified.queue.owner_lookup import (
+    LARGE_BYTES,
+    LARGE_SLICE_S,
+    SLICE_S,
+    OwnerEndpoint,
+    OwnerLookup,
+    listens_s,
+    result_of,
+)
 from unified.threads import call_guarded, start_thread
 
 _WAITING = int(Outcome.WAITING)
@@ -46,8 +54,6 @@ class _Put(msgspec.Struct, eq=False):
     num_failed: int = 0
     endpoint: OwnerEndpoint | None = None
     """At which it was asked for last; None: at none yet, or the question has come back, and it is parked."""
-    answer: Future[Any] | None = None
-    """To that question."""
     future: RpcFuture[None] | None = None
     """Of one that is not waited for where it is made, or no longer."""
 
@@ -117,7 +123,6 @@ class QueueProducer:
     def _forget(self, put: _Put) -> None:
         """It has ended."""
         with self._lock:
-            put.answer = None
             self._open.pop(put.number, None)
             self._parked.pop(put.number, None)
             if self._helper is not None:
@@ -144,21 +149,6 @@ class QueueProducer:
             self._settled = endpoint
         return first is None or first > put.number
 
-    def _recall(self) -> None:
-        """Have the questions to lives that are over come back now: what has not left would go to the next life, and
-        overtake what is parked."""
-        if self._settled is not None and self._settled is self._lookup.endpoint:
-            return
-        with self._lock:
-            asked = [
-                (each.endpoint, each.answer)
-                for each in self._open.values()
-                if each.endpoint is not self._lookup.endpoint
-            ]
-        for endpoint, answer in reversed(asked):  # the newest are those that may not have left
-            if answer is not None and endpoint is not self._lookup.endpoint:
-                answer.cancel()
-
     def _put_straight(self, put: _Put) -> bool:
         """Put it in, waiting for the answers here; False if that does not go straight."""
         endpoint = self._straight_to(put)
@@ -168,7 +158,7 @@ class QueueProducer:
             while True:
                 answer = self._ask(put, endpoint)
                 if isinstance(answer, Future):
-                    answer = self._lookup.result_of(endpoint, answer, put.until, put.nbytes)
+                    answer = result_of(answer, put.until, put.nbytes)
                 if answer is None:
                     self._forget(put)
                     return True
@@ -199,10 +189,7 @@ class QueueProducer:
             left_s = max(put.until - time.monotonic(), 0.0)
             is_last = left_s <= wait_s
             wait_s = min(wait_s, left_s)
-        answer = endpoint.put((self._lookup.handle, put.number, below, items, wait_s, is_last), size, put.until)
-        if isinstance(answer, Future):
-            put.answer = answer
-        return answer
+        return endpoint.put((self._lookup.handle, put.number, below, items, wait_s, is_last), size, put.until)
 
     def _not_heard(self, put: _Put, endpoint: OwnerEndpoint, error: RpcError) -> None:
         """A question had no answer: return if it is to be asked again, or raise what the put ends in."""
@@ -253,8 +240,6 @@ class QueueProducer:
 
     def _expect(self, put: _Put, endpoint: OwnerEndpoint, answer: Any) -> None:
         if isinstance(answer, Future):
-            if self._lookup.endpoint is not endpoint:
-                answer.cancel()
             callback = partial(self._on_answer, put, endpoint)
             if isinstance(answer, RpcFuture):
                 answer.on_end(callback)
@@ -315,7 +300,7 @@ class QueueProducer:
             with self._lock:
                 if put.number not in self._open:  # given up by whoever put it
                     return
-                put.endpoint = put.answer = None
+                put.endpoint = None
                 self._parked[put.number] = put
                 if self._helper is None:
                     helper = start_thread("queue-puts", self._help)
@@ -335,10 +320,8 @@ class QueueProducer:
 
     def _send_again(self, put: _Put) -> None:
         lookup = self._lookup
-        self._recall()
         if put.num_failed:
             lookup.pause(put.num_failed, put.until)
-            self._recall()  # that life may have ended meanwhile
         try:
             endpoint = lookup.endpoint or lookup.attach(put.until)
         except QueueNotFoundError as error:

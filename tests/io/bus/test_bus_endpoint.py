@@ -177,6 +177,27 @@ def test_death_fails_pending_calls_at_once(world: World) -> None:
             path.unlink()
 
 
+def test_calls_for_one_life_end_before_its_death_is_told(world: World) -> None:
+    a, _ = world.endpoint("a")
+    done = threading.Event()
+    _, inbox = world.endpoint("b", {"m": done.wait})
+    a.update_directory([entry("b", inbox)])
+    early = a.call("b", "name", (), {}, incarnation=1)
+    pending = [*a.call_many(["b", "b"], "m", (), {}, incarnations=[0, 0]), a.call("b", "m", (), {})]
+    told: list[list[bool]] = []
+    a.on_directory(lambda changes: told.append([each.done() for each in [early, *pending]]))
+    _, inbox = world.endpoint("b", {"name": lambda: "second"}, incarnation=1)
+    a.update_directory([entry("b", inbox, 1)])
+    assert told == [[False, True, True, True]]
+    for each in pending:
+        with pytest.raises(WorkerDiedError):
+            each.result(0)
+    assert early.result(PATIENCE_S) == "second"
+    with pytest.raises(WorkerDiedError, match=r"worker b \(life 0\) died before 'm' was called"):
+        a.call("b", "m", (), {}, incarnation=0).result(0)
+    done.set()
+
+
 def test_new_life_never_gets_the_old_ones_mail(world: World) -> None:
     heard: list[str] = []
     a, _ = world.endpoint("a")

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.support.queue_sites import DIED, LOST, PATIENCE_S, WAITING, Finder, OwnerEndpoint, puts, putter
+from tests.support.queue_sites import DIED, PATIENCE_S, WAITING, Finder, OwnerEndpoint, puts, putter
 from unified.errors import QueueClosedError, QueueJournalError
 from unified.queue.core.messages import Outcome
 from unified.queue.owner_lookup import OwnerLookup
@@ -18,23 +18,14 @@ from unified.queue.producer import QueueProducer
 from unified.testing import eventually
 
 
-def dying(
-    num_puts: int, *, may_be_cancelled: bool = True
-) -> tuple[QueueProducer, Any, OwnerEndpoint, OwnerEndpoint, list[Future[None]]]:
-    """So many puts are on their way to an owner of which it is known that it died; with it the finder, both lives, and
-    the futures.
-
-    Args:
-        may_be_cancelled: their calls have not ended; else they have, and whoever waits is about to be told.
-    """
+def dying(num_puts: int) -> tuple[QueueProducer, Any, OwnerEndpoint, OwnerEndpoint, list[Future[None]]]:
+    """So many puts are on their way to an owner of which it is known that it died; with it the lookup, both lives, and
+    the futures. Their calls have ended, and whoever waits for them is about to be told."""
     old, new = OwnerEndpoint(*["later"] * num_puts, is_durable=True), OwnerEndpoint(is_durable=True)
     lookup = Finder(old, new)
     ours = QueueProducer(cast(OwnerLookup, lookup))
     futures = puts(ours, num_puts)
     lookup.detach(old)
-    for call in old.later:
-        if not may_be_cancelled:
-            call.cancel = lambda: False  # type: ignore[method-assign]
     return ours, lookup, old, new, futures
 
 
@@ -60,7 +51,7 @@ def test_what_is_put_before_those_on_their_way_come_back_stays_behind_them() -> 
 
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_an_owner_that_is_back_sooner_than_they_are_gets_them_first(how: str) -> None:
-    ours, lookup, old, new, futures = dying(2, may_be_cancelled=False)
+    ours, lookup, old, new, futures = dying(2)
     futures += puts(ours, 1)
     assert eventually(lambda: lookup.endpoint is new)
     if how == "put":
@@ -79,45 +70,8 @@ def test_an_owner_that_is_back_sooner_than_they_are_gets_them_first(how: str) ->
     assert eventually(lambda: ours._helper is None)
 
 
-def test_those_on_their_way_are_called_back_before_they_can_go_to_the_next_life() -> None:
-    """The bus would send what it has not sent yet, as the connection was broken, to whichever life comes next."""
-    ours, lookup, old, new, futures = dying(2)
-    attach = lookup.attach
-
-    def check_and_attach(until: float | None = None) -> Any:
-        assert all(each.cancelled() for each in old.later)
-        return attach(until)
-
-    lookup.attach = check_and_attach
-    futures += puts(ours, 1)
-    for each in futures:
-        each.result(PATIENCE_S)
-    assert new.numbers == [0, 1, 2]
-    assert not ours._open
-
-
-def test_they_are_called_back_when_the_owner_dies_while_one_of_them_pauses() -> None:
-    old, new = OwnerEndpoint("later", "later", is_durable=True), OwnerEndpoint(is_durable=True)
-    lookup: Any = Finder(old, new)
-    attach, seen = lookup.attach, []
-
-    def see_and_attach(until: float | None = None) -> Any:
-        seen.append(old.later[1].cancelled())
-        return attach(until)
-
-    lookup.attach = see_and_attach
-    lookup.pause = lambda num_failed, until: lookup.detach(old)
-    ours = QueueProducer(cast(OwnerLookup, lookup))
-    futures = puts(ours, 2)
-    old.later[0].fail(LOST)
-    for each in futures:
-        each.result(PATIENCE_S)
-    assert seen == [True]
-    assert new.numbers == [0, 1]
-
-
 def test_those_on_their_way_come_back_one_by_one() -> None:
-    ours, _, old, new, futures = dying(3, may_be_cancelled=False)
+    ours, _, old, new, futures = dying(3)
     old.later[0].fail(DIED)
     futures[0].result(PATIENCE_S)
     assert eventually(lambda: ours._helper is None)
