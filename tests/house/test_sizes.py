@@ -42,11 +42,11 @@ LONG_CONSTRUCTORS = {
     "CallService": 9,
     "CheckpointManager": 20,
     "Courier": 11,
-    "DirectOutlet": 12,
-    "InboxSockets": 10,
+    "ZmqConnection": 12,
+    "Listeners": 10,
     "LineWatch": 9,
     "MailSorter": 11,
-    "PostOffice": 15,
+    "ConnectionTable": 15,
     "ShardedDataset": 9,
 }
 

@@ -29,11 +29,11 @@ class Side:
     def send(self, value: Any, reader: str, num_readers: int = 1) -> tuple[bytes, list[Any] | None, list[Any]]:
         """A value for one reader: its body, descriptor and frames."""
         encoded = encode(value)
-        staged = self.pool.stage(encoded.buffers, num_readers)
-        if staged is None:
+        exported = self.pool.export(encoded.buffers, num_readers)
+        if exported is None:
             return encoded.body, None, encoded.buffers
-        granted = staged.grant(reader)
-        staged.release()
+        granted = exported.grant(reader)
+        exported.release()
         return encoded.body, granted.shared, granted.frames
 
     def receive(self, sender: str, body: bytes, shared: list[Any] | None) -> Any:

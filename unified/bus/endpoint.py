@@ -37,11 +37,11 @@ from unified.bus.shm.files import identity
 from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import SharedReader
 from unified.bus.streams.stream import Awaited
-from unified.bus.transport.connections import Departed, PostOffice
-from unified.bus.transport.io_threads import Receiver
-from unified.bus.transport.listeners import InboxSockets
+from unified.bus.transport.connections import ConnectionTable, Tombstones
+from unified.bus.transport.io_threads import IoThreads
+from unified.bus.transport.listeners import Listeners
 from unified.bus.transport.routes import read_policy
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.core.directory import Change, WorkerDirectory
 from unified.devices import cuda_devices
 from unified.errors import UsageError
@@ -144,13 +144,13 @@ class BusEndpoint:
             raise UsageError("the bus is to use the relay, and there is none: unset UNIFIED_BUS_ROUTE.")
         self._pid = os.getpid()
         self.inbox_id = secrets.token_hex(12)  # from the kernel: forked siblings share the state of `random`
-        departed = Departed()
+        departed = Tombstones()
         self._intake = Intake(job_id=self.job_id, inbox_id=self.inbox_id, worker=self.worker, departed=departed)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         self._gatekeeper = Gatekeeper(self._context, self._key, name=f"worker {self.worker}")
         try:
-            self._sockets = InboxSockets(
+            self._sockets = Listeners(
                 self._context,
                 inbox_id=self.inbox_id,
                 host_id=self._host_id,
@@ -168,14 +168,14 @@ class BusEndpoint:
             raise
         self._memory = SharedPool(self.inbox_id)
         self._reader = SharedReader()
-        self._receiver = Receiver(
+        self._receiver = IoThreads(
             self._sockets.listener,
             on_link=self._accept_link,
             on_mail=lambda link, frames: self._sorter.take_mail(link, frames),
             on_busy=lambda: self._desk.want_ticks(),
             on_idle=lambda: self._courier.release(),
         )
-        self._post = PostOffice(
+        self._post = ConnectionTable(
             self._context,
             inbox=self._sockets.inbox,
             departed=departed,
@@ -357,7 +357,7 @@ class BusEndpoint:
         """
         if not self._is_started or not any(route.startswith("ipc:") for route in self._sockets.inbox.routes):
             return None
-        memory = self._memory.bear(nbytes)
+        memory = self._memory.allocate(nbytes)
         if memory is not None:
             self._desk.want_trims()
         return memory
@@ -468,16 +468,16 @@ class BusEndpoint:
         self._sweeper.put(partial(self._memory.forget, inbox_id))
         self._sweeper.put(partial(self._reader.forget, inbox_id))
 
-    def _make_link(self, connection: socket.socket, peer_id: str) -> Link:
+    def _make_link(self, connection: socket.socket, peer_id: str) -> UnixConnection:
         """A link of ours, to the peer of that inbox."""
-        link = Link(
+        link = UnixConnection(
             connection, self._receiver, self._sorter.take_answer, self._on_link_lost, is_ours=True, peer_id=peer_id
         )
         self._receiver.add(link)
         return link
 
-    def _accept_link(self, connection: socket.socket) -> Link:
-        return Link(
+    def _accept_link(self, connection: socket.socket) -> UnixConnection:
+        return UnixConnection(
             connection,
             self._receiver,
             self._receiver.deliver,
@@ -487,7 +487,7 @@ class BusEndpoint:
             on_room=self._service.resume,
         )
 
-    def _on_link_lost(self, link: Link, reason: str) -> None:
+    def _on_link_lost(self, link: UnixConnection, reason: str) -> None:
         self._post.forget(link)
         link.close()
         if link.error is not None:

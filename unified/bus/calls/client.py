@@ -25,9 +25,9 @@ from unified.bus.calls.remote_errors import rebuild
 from unified.bus.calls.sender import Courier, Parcel
 from unified.bus.codec.codec import decode
 from unified.bus.streams.stream import Host, RpcStream, StreamFeed
-from unified.bus.transport.connections import PostOffice
+from unified.bus.transport.connections import ConnectionTable
 from unified.bus.transport.io_threads import TICK_S
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.core.directory import Change, WorkerDirectory
 from unified.errors import ProtocolError, RouteLostError, RpcError
 from unified.protocol.envelope import Envelope, Kind
@@ -57,7 +57,7 @@ class _Outbound(msgspec.Struct, eq=False):
     """Among all that were sent; 0 until it was."""
     inbox: Inbox | None = None
     """Of the life that it was sent to."""
-    link: Link | None = None
+    link: UnixConnection | None = None
     feed: StreamFeed | None = None
 
     @property
@@ -92,7 +92,7 @@ class CallDesk:
         directory: WorkerDirectory,
         inbox_id: str,
         courier: Courier,
-        post: PostOffice,
+        post: ConnectionTable,
         on_gone: Callable[[str], None],
         on_tick: Callable[[], bool],
         on_trim: Callable[[], object],
@@ -370,7 +370,7 @@ class CallDesk:
             outbound.parcel = None
         elif way.is_relay:
             outbound.is_relayed = True
-        if isinstance(way, Link):
+        if isinstance(way, UnixConnection):
             outbound.link = way
             future.comes_on(way)
         try:

@@ -20,11 +20,11 @@ from unified.bus.calls.sender import Courier
 from unified.bus.calls.server import CallService
 from unified.bus.codec.codec import Encoded
 from unified.bus.shm.reader import PayloadGoneError, SharedReader
-from unified.bus.transport.connections import Departed, PostOffice
+from unified.bus.transport.connections import ConnectionTable, Tombstones
 from unified.bus.transport.framing import Frames
-from unified.bus.transport.io_threads import Receiver
-from unified.bus.transport.listeners import Mail
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.io_threads import IoThreads
+from unified.bus.transport.listeners import RemoteMessage
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import BusOverloadedError, ProtocolError, RouteLostError, RpcError
 from unified.protocol.envelope import (
     BUS_VERSION,
@@ -95,7 +95,7 @@ class Intake:
         num_rejected: messages that were dropped.
     """
 
-    def __init__(self, *, job_id: str, inbox_id: str, worker: str, departed: Departed) -> None:
+    def __init__(self, *, job_id: str, inbox_id: str, worker: str, departed: Tombstones) -> None:
         self._job_id = job_id
         self._inbox_id = inbox_id
         self._worker = worker
@@ -200,10 +200,10 @@ class MailSorter:
         desk: CallDesk,
         service: CallService,
         courier: Courier,
-        post: PostOffice,
-        receiver: Receiver,
+        post: ConnectionTable,
+        receiver: IoThreads,
         reader: SharedReader,
-        on_link_lost: Callable[[Link, str], None],
+        on_link_lost: Callable[[UnixConnection, str], None],
     ) -> None:
         self._job_id = job_id
         self._inbox = inbox
@@ -217,7 +217,7 @@ class MailSorter:
         self._reader = reader
         self._on_link_lost = on_link_lost
 
-    def take_mail(self, link: Link, frames: Frames) -> None:
+    def take_mail(self, link: UnixConnection, frames: Frames) -> None:
         """On the thread that leads: what a peer of this host has sent."""
         try:
             envelope = self._intake.read(frames.envelope)
@@ -238,7 +238,7 @@ class MailSorter:
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
 
-    def _buffers(self, envelope: Envelope, frames: Frames, link: Link) -> list[Buffer]:
+    def _buffers(self, envelope: Envelope, frames: Frames, link: UnixConnection) -> list[Buffer]:
         """Those of a message, wherever they lie.
 
         Raises:
@@ -254,7 +254,7 @@ class MailSorter:
         self._desk.want_trims()
         return buffers
 
-    def _refuse_unreadable(self, envelope: Envelope, link: Link, reason: ProtocolError) -> None:
+    def _refuse_unreadable(self, envelope: Envelope, link: UnixConnection, reason: ProtocolError) -> None:
         """Its caller waits, and is not to wait for ever."""
         if envelope.kind in _ANSWERS and isinstance(reason, PayloadGoneError):
             self._desk.step(pending.MailLost(call_id=envelope.call_id, reason=str(reason)))
@@ -264,7 +264,7 @@ class MailSorter:
             error = RpcError(f"the arguments of {envelope.method!r} cannot be read in worker {self._worker}: {reason}")
             self._answer_with(error, envelope, link, False)
 
-    def _answer_too_old(self, envelope: Envelope, link: Link | None, is_relayed: bool) -> None:
+    def _answer_too_old(self, envelope: Envelope, link: UnixConnection | None, is_relayed: bool) -> None:
         """A repetition, most likely, whose caller has long had its answer. If not, it waits: for ever, without this."""
         error = RouteLostError(
             f"the call of {envelope.method!r} reached worker {self._worker} behind so many later ones that it cannot "
@@ -273,7 +273,7 @@ class MailSorter:
         )
         self._answer_with(error, envelope, link, is_relayed)
 
-    def _answer_with(self, error: RpcError, envelope: Envelope, link: Link | None, is_relayed: bool) -> None:
+    def _answer_with(self, error: RpcError, envelope: Envelope, link: UnixConnection | None, is_relayed: bool) -> None:
         """Tell the caller of a call that is not taken in."""
         call = InboundCall(
             envelope.call_id,
@@ -288,7 +288,7 @@ class MailSorter:
         )
         self._courier.reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
 
-    def take_answer(self, link: Link, frames: Frames) -> None:
+    def take_answer(self, link: UnixConnection, frames: Frames) -> None:
         """On whichever thread reads it: what came on a link of ours."""
         is_lent = self._receiver.lend()
         try:
@@ -308,7 +308,7 @@ class MailSorter:
             if is_lent:
                 self._receiver.take_back()
 
-    def take_remote(self, mail: Mail) -> None:
+    def take_remote(self, mail: RemoteMessage) -> None:
         """On the thread for other hosts."""
         try:
             envelope = self._intake.read(mail.envelope)
@@ -326,7 +326,7 @@ class MailSorter:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
 
     def _dispatch(
-        self, envelope: Envelope, body: Buffer, buffers: list[Buffer], link: Link | None, is_relayed: bool
+        self, envelope: Envelope, body: Buffer, buffers: list[Buffer], link: UnixConnection | None, is_relayed: bool
     ) -> None:
         match envelope.kind:
             case Kind.CALL:
@@ -365,7 +365,7 @@ class MailSorter:
         self._desk.relay_lost()
         self._service.relay_lost(self._post.is_relayed)
 
-    def _on_undeliverable(self, envelope: Envelope, mail: Mail) -> None:
+    def _on_undeliverable(self, envelope: Envelope, mail: RemoteMessage) -> None:
         lost = decode_undelivered(mail.body)
         if lost.kind is Kind.CALL:
             self._desk.step(pending.DeliveryFailed(call_id=envelope.call_id, code=lost.code))

@@ -11,7 +11,7 @@ from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unified.bus.streams.stream import Host, Unread
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class RpcFuture(Future[T]):
     """Its answer is to be received though no thread may be waiting for it."""
     _wants: object = None
     """Its link knows that: set once, by the first of two threads that try."""
-    link: Link | None = None
+    link: UnixConnection | None = None
     """On which its answer will come, where a waiting thread can receive it itself."""
     parts: Sequence[Future[Any]] = ()
     """Futures that this one waits for."""
@@ -102,7 +102,7 @@ class RpcFuture(Future[T]):
         """Whether somebody waits for it as for any future: with `concurrent.futures.wait` or `as_completed`."""
         return self._made_condition is not None and bool(self._waiters)
 
-    def comes_on(self, link: Link) -> None:
+    def comes_on(self, link: UnixConnection) -> None:
         """Its answer will come on this link."""
         self.link = link
         if self._is_wanted:

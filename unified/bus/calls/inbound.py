@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from unified.bus.codec.codec import Encoded
     from unified.bus.streams.generator import StreamSource
     from unified.bus.streams.stream import Awaited
-    from unified.bus.transport.unix_connection import Link
+    from unified.bus.transport.unix_connection import UnixConnection
 
 
 class Caller(NamedTuple):
@@ -45,7 +45,7 @@ class InboundCall(msgspec.Struct, eq=False):
     trace_id: str = ""
     chain: list[int] = []
     """Of the calls whose handlers led to this one, oldest first (`token`)."""
-    link: Link | None = None
+    link: UnixConnection | None = None
     """On which it came and its answer goes; None: through ZeroMQ."""
     is_relayed: bool = False
     is_cancelled: bool = False

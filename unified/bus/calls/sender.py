@@ -16,12 +16,12 @@ from unified.bus.codec.codec import Encoded
 from unified.bus.codec.cuda import settle
 from unified.bus.codec.tensors import DeviceTensor
 from unified.bus.executor import HandlerPool
-from unified.bus.shm.export import Granted, Staged
+from unified.bus.shm.export import Export, ExportedBuffers
 from unified.bus.shm.pool import SharedPool
-from unified.bus.transport.connections import PostOffice, Way
+from unified.bus.transport.connections import Connection, ConnectionTable
 from unified.bus.transport.framing import JOINED_BYTES, pack
-from unified.bus.transport.io_threads import Receiver
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.io_threads import IoThreads
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import RpcError
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
 from unified.protocol.records import Inbox
@@ -36,14 +36,14 @@ class Parcel:
         num_readers: how many it goes to.
     """
 
-    __slots__ = ("_is_staged", "_num_readers", "_staged", "content", "nbytes")
+    __slots__ = ("_export", "_is_exported", "_num_readers", "content", "nbytes")
 
     def __init__(self, content: Encoded, num_readers: int = 1) -> None:
         self.content = content
         self.nbytes = content.nbytes
         self._num_readers = num_readers
-        self._staged: Staged | None = None
-        self._is_staged = False
+        self._export: Export | None = None
+        self._is_exported = False
 
     def settled(self, devices: Sequence[str], is_same_process: bool) -> Parcel:
         """With its CUDA tensors made into frames for one reader, which sees these devices; itself if it has none."""
@@ -52,19 +52,19 @@ class Parcel:
         frames = settle(self.content.buffers, devices, is_same_process=is_same_process)
         return Parcel(self.content._replace(buffers=frames))
 
-    def grant(self, pool: SharedPool, reader: str) -> Granted | None:
+    def grant(self, pool: SharedPool, reader: str) -> ExportedBuffers | None:
         """How its buffers reach the inbox `reader` of this host; None: as frames, all of them."""
         if self._num_readers == 1:
-            staged = pool.stage(self.content.buffers)
-            granted = None if staged is None else staged.grant(reader)
-            if staged is not None:
-                staged.release()
+            exported = pool.export(self.content.buffers)
+            granted = None if exported is None else exported.grant(reader)
+            if exported is not None:
+                exported.release()
             return granted
         with _staging:
-            if not self._is_staged:
-                self._staged = pool.stage(self.content.buffers, self._num_readers)
-                self._is_staged = True
-        return None if self._staged is None else self._staged.grant(reader)  # let go of when this parcel is
+            if not self._is_exported:
+                self._export = pool.export(self.content.buffers, self._num_readers)
+                self._is_exported = True
+        return None if self._export is None else self._export.grant(reader)  # let go of when this parcel is
 
 
 def has_device_tensors(buffers: Sequence[object]) -> bool:
@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 BURST_S = 0.0002
 """Calls to one peer that follow each other faster share writes, until somebody waits for one, or for a tick."""
 _ENDS = (Kind.RESULT, Kind.ERROR)
-"""Never wait on a link: where they would have to, no further handlers are begun (`Link.is_full`)."""
+"""Never wait on a link: where they would have to, no further handlers are begun (`UnixConnection.is_full`)."""
 
 
 class Courier:
@@ -98,8 +98,8 @@ class Courier:
         job_id: str,
         inbox_id: str,
         worker: str,
-        post: PostOffice,
-        receiver: Receiver,
+        post: ConnectionTable,
+        receiver: IoThreads,
         pool: HandlerPool,
         memory: SharedPool,
         find_inbox: Callable[[str], Inbox | None],
@@ -119,13 +119,13 @@ class Courier:
         self._on_sharing = on_sharing
         self._limit_bytes = limit_bytes
         self._places = itertools.count(1)
-        self._holding: set[Link] = set()
+        self._holding: set[UnixConnection] = set()
         """Links that keep small messages back, to send several at once."""
         self.is_closing = False
 
     def call(
         self,
-        way: Way,
+        way: Connection,
         call_id: int,
         target: str,
         method: str,
@@ -168,7 +168,7 @@ class Courier:
 
     def reply(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool:
         """Answer a call; False if that cannot be done, or not without waiting."""
-        way: Way
+        way: Connection
         if call.link is not None:
             way = call.link
         else:
@@ -207,7 +207,7 @@ class Courier:
 
     def send(
         self,
-        way: Way,
+        way: Connection,
         envelope: Envelope,
         body: Buffer,
         buffers: Sequence[Buffer],
@@ -216,7 +216,7 @@ class Courier:
     ) -> bool:
         """Send a message; False if there was no room, and `may_wait` or `give_up` forbade to wait for it."""
         frame = encode_envelope(envelope)
-        if isinstance(way, Link):
+        if isinstance(way, UnixConnection):
             pieces = pack(frame, body, buffers)
             if self._shares_write(way, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
                 if way.hold(pieces[0]) and way not in self._holding:
@@ -246,11 +246,11 @@ class Courier:
             if is_counted:
                 self._pool.waited()
 
-    def _share(self, way: Way, parcel: Parcel) -> tuple[list[Any] | None, list[Buffer]]:
+    def _share(self, way: Connection, parcel: Parcel) -> tuple[list[Any] | None, list[Buffer]]:
         """What of a payload goes through shared memory, and the buffers that go beside the message."""
         if not parcel.content.buffers:
             return None, []
-        if not isinstance(way, Link):
+        if not isinstance(way, UnixConnection):
             return None, parcel.settled((), False).content.buffers
         parcel = parcel.settled(way.devices, way.peer_id == self._inbox_id)
         buffers = parcel.content.buffers
@@ -275,7 +275,7 @@ class Courier:
         """Something was kept back."""
         return bool(self._holding)
 
-    def _shares_write(self, link: Link, kind: Kind) -> bool:
+    def _shares_write(self, link: UnixConnection, kind: Kind) -> bool:
         """Whether a message may wait a little for others to be written with."""
         if kind is Kind.CALL:
             now = time.monotonic()

@@ -27,8 +27,8 @@ from unified.bus.codec.codec import Encoded, decode, encode
 from unified.bus.executor import HandlerPool, LoopThread
 from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
 from unified.bus.streams.stream import Awaited
-from unified.bus.transport.io_threads import INLINE_TICKS, Receiver
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.io_threads import INLINE_TICKS, IoThreads
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import ProtocolError, RpcCancelledError, RpcError
 from unified.protocol.envelope import Kind
 
@@ -65,7 +65,7 @@ class CallService:
         asked: Callable[[], Iterable[Asked]],
         give_up: Callable[[int, RpcError], object],
         pool: HandlerPool,
-        receiver: Receiver,
+        receiver: IoThreads,
     ) -> None:
         self._registry = registry
         self._worker = worker
@@ -79,7 +79,7 @@ class CallService:
         self._methods: dict[str, Method] = {}
         self._gates: dict[str, Gate[InboundCall]] = {}
         self._order: StartOrder[InboundCall] = StartOrder()
-        self._parked: dict[Link, list[Callable[[], object]]] = {}
+        self._parked: dict[UnixConnection, list[Callable[[], object]]] = {}
         """What would begin calls whose link is full."""
         self._answered = AnsweredCalls(worker, lambda *answer: self._reply(*answer))
         self._lock = threading.Lock()
@@ -147,14 +147,14 @@ class CallService:
             if sender == inbox_id:
                 self.cancel(sender, call_id)
 
-    def link_lost(self, link: Link) -> None:
+    def link_lost(self, link: UnixConnection) -> None:
         """Answers to the calls that came on it would go nowhere."""
         for call in list(self._known.values()):
             if call.link is link:
                 self.cancel(call.sender, call.call_id)
         self.resume(link)
 
-    def resume(self, link: Link) -> None:
+    def resume(self, link: UnixConnection) -> None:
         """There is room again for the answers to the calls that came on it."""
         with self._lock:
             parked = self._parked.pop(link, [])
@@ -294,7 +294,7 @@ class CallService:
             CURRENT.reset(token)
         self._answer(call, kind, answer, not self._receiver.is_leader())
 
-    def _park(self, link: Link, begin: Callable[[], object]) -> None:
+    def _park(self, link: UnixConnection, begin: Callable[[], object]) -> None:
         with self._lock:
             self._parked.setdefault(link, []).append(begin)
         if not link.is_full:  # room came meanwhile, and `resume` with it

@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from unified.bus.buffers import Buffer
-from unified.bus.codec.decoder import Reader
-from unified.bus.codec.encoder import BODY, SCALARS, Ext, TooDeep, Writer, is_plain, pack
+from unified.bus.codec.decoder import ValueDecoder
+from unified.bus.codec.encoder import BODY, SCALARS, Ext, TooDeep, ValueEncoder, is_plain, pack
 from unified.bus.codec.serialized import SerializedValue as SerializedValue
 from unified.bus.codec.tensors import OUT_OF_BAND_BYTES as OUT_OF_BAND_BYTES
 from unified.errors import ProtocolError
 
 LARGE_BODY_BYTES = 64 * 1024
 """A body of this size is a frame of its own, which may go through shared memory."""
-_BARE = Reader(())
+_BARE = ValueDecoder(())
 _new = tuple.__new__
 """Makes a NamedTuple in half the time."""
 
@@ -87,12 +87,12 @@ def decode(body: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
     Raises:
         ProtocolError: it is corrupt, or holds an object whose class cannot be imported here.
     """
-    return _decode(Reader(buffers) if buffers else _BARE, body)
+    return _decode(ValueDecoder(buffers) if buffers else _BARE, body)
 
 
 def decode_again(body: Buffer, buffers: Sequence[Buffer]) -> Any:
     """As `decode`, for buffers that stay as they are: tensors get memory of their own."""
-    return _decode(Reader(buffers, is_only=False) if buffers else _BARE, body)
+    return _decode(ValueDecoder(buffers, is_only=False) if buffers else _BARE, body)
 
 
 def deserialize(value: SerializedValue) -> Any:
@@ -118,18 +118,18 @@ def serialize(value: object) -> SerializedValue:
 
 def _lifted(value: object, devices: bool) -> Encoded:
     for is_careful in (False, True):
-        writer = Writer(devices=devices, is_careful=is_careful)
+        writer = ValueEncoder(devices=devices, is_careful=is_careful)
         try:
             return _made(pack(writer.lift(value)), writer)
         except (OverflowError, UnicodeEncodeError):
             continue  # a large int, or a str that is no text, somewhere in it
         except (TooDeep, RecursionError):
             break  # a value that contains itself, or nearly: pickle remembers what it has seen
-    writer = Writer(devices=devices)
+    writer = ValueEncoder(devices=devices)
     return _made(pack(writer.pickled(value)), writer)
 
 
-def _made(body: bytes, writer: Writer) -> Encoded:
+def _made(body: bytes, writer: ValueEncoder) -> Encoded:
     buffers = writer.outgoing.buffers
     return Encoded(body, buffers) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, buffers)
 
@@ -138,7 +138,7 @@ def _with_body_aside(body: bytes, buffers: list[Buffer]) -> Encoded:
     return Encoded(pack(Ext(BODY, pack(len(buffers)))), [*buffers, body])
 
 
-def _decode(reader: Reader, body: Buffer) -> Any:
+def _decode(reader: ValueDecoder, body: Buffer) -> Any:
     try:
         return reader.unpack(body)
     except ProtocolError:

@@ -1,4 +1,4 @@
-"""A body and buffers to the value. Whatever the bytes claim, nothing is read or made room for beyond what is there."""
+"""Decoder of values: a body and its buffers to the value; whatever they claim, it reads only bytes that are there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _unpack = msgspec.msgpack.Decoder().decode
 """For what is inside an extension: plain lists."""
 
 
-class Reader:
+class ValueDecoder:
     """Decodes one value; `close` it then. Without buffers it decodes any number.
 
     Args:

@@ -21,7 +21,7 @@ INT, TEXT, NUMBER, SEALED, BODY, DEVICE, MAP = range(10, 17)
 """Codes of the extension types. MessagePack's own is negative."""
 SCALARS = frozenset({type(None), bool, int, float, str})
 pack = msgspec.msgpack.Encoder().encode
-"""Lossless for what `Writer.lift` leaves. Ints beyond 64 bits and lone surrogates are errors: see `is_careful`."""
+"""MessagePack, lossless for what `ValueEncoder.lift` leaves; ints beyond 64 bits and lone surrogates are errors."""
 
 
 class TooDeep(Exception):
@@ -47,7 +47,7 @@ def is_plain(items: Iterable[Any], depth: int = MAX_DEPTH) -> bool:
     return True
 
 
-class Writer:
+class ValueEncoder:
     """Encodes one value; collects its buffers.
 
     Args:
@@ -158,17 +158,17 @@ class Writer:
         return Ext(TENSOR, pack([dtype, shape, tensor.requires_grad, where]))
 
 
-_LIFTS: dict[type, Callable[[Writer, Any], Any]] = {
-    list: Writer._list,
-    dict: Writer._dict,
-    tuple: Writer._tuple,
-    set: Writer._set,
-    frozenset: Writer._frozenset,
-    bytes: Writer._bytes,
-    bytearray: Writer._bytearray,
-    memoryview: Writer._memoryview,
-    complex: Writer._complex,
-    SerializedValue: Writer._serialized,
-    Ext: Writer.pickled,  # the user's own would be read as one of ours
-    msgspec.Raw: Writer.pickled,
+_LIFTS: dict[type, Callable[[ValueEncoder, Any], Any]] = {
+    list: ValueEncoder._list,
+    dict: ValueEncoder._dict,
+    tuple: ValueEncoder._tuple,
+    set: ValueEncoder._set,
+    frozenset: ValueEncoder._frozenset,
+    bytes: ValueEncoder._bytes,
+    bytearray: ValueEncoder._bytearray,
+    memoryview: ValueEncoder._memoryview,
+    complex: ValueEncoder._complex,
+    SerializedValue: ValueEncoder._serialized,
+    Ext: ValueEncoder.pickled,  # the user's own would be read as one of ours
+    msgspec.Raw: ValueEncoder.pickled,
 }

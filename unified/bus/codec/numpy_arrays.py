@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unified.bus.buffers import Buffer, check_size, needed
-from unified.bus.shm.allocation import born_at, is_any_living
+from unified.bus.shm.allocation import allocation_at, has_allocations
 from unified.errors import ProtocolError
 
 ARRAY_KINDS = "biufcmMSUV"
@@ -27,11 +27,11 @@ def array_bytes(numpy: Any, array: Any) -> tuple[memoryview, str, list[int], boo
 
 def give_away(array: Any) -> None:
     """The array is being sent: if its readers will look at this very memory, it is read-only from now on."""
-    if not is_any_living():
+    if not has_allocations():
         return
     flags = array.flags
     is_whole = flags.c_contiguous or flags.f_contiguous
-    if flags.writeable and is_whole and born_at(array.__array_interface__["data"][0], array.nbytes) is not None:
+    if flags.writeable and is_whole and allocation_at(array.__array_interface__["data"][0], array.nbytes) is not None:
         flags.writeable = False
 
 

@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 from unified.bus.buffers import Buffer
-from unified.bus.shm.allocation import born_at, is_any_living
+from unified.bus.shm.allocation import allocation_at, has_allocations
 
 
 class SerializedValue:
@@ -48,10 +48,10 @@ def _kept(buffer: Buffer) -> Buffer:
     view = memoryview(buffer)
     if isinstance(view.obj, bytes) or hasattr(view.obj, "open_window"):  # nobody can change it
         return buffer
-    if is_any_living():
+    if has_allocations():
         from unified.memory.copy import address_of  # which needs ctypes, and that is loaded by now
 
-        if born_at(address_of(view), view.nbytes) is not None:  # nobody should
+        if allocation_at(address_of(view), view.nbytes) is not None:  # nobody should
             return buffer
     return memoryview(bytes(view))
 

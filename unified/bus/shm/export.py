@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from unified.bus.buffers import Buffer
-from unified.bus.shm.allocation import Born
-from unified.bus.shm.layout import Claims
-from unified.bus.shm.reader import Loan
+from unified.bus.shm.allocation import InPlaceAllocation
+from unified.bus.shm.layout import ReaderReferences
+from unified.bus.shm.reader import BorrowedBuffer
 from unified.bus.shm.slots import Slot
 
 
-class Cell(NamedTuple):
-    """One reader's claim on one use of a slot."""
+class ReaderReference(NamedTuple):
+    """One reader's reference on one use of a slot."""
 
     owner: str
     """Inbox id of the process that made the segment; empty: the sender."""
     segment: int
-    claims: Claims
+    references: ReaderReferences
     tag: int
     number: int
     is_sole: bool
@@ -31,29 +31,31 @@ Part = int | tuple[int, int]
 class Source(NamedTuple):
     """Where a buffer lies that need not go by the wire."""
 
-    origin: Born | Loan | None
+    origin: InPlaceAllocation | BorrowedBuffer | None
     """A slot that was written in place, or what was lent to us; None: the slot into which the message was copied."""
     part: Part
 
 
-class Granted(NamedTuple):
+class ExportedBuffers(NamedTuple):
     """How the buffers of a message reach one reader."""
 
     shared: list[Any] | None
     """For the envelope; see `unified.bus.shm.reader`. None: all go as frames."""
     frames: list[Buffer]
     """Those that go by the wire."""
-    cells: list[Cell]
+    cells: list[ReaderReference]
 
 
 class Granter(Protocol):
     """The pool, as seen from here."""
 
-    def cell_for(self, staged: Staged, origin: Born | Loan | None, reader: str) -> Cell | None: ...
+    def cell_for(
+        self, exported: Export, origin: InPlaceAllocation | BorrowedBuffer | None, reader: str
+    ) -> ReaderReference | None: ...
 
 
-class Staged:
-    """What `SharedPool.stage` made. `release` it when all its readers were granted it."""
+class Export:
+    """What `SharedPool.export` made. `release` it when all its readers were granted it."""
 
     def __init__(
         self,
@@ -69,14 +71,14 @@ class Staged:
         self._buffers = buffers
         self._sources = sources
 
-    def grant(self, reader: str) -> Granted:
+    def grant(self, reader: str) -> ExportedBuffers:
         """How the buffers reach the inbox `reader`. What it says must be sent, or `revoke`d.
 
         Beyond `num_readers`, and where no cell is left, all are frames.
         """
         shared: list[Any] = []
         frames: list[Buffer] = []
-        cells: dict[int, Cell | None] = {}
+        cells: dict[int, ReaderReference | None] = {}
         for buffer, source in zip(self._buffers, self._sources, strict=True):
             cell = None
             if source is not None:
@@ -90,18 +92,18 @@ class Staged:
             else:
                 _add_part(shared, cell, source.part)
         taken = [cell for cell in cells.values() if cell is not None]
-        return Granted(shared if taken else None, frames, taken)
+        return ExportedBuffers(shared if taken else None, frames, taken)
 
-    def revoke(self, granted: Granted) -> None:
+    def revoke(self, granted: ExportedBuffers) -> None:
         """What was granted will not be sent."""
         for cell in granted.cells:
-            cell.claims.revoke(cell.number)
+            cell.references.revoke(cell.number)
 
     def release(self) -> None:
         """Nobody else will be granted it. The slot is used again when its readers have let go."""
         slot, self.slot = self.slot, None
         if slot is not None:
-            slot.is_staged = False
+            slot.is_pinned = False
 
     def __del__(self) -> None:
         self.release()
@@ -114,7 +116,7 @@ def _add_frame(shared: list[Any]) -> None:
         shared.append(1)
 
 
-def _add_part(shared: list[Any], cell: Cell, part: Part) -> None:
+def _add_part(shared: list[Any], cell: ReaderReference, part: Part) -> None:
     last = shared[-1] if shared else 0
     start = [cell.owner, cell.segment, cell.tag, cell.number]
     if type(part) is tuple:

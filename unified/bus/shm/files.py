@@ -1,7 +1,7 @@
 """Segments as files: their names, who made them, and what may be removed.
 
 ``/dev/shm/unified-<inbox id>-<number>``, mode 0600. The header says which process made it; once that process is gone
-and no living process has a claim on it, anybody of the same user may remove it.
+and no living process has a reference on it, anybody of the same user may remove it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unified.bus.shm.layout import (
     MAGIC_WORD,
     NAMESPACE_WORD,
     OWNER_WORD,
-    Claims,
+    ReaderReferences,
     make_mark,
     pid_of,
 )
@@ -80,13 +80,13 @@ def first_words(mark: int) -> bytes:
     return words.tobytes()
 
 
-def remove_if_unclaimed(path: str, claims: Claims, *, but_for: int = 0) -> None:
+def remove_if_unreferenced(path: str, references: ReaderReferences, *, but_for: int = 0) -> None:
     """Remove the segment of a dead process, or of a pool that was closed, if nobody reads it or will.
 
     Args:
         but_for: the mark of a process that does not count.
     """
-    if not claims.is_claimed(lambda mark: mark != but_for and is_alive(mark)):
+    if not references.is_referenced(lambda mark: mark != but_for and is_alive(mark)):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
@@ -131,7 +131,7 @@ class Sweeper:
             since = self._spared[name] = spared.get(name, now)
             if found.words is not None:
                 may_come = not is_last and now - since < GRACE_S
-                if Claims(memoryview(found.words)).is_claimed(is_alive, count_in_flight=may_come):
+                if ReaderReferences(memoryview(found.words)).is_referenced(is_alive, count_in_flight=may_come):
                     due_at = (since if may_come else now) + GRACE_S
                     self.due_at = due_at if self.due_at is None else min(due_at, self.due_at)
                     continue

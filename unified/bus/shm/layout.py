@@ -43,7 +43,7 @@ class Use(Enum):
 
     FREE = "free"
     HELD = "held"
-    SPOILT = "spoilt"
+    ABANDONED = "abandoned"
     """Nobody is known to read it, but a message that leads to it may still come: give it up."""
 
 
@@ -56,7 +56,7 @@ def pid_of(mark: int) -> int:
     return mark & ((1 << _PID_BITS) - 1)
 
 
-class Claims:
+class ReaderReferences:
     """The cells of one slot."""
 
     def __init__(self, words: Words) -> None:
@@ -138,7 +138,7 @@ class Claims:
         for cell in range(first, min(first + 1 + width, NUM_CELLS)):
             self.lose(cell, self.tag)
 
-    def bury(self, num_rows: int, is_alive: Callable[[int], bool]) -> None:
+    def reap(self, num_rows: int, is_alive: Callable[[int], bool]) -> None:
         """Owner: clear the cells of processes that are no more, and lose what they were handing on."""
         width = self._words[WIDTH_WORD]
         for cell in range(min(num_rows * (1 + width), NUM_CELLS)):
@@ -154,9 +154,9 @@ class Claims:
         cells = self._words[FIRST_CELL:last]
         if not any(cells):
             return Use.FREE
-        return Use.HELD if any(value not in (0, LOST) for value in cells) else Use.SPOILT
+        return Use.HELD if any(value not in (0, LOST) for value in cells) else Use.ABANDONED
 
-    def is_claimed(self, is_alive: Callable[[int], bool], *, count_in_flight: bool = True) -> bool:
+    def is_referenced(self, is_alive: Callable[[int], bool], *, count_in_flight: bool = True) -> bool:
         """Anybody: whether a process that lives reads it, or may be about to."""
         values = set(self._words[FIRST_CELL:NUM_WORDS]) - {0, LOST}
         if count_in_flight and any(value >= IN_FLIGHT for value in values):

@@ -17,11 +17,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 
 from unified.bus.buffers import Buffer
-from unified.bus.shm.allocation import FORWARD_BYTES, Born, bear, born_at, is_any_living
-from unified.bus.shm.export import Cell, Source, Staged
+from unified.bus.shm.allocation import FORWARD_BYTES, InPlaceAllocation, allocate, allocation_at, has_allocations
+from unified.bus.shm.export import Export, ReaderReference, Source
 from unified.bus.shm.files import DIRECTORY, is_alive, own_mark
 from unified.bus.shm.layout import MIN_WIDTH, NUM_CELLS
-from unified.bus.shm.reader import Loan, loan_behind
+from unified.bus.shm.reader import BorrowedBuffer, borrowed_behind
 from unified.bus.shm.segment import Segment, places, space_for
 from unified.bus.shm.slots import Plan, Slot, SlotTable
 from unified.errors import UsageError
@@ -63,7 +63,7 @@ def check_room(directory: str, nbytes: int) -> None:
 logger = logging.getLogger(__name__)
 THRESHOLD_BYTES = 64 * 1024
 """Payloads from this size on, all buffers of a message together, are worth a slot."""
-BORN_READERS = NUM_CELLS // (1 + MIN_WIDTH)
+ALLOCATION_READERS = NUM_CELLS // (1 + MIN_WIDTH)
 """Of memory that was written in place, at one time."""
 PAUSE_S = 1.0
 """After a refusal of the system it is not asked for a new segment for so long."""
@@ -98,7 +98,7 @@ class SharedPool:
         self._lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
         self._numbers = itertools.count()
-        self._forwards: dict[tuple[str, int, int], tuple[str, Cell]] = {}
+        self._forwards: dict[tuple[str, int, int], tuple[str, ReaderReference]] = {}
         """By owner, segment and cell: what was handed on of other processes' slots, and to whom, for the case that the
         reader dies."""
         self._mark = own_mark()
@@ -113,7 +113,7 @@ class SharedPool:
         """Of all slots, in use or not."""
         return self._table.total_bytes
 
-    def stage(self, buffers: Sequence[Buffer], num_readers: int = 1) -> Staged | None:
+    def export(self, buffers: Sequence[Buffer], num_readers: int = 1) -> Export | None:
         """Copy the buffers of a message into a slot, once for all its readers; None if they all go by the wire.
 
         What lies in shared memory already, as it was received or written there, is not copied but handed on. Other
@@ -146,9 +146,9 @@ class SharedPool:
                 sources[index] = Source(None, place)
         elif len(copied) == len(buffers):
             return None
-        return Staged(self, buffers, sources, slot, num_readers)
+        return Export(self, buffers, sources, slot, num_readers)
 
-    def bear(self, nbytes: int) -> memoryview | None:
+    def allocate(self, nbytes: int) -> memoryview | None:
         """Memory in a slot, to be written to and sent without a copy; None if there is none to be had, or it is small.
 
         What was in it before is there. Its slot is used again when no view of it is left, here and in any reader.
@@ -160,10 +160,10 @@ class SharedPool:
             return None
         slot, segment = found
         try:
-            slot.claims.begin(0, BORN_READERS)
-            return bear(self, slot, segment, nbytes)
+            slot.references.begin(0, ALLOCATION_READERS)
+            return allocate(self, slot, segment, nbytes)
         except BaseException:
-            slot.is_staged = False
+            slot.is_pinned = False
             raise
 
     def forget(self, reader: str) -> None:
@@ -177,7 +177,7 @@ class SharedPool:
             self._table.forget(reader)
             for granted, cell in self._forwards.values():
                 if granted == reader:
-                    cell.claims.lose(cell.number, cell.tag, self._mark)
+                    cell.references.lose(cell.number, cell.tag, self._mark)
 
     def trim(self, now: float) -> bool:
         """Give slots that were idle for long back to the system; whether there are any left, to be asked again.
@@ -203,34 +203,36 @@ class SharedPool:
             for slot in self._table.drain():
                 self._segments.pop(slot.number).abandon()
 
-    def cell_for(self, staged: Staged, origin: Born | Loan | None, reader: str) -> Cell | None:
-        """A claim for a reader, on what a buffer of a message lies in; None if there is none to be had."""
+    def cell_for(
+        self, exported: Export, origin: InPlaceAllocation | BorrowedBuffer | None, reader: str
+    ) -> ReaderReference | None:
+        """A reference for a reader, on what a buffer of a message lies in; None if there is none to be had."""
         with self._lock:
-            if isinstance(origin, Loan):
+            if isinstance(origin, BorrowedBuffer):
                 return self._forward(origin, reader)
             if origin is not None:
                 return self._grant(origin.slot, reader, is_sole=False)
-            slot = staged.slot
-            if slot is None or len(slot.readers) >= staged.num_readers:
+            slot = exported.slot
+            if slot is None or len(slot.readers) >= exported.num_readers:
                 return None
-            return self._grant(slot, reader, is_sole=staged.num_readers == 1)
+            return self._grant(slot, reader, is_sole=exported.num_readers == 1)
 
-    def _grant(self, slot: Slot, reader: str, *, is_sole: bool) -> Cell | None:
-        cell = self._table.grant(slot, reader)
-        return None if cell is None else Cell("", slot.number, slot.claims, slot.claims.tag, cell, is_sole)
+    def _grant(self, slot: Slot, reader: str, *, is_sole: bool) -> ReaderReference | None:
+        cell, references = self._table.grant(slot, reader), slot.references
+        return None if cell is None else ReaderReference("", slot.number, references, references.tag, cell, is_sole)
 
-    def _forward(self, loan: Loan, reader: str) -> Cell | None:
-        claim = loan.claim
-        number = claim.forward(self._mark)
+    def _forward(self, borrowed: BorrowedBuffer, reader: str) -> ReaderReference | None:
+        reference = borrowed.reference
+        number = reference.forward(self._mark)
         if number is None:
             return None
-        segment = claim.segment
-        cell = Cell(segment.owner, segment.number, segment.claims, claim.tag, number, False)
+        segment = reference.segment
+        cell = ReaderReference(segment.owner, segment.number, segment.references, reference.tag, number, False)
         self._forwards[segment.owner, segment.number, number] = (reader, cell)
         return cell
 
-    def _is_in_flight(self, cell: Cell) -> bool:
-        return cell.claims.is_in_flight(cell.number, cell.tag, self._mark)
+    def _is_in_flight(self, cell: ReaderReference) -> bool:
+        return cell.references.is_in_flight(cell.number, cell.tag, self._mark)
 
     def _is_on(self) -> bool:
         return self._limit_bytes > 0 and not self._is_closed and self._pid == own_pid()
@@ -239,35 +241,35 @@ class SharedPool:
         """Where a buffer lies in shared memory, if it does, and can be handed on as it is."""
         if view.nbytes < FORWARD_BYTES:
             return None
-        loan = loan_behind(view)
-        if loan is not None:
-            return Source(loan, loan.part_of(view)) if loan.claim.can_forward(num_readers) else None
-        if not is_any_living():
+        borrowed = borrowed_behind(view)
+        if borrowed is not None:
+            return Source(borrowed, borrowed.part_of(view)) if borrowed.reference.can_forward(num_readers) else None
+        if not has_allocations():
             return None
         address = address_of(view)
-        born = born_at(address, view.nbytes)
-        if born is None or born.pool is not self:
+        allocation = allocation_at(address, view.nbytes)
+        if allocation is None or allocation.pool is not self:
             return None
         with self._lock:
-            can_grant = self._table.can_grant(born.slot, num_readers)
-        return Source(born, (address - born.address, view.nbytes)) if can_grant else None
+            can_grant = self._table.can_grant(allocation.slot, num_readers)
+        return Source(allocation, (address - allocation.address, view.nbytes)) if can_grant else None
 
     def _filled(self, parts: Sequence[memoryview], layout: Sequence[tuple[int, int]], num_readers: int) -> Slot | None:
-        """A staged slot with a copy of the parts; None if there is none to be had."""
+        """An exported slot with a copy of the parts; None if there is none to be had."""
         found = self._slot_for(space_for(layout))
         if found is None:
             return None
         slot, segment = found
         try:
-            slot.claims.begin(len(parts), num_readers)
+            slot.references.begin(len(parts), num_readers)
             segment.fill(parts, layout)
         except BaseException:
-            slot.is_staged = False
+            slot.is_pinned = False
             raise
         return slot
 
     def _slot_for(self, nbytes: int) -> tuple[Slot, Segment] | None:
-        """A staged slot: one that is there, a new one, or a larger one than is wanted."""
+        """An exported slot: one that is there, a new one, or a larger one than is wanted."""
         now = time.monotonic()
         with self._lock:
             slot = self._table.take(nbytes, now)
@@ -298,7 +300,7 @@ class SharedPool:
                 self._refused_until = time.monotonic() + PAUSE_S
             self._warn(f"{self._directory}: {error.strerror or error}")
             return None
-        slot = Slot(number, plan.capacity, segment.claims)
+        slot = Slot(number, plan.capacity, segment.references)
         with self._lock:
             if self._is_closed:
                 segment.remove()

@@ -26,7 +26,7 @@ from unified.bus.shm.files import (
     is_alive,
     open_segment,
     own_mark,
-    remove_if_unclaimed,
+    remove_if_unreferenced,
     segment_name,
 )
 from unified.bus.shm.layout import (
@@ -37,7 +37,7 @@ from unified.bus.shm.layout import (
     NUM_WORDS,
     OWNER_WORD,
     PARTS_WORD,
-    Claims,
+    ReaderReferences,
 )
 from unified.bus.shm.segment import Mapping, array_type, places
 from unified.errors import ProtocolError
@@ -82,7 +82,7 @@ class SharedSegment:
         self._lengths = self.readable.view()[HEADER_BYTES : size - size % 8].toreadonly().cast("Q")
         if self._words[MAGIC_WORD] != MAGIC:
             raise ProtocolError(f"{path} is no segment of shared memory of this version.")
-        self.claims = Claims(self._words)
+        self.references = ReaderReferences(self._words)
         self._privates: list[Mapping] = []
         _known.add(self)
 
@@ -130,23 +130,23 @@ class SharedSegment:
         self._privates.append(mapping)
 
     def look_for_owner(self, is_alive: Callable[[int], bool]) -> None:
-        """Its owner is believed dead: if that is so, the file goes with the last claim."""
+        """Its owner is believed dead: if that is so, the file goes with the last reference."""
         if not is_alive(self._words[OWNER_WORD]):
             self.is_orphan = True
             self.remove_if_left()
 
     def leave(self, mark: int) -> None:
-        """This process, of that mark, is about to end with claims that it did not give back."""
+        """This process, of that mark, is about to end with references that it did not give back."""
         if self.is_orphan or self.is_closed:
-            remove_if_unclaimed(self.path, self.claims, but_for=mark)
+            remove_if_unreferenced(self.path, self.references, but_for=mark)
 
     def remove_if_left(self) -> None:
         """Remove the file if its process is gone, or closed it, and nobody reads it."""
         if self.is_orphan or self.is_closed:
-            remove_if_unclaimed(self.path, self.claims)
+            remove_if_unreferenced(self.path, self.references)
 
 
-class Claim:
+class HeldReference:
     """One cell of a segment, held by this process."""
 
     __slots__ = ("_own_pid", "_pid", "cell", "is_sole", "num_forwarded", "places", "segment", "tag")
@@ -168,54 +168,54 @@ class Claim:
 
     def release(self) -> None:
         if self._own_pid() != self._pid:
-            return  # a process that was forked from the reader: the claim is its parent's
-        self.segment.claims.give_back(self.cell)
+            return  # a process that was forked from the reader: the reference is its parent's
+        self.segment.references.give_back(self.cell)
         self.segment.remove_if_left()
 
     def can_forward(self, num_readers: int) -> bool:
         """Whether so many more readers can be granted what this process was granted."""
-        return self.segment.claims.has_sub_cells(self.cell, self.num_forwarded + num_readers)
+        return self.segment.references.has_sub_cells(self.cell, self.num_forwarded + num_readers)
 
     def forward(self, mark: int) -> int | None:
-        """A cell for one more reader, from this process; None if this claim can be handed on no further."""
+        """A cell for one more reader, from this process; None if this reference can be handed on no further."""
         with _forwarding:
-            cell = self.segment.claims.forward(self.cell, self.num_forwarded, mark)
+            cell = self.segment.references.forward(self.cell, self.num_forwarded, mark)
             self.num_forwarded += 1
         return cell
 
 
-class Loan:
-    """Behind the views of one claim: all the data of a segment. A mixin of ctypes arrays, which `lend` makes."""
+class BorrowedBuffer:
+    """A segment's data behind the views of one reference. A mixin of ctypes arrays, which `borrowed_buffer` makes."""
 
-    claim: Claim
+    reference: HeldReference
 
     def __del__(self) -> None:
-        claim = self.__dict__.get("claim")
-        if claim is not None:
-            claim.release()
+        reference = self.__dict__.get("reference")
+        if reference is not None:
+            reference.release()
 
     @property
     def num_parts(self) -> int:
-        return len(self.claim.places)
+        return len(self.reference.places)
 
     def part(self, index: int) -> memoryview:
-        """One part, read-only; it keeps the loan."""
-        return self._view(*self.claim.places[index])
+        """One part, read-only; it keeps the borrowed buffer."""
+        return self._view(*self.reference.places[index])
 
     def range(self, start: int, nbytes: int) -> memoryview:
-        """Part of the data, read-only; it keeps the loan.
+        """Part of the data, read-only; it keeps the borrowed buffer.
 
         Raises:
             ProtocolError: it is not there.
         """
-        if not 0 <= start <= start + nbytes <= self.claim.segment.data_bytes:
+        if not 0 <= start <= start + nbytes <= self.reference.segment.data_bytes:
             raise ProtocolError(f"a message names bytes {start} to {start + nbytes} of what is shorter.")
         return self._view(start, nbytes)
 
     def part_of(self, view: memoryview) -> int | tuple[int, int]:
-        """Which part a view of this loan shows, or which range of the data."""
+        """Which part a view of this buffer shows, or which range of the data."""
         place = (self._offset(view), view.nbytes)
-        return next((index for index, each in enumerate(self.claim.places) if each == place), place)
+        return next((index for index, each in enumerate(self.reference.places) if each == place), place)
 
     def _view(self, start: int, nbytes: int) -> memoryview:
         whole: Any = self
@@ -228,36 +228,36 @@ class Loan:
             is_only: nobody in this process will read the data again. If nobody else was granted it either, the window
                 is the segment itself; otherwise it is memory of which pages are copied as they are written to.
         """
-        claim = self.claim
+        reference = self.reference
         window: Any
-        if is_only and claim.is_sole:
-            window = array_type(_PlainWindow, claim.segment.data_bytes).from_address(
-                claim.segment.writable.address + HEADER_BYTES
+        if is_only and reference.is_sole:
+            window = array_type(_PlainWindow, reference.segment.data_bytes).from_address(
+                reference.segment.writable.address + HEADER_BYTES
             )
-            window.loan = self
+            window.borrowed = self
             return window
-        mapping = claim.segment.take_private()
+        mapping = reference.segment.take_private()
         if mapping is None:
             return None
-        window = array_type(_PrivateWindow, claim.segment.data_bytes).from_address(mapping.address + HEADER_BYTES)
-        window.loan, window.mapping, window.pid = self, mapping, own_pid()
+        window = array_type(_PrivateWindow, reference.segment.data_bytes).from_address(mapping.address + HEADER_BYTES)
+        window.borrowed, window.mapping, window.pid = self, mapping, own_pid()
         return window
 
     def through(self, window: Any, view: memoryview) -> memoryview:
-        """What `view` of this loan shows, in a window of it."""
+        """Returns what `view` of this buffer shows, in a window of it."""
         start = self._offset(view)
         return memoryview(window).cast("B")[start : start + view.nbytes]
 
     def _offset(self, view: memoryview) -> int:
-        return address_of(view) - self.claim.segment.readable.address - HEADER_BYTES
+        return address_of(view) - self.reference.segment.readable.address - HEADER_BYTES
 
 
 class _PlainWindow:
-    loan: Loan
+    borrowed: BorrowedBuffer
 
 
 class _PrivateWindow:
-    loan: Loan
+    borrowed: BorrowedBuffer
     mapping: Mapping
     pid: int
     _own_pid = staticmethod(own_pid)
@@ -265,22 +265,22 @@ class _PrivateWindow:
     def __del__(self) -> None:
         found = self.__dict__
         if "pid" in found and self._own_pid() == self.pid:
-            self.loan.claim.segment.return_private(self.mapping)
+            self.borrowed.reference.segment.return_private(self.mapping)
 
 
-def lend(claim: Claim) -> Loan:
-    """The loan of a claim: its data, until nothing looks at it."""
-    segment = claim.segment
-    array: Any = array_type(Loan, segment.data_bytes).from_address(segment.readable.address + HEADER_BYTES)
-    array.claim = claim
-    loan: Loan = array
-    return loan
+def borrowed_buffer(reference: HeldReference) -> BorrowedBuffer:
+    """Borrow the data that a reference keeps there, until nothing looks at it."""
+    segment = reference.segment
+    array: Any = array_type(BorrowedBuffer, segment.data_bytes).from_address(segment.readable.address + HEADER_BYTES)
+    array.reference = reference
+    borrowed: BorrowedBuffer = array
+    return borrowed
 
 
-def loan_behind(buffer: object) -> Loan | None:
-    """The loan that a buffer shows a part of: itself a view of it, or made of arrays over one."""
+def borrowed_behind(buffer: object) -> BorrowedBuffer | None:
+    """Find the borrowed buffer that a buffer is a view of, or an array over one."""
     for _ in range(8):  # views of views; numpy keeps such chains short
-        if isinstance(buffer, Loan):
+        if isinstance(buffer, BorrowedBuffer):
             return buffer
         buffer = buffer.obj if isinstance(buffer, memoryview) else getattr(buffer, "base", None)
         if buffer is None:
@@ -323,7 +323,7 @@ class SharedReader:
     def borrow(self, sender: str, shared: Sequence[Any], frames: Sequence[Buffer]) -> list[Buffer]:
         """All buffers of a message, in order: views of shared memory, read-only, and frames.
 
-        Ask for it as soon as a message comes, also if it is then dropped: a claim ends when the views are collected.
+        To be called as soon as a message comes, also if it is then dropped: collecting the views ends the references.
 
         Args:
             sender: inbox id.
@@ -335,7 +335,7 @@ class SharedReader:
             ProtocolError: the descriptor is none.
         """
         buffers: list[Buffer] = []
-        loans: dict[tuple[str, int, int], Loan] = {}
+        all_borrowed: dict[tuple[str, int, int], BorrowedBuffer] = {}
         num_frames = 0
         error: ProtocolError | None = None
         for part in shared:
@@ -344,7 +344,7 @@ class SharedReader:
                 num_frames += part
                 continue
             try:
-                self._take(sender, part, loans, buffers)
+                self._take(sender, part, all_borrowed, buffers)
             except ProtocolError as refusal:  # go on: what can be taken has to be, to be given back
                 error = refusal
         if error is not None:
@@ -382,28 +382,30 @@ class SharedReader:
             gone, self._segments = self._segments, {}
         gone.clear()
 
-    def _take(self, sender: str, part: Any, loans: dict[tuple[str, int, int], Loan], buffers: list[Buffer]) -> None:
+    def _take(
+        self, sender: str, part: Any, all_borrowed: dict[tuple[str, int, int], BorrowedBuffer], buffers: list[Buffer]
+    ) -> None:
         try:
             owner, number, tag, cell, first, count, is_sole = part
             if not isinstance(owner, str):
                 raise TypeError("an owner is an inbox id")
             owner = owner or sender
             key = (owner, number, cell)
-            loan = loans.get(key)
-            if loan is None:
+            borrowed = all_borrowed.get(key)
+            if borrowed is None:
                 segment = self._segment(owner, number)
-                if not segment.claims.borrow(cell, tag, self._mark):
+                if not segment.references.borrow(cell, tag, self._mark):
                     raise PayloadGoneError(
                         f"the shared memory of a message from {sender} is no longer there: its sender has died, or "
                         "took this process for dead"
                     )
-                loan = loans[key] = lend(Claim(segment, cell, tag, is_sole=bool(is_sole)))
+                borrowed = all_borrowed[key] = borrowed_buffer(HeldReference(segment, cell, tag, is_sole=bool(is_sole)))
             if isinstance(first, list):
-                buffers.append(loan.range(*first))
+                buffers.append(borrowed.range(*first))
                 return
-            if not 0 <= first <= first + count <= loan.num_parts:
-                raise ProtocolError(f"a message names parts {first} to {first + count} of {loan.num_parts}.")
-            buffers += [loan.part(index) for index in range(first, first + count)]
+            if not 0 <= first <= first + count <= borrowed.num_parts:
+                raise ProtocolError(f"a message names parts {first} to {first + count} of {borrowed.num_parts}.")
+            buffers += [borrowed.part(index) for index in range(first, first + count)]
         except OSError as error:
             raise PayloadGoneError(
                 f"the shared memory of a message from {sender} cannot be opened ({error}): the process that made it "

@@ -18,8 +18,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from unified.bus.shm.files import first_words, remove_if_unclaimed, segment_name
-from unified.bus.shm.layout import CAPACITY_WORD, CLOSED_WORD, HEADER_BYTES, NUM_WORDS, Claims
+from unified.bus.shm.files import first_words, remove_if_unreferenced, segment_name
+from unified.bus.shm.layout import CAPACITY_WORD, CLOSED_WORD, HEADER_BYTES, NUM_WORDS, ReaderReferences
 from unified.memory.copy import Copy, address_of, copy_memory, num_cores
 
 _MAP_FIXED = 0x10
@@ -134,7 +134,7 @@ class Segment:
         self._view = self._mapping.view()
         self._words = self._mapping.words(NUM_WORDS)
         self._words[CAPACITY_WORD] = capacity
-        self.claims = Claims(self._words)
+        self.references = ReaderReferences(self._words)
         self.data_address = self._mapping.address + HEADER_BYTES
         """Of what follows the header."""
 
@@ -166,7 +166,7 @@ class Segment:
     def abandon(self) -> None:
         """The pool ends: remove it, or leave that to the last of those who read it."""
         self._words[CLOSED_WORD] = 1
-        remove_if_unclaimed(self.path, self.claims)
+        remove_if_unreferenced(self.path, self.references)
 
 
 def places(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
-"""Which slot of the pool is free, and which goes back to the system. No I/O: slots are numbers, sizes and claims.
+"""Which slot of the pool is free, and which goes back to the system. No I/O: slots are numbers, sizes and references.
 
-A slot is *staged* while its owner may still grant it, then *held* until its cells are clear, then *idle* and kept for
+A slot is *exported* while its owner may still grant it, then *held* until its cells are clear, then *idle* and kept for
 the next payload: memory that was touched before takes a copy ten times as fast as fresh memory does. What is written in
-place (`unified.bus.shm.allocation`) stays staged as long as its maker looks at it.
+place (`unified.bus.shm.allocation`) stays exported as long as its maker looks at it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from unified.bus.shm.layout import Claims, Use
+from unified.bus.shm.layout import ReaderReferences, Use
 
 KIB = 1024
 SMALLEST_SLOT = 128 * KIB
 IDLE_S = 10.0
 """A slot that nobody needed for this long goes back to the system."""
-BURY_EVERY_S = 2.0
+REAP_EVERY_S = 2.0
 """How often slots that are held are searched for readers that died."""
 MAX_SLOTS = 1024
 """Each is a file, and a mapping in each process that uses it; a process may have 65 530 mappings."""
@@ -40,16 +40,16 @@ def size_class(nbytes: int) -> int:
 class Slot:
     """One segment as its owner keeps account of it."""
 
-    __slots__ = ("capacity", "claims", "idle_since", "is_staged", "number", "readers")
+    __slots__ = ("capacity", "idle_since", "is_pinned", "number", "readers", "references")
 
-    def __init__(self, number: int, capacity: int, claims: Claims) -> None:
+    def __init__(self, number: int, capacity: int, references: ReaderReferences) -> None:
         self.number = number
         self.capacity = capacity
-        self.claims = claims
+        self.references = references
         self.readers: list[str] = []
         """Of this use: who has which row."""
-        self.is_staged = False
-        """It may still be granted. Whoever staged it says when that is over, with a plain store."""
+        self.is_pinned = False
+        """It may still be granted. Whoever exported it says when that is over, with a plain store."""
         self.idle_since = 0.0
 
 
@@ -73,10 +73,10 @@ class SlotTable:
         self._idle: dict[int, list[Slot]] = {}
         self._held: deque[Slot] = deque()
         """Staged ones too; roughly the oldest first."""
-        self._spoilt: list[Slot] = []
+        self._abandoned: list[Slot] = []
         self._num_slots = 0
         self._total_bytes = 0
-        self._next_bury = 0.0
+        self._next_reap = 0.0
 
     @property
     def total_bytes(self) -> int:
@@ -86,7 +86,7 @@ class SlotTable:
         return self._num_slots
 
     def take(self, nbytes: int, now: float, *, snug: bool = True) -> Slot | None:
-        """A slot for so many bytes out of those that are there; it is staged. None if none is free.
+        """A slot for so many bytes out of those that are there; it is exported. None if none is free.
 
         Args:
             snug: refuse one that is far too large.
@@ -109,8 +109,9 @@ class SlotTable:
         capacity = size_class(nbytes)
         idle = sorted((slot for slots in self._idle.values() for slot in slots), key=lambda slot: slot.idle_since)
         evicted: list[Slot] = []
-        missing_bytes = self._total_bytes - sum(slot.capacity for slot in self._spoilt) + capacity - self._limit_bytes
-        missing_slots = self._num_slots - len(self._spoilt) + 1 - self._max_slots
+        kept_bytes = self._total_bytes - sum(slot.capacity for slot in self._abandoned)
+        missing_bytes = kept_bytes + capacity - self._limit_bytes
+        missing_slots = self._num_slots - len(self._abandoned) + 1 - self._max_slots
         while missing_bytes > 0 or missing_slots > 0:
             if len(evicted) == len(idle):
                 return None
@@ -120,15 +121,15 @@ class SlotTable:
             missing_slots -= 1
         for slot in evicted:
             self._remove_idle(slot)
-        spoilt, self._spoilt = self._spoilt, []
-        given_up = self._give_up(spoilt + evicted)
+        abandoned, self._abandoned = self._abandoned, []
+        given_up = self._give_up(abandoned + evicted)
         self._total_bytes += capacity
         self._num_slots += 1
         return Plan(capacity, given_up)
 
     def add(self, slot: Slot) -> None:
-        """The slot of a plan was made; it is staged."""
-        slot.is_staged = True
+        """The slot of a plan was made; it is exported."""
+        slot.is_pinned = True
         self._held.append(slot)
 
     def cancel(self, plan: Plan) -> None:
@@ -137,19 +138,19 @@ class SlotTable:
         self._num_slots -= 1
 
     def grant(self, slot: Slot, reader: str) -> int | None:
-        """A cell of a staged slot for one more reader; None if there is none left."""
-        cell = slot.claims.grant(len(slot.readers))
+        """A cell of an exported slot for one more reader; None if there is none left."""
+        cell = slot.references.grant(len(slot.readers))
         if cell is not None:
             slot.readers.append(reader)
             return cell
         for row in self._over(slot):
             slot.readers[row] = reader
-            return slot.claims.grant(row)
+            return slot.references.grant(row)
         return None
 
     def can_grant(self, slot: Slot, num_readers: int) -> bool:
-        """Whether a staged slot has cells for so many more readers."""
-        missing = num_readers - (slot.claims.num_rows - len(slot.readers))
+        """Whether an exported slot has cells for so many more readers."""
+        missing = num_readers - (slot.references.num_rows - len(slot.readers))
         return missing <= 0 or sum(1 for _ in self._over(slot)) >= missing
 
     def forget(self, reader: str) -> None:
@@ -157,43 +158,43 @@ class SlotTable:
         for slot in self._held:
             for row, granted in enumerate(slot.readers):
                 if granted == reader:
-                    slot.claims.lose_row(row)
+                    slot.references.lose_row(row)
 
     def trim(self, now: float, is_alive: Callable[[int], bool]) -> list[Slot]:
-        """Slots to give back to the system: spoilt ones, and those that were idle for long. Cheap when asked often."""
-        is_due = now >= self._next_bury
+        """Take out the slots to give back to the system: abandoned ones, and those idle for long. Cheap."""
+        is_due = now >= self._next_reap
         if is_due:
-            self._next_bury = now + BURY_EVERY_S
+            self._next_reap = now + REAP_EVERY_S
         for _ in range(len(self._held)):
             slot = self._held.popleft()
             if is_due:
-                slot.claims.bury(len(slot.readers), is_alive)
+                slot.references.reap(len(slot.readers), is_alive)
             if self._settle(slot, now) is Use.HELD:
                 self._held.append(slot)
         old = [slot for slots in self._idle.values() for slot in slots if now - slot.idle_since >= IDLE_S]
         for slot in old:
             self._remove_idle(slot)
-        spoilt, self._spoilt = self._spoilt, []
-        return self._give_up(spoilt + old)
+        abandoned, self._abandoned = self._abandoned, []
+        return self._give_up(abandoned + old)
 
     def drain(self) -> list[Slot]:
         """Every slot, for the end of the pool; the table is empty then."""
-        slots = [*self._held, *self._spoilt, *(slot for slots in self._idle.values() for slot in slots)]
+        slots = [*self._held, *self._abandoned, *(slot for slots in self._idle.values() for slot in slots)]
         self._held.clear()
-        self._spoilt.clear()
+        self._abandoned.clear()
         self._idle.clear()
         self._total_bytes = self._num_slots = 0
         return slots
 
     def _over(self, slot: Slot) -> Iterator[int]:
         """Rows that were granted and can be granted anew."""
-        return (row for row in range(len(slot.readers)) if slot.claims.is_over(row))
+        return (row for row in range(len(slot.readers)) if slot.references.is_over(row))
 
     def _settle(self, slot: Slot, now: float) -> Use:
         """Put a slot that is held no more where it belongs; what it was."""
-        use = Use.HELD if slot.is_staged else slot.claims.use(len(slot.readers))
-        if use is Use.SPOILT:
-            self._spoilt.append(slot)
+        use = Use.HELD if slot.is_pinned else slot.references.use(len(slot.readers))
+        if use is Use.ABANDONED:
+            self._abandoned.append(slot)
         elif use is Use.FREE:
             slot.idle_since = now
             slot.readers = []
@@ -203,13 +204,13 @@ class SlotTable:
     def _take_oldest(self, nbytes: int, largest: int) -> Slot | None:
         """The slot that was used first, if it fits and is held no more: mostly it is, and needs no more looking."""
         slot = self._held[0] if self._held else None
-        if slot is None or slot.is_staged or not nbytes <= slot.capacity <= largest:
+        if slot is None or slot.is_pinned or not nbytes <= slot.capacity <= largest:
             return None
-        if slot.claims.use(len(slot.readers)) is not Use.FREE:
+        if slot.references.use(len(slot.readers)) is not Use.FREE:
             return None
         self._held.rotate(-1)
         slot.readers = []
-        slot.is_staged = True
+        slot.is_pinned = True
         return slot
 
     def _take_idle(self, nbytes: int, largest: int) -> Slot | None:
@@ -218,7 +219,7 @@ class SlotTable:
             return None
         slot = self._idle[size][-1]  # the last one used: more of it is in the processor's cache
         self._remove_idle(slot)
-        slot.is_staged = True
+        slot.is_pinned = True
         self._held.append(slot)
         return slot
 

@@ -41,7 +41,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from unified.bus.buffers import Buffer
 from unified.bus.codec.codec import decode
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import ProtocolError, RpcError
 
 WINDOW_ITEMS = 16
@@ -61,7 +61,7 @@ class Awaited(Protocol):
     """What a thread waits for: a call, or the next item of a stream."""
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> UnixConnection | None:
         """On which it will come, where a waiting thread can receive it itself."""
 
     def waited_in_vain(self) -> RpcError:
@@ -110,7 +110,7 @@ class StreamFeed:
         cancel: Callable[[], object],
         abandon: Callable[[], object],
         open_item: Callable[[Buffer, list[Buffer]], Any] = decode,
-        link: Link | None = None,
+        link: UnixConnection | None = None,
         host: Host | None = None,
     ) -> None:
         self.what = what

@@ -17,16 +17,16 @@ import zmq
 
 from unified.bus.transport.failover import GIVE_UP_AFTER_S, State
 from unified.bus.transport.framing import pack
-from unified.bus.transport.io_threads import Receiver
+from unified.bus.transport.io_threads import IoThreads
 from unified.bus.transport.routes import LOCAL, Policy, Route, choose_route
-from unified.bus.transport.unix_connection import Link
-from unified.bus.transport.zmq_connection import DirectOutlet, Outlet
+from unified.bus.transport.unix_connection import UnixConnection
+from unified.bus.transport.zmq_connection import SocketSender, ZmqConnection
 from unified.errors import RpcCancelledError, WorkerDiedError
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope, encode_record
 from unified.protocol.records import Inbox
 
 
-class Departed:
+class Tombstones:
     """Inbox ids of lives that are over: of so many of the last that mail of an earlier one cannot be on its way."""
 
     KEPT = 10_000
@@ -50,10 +50,10 @@ _RELAY = ""
 _CONNECT_WITHIN_S = 5.0
 _TELL_AFTER_S = 2.0
 """How long the directory has to say that the peer behind a broken connection died, whom no answer concerns any more."""
-Way = Link | Outlet
+Connection = UnixConnection | SocketSender
 
 
-class PostOffice:
+class ConnectionTable:
     """The ways out of one process, by inbox id.
 
     Args:
@@ -74,14 +74,14 @@ class PostOffice:
         context: zmq.Context[zmq.Socket[bytes]],
         *,
         inbox: Inbox,
-        departed: Departed,
+        departed: Tombstones,
         worker: str,
         job: str,
         policy: Policy,
         relay: str,
         limit_bytes: int,
-        make_link: Callable[[socket.socket, str], Link],
-        receiver: Receiver,
+        make_link: Callable[[socket.socket, str], UnixConnection],
+        receiver: IoThreads,
         on_seeking: Callable[[], None],
         on_detour: Callable[[str], None],
         on_broken: Callable[[str, str], None],
@@ -102,7 +102,7 @@ class PostOffice:
         self._policy = policy
         self._relay = relay
         self._limit_bytes = limit_bytes
-        self._ways: dict[str, Way] = {}
+        self._ways: dict[str, Connection] = {}
         self._relayed: set[str] = set()
         self._greeted: dict[str, Inbox] = {}
         self._dead = departed
@@ -111,7 +111,7 @@ class PostOffice:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def way(self, inbox: Inbox, came_relayed: bool = False) -> Way:
+    def way(self, inbox: Inbox, came_relayed: bool = False) -> Connection:
         """What leads to this inbox, made at first use.
 
         Args:
@@ -131,7 +131,7 @@ class PostOffice:
 
     def look(self, now: float) -> bool:
         """Time has passed; whether there is anything more to wait for."""
-        ways = [way for way in list(self._ways.values()) if isinstance(way, DirectOutlet)]
+        ways = [way for way in list(self._ways.values()) if isinstance(way, ZmqConnection)]
         for way in ways:
             way.look(now)
         for inbox_id in [each for each, due in list(self._broken.items()) if due <= now]:
@@ -162,7 +162,7 @@ class PostOffice:
         """Forget that this inbox is reached through the relay; messages can be sent to it all the same."""
         self._relayed.discard(inbox_id)
 
-    def forget(self, link: Link) -> None:
+    def forget(self, link: UnixConnection) -> None:
         """It broke; should its peer be alive, the next message makes a new one."""
         with self._lock:
             if self._ways.get(link.peer_id) is link:
@@ -174,10 +174,10 @@ class PostOffice:
             self._is_closed = True
             ways, self._ways = list(self._ways.values()), {}
         for way in ways:
-            if isinstance(way, Outlet):
+            if isinstance(way, SocketSender):
                 way.close(linger_ms)
 
-    def _connect(self, inbox: Inbox, came_relayed: bool) -> Way:
+    def _connect(self, inbox: Inbox, came_relayed: bool) -> Connection:
         route = choose_route(_present(inbox), host_id=self._inbox.host_id, policy=self._policy, relay=self._relay)
         key = _RELAY if route.kind == "relay" else inbox.inbox_id
         with self._lock:
@@ -190,12 +190,12 @@ class PostOffice:
             way = self._ways.get(key)
             if way is None:
                 way = self._ways[key] = self._make(route, inbox, came_relayed)
-        if isinstance(way, DirectOutlet):
+        if isinstance(way, ZmqConnection):
             self._on_seeking()
             way.read()  # a monitor tells only whoever has looked whether there is anything yet
         return way
 
-    def _make(self, route: Route, inbox: Inbox, came_relayed: bool) -> Way:
+    def _make(self, route: Route, inbox: Inbox, came_relayed: bool) -> Connection:
         kind, address = route
         if kind == "ipc":
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -212,7 +212,7 @@ class PostOffice:
             return link
         if kind == "relay":
             return self._make_relay()
-        return DirectOutlet(
+        return ZmqConnection(
             self._context,
             address,
             inbox_id=inbox.inbox_id,
@@ -227,17 +227,17 @@ class PostOffice:
             on_change=self._on_change,
         )
 
-    def _make_relay(self) -> Outlet:
-        return Outlet(self._context, zmq.DEALER, self._relay, limit_bytes=self._limit_bytes, secure=self._secure)
+    def _make_relay(self) -> SocketSender:
+        return SocketSender(self._context, zmq.DEALER, self._relay, limit_bytes=self._limit_bytes, secure=self._secure)
 
-    def _find_relay(self) -> Outlet | None:
+    def _find_relay(self) -> SocketSender | None:
         with self._lock:
             way = self._ways.get(_RELAY)
             if way is None and not self._is_closed:
                 way = self._ways[_RELAY] = self._make_relay()
-        return way if isinstance(way, Outlet) else None
+        return way if isinstance(way, SocketSender) else None
 
-    def _on_change(self, way: DirectOutlet, before: State) -> None:
+    def _on_change(self, way: ZmqConnection, before: State) -> None:
         inbox_id = way.inbox_id
         if way.state == "relayed":
             logger.warning(

@@ -14,7 +14,7 @@ QUIET_S = 2.0
 """So long nothing must have gone through the relay before direct messages may follow: none overtakes another."""
 
 
-class Passage:
+class DirectOrRelay:
     """The way to one inbox, as long as it lasts.
 
     ====================  ==========================================================================================

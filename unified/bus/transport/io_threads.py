@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from unified.bus.transport.framing import Frames
-from unified.bus.transport.unix_connection import Link, Spin
+from unified.bus.transport.unix_connection import Spin, UnixConnection
 from unified.threads import call_guarded, start_thread
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ MAX_THREADS = 64
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Receiver:
+class IoThreads:
     """Starts with one thread; others join while handlers keep earlier ones.
 
     Args:
@@ -52,8 +52,8 @@ class Receiver:
         self,
         listener: socket.socket | None,
         *,
-        on_link: Callable[[socket.socket], Link],
-        on_mail: Callable[[Link, Frames], None],
+        on_link: Callable[[socket.socket], UnixConnection],
+        on_mail: Callable[[UnixConnection, Frames], None],
         on_busy: Callable[[], None],
         on_idle: Callable[[], None],
     ) -> None:
@@ -65,13 +65,13 @@ class Receiver:
         self._epoll = select.epoll()
         self._spin = Spin()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, UnixConnection] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         """What to do when another file can be read."""
-        self._left: dict[Link, tuple[int, int]] = {}
+        self._left: dict[UnixConnection, tuple[int, int]] = {}
         """Links that nobody reads since a waiting thread left them: how often they had been read when last seen, and
         for how many ticks it was as often."""
-        self._mail: deque[tuple[Link, Frames]] = deque()
+        self._mail: deque[tuple[UnixConnection, Frames]] = deque()
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         """Guards who leads."""
@@ -102,7 +102,7 @@ class Receiver:
         with self._turn:
             self._pass_on()
 
-    def add(self, link: Link) -> None:
+    def add(self, link: UnixConnection) -> None:
         """Receive from this link too; after `close` it is closed at once."""
         with self._lock:
             is_late = self._is_closing
@@ -113,7 +113,7 @@ class Receiver:
         else:
             self.watch(link)
 
-    def remove(self, link: Link) -> None:
+    def remove(self, link: UnixConnection) -> None:
         """Forget a link; to be called before its number may become another file's."""
         with self._lock:
             self._left.pop(link, None)
@@ -121,13 +121,13 @@ class Receiver:
                 del self._links[link.fd]
                 self._watch(link, 0)
 
-    def watch(self, link: Link) -> None:
+    def watch(self, link: UnixConnection) -> None:
         """Its wishes changed."""
         with self._lock:
             if self._links.get(link.fd) is link:
                 self._watch(link, link.events)
 
-    def _watch(self, link: Link, events: int) -> None:
+    def _watch(self, link: UnixConnection, events: int) -> None:
         if events == link.watched:
             return
         if not events:  # a link that is only modified to nothing still reports its end, again and again
@@ -152,11 +152,11 @@ class Receiver:
             self._epoll.unregister(fd)
 
     @property
-    def links(self) -> list[Link]:
+    def links(self) -> list[UnixConnection]:
         with self._lock:
             return list(self._links.values())
 
-    def left(self, link: Link) -> None:
+    def left(self, link: UnixConnection) -> None:
         """A waiting thread stopped reading it: if none comes back soon, this receiver reads it again."""
         if link not in self._left:
             self._left[link] = (link.num_reads, 0)
@@ -328,7 +328,7 @@ class Receiver:
                 if self._leader != me:
                     return
 
-    def deliver(self, link: Link, frames: Frames) -> None:
+    def deliver(self, link: UnixConnection, frames: Frames) -> None:
         """A message from a link that is not ours, read by the thread that leads."""
         self._mail.append((link, frames))
 

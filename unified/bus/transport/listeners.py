@@ -33,7 +33,7 @@ _BATCH = 100
 """Messages taken from one socket before the others are looked at."""
 
 
-class Mail(NamedTuple):
+class RemoteMessage(NamedTuple):
     """One message as it came through ZeroMQ; its buffers are views of what was received."""
 
     envelope: bytes
@@ -42,7 +42,7 @@ class Mail(NamedTuple):
     is_relayed: bool
 
 
-class InboxSockets:
+class Listeners:
     """Binds the addresses of one life, then receives until closed.
 
     Args:
@@ -89,7 +89,7 @@ class InboxSockets:
                 "could be bound, and there is no relay. The log says why."
             )
 
-    def start(self, on_mail: Callable[[Mail], None], on_relay_lost: Callable[[], None]) -> int | None:
+    def start(self, on_mail: Callable[[RemoteMessage], None], on_relay_lost: Callable[[], None]) -> int | None:
         """Begin to receive what comes through ZeroMQ; the ident of the thread that calls back, if there is one."""
         if self._pull is None and self._dealer is None:
             return None
@@ -126,7 +126,9 @@ class InboxSockets:
         """In a forked child: nothing here is its own."""
         self._path = None
 
-    def _receive(self, bell: Socket, on_mail: Callable[[Mail], None], on_relay_lost: Callable[[], None]) -> None:
+    def _receive(
+        self, bell: Socket, on_mail: Callable[[RemoteMessage], None], on_relay_lost: Callable[[], None]
+    ) -> None:
         lost = None if self._dealer is None else self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         poller = zmq.Poller()
         for each in (self._pull, self._dealer, lost, bell):
@@ -155,7 +157,7 @@ class InboxSockets:
             if each is not None:
                 each.close(0)
 
-    def _drain(self, source: Socket, is_relayed: bool, on_mail: Callable[[Mail], None]) -> None:
+    def _drain(self, source: Socket, is_relayed: bool, on_mail: Callable[[RemoteMessage], None]) -> None:
         with contextlib.suppress(zmq.Again):
             for _ in range(_BATCH):
                 if self._is_closing:
@@ -214,7 +216,7 @@ def _dealer(context: Context, inbox_id: str, relay: str, secure: Callable[[Socke
     return dealer
 
 
-def _take(source: Socket, is_relayed: bool) -> Mail:
+def _take(source: Socket, is_relayed: bool) -> RemoteMessage:
     """One message; zmq.Again if there is none. Envelope and body are small and copied, the buffers are not."""
     envelope = source.recv(zmq.NOBLOCK)
     more = source.get(zmq.RCVMORE)
@@ -225,4 +227,4 @@ def _take(source: Socket, is_relayed: bool) -> Mail:
         frame = source.recv(copy=False)
         buffers.append(frame.buffer)
         more = frame.more
-    return Mail(envelope, body, buffers, is_relayed)
+    return RemoteMessage(envelope, body, buffers, is_relayed)

@@ -94,17 +94,17 @@ class Watcher(Protocol):
     """Who reads a link that no waiting thread reads, and writes what had to wait
     (`unified.bus.transport.io_threads`)."""
 
-    def watch(self, link: Link) -> None:
+    def watch(self, link: UnixConnection) -> None:
         """Its wishes (`events`) changed."""
 
-    def left(self, link: Link) -> None:
+    def left(self, link: UnixConnection) -> None:
         """A waiting thread stopped reading it."""
 
-    def remove(self, link: Link) -> None:
+    def remove(self, link: UnixConnection) -> None:
         """It is about to be closed."""
 
 
-class Link:
+class UnixConnection:
     """One connection.
 
     Args:
@@ -130,13 +130,13 @@ class Link:
         self,
         connection: socket.socket,
         watcher: Watcher,
-        on_frames: Callable[[Link, Frames], None],
-        on_lost: Callable[[Link, str], None],
+        on_frames: Callable[[UnixConnection, Frames], None],
+        on_lost: Callable[[UnixConnection, str], None],
         *,
         is_ours: bool,
         peer_id: str = "",
         full_bytes: int = sys.maxsize,
-        on_room: Callable[[Link], None] = lambda link: None,
+        on_room: Callable[[UnixConnection], None] = lambda link: None,
     ) -> None:
         connection.setblocking(False)
         self._socket = connection

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from unified.bus.buffers import Buffer
-from unified.bus.transport.failover import Passage, State
+from unified.bus.transport.failover import DirectOrRelay, State
 from unified.security.curve import read_event
 
 MAX_QUEUED_MESSAGES = 16_384
@@ -24,7 +24,7 @@ _FIRST_PAUSE_S = 0.0002
 _LAST_PAUSE_S = 0.005
 
 
-class Outlet:
+class SocketSender:
     """One socket behind one lock. Sending never waits inside ZeroMQ, so that closing never waits for a sender.
 
     Args:
@@ -123,8 +123,8 @@ _LONGEST_PAUSE_MS = 5_000
 _numbers = itertools.count()
 
 
-class DirectOutlet(Outlet):
-    """Keeps what is sent until it is connected, and hands it to the relay if that takes too long (`Passage`).
+class ZmqConnection(SocketSender):
+    """Keeps what is sent until it is connected, and hands it to the relay if that takes too long (`DirectOrRelay`).
 
     Args:
         inbox_id: of the peer.
@@ -146,11 +146,11 @@ class DirectOutlet(Outlet):
         greeting: Sequence[Buffer],
         secure: Callable[[Socket], None],
         has_relay: bool,
-        find_relay: Callable[[], Outlet | None],
+        find_relay: Callable[[], SocketSender | None],
         is_relayed: bool,
         watch: Callable[[int, Callable[[], None]], None],
         unwatch: Callable[[int], None],
-        on_change: Callable[[DirectOutlet, State], None],
+        on_change: Callable[[ZmqConnection, State], None],
     ) -> None:
         self._monitor: Socket | None = None
         self._fd = -1
@@ -174,7 +174,7 @@ class DirectOutlet(Outlet):
         self._on_change = on_change
         self._held: deque[Sequence[Buffer]] = deque()
         self._num_held_bytes = 0
-        self._passage = Passage(time.monotonic(), has_relay=has_relay, is_relayed=is_relayed)
+        self._passage = DirectOrRelay(time.monotonic(), has_relay=has_relay, is_relayed=is_relayed)
         self._unconnected, self._socket = self._socket, None  # so that `try_send` has to look at one thing only
         self._show()
         if self._monitor is not None:
@@ -200,7 +200,7 @@ class DirectOutlet(Outlet):
         self._advance(take_in)
 
     def close(self, linger_ms: int = 0) -> None:
-        """As `Outlet.close`; what waits for a connection is given that time too."""
+        """As `SocketSender.close`; what waits for a connection is given that time too."""
         with self._lock:
             if linger_ms and self._passage.state == "connecting":
                 self._go_up()

@@ -12,7 +12,7 @@ import pytest
 from tests.support.bus import PATIENCE_S, World, entry
 from unified.bus.codec.codec import encode_arguments
 from unified.bus.shm.files import DIRECTORY, inbox_of
-from unified.bus.shm.reader import loan_behind
+from unified.bus.shm.reader import borrowed_behind
 from unified.bus.shm.segment import Segment
 
 TARGETS = ["b", "c", "d"]
@@ -48,10 +48,10 @@ def test_arguments_are_encoded_and_laid_into_shared_memory_once(world: World, mo
         np.testing.assert_array_equal(received, array)
     assert len(encoded) == 1
     made = [name for name in os.listdir(DIRECTORY) if inbox_of(name) in {each.inbox_id for each in world.endpoints}]
-    loans = [loan_behind(memoryview(each)) for each in got.values()]
+    all_borrowed = [borrowed_behind(memoryview(each)) for each in got.values()]
     if world.route == "auto":
         assert filled == made == [f"unified-{a.inbox_id}-0"]
-        assert [Path(loan.claim.segment.path).name for loan in loans if loan is not None] == 3 * made
+        assert [Path(each.reference.segment.path).name for each in all_borrowed if each is not None] == 3 * made
     else:
         assert filled == made == []
-        assert loans == [None] * 3
+        assert all_borrowed == [None] * 3

@@ -19,7 +19,7 @@ from unified.bus.calls.sender import Courier
 from unified.bus.calls.server import MAX_HANDLER_THREADS
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.transport.io_threads import INLINE_TICKS
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import RpcCancelledError, RpcError
 from unified.protocol.envelope import Envelope, Kind
 from unified.testing import eventually
@@ -381,7 +381,7 @@ def test_link_that_breaks_without_a_death_ends_the_call(world: World) -> None:
     future = a.call("b", "wait", (), {})
     eventually(lambda: any(method.method == "wait" for method in b._service._known.values()))
     link = a._post._ways[b.inbox_id]
-    assert isinstance(link, Link)
+    assert isinstance(link, UnixConnection)
     link._socket.shutdown(2)
     with pytest.raises(RpcError, match="was lost while 'wait' was open"):
         future.result(PATIENCE_S)

@@ -90,13 +90,13 @@ def test_a_killed_readers_slot_is_found_when_the_quota_is_in_use(directory: str)
     side = Side(directory, "tight")
     side.pool = type(side.pool)("tight", directory=directory, quota_bytes=1024 * 1024)
     with peers(directory, "reader") as [reader]:
-        staged = side.send(np.zeros(600_000, "u1"), "reader")
-        reader.receive("tight", *staged[:2])
-        assert side.pool.stage([bytes(600_000)]) is None
+        exported = side.send(np.zeros(600_000, "u1"), "reader")
+        reader.receive("tight", *exported[:2])
+        assert side.pool.export([bytes(600_000)]) is None
         reader.kill()
-        assert side.pool.stage([bytes(600_000)]) is None, "looked for not long ago"
+        assert side.pool.export([bytes(600_000)]) is None, "looked for not long ago"
         side.pool.trim(time.monotonic() + LATER_S)
-        assert side.pool.stage([bytes(600_000)]) is not None
+        assert side.pool.export([bytes(600_000)]) is not None
     side.pool.close()
 
 
@@ -203,12 +203,12 @@ def test_data_outlives_its_owners_orderly_end(directory: str, owner: Side) -> No
 
 def test_a_pool_that_is_closed_leaves_nothing(directory: str, owner: Side) -> None:
     owner.receive("owner", *owner.send(ones(), "owner")[:2])
-    staged = owner.pool.stage([bytes(NBYTES)])
+    exported = owner.pool.export([bytes(NBYTES)])
     owner.pool.close()
     assert names(directory) == []
-    assert owner.pool.stage([bytes(NBYTES)]) is None
-    assert staged is not None
-    staged.release()
+    assert owner.pool.export([bytes(NBYTES)]) is None
+    assert exported is not None
+    exported.release()
     assert not owner.pool.trim(0.0)
 
 
@@ -259,17 +259,17 @@ held = side.receive("owner", *side.send(np.full(300_000, 5, "u1"), "owner")[:2])
 child = os.fork()
 if child == 0:
     total = int(held.sum())
-    staged = side.pool.stage([bytes(300_000)])
+    exported = side.pool.export([bytes(300_000)])
     side.pool.forget("owner")
     side.pool.close()
     side.reader.close()
     del held
     gc.collect()
-    os._exit(0 if staged is None and total == 1_500_000 else 1)
+    os._exit(0 if exported is None and total == 1_500_000 else 1)
 assert os.waitpid(child, 0)[1] == 0
 for item in range(3):
     side.send(np.full(300_000, item, "u1"), "reader")
-assert held.sum() == 1_500_000, "the fork gave the claim back"
+assert held.sum() == 1_500_000, "the fork gave the reference back"
 assert len(os.listdir(directory)) == 4, os.listdir(directory)
 side.pool.forget("reader")
 del held

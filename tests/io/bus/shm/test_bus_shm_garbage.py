@@ -12,14 +12,14 @@ from unified.bus.shm.segment import Mapping
 
 class Claim:
     def __del__(self):
-        self.words[0] += 1  # as a claim is given back
+        self.words[0] += 1  # as a reference is given back
 
 def garbage(path):
     descriptor = os.open(path, os.O_RDWR)
     mapping = Mapping(descriptor, 8192, writable=True)
     os.close(descriptor)
-    claim = Claim()
-    claim.words, claim.itself = mapping.words(1), claim
+    reference = Claim()
+    reference.words, reference.itself = mapping.words(1), reference
     return mapping.address
 
 path = sys.argv[1]

@@ -18,7 +18,7 @@ from tests.support.shared_memory import Side, peers
 from unified.bus.codec.codec import SerializedValue, decode, deserialize, serialize
 from unified.bus.shm.files import Sweeper, identity
 from unified.bus.shm.reader import IDLE_S as READER_IDLE_S
-from unified.bus.shm.reader import SharedReader, loan_behind
+from unified.bus.shm.reader import SharedReader, borrowed_behind
 from unified.bus.shm.slots import IDLE_S
 from unified.errors import ProtocolError
 
@@ -64,27 +64,27 @@ def test_a_slot_that_is_read_is_not_used_again(directory: str, owner: Side) -> N
 
 
 def test_many_readers_of_one_copy(directory: str, owner: Side) -> None:
-    staged = owner.pool.stage([bytes([7]) * NBYTES], num_readers=3)
-    assert staged is not None
+    exported = owner.pool.export([bytes([7]) * NBYTES], num_readers=3)
+    assert exported is not None
     side = Side(directory, "x")
-    views = [side.reader.borrow("owner", staged.grant(f"r{index}").shared or [], []) for index in range(3)]
-    assert staged.grant("one too many").shared is None
-    staged.release()
+    views = [side.reader.borrow("owner", exported.grant(f"r{index}").shared or [], []) for index in range(3)]
+    assert exported.grant("one too many").shared is None
+    exported.release()
     assert all(bytes(view) == b"\7" * NBYTES for [view] in views)
     assert len(names(directory)) == 1
 
 
 def test_frames_and_parts_keep_their_order(directory: str, owner: Side) -> None:
     buffers: list[Any] = [bytes([index]) * 40_000 for index in range(6)]
-    staged = owner.pool.stage(buffers)
-    assert staged is not None
-    lent = owner.reader.borrow("owner", staged.grant("owner").shared or [], [])
+    exported = owner.pool.export(buffers)
+    assert exported is not None
+    lent = owner.reader.borrow("owner", exported.grant("owner").shared or [], [])
     assert [bytes(buffer) for buffer in lent] == buffers
     small: Any = b"wire" * 100
     mixed = [lent[4], small, lent[1], lent[2], small]
-    staged = owner.pool.stage(mixed)
-    assert staged is not None
-    granted = staged.grant("another")
+    exported = owner.pool.export(mixed)
+    assert exported is not None
+    granted = exported.grant("another")
     assert granted.frames == [small, small]
     assert [bytes(each) for each in owner.reader.borrow("owner", granted.shared or [], granted.frames)] == [
         bytes(each) for each in mixed
@@ -92,14 +92,14 @@ def test_frames_and_parts_keep_their_order(directory: str, owner: Side) -> None:
 
 
 def test_what_is_small_is_left_to_the_wire(owner: Side) -> None:
-    assert owner.pool.stage([b"x" * 10_000]) is None
-    assert owner.pool.stage([]) is None
+    assert owner.pool.export([b"x" * 10_000]) is None
+    assert owner.pool.export([]) is None
     assert owner.pool.total_bytes == 0
 
 
 def test_arrays_are_read_only_and_keep_their_memory(owner: Side) -> None:
     array = owner.receive("owner", *owner.send(np.arange(100_000), "owner")[:2])
-    assert loan_behind(memoryview(array)) is not None
+    assert borrowed_behind(memoryview(array)) is not None
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
     with pytest.raises(ValueError, match="WRITEABLE"):
@@ -107,7 +107,7 @@ def test_arrays_are_read_only_and_keep_their_memory(owner: Side) -> None:
     part = array[5:7]
     del array
     other = owner.receive("owner", *owner.send(np.zeros(100_000, "i8"), "owner")[:2])
-    assert part.tolist() == [5, 6], "a view of it keeps the claim"
+    assert part.tolist() == [5, 6], "a view of it keeps the reference"
     assert other.sum() == 0
 
 
@@ -125,10 +125,10 @@ def test_a_tensor_of_the_only_reader_may_be_written_to(directory: str, owner: Si
 def test_readers_of_one_tensor_do_not_see_each_others_writes(owner: Side) -> None:
     for number in range(3):  # the second time in memory that was written to before
         sealed = serialize([torch.full((NBYTES,), float(number)), torch.ones(NBYTES)])
-        staged = owner.pool.stage(sealed.buffers, num_readers=2)
-        assert staged is not None
-        received = [owner.reader.borrow("owner", staged.grant("owner").shared or [], []) for _ in range(2)]
-        staged.release()
+        exported = owner.pool.export(sealed.buffers, num_readers=2)
+        assert exported is not None
+        received = [owner.reader.borrow("owner", exported.grant("owner").shared or [], []) for _ in range(2)]
+        exported.release()
         one, other = (decode(sealed.body, buffers) for buffers in received)
         one[0] += 5
         assert one[0].sum() == (number + 5) * NBYTES
@@ -156,7 +156,7 @@ def test_a_sealed_value_is_handed_on_without_a_copy(directory: str, owner: Side)
         assert owner.pool.total_bytes == 0
         assert handed_on is not None
         assert not frames
-        del sealed  # the consumer has its own claim, though it has not yet taken it up
+        del sealed  # the consumer has its own reference, though it has not yet taken it up
         producer.send(NBYTES, 4, "owner")
         opened = consumer.ask("receive", "owner", body.hex(), handed_on)
         assert opened == 3 * NBYTES
@@ -207,17 +207,17 @@ def test_a_batch_of_sealed_values_is_handed_on_one_by_one(directory: str, owner:
 
 def test_what_was_revoked_frees_the_slot(directory: str, owner: Side) -> None:
     for _ in range(3):
-        staged = owner.pool.stage([b"x" * NBYTES])
-        assert staged is not None
-        granted = staged.grant("reader")
-        staged.release()
-        staged.revoke(granted)
+        exported = owner.pool.export([b"x" * NBYTES])
+        assert exported is not None
+        granted = exported.grant("reader")
+        exported.release()
+        exported.revoke(granted)
     assert len(names(directory)) == 1
 
 
 def test_what_was_staged_and_dropped_frees_the_slot(directory: str, owner: Side) -> None:
     for _ in range(3):
-        assert owner.pool.stage([b"x" * NBYTES]) is not None
+        assert owner.pool.export([b"x" * NBYTES]) is not None
     assert len(names(directory)) == 1
 
 

@@ -15,7 +15,7 @@ from tests.support.bus import PATIENCE_S, World, entry
 from tests.support.proxy import Proxy
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.transport.failover import CONNECT_WITHIN_S, GIVE_UP_AFTER_S
-from unified.bus.transport.zmq_connection import DirectOutlet
+from unified.bus.transport.zmq_connection import ZmqConnection
 from unified.errors import RouteLostError
 from unified.protocol.records import Inbox
 from unified.testing import eventually
@@ -54,9 +54,9 @@ class Hosts:
     def ping(self) -> object:
         return self.a.call("b", "ping", (), {}).result(PATIENCE_S)
 
-    def way(self, of: BusEndpoint, to: BusEndpoint) -> DirectOutlet:
+    def way(self, of: BusEndpoint, to: BusEndpoint) -> ZmqConnection:
         way = of._post._ways[to.inbox_id]
-        assert isinstance(way, DirectOutlet)
+        assert isinstance(way, ZmqConnection)
         return way
 
     def close(self) -> None:

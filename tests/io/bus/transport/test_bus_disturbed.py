@@ -18,7 +18,7 @@ import pytest
 from tests.support.bus import PATIENCE_S, World, entry
 from unified.bus.calls.future import gather
 from unified.bus.endpoint import BusEndpoint
-from unified.bus.transport.io_threads import Receiver
+from unified.bus.transport.io_threads import IoThreads
 from unified.errors import RpcError, RpcTimeoutError, UsageError
 from unified.protocol.envelope import Envelope, Kind
 from unified.protocol.records import Reachability
@@ -275,7 +275,7 @@ def test_no_file_numbers_left_is_waited_out(tmp_path: Path, caplog: pytest.LogCa
         raise SystemExit
 
     ticking = threading.Event()
-    receiver = Receiver(listener, on_link=on_link, on_mail=lambda *_: None, on_busy=ticking.set, on_idle=lambda: None)
+    receiver = IoThreads(listener, on_link=on_link, on_mail=lambda *_: None, on_busy=ticking.set, on_idle=lambda: None)
     receiver.start()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(str(tmp_path / "s"))

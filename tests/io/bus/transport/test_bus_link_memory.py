@@ -7,14 +7,14 @@ import tracemalloc
 from unittest.mock import Mock
 
 from unified.bus.transport.framing import Frames, pack
-from unified.bus.transport.unix_connection import RECEIVE_BYTES, Link
+from unified.bus.transport.unix_connection import RECEIVE_BYTES, UnixConnection
 
 
 def test_a_small_message_takes_no_more_memory_than_it_needs() -> None:
     """Not even for a moment: the holes of what is cut off add up where messages are kept, as questions to a queue."""
     ours, theirs = socket.socketpair()
     kept: list[Frames] = []
-    link = Link(ours, Mock(), lambda link, frames: kept.append(frames), lambda link, why: None, is_ours=False)
+    link = UnixConnection(ours, Mock(), lambda link, frames: kept.append(frames), lambda link, why: None, is_ours=False)
     [message] = pack(b"envelope", b"a question", [])
     with theirs:
         theirs.sendall(message)

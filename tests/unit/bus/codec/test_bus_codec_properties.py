@@ -32,7 +32,19 @@ from unified.bus.codec.codec import (
     encode,
     serialize,
 )
-from unified.bus.codec.encoder import ARRAY, BODY, BYTEARRAY, BYTES, DEVICE, INT, OBJECT, SEALED, TENSOR, TEXT, Writer
+from unified.bus.codec.encoder import (
+    ARRAY,
+    BODY,
+    BYTEARRAY,
+    BYTES,
+    DEVICE,
+    INT,
+    OBJECT,
+    SEALED,
+    TENSOR,
+    TEXT,
+    ValueEncoder,
+)
 from unified.errors import ProtocolError
 
 Ext = msgspec.msgpack.Ext
@@ -261,7 +273,7 @@ def test_flipped_bits_are_refused_or_another_value(value: Any, data: st.DataObje
 def test_pickles_that_are_cut_are_refused(value: Any, data: st.DataObject) -> None:
     """What a pickle may do is not bounded (it is a program, and only peers of the job can send one): but part of one is
     an error like any other."""
-    writer = Writer()
+    writer = ValueEncoder()
     content = writer.pickled(value).data
     where, numbers, kinds = msgspec.msgpack.decode(content)
     buffers = [bytes(buffer) for buffer in writer.outgoing.buffers]

@@ -15,7 +15,7 @@ from unified.bus.shm.layout import (
     LOST,
     NUM_CELLS,
     NUM_WORDS,
-    Claims,
+    ReaderReferences,
     Use,
     make_mark,
     pid_of,
@@ -26,8 +26,8 @@ MIB = 1024 * 1024
 MARK = make_mark(4242, 123456789)
 
 
-def new_claims() -> Claims:
-    return Claims([0] * NUM_WORDS)
+def new_claims() -> ReaderReferences:
+    return ReaderReferences([0] * NUM_WORDS)
 
 
 def fresh(table: SlotTable, nbytes: int) -> Slot:
@@ -35,7 +35,7 @@ def fresh(table: SlotTable, nbytes: int) -> Slot:
     assert plan is not None
     slot = Slot(0, plan.capacity, new_claims())
     table.add(slot)
-    slot.claims.begin(1, 1)
+    slot.references.begin(1, 1)
     return slot
 
 
@@ -54,22 +54,22 @@ def test_a_mark_names_a_process_and_is_no_message() -> None:
 
 
 def test_a_claim_is_taken_once_and_with_its_own_tag() -> None:
-    claims = new_claims()
-    old = claims.begin(1, 1)
-    tag = claims.begin(1, 1)
-    cell = claims.grant(0)
+    references = new_claims()
+    old = references.begin(1, 1)
+    tag = references.begin(1, 1)
+    cell = references.grant(0)
     assert cell == 0
-    assert claims.use(1) is Use.HELD
-    assert not claims.borrow(cell, old, MARK)
-    assert not claims.borrow(cell + 1, tag, MARK)
-    assert not claims.borrow(-1, tag, MARK)
-    assert not claims.borrow(NUM_CELLS, tag, MARK)
-    assert claims.borrow(cell, tag, MARK)
-    assert not claims.borrow(cell, tag, MARK)
-    claims.lose(cell, tag)
-    assert claims.use(1) is Use.HELD, "what was taken up is not lost"
-    claims.give_back(cell)
-    assert claims.use(1) is Use.FREE
+    assert references.use(1) is Use.HELD
+    assert not references.borrow(cell, old, MARK)
+    assert not references.borrow(cell + 1, tag, MARK)
+    assert not references.borrow(-1, tag, MARK)
+    assert not references.borrow(NUM_CELLS, tag, MARK)
+    assert references.borrow(cell, tag, MARK)
+    assert not references.borrow(cell, tag, MARK)
+    references.lose(cell, tag)
+    assert references.use(1) is Use.HELD, "what was taken up is not lost"
+    references.give_back(cell)
+    assert references.use(1) is Use.FREE
 
 
 def test_a_slot_whose_reader_was_taken_for_dead_is_not_used_again() -> None:
@@ -77,115 +77,115 @@ def test_a_slot_whose_reader_was_taken_for_dead_is_not_used_again() -> None:
     table = SlotTable(4 * MIB)
     slot = fresh(table, MIB)
     cell = table.grant(slot, "a")
-    slot.is_staged = False
+    slot.is_pinned = False
     table.forget("a")
     assert cell is not None
-    assert not slot.claims.borrow(cell, slot.claims.tag, MARK)
+    assert not slot.references.borrow(cell, slot.references.tag, MARK)
     assert table.take(1, 0.0, snug=False) is None
     assert table.trim(0.0, lambda mark: True) == [slot]
     assert (table.total_bytes, len(table)) == (0, 0)
 
 
 def test_what_was_revoked_was_never_granted() -> None:
-    claims = new_claims()
-    tag = claims.begin(1, 1)
-    cell = claims.grant(0)
+    references = new_claims()
+    tag = references.begin(1, 1)
+    cell = references.grant(0)
     assert cell is not None
-    claims.revoke(cell)
-    assert claims.use(1) is Use.FREE
-    assert not claims.borrow(cell, tag, MARK)
+    references.revoke(cell)
+    assert references.use(1) is Use.FREE
+    assert not references.borrow(cell, tag, MARK)
 
 
 @pytest.mark.parametrize(("num_parts", "num_readers"), [(1, 1), (1, 64), (100, 1), (100, 8), (10_000, 1), (1, 2000)])
 def test_rows_never_meet(num_parts: int, num_readers: int) -> None:
     words = [0] * NUM_WORDS
-    claims = Claims(words)
-    claims.begin(num_parts, num_readers)
+    references = ReaderReferences(words)
+    references.begin(num_parts, num_readers)
     given: list[int] = []
     for row in range(num_readers):
-        cell = claims.grant(row)
+        cell = references.grant(row)
         if cell is None:
             assert row >= NUM_CELLS
             break
         given.append(cell)
         index = 0
-        while (sub := claims.forward(cell, index, 0)) is not None:
+        while (sub := references.forward(cell, index, 0)) is not None:
             given.append(sub)
-            assert claims.forward(sub, 0, 0) is None, "a sub-cell has no sub-cells"
+            assert references.forward(sub, 0, 0) is None, "a sub-cell has no sub-cells"
             index += 1
     assert len(given) == len(set(given))
     assert sum(word == IN_FLIGHT for word in words[FIRST_CELL:]) == len(given)
 
 
 def test_many_parts_can_be_handed_on_one_by_one() -> None:
-    claims = new_claims()
-    claims.begin(100, 1)
-    cell = claims.grant(0)
+    references = new_claims()
+    references.begin(100, 1)
+    cell = references.grant(0)
     assert cell is not None
-    assert claims.has_sub_cells(cell, 100)
+    assert references.has_sub_cells(cell, 100)
 
 
 def test_who_hands_on_loses_only_what_it_handed_on_itself() -> None:
     """It may remember a cell that another process has by now, in the same use of a slot that is granted again."""
-    claims = new_claims()
-    tag = claims.begin(1, 1)
-    cell = claims.grant(0)
+    references = new_claims()
+    tag = references.begin(1, 1)
+    cell = references.grant(0)
     assert cell is not None
-    sub = claims.forward(cell, 0, MARK)
+    sub = references.forward(cell, 0, MARK)
     assert sub is not None
-    claims.lose(sub, tag, MARK + 1)
-    assert claims.is_in_flight(sub, tag)
-    claims.lose(sub, tag, MARK)
-    assert not claims.is_in_flight(sub, tag)
-    assert not claims.borrow(sub, tag, MARK)
+    references.lose(sub, tag, MARK + 1)
+    assert references.is_in_flight(sub, tag)
+    references.lose(sub, tag, MARK)
+    assert not references.is_in_flight(sub, tag)
+    assert not references.borrow(sub, tag, MARK)
 
 
 def test_rows_are_granted_again_once_they_are_over() -> None:
     table = SlotTable(4 * MIB)
     slot = fresh(table, MIB)
-    cells = [table.grant(slot, f"r{row}") for row in range(slot.claims.num_rows)]
+    cells = [table.grant(slot, f"r{row}") for row in range(slot.references.num_rows)]
     assert None not in cells
     assert not table.can_grant(slot, 1)
     assert table.grant(slot, "one too many") is None
     for cell in cells[3:5]:
         assert cell is not None
-        assert slot.claims.borrow(cell, slot.claims.tag, MARK)
-        slot.claims.give_back(cell)
+        assert slot.references.borrow(cell, slot.references.tag, MARK)
+        slot.references.give_back(cell)
     assert table.can_grant(slot, 2)
     assert not table.can_grant(slot, 3)
     assert table.grant(slot, "another") == cells[3]
     table.forget("r3")
-    assert slot.claims.is_in_flight(cells[3] or 0, slot.claims.tag), "r3 has nothing to do with it any more"
+    assert slot.references.is_in_flight(cells[3] or 0, slot.references.tag), "r3 has nothing to do with it any more"
 
 
 def test_a_row_is_not_over_while_its_reader_hands_on() -> None:
-    claims = new_claims()
-    tag = claims.begin(1, 1)
-    cell = claims.grant(1)
+    references = new_claims()
+    tag = references.begin(1, 1)
+    cell = references.grant(1)
     assert cell is not None
-    assert claims.borrow(cell, tag, MARK)
-    sub = claims.forward(cell, 7, MARK)
+    assert references.borrow(cell, tag, MARK)
+    sub = references.forward(cell, 7, MARK)
     assert sub is not None
-    claims.give_back(cell)
-    assert not claims.is_over(1)
-    assert claims.borrow(sub, tag, MARK)
-    claims.give_back(sub)
-    assert claims.is_over(1)
+    references.give_back(cell)
+    assert not references.is_over(1)
+    assert references.borrow(sub, tag, MARK)
+    references.give_back(sub)
+    assert references.is_over(1)
 
 
 def test_the_dead_are_cleared_away_and_with_them_what_they_were_handing_on() -> None:
-    claims = new_claims()
-    tag = claims.begin(1, 2)
-    cell, other = claims.grant(0), claims.grant(1)
+    references = new_claims()
+    tag = references.begin(1, 2)
+    cell, other = references.grant(0), references.grant(1)
     assert cell is not None
     assert other is not None
-    assert claims.borrow(cell, tag, MARK)
-    assert claims.forward(cell, 0, MARK) is not None
-    claims.bury(2, lambda mark: mark != MARK)
-    assert claims.use(1) is Use.SPOILT
-    assert claims.use(2) is Use.HELD, "the other row is still on its way"
-    assert not claims.is_claimed(lambda mark: True, count_in_flight=False)
-    assert claims.is_claimed(lambda mark: False)
+    assert references.borrow(cell, tag, MARK)
+    assert references.forward(cell, 0, MARK) is not None
+    references.reap(2, lambda mark: mark != MARK)
+    assert references.use(1) is Use.ABANDONED
+    assert references.use(2) is Use.HELD, "the other row is still on its way"
+    assert not references.is_referenced(lambda mark: True, count_in_flight=False)
+    assert references.is_referenced(lambda mark: False)
 
 
 def test_the_quota_is_kept_and_idle_slots_make_room() -> None:
@@ -193,7 +193,7 @@ def test_the_quota_is_kept_and_idle_slots_make_room() -> None:
     first, second = fresh(table, MIB), fresh(table, 2 * MIB)
     assert table.plan(2 * MIB) is None
     assert table.total_bytes == 3 * MIB
-    first.is_staged = second.is_staged = False
+    first.is_pinned = second.is_pinned = False
     assert table.take(4 * MIB, 1.0) is None
     plan = table.plan(4 * MIB)
     assert plan is not None
@@ -206,7 +206,7 @@ def test_the_quota_is_kept_and_idle_slots_make_room() -> None:
 def test_a_slot_far_too_large_is_taken_only_when_there_can_be_no_other() -> None:
     table = SlotTable(100 * MIB)
     large = fresh(table, 64 * MIB)
-    large.is_staged = False
+    large.is_pinned = False
     assert table.take(MIB, 0.0) is None
     assert table.take(MIB, 0.0, snug=False) is large
 
@@ -215,7 +215,7 @@ def test_the_best_fit_is_taken_and_the_last_used_first() -> None:
     table = SlotTable(100 * MIB)
     slots = [fresh(table, size) for size in (3 * MIB, 2 * MIB, 2 * MIB, 4 * MIB)]
     for slot in slots:
-        slot.is_staged = False
+        slot.is_pinned = False
     assert table.trim(0.0, lambda mark: True) == []
     assert table.take(2 * MIB - 5, 0.0) is slots[2]
     assert table.take(2 * MIB - 5, 0.0) is slots[1]
@@ -232,7 +232,7 @@ def test_the_number_of_slots_is_limited() -> None:
 def test_idle_slots_go_back_after_a_while() -> None:
     table = SlotTable(100 * MIB)
     slot = fresh(table, MIB)
-    slot.is_staged = False
+    slot.is_pinned = False
     assert table.trim(5.0, lambda mark: True) == []
     assert table.trim(4.9 + IDLE_S, lambda mark: True) == []
     assert table.trim(5.0 + IDLE_S, lambda mark: True) == [slot]
@@ -255,7 +255,7 @@ class Message:
 
 @dataclasses.dataclass(eq=False)
 class Held:
-    """A claim that a living process has."""
+    """A reference that a living process has."""
 
     slot: Slot
     cell: int
@@ -272,10 +272,10 @@ READERS = ["a", "b", "c"]
 class Pool(RuleBasedStateMachine):
     """One owner, three readers that forward to each other, die, and are taken for dead while they live.
 
-    Some slots are staged for one message, and some, which were written in place, for any number.
+    Some slots are exported for one message, and some, which were written in place, for any number.
     """
 
-    staged = Bundle("staged")
+    exported = Bundle("exported")
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class Pool(RuleBasedStateMachine):
         """What is in each slot now; those that were given up keep theirs."""
         self.num_readers: dict[Slot, int] = {}
         self.open: dict[Slot, int] = {}
-        """Slots that are staged, and what their owner put there."""
+        """Slots that are exported, and what their owner put there."""
         self.handed_on: dict[tuple[Slot, int, int], tuple[str, int]] = {}
         """By slot, cell and mark: to whom a reader handed it on, and in which use. It may not know what came of it."""
         self.messages: list[Message] = []
@@ -302,21 +302,21 @@ class Pool(RuleBasedStateMachine):
     def is_alive(self, mark: int) -> bool:
         return pid_of(mark) in self.pids.values()
 
-    @rule(target=staged, nbytes=st.sampled_from([1, MIB, 2 * MIB, 3 * MIB]), num_readers=st.integers(1, 3))
+    @rule(target=exported, nbytes=st.sampled_from([1, MIB, 2 * MIB, 3 * MIB]), num_readers=st.integers(1, 3))
     def stage_rule(self, nbytes: int, num_readers: int) -> tuple[Slot, int] | None:
-        return self.stage(nbytes, num_readers)
+        return self.export(nbytes, num_readers)
 
-    @rule(target=staged, nbytes=st.sampled_from([1, 2 * MIB]))
+    @rule(target=exported, nbytes=st.sampled_from([1, 2 * MIB]))
     def bear(self, nbytes: int) -> tuple[Slot, int] | None:
         """What is written in place; with rows so wide that there are three."""
-        what = self.stage(nbytes, 1)
+        what = self.export(nbytes, 1)
         if what is not None:
-            what[0].claims.begin(200, 1)
+            what[0].references.begin(200, 1)
             self.num_readers[what[0]] = 1000
-            assert what[0].claims.num_rows == 3
+            assert what[0].references.num_rows == 3
         return what
 
-    def stage(self, nbytes: int, num_readers: int) -> tuple[Slot, int] | None:
+    def export(self, nbytes: int, num_readers: int) -> tuple[Slot, int] | None:
         slot = self.table.take(nbytes, self.now)
         if slot is None:
             plan = self.table.plan(nbytes)
@@ -327,20 +327,20 @@ class Pool(RuleBasedStateMachine):
             else:
                 slot = Slot(self.next_content, plan.capacity, new_claims())
                 self.table.add(slot)
-        assert slot.is_staged
-        slot.claims.begin(1, num_readers)
+        assert slot.is_pinned
+        slot.references.begin(1, num_readers)
         assert slot not in self.open, "what is still looked at by its owner was taken"
         self.content[slot] = self.open[slot] = self.next_content
         self.num_readers[slot] = num_readers
         self.next_content += 1
         return slot, self.content[slot]
 
-    @rule(what=staged, reader=st.sampled_from(READERS))
+    @rule(what=exported, reader=st.sampled_from(READERS))
     def grant_rule(self, what: tuple[Slot, int] | None, reader: str) -> None:
         self.grant(what, reader)
 
     def grant(self, what: tuple[Slot, int] | None, reader: str) -> None:
-        if what is None or not what[0].is_staged or self.content[what[0]] != what[1]:
+        if what is None or not what[0].is_pinned or self.content[what[0]] != what[1]:
             return
         slot, content = what
         if len(slot.readers) >= self.num_readers[slot]:
@@ -351,21 +351,21 @@ class Pool(RuleBasedStateMachine):
         if cell is None:
             assert self.num_readers[slot] == 1000
             return
-        self.messages.append(Message(slot, cell, slot.claims.tag, content, reader, "owner"))
+        self.messages.append(Message(slot, cell, slot.references.tag, content, reader, "owner"))
 
-    @rule(what=staged)
+    @rule(what=exported)
     def release_rule(self, what: tuple[Slot, int] | None) -> None:
         self.release(what)
 
     def release(self, what: tuple[Slot, int] | None) -> None:
         if what is not None and self.content[what[0]] == what[1]:
-            what[0].is_staged = False
+            what[0].is_pinned = False
             self.open.pop(what[0], None)
 
     @rule(nbytes=st.sampled_from([1, MIB]), readers=st.lists(st.sampled_from(READERS), min_size=1, max_size=2))
     def send(self, nbytes: int, readers: list[str]) -> None:
         """All of it at once, as is usual."""
-        what = self.stage(nbytes, len(readers))
+        what = self.export(nbytes, len(readers))
         for reader in readers:
             self.grant(what, reader)
         self.release(what)
@@ -375,7 +375,7 @@ class Pool(RuleBasedStateMachine):
     def begin_to_take(self, data: st.DataObject) -> None:
         """The reader has looked at its cell, and not yet written to it."""
         message = self.messages.pop(data.draw(st.integers(0, len(self.messages) - 1)))
-        if message.slot.claims.is_in_flight(message.cell, message.tag):
+        if message.slot.references.is_in_flight(message.cell, message.tag):
             self.half_taken.append(message)
 
     @precondition(lambda self: self.half_taken)
@@ -383,7 +383,7 @@ class Pool(RuleBasedStateMachine):
     def take(self) -> None:
         message = self.half_taken.pop()
         mark = self.mark(message.reader)
-        message.slot.claims._words[FIRST_CELL + message.cell] = mark
+        message.slot.references._words[FIRST_CELL + message.cell] = mark
         self.held.append(Held(message.slot, message.cell, message.tag, message.content, message.reader, mark))
 
     @precondition(lambda self: self.messages)
@@ -391,7 +391,7 @@ class Pool(RuleBasedStateMachine):
     def deliver(self, data: st.DataObject) -> None:
         message = self.messages.pop(data.draw(st.integers(0, len(self.messages) - 1)))
         mark = self.mark(message.reader)
-        if message.slot.claims.borrow(message.cell, message.tag, mark):
+        if message.slot.references.borrow(message.cell, message.tag, mark):
             assert self.content[message.slot] == message.content, "a message leads to what was sent"
             self.held.append(Held(message.slot, message.cell, message.tag, message.content, message.reader, mark))
         else:
@@ -401,13 +401,13 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        held.slot.claims.give_back(held.cell)
+        held.slot.references.give_back(held.cell)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), reader=st.sampled_from(READERS))
     def forward(self, data: st.DataObject, reader: str) -> None:
         held = self.held[data.draw(st.integers(0, len(self.held) - 1))]
-        cell = held.slot.claims.forward(held.cell, held.num_forwarded, held.mark)
+        cell = held.slot.references.forward(held.cell, held.num_forwarded, held.mark)
         held.num_forwarded += 1
         if cell is not None:
             self.messages.append(Message(held.slot, cell, held.tag, held.content, reader, held.reader, held.mark))
@@ -420,7 +420,7 @@ class Pool(RuleBasedStateMachine):
         self.table.forget(reader)
         for (slot, cell, mark), (granted, tag) in self.handed_on.items():
             if granted == reader and self.is_alive(mark):
-                slot.claims.lose(cell, tag, mark)
+                slot.references.lose(cell, tag, mark)
 
     @rule(reader=st.sampled_from(READERS))
     def die(self, reader: str) -> None:
@@ -436,7 +436,7 @@ class Pool(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         for slot in self.table.trim(self.now, self.is_alive):
-            assert not slot.is_staged
+            assert not slot.is_pinned
 
     @invariant()
     def nobody_reads_what_was_overwritten(self) -> None:
@@ -449,7 +449,7 @@ class Pool(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for slot in self.content:
-            slot.is_staged = False
+            slot.is_pinned = False
         for message in self.messages:
             self.suspected |= {message.reader}
         for reader in READERS:

@@ -20,9 +20,9 @@ import torch
 from tests.support.bus import PATIENCE_S, World, entry
 from tests.support.shared_memory import Side, peers
 from unified.bus.codec.codec import decode, decode_again, encode, serialize
-from unified.bus.shm.allocation import born_at
+from unified.bus.shm.allocation import allocation_at
 from unified.bus.shm.files import Sweeper, segment_name
-from unified.bus.shm.pool import BORN_READERS, SharedPool
+from unified.bus.shm.pool import ALLOCATION_READERS, SharedPool
 from unified.bus.shm.slots import IDLE_S
 from unified.worker import context
 from unified.worker.shared_arrays import shared_empty
@@ -41,7 +41,7 @@ def owner(owner: Side, directory: str) -> Iterator[Side]:
 
 
 def born(side: Side, item: int = 1, nbytes: int = NBYTES) -> np.ndarray:
-    memory = side.pool.bear(nbytes)
+    memory = side.pool.allocate(nbytes)
     assert memory is not None
     array = np.frombuffer(memory, "u1")
     array.fill(item)
@@ -53,7 +53,7 @@ def names(directory: str) -> list[str]:
 
 
 def is_shared(array: np.ndarray) -> bool:
-    return born_at(array.__array_interface__["data"][0], array.nbytes) is not None
+    return allocation_at(array.__array_interface__["data"][0], array.nbytes) is not None
 
 
 @dataclass
@@ -130,14 +130,14 @@ def test_a_slot_comes_back_when_maker_and_readers_have_let_go(directory: str, ow
 
 def test_it_can_be_sent_for_ever(directory: str, owner: Side) -> None:
     array = born(owner)
-    held = [owner.receive("owner", *owner.send(array, "owner")[:2]) for _ in range(BORN_READERS)]
+    held = [owner.receive("owner", *owner.send(array, "owner")[:2]) for _ in range(ALLOCATION_READERS)]
     assert owner.pool.total_bytes == 512 * 1024
     body, shared, frames = owner.send(array, "owner")
     assert not frames
     assert owner.receive("owner", body, shared).sum() == NBYTES
     assert owner.pool.total_bytes == 2 * 512 * 1024, "to more than that at one time it goes by a copy"
     held.clear()
-    for _ in range(3 * BORN_READERS):
+    for _ in range(3 * ALLOCATION_READERS):
         assert owner.receive("owner", *owner.send(array, "owner")[:2]).sum() == NBYTES
     assert len(names(directory)) == 2
 
@@ -145,10 +145,10 @@ def test_it_can_be_sent_for_ever(directory: str, owner: Side) -> None:
 def test_many_receivers_of_one_message(directory: str, owner: Side) -> None:
     array = born(owner, 3)
     encoded = encode({"same": array})
-    staged = owner.pool.stage(encoded.buffers, num_readers=5)
-    assert staged is not None
-    received = [owner.receive("owner", encoded.body, staged.grant("owner").shared) for _ in range(5)]
-    staged.release()
+    exported = owner.pool.export(encoded.buffers, num_readers=5)
+    assert exported is not None
+    received = [owner.receive("owner", encoded.body, exported.grant("owner").shared) for _ in range(5)]
+    exported.release()
     assert [each["same"].sum() for each in received] == [3 * NBYTES] * 5
     assert len(names(directory)) == 1
 
@@ -179,7 +179,7 @@ def test_data_outlives_its_makers_death(directory: str, owner: Side) -> None:
         "import sys, json, os, numpy as np\n"
         "from tests.support.shared_memory import Side\n"
         "side = Side(sys.argv[1], 'maker')\n"
-        "arrays = [np.frombuffer(side.pool.bear(300_000), 'u1') for _ in range(2)]\n"
+        "arrays = [np.frombuffer(side.pool.allocate(300_000), 'u1') for _ in range(2)]\n"
         "arrays[0].fill(7)\n"
         "body, shared, frames = side.send(arrays[0], 'owner')\n"
         "print(json.dumps([body.hex(), shared]), flush=True)\n"
@@ -211,22 +211,22 @@ def test_a_pool_that_ends_leaves_the_maker_its_array(directory: str, owner: Side
     assert names(directory) == []
     array += 1
     assert array.sum() == 2 * NBYTES
-    assert owner.pool.bear(NBYTES) is None
+    assert owner.pool.allocate(NBYTES) is None
     assert owner.send(array, "owner")[1] is None, "it goes by the wire"
 
 
 def test_where_there_is_no_room_there_is_none(directory: str, tmp_path: Any) -> None:
     pool = SharedPool("inbox", directory=directory, quota_bytes=1024 * 1024)
-    assert pool.bear(1000) is None, "too small to be worth a slot"
-    memory = pool.bear(1_000_000)
+    assert pool.allocate(1000) is None, "too small to be worth a slot"
+    memory = pool.allocate(1_000_000)
     assert memory is not None
-    assert pool.bear(NBYTES) is None
-    assert pool.stage([bytes(NBYTES)]) is None, "it counts"
+    assert pool.allocate(NBYTES) is None
+    assert pool.export([bytes(NBYTES)]) is None, "it counts"
     del memory
-    assert pool.stage([bytes(NBYTES)]) is not None
+    assert pool.export([bytes(NBYTES)]) is not None
     pool.close()
     missing = SharedPool("inbox", directory=str(tmp_path / "missing"), quota_bytes=1 << 30)
-    assert missing.bear(NBYTES) is None
+    assert missing.allocate(NBYTES) is None
 
 
 FORK = """
@@ -236,11 +236,11 @@ from tests.support.shared_memory import Side
 
 directory = sys.argv[1]
 side = Side(directory, "owner")
-array = np.frombuffer(side.pool.bear(300_000), "u1")
+array = np.frombuffer(side.pool.allocate(300_000), "u1")
 array.fill(5)
 child = os.fork()
 if child == 0:
-    refused = side.pool.bear(300_000) is None and side.send(array, "owner")[1] is None
+    refused = side.pool.allocate(300_000) is None and side.send(array, "owner")[1] is None
     total = int(array.sum())
     del array
     gc.collect()
@@ -291,7 +291,7 @@ def test_calls_streams_and_groups_on_every_route(world: World, monkeypatch: pyte
 
 
 def test_values_of_every_kind_that_numpy_has(owner: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_current", SimpleNamespace(bus=SimpleNamespace(allocate=owner.pool.bear)))
+    monkeypatch.setattr(context, "_current", SimpleNamespace(bus=SimpleNamespace(allocate=owner.pool.allocate)))
     for dtype in ("f8", "<M8[s]", ">i4", "U7", "?", [("a", "f4"), ("b", "i8")], np.complex64):
         array = shared_empty((100, 200), dtype)
         assert (array.shape, array.dtype) == ((100, 200), np.dtype(dtype))

@@ -15,9 +15,9 @@ from tests.support.bus import PATIENCE_S, World, entry
 from tests.support.weights import one_route
 from unified.bus.shm.files import DIRECTORY, inbox_of
 from unified.bus.shm.pool import LIMIT_VARIABLE, SharedPool, default_limit
-from unified.bus.shm.reader import SharedReader, loan_behind
+from unified.bus.shm.reader import SharedReader, borrowed_behind
 from unified.bus.shm.segment import Segment
-from unified.bus.transport.unix_connection import Link
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import UsageError
 
 MIB = 1024 * 1024
@@ -47,18 +47,18 @@ def test_the_quota_leaves_the_rest_to_the_wire_and_says_so_once(
     directory: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = SharedPool("inbox", directory=directory, quota_bytes=4 * MIB)
-    first = pool.stage([bytes(3 * MIB)])
+    first = pool.export([bytes(3 * MIB)])
     assert first is not None
-    assert pool.stage([bytes(3 * MIB)]) is None
-    assert pool.stage([bytes(30 * MIB)]) is None
-    small = pool.stage([bytes(MIB)])
+    assert pool.export([bytes(3 * MIB)]) is None
+    assert pool.export([bytes(30 * MIB)]) is None
+    small = pool.export([bytes(MIB)])
     assert small is not None, "what fits is still had"
     [warning] = warnings(caplog)
     assert "the quota of 4194304 bytes is in use" in warning
     assert LIMIT_VARIABLE in warning
     first.release()
     small.release()
-    assert pool.stage([bytes(4 * MIB)]) is not None, "idle slots make room"
+    assert pool.export([bytes(4 * MIB)]) is not None, "idle slots make room"
     assert pool.total_bytes == 4 * MIB
     pool.close()
     assert not os.listdir(directory)
@@ -66,7 +66,7 @@ def test_the_quota_leaves_the_rest_to_the_wire_and_says_so_once(
 
 def test_a_quota_of_nothing_is_no_pool(directory: str, caplog: pytest.LogCaptureFixture) -> None:
     pool = SharedPool("inbox", directory=directory, quota_bytes=0)
-    assert pool.stage([bytes(MIB)]) is None
+    assert pool.export([bytes(MIB)]) is None
     assert not pool.trim(0.0)
     pool.close()
     assert not warnings(caplog)
@@ -74,7 +74,7 @@ def test_a_quota_of_nothing_is_no_pool(directory: str, caplog: pytest.LogCapture
 
 def test_a_full_mount_is_left_to_the_wire(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
     pool = SharedPool("inbox", directory=tiny, quota_bytes=100 * MIB)
-    assert pool.stage([bytes(8 * MIB)]) is None
+    assert pool.export([bytes(8 * MIB)]) is None
     assert not os.listdir(tiny)
     [warning] = warnings(caplog)
     assert tiny in warning
@@ -92,19 +92,19 @@ def test_a_mount_with_room_again_is_used_again(tiny: str) -> None:
     filler = Path(tiny, "filler")
     filler.write_bytes(bytes(5 * MIB))
     pool = SharedPool("inbox", directory=tiny, quota_bytes=100 * MIB)
-    assert pool.stage([bytes(2 * MIB)]) is None
+    assert pool.export([bytes(2 * MIB)]) is None
     pool._refused_until = 0.0
-    assert pool.bear(2 * MIB) is None, "nor is there room to make something in"
+    assert pool.allocate(2 * MIB) is None, "nor is there room to make something in"
     filler.unlink()
-    assert pool.stage([bytes(2 * MIB)]) is None, "it is not asked at every message"
+    assert pool.export([bytes(2 * MIB)]) is None, "it is not asked at every message"
     pool._refused_until = 0.0
-    staged = pool.stage([b"x" * (2 * MIB)])
-    assert staged is not None
+    exported = pool.export([b"x" * (2 * MIB)])
+    assert exported is not None
     reader = SharedReader(tiny)
-    [view] = reader.borrow("inbox", staged.grant("reader").shared or [], [])
+    [view] = reader.borrow("inbox", exported.grant("reader").shared or [], [])
     assert bytes(view) == b"x" * (2 * MIB)
     del view
-    staged.release()
+    exported.release()
     pool.close()
     reader.close()
     assert not os.listdir(tiny)
@@ -113,11 +113,11 @@ def test_a_mount_with_room_again_is_used_again(tiny: str) -> None:
 def test_no_such_directory_is_left_to_the_wire(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     missing = str(tmp_path / "missing")
     pool = SharedPool("inbox", directory=missing, quota_bytes=100 * MIB)
-    assert pool.stage([bytes(2 * MIB)]) is None
+    assert pool.export([bytes(2 * MIB)]) is None
     assert len(warnings(caplog)) == 1
     pool.close()
     assert default_limit(missing, {}) == 0
-    assert SharedPool("inbox", directory=missing).stage([bytes(2 * MIB)]) is None
+    assert SharedPool("inbox", directory=missing).export([bytes(2 * MIB)]) is None
 
 
 def test_the_limit_is_a_share_of_the_mount_or_what_the_user_says(tiny: str) -> None:
@@ -138,7 +138,7 @@ def test_calls_of_this_host_do_without_shared_memory(world: World, monkeypatch: 
         return array[::-1] + 1
 
     a, b = world.pair({"keep_and_make": keep_and_make})
-    assert isinstance(a._post.way(b._sockets.inbox), Link)
+    assert isinstance(a._post.way(b._sockets.inbox), UnixConnection)
     array = np.arange(4 * MIB // 8)
     result = a.call("b", "keep_and_make", (array,), {}).result(PATIENCE_S)
     assert segments_of(a.inbox_id, b.inbox_id) == []
@@ -160,6 +160,6 @@ def test_a_call_that_finds_the_limit_in_use_goes_by_the_wire(world: World, monke
         a.call("b", "keep", (np.full(4 * MIB, number, "u1"),), {}).result(PATIENCE_S)
     made = [a.call("b", "make", (number,), {}).result(PATIENCE_S) for number in (3, 4)]
     arrays = [*held, *made]
-    assert [loan_behind(memoryview(array)) is not None for array in arrays] == [True, False] * 2
+    assert [borrowed_behind(memoryview(array)) is not None for array in arrays] == [True, False] * 2
     assert sorted(segments_of(a.inbox_id, b.inbox_id)) == sorted(f"unified-{each.inbox_id}-0" for each in (a, b))
     assert [(array.min(), array.max(), array.nbytes) for array in arrays] == [(n, n, 4 * MIB) for n in (1, 2, 3, 4)]
