@@ -29,7 +29,6 @@ STAND_FOR_SEVERAL = {
     "Stager",
     "Take",
     "WorkerRecord",
-    "Writer",
     "_Given",
     "_Known",
     "_Stream",
