@@ -299,14 +299,8 @@ class BusEndpoint:
             RpcTimeoutError: no room came before the deadline.
         """
         self._check_may_call(method)
-        return self._desk.call(
-            target,
-            method,
-            Parcel(encode_arguments(args, kwargs, devices=True)),
-            timeout,
-            self._may_wait(block),
-            incarnation,
-        )
+        parcel = Parcel(encode_arguments(args, kwargs, devices=True))
+        return self._desk.call(target, method, parcel, timeout, self._may_wait(block), incarnation)
 
     def call_many(
         self,
