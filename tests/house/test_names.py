@@ -13,25 +13,17 @@ TECHNICAL_KINDS = {"classes", "enums", "interfaces", "models"}
 ALLOWED = {ROOT / "unified/api"}  # `unified.api.builder` and `unified.api.runtime` are what users already import
 OF_THE_DOCUMENTS = ("CheckpointManager", "ShardManager")  # names that users of the reference documents import
 STAND_FOR_SEVERAL = {
-    "Batch",
-    "DeadlineReached",
-    "Ended",
     "Entry",
     "Failure",
     "Heartbeat",
     "Manifest",
     "Order",
-    "Piece",
     "Reply",
-    "Run",
     "Source",
     "Staged",
     "Stager",
     "Take",
     "WorkerRecord",
-    "_Given",
-    "_Known",
-    "_Stream",
 }
 """Class names that are still to be told apart. Entries may go, never come."""
 EMPTY_SUFFIXES = ("Manager", "Base", "Helper", "Util", "Utils", "Impl")
