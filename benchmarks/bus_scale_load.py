@@ -17,7 +17,13 @@ import msgspec
 import zmq
 
 from unified.config import settings
-from unified.protocol.agent_master import Heartbeat, ObservedWorker, ObservedWorkers, RegisterAgent, agent_to_master
+from unified.protocol.agent_master import (
+    AgentHeartbeat,
+    ObservedWorker,
+    ObservedWorkers,
+    RegisterAgent,
+    agent_to_master,
+)
 from unified.protocol.framing import Codec
 from unified.protocol.records import Inbox, NodeResources, WorkerState
 
@@ -90,7 +96,7 @@ class Node:
         self.socket.send_multipart(agent_to_master.encode(message, 1))
 
     def beat(self) -> None:
-        self.say(Heartbeat(node=self.name, incarnation="a", generation=self.generation))
+        self.say(AgentHeartbeat(node=self.name, incarnation="a", generation=self.generation))
 
     def hear(self) -> None:
         """Everything that has come."""

@@ -88,7 +88,7 @@ def _destination(launch: Launch, stream: Literal["out", "err"]) -> Destination:
     )
 
 
-class _Stream:
+class _OutputStream:
     """One pipe and its file.
 
     Args:
@@ -113,7 +113,7 @@ class _Stream:
         return min(_CHUNK_BYTES, self.file.room or self.file.max_bytes) if self.keep_until else _CHUNK_BYTES
 
 
-class _Watch(NamedTuple):
+class _WatchStreams(NamedTuple):
     life: JobWorkerIncarnation
     out: int
     err: int
@@ -140,15 +140,15 @@ class OutputReader:
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._clock = clock
-        self._orders: queue.SimpleQueue[_Watch | _Finish | _Read | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_WatchStreams | _Finish | _Read | None] = queue.SimpleQueue()
         self._results: deque[OutputClosed | SliceRead | OutputFailed] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable when `take` has something."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._streams: dict[JobWorkerIncarnation, tuple[_Stream, _Stream]] = {}
-        self._waiting: set[_Stream] = set()
+        self._streams: dict[JobWorkerIncarnation, tuple[_OutputStream, _OutputStream]] = {}
+        self._waiting: set[_OutputStream] = set()
         """Streams whose pipes are left alone until a reader has caught up."""
         self._thread = start_thread("output", self._run)
 
@@ -167,7 +167,7 @@ class OutputReader:
             os.close(out_read)
             os.close(out_write)
             raise
-        self._order(_Watch(life, out_read, err_read, (out, err)))
+        self._order(_WatchStreams(life, out_read, err_read, (out, err)))
         return out_write, err_write
 
     def finish(self, life: JobWorkerIncarnation, code: int) -> None:
@@ -197,7 +197,7 @@ class OutputReader:
         for descriptor in (self._wake, self.ready):
             os.close(descriptor)
 
-    def _order(self, order: _Watch | _Finish | _Read | None) -> None:
+    def _order(self, order: _WatchStreams | _Finish | _Read | None) -> None:
         self._orders.put(order)
         os.eventfd_write(self._wake, 1)
 
@@ -241,7 +241,7 @@ class OutputReader:
                         self._close_streams(life)
                     self._selector.close()
                     return False
-                case _Watch():
+                case _WatchStreams():
                     self._watch(order)
                 case _Finish():
                     last = self._close_streams(order.life)
@@ -258,9 +258,9 @@ class OutputReader:
     def _path(self, life: JobWorkerIncarnation, suffix: str) -> Path:
         return self._log_dir / life.job_id / life.worker / f"{life.incarnation}.{suffix}"
 
-    def _watch(self, order: _Watch) -> None:
+    def _watch(self, order: _WatchStreams) -> None:
         streams = [
-            _Stream(
+            _OutputStream(
                 descriptor,
                 LogFile(self._path(order.life, suffix), self._max_bytes, self._max_files),
                 LogFile(Path(destination.copy), sys.maxsize, 1) if destination.copy else None,
@@ -275,7 +275,7 @@ class OutputReader:
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
         self._streams[order.life] = (streams[0], streams[1])
 
-    def _copy(self, stream: _Stream, *, is_last: bool = False) -> int:
+    def _copy(self, stream: _OutputStream, *, is_last: bool = False) -> int:
         """Copy one chunk and return its size; 0 if there is none, or it has to wait, or the pipe has ended."""
         now = self._clock()
         if not is_last and stream.must_wait(now):

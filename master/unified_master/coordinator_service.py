@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.core.coordinator.messages import (
-    Answer,
-    DeadlineReached,
+    AnswerRequest,
+    CoordinatorTick,
     Event,
     Forget,
     LogEvent,
@@ -23,7 +23,7 @@ from unified.core.coordinator.messages import (
 from unified.core.coordinator.state import REPLACED
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.client_master import Refused
-from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartbeat, RestorePosition
+from unified.protocol.coordinator import CoordinatorRequest, DataRequest, RestorePosition, WorkerHeartbeat
 from unified.protocol.records import EventRecord, WorkerState
 from unified.values import Value
 from unified_master.core.master import MasterCore
@@ -70,7 +70,7 @@ class CoordinatorService:
     def answer(self, now: float, asked: CoordinatorReceived) -> list[MasterAction]:
         """Return the actions that a request leads to; at a barrier a later call gives its answer."""
         peer, request_id, request = asked.peer, asked.request_id, asked.request
-        if isinstance(request, Heartbeat):  # thousands a second, and nothing of them is kept
+        if isinstance(request, WorkerHeartbeat):  # thousands a second, and nothing of them is kept
             return [Send(peer=peer, request_id=request_id, message=self._core.heartbeat(now, request))]
         if isinstance(request, DataRequest) and request.life >= 0 and self._is_past(request):
             reason = f"worker {request.worker_id} {REPLACED}"
@@ -80,7 +80,7 @@ class CoordinatorService:
 
     def time_passed(self, now: float) -> list[MasterAction]:
         """Return the actions that are due at `next_deadline`."""
-        return self._step(now, DeadlineReached())
+        return self._step(now, CoordinatorTick())
 
     def hear(self, now: float, actions: Iterable[MasterAction]) -> list[MasterAction]:
         """Return what follows from the master's decisions: incarnations that ended, jobs that are forgotten."""
@@ -114,7 +114,7 @@ class CoordinatorService:
         translated: list[MasterAction] = []
         for action in self._core.step(now, event):
             match action:
-                case Answer(token=(peer, request_id), answer=answer):
+                case AnswerRequest(token=(peer, request_id), answer=answer):
                     translated.append(Send(peer=peer, request_id=request_id, message=answer))
                 case Persist(rows=rows):
                     translated += [SaveRecord(kind=kind, key=key, data=data) for kind, key, data in rows]

@@ -15,7 +15,6 @@ OF_THE_DOCUMENTS = ("CheckpointManager", "ShardManager")  # names that users of 
 STAND_FOR_SEVERAL = {
     "Entry",
     "Failure",
-    "Heartbeat",
     "Manifest",
     "Order",
     "Reply",
@@ -23,7 +22,6 @@ STAND_FOR_SEVERAL = {
     "Staged",
     "Stager",
     "Take",
-    "WorkerRecord",
 }
 """Class names that are still to be told apart. Entries may go, never come."""
 EMPTY_SUFFIXES = ("Manager", "Base", "Helper", "Util", "Utils", "Impl")

@@ -18,11 +18,11 @@ import zmq
 from unified import process
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
+    AgentHeartbeat,
     AgentRegistered,
     DesiredJob,
     DesiredWorker,
     DesiredWorkers,
-    Heartbeat,
     HeartbeatSeen,
     LogRead,
     ObservedWorker,
@@ -85,7 +85,7 @@ class PlayedMaster:
         while (left := deadline - time.monotonic()) > 0 and self._socket.poll(int(left * 1000)):
             self.peer, *frames = self._socket.recv_multipart()
             message = agent_to_master.decode(frames).message
-            if isinstance(message, Heartbeat):
+            if isinstance(message, AgentHeartbeat):
                 self.say(HeartbeatSeen())
             if isinstance(message, ObservedWorkers):
                 self.seen = by_life(message)

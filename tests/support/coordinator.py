@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
+from tests.support.invariants.coordinator import check
 from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.core.coordinator.messages import (
-    Answer,
-    DeadlineReached,
+    AnswerRequest,
+    CoordinatorTick,
     Event,
     Forget,
     LogEvent,
@@ -24,12 +25,12 @@ from unified.protocol.coordinator import (
     DataShards,
     FileRun,
     GetDataShard,
-    Heartbeat,
     MarkDone,
     RegisterDataset,
     RegisterWorker,
     SetDataWorker,
     WaitBarrier,
+    WorkerHeartbeat,
 )
 
 A = TypeVar("A", bound=MasterAnswer)
@@ -47,10 +48,10 @@ class Story:
         self.num_writes = 0
         self.num_asked = 0
 
-    def tell(self, event: Event) -> list[Answer]:
+    def tell(self, event: Event) -> list[AnswerRequest]:
         """What it answers; kept by token, too."""
         actions = self.core.step(self.now, event)
-        order = [[Persist, Forget, LogEvent, Answer].index(type(action)) for action in actions]
+        order = [[Persist, Forget, LogEvent, AnswerRequest].index(type(action)) for action in actions]
         assert order == sorted(order)
         assert order.count(0) <= 1
         assert order.count(1) <= 1
@@ -65,11 +66,11 @@ class Story:
                         del self.store[key]
                 case LogEvent():
                     self.reports.append(action)
-                case Answer():
+                case AnswerRequest():
                     assert action.token not in self.answers, "a question was answered twice"
                     self.answers[action.token] = action.answer
                     given.append(action)
-        assert self.core.check() == []
+        assert check(self.core) == []
         return given
 
     def send(self, request: CoordinatorRequest, lives: dict[str, int] | None = None) -> Token:
@@ -88,13 +89,13 @@ class Story:
     def refused(self, request: CoordinatorRequest, lives: dict[str, int] | None = None) -> Refused:
         return self.ask(request, Refused, lives)
 
-    def after(self, seconds: float) -> list[Answer]:
+    def after(self, seconds: float) -> list[AnswerRequest]:
         """Time passes, with a look at each deadline on the way."""
         until = self.now + seconds
         given = []
         while (due := self.core.next_deadline) is not None and due <= until:
             self.now = max(self.now, due)
-            given += self.tell(DeadlineReached())
+            given += self.tell(CoordinatorTick())
         self.now = until
         return given
 
@@ -103,11 +104,11 @@ class Story:
         self.now += after_s
         self.core = CoordinatorCore()
         self.core.restore(self.now, [("node", "n1", b"not ours"), *((*key, data) for key, data in self.store.items())])
-        assert self.core.check() == []
+        assert check(self.core) == []
 
     def beat(self, *worker_ids: str, space: str = "") -> list[bool]:
         """Heartbeats of these, each with its first session."""
-        requests = [Heartbeat(space=space, worker_id=each, session=f"{each}/0") for each in worker_ids]
+        requests = [WorkerHeartbeat(space=space, worker_id=each, session=f"{each}/0") for each in worker_ids]
         return [self.core.heartbeat(self.now, request).is_known for request in requests]
 
     def release(self, token: Token) -> BarrierResponse | None:

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.messages import Action, Answer, DeadlineReached, Event, LogEvent, RequestCame
+from unified.core.coordinator.messages import Action, AnswerRequest, CoordinatorTick, Event, LogEvent, RequestCame
 from unified.data.coordinator_client import Coordinator, expect, refusal
 from unified.errors import CoordinatorError, ProtocolError, UnifiedError
 from unified.protocol.client_master import MasterAnswer, Refused
-from unified.protocol.coordinator import CoordinatorRequest, Heartbeat, WorkerToCoordinator, worker_to_coordinator
+from unified.protocol.coordinator import CoordinatorRequest, WorkerHeartbeat, WorkerToCoordinator, worker_to_coordinator
 from unified.threads import TimerThread
 
 _log = logging.getLogger("unified.data")
@@ -53,7 +53,7 @@ class EmbeddedCoordinator(Coordinator):
         with self._lock:
             if self._is_closed:
                 raise CoordinatorError("the coordinator in this process is closed.")
-            if isinstance(message, Heartbeat):
+            if isinstance(message, WorkerHeartbeat):
                 answers: list[tuple[Future[Any], object]] = [
                     (future, expect(self._core.heartbeat(self._now(), message), expected))
                 ]
@@ -93,7 +93,7 @@ class EmbeddedCoordinator(Coordinator):
     def _take(self, actions: Iterable[Action]) -> list[tuple[Future[Any], object]]:
         answers: list[tuple[Future[Any], object]] = []
         for action in actions:
-            if isinstance(action, Answer):
+            if isinstance(action, AnswerRequest):
                 found = self._waiting.pop(action.token[1], None)
                 if found is not None:
                     answers.append((found[0], _judge(action.answer, found[1])))
@@ -103,7 +103,7 @@ class EmbeddedCoordinator(Coordinator):
 
     def _pass_time(self) -> None:
         with self._lock:
-            answers = [] if self._is_closed else self._step(DeadlineReached())
+            answers = [] if self._is_closed else self._step(CoordinatorTick())
         _resolve(answers)
 
 

@@ -44,7 +44,7 @@ class RegisterAgent(AgentMessage, tag="register-agent", frozen=True, kw_only=Tru
     release: str = ""
 
 
-class Heartbeat(AgentMessage, tag="heartbeat", frozen=True, kw_only=True):
+class AgentHeartbeat(AgentMessage, tag="heartbeat", frozen=True, kw_only=True):
     """Renews the lease."""
 
     generation: int
@@ -208,7 +208,7 @@ class ReadAgentLog(MasterOrder, tag="read-agent-log", frozen=True, kw_only=True)
     """Same as `ReadLog.keep`."""
 
 
-AgentToMaster = RegisterAgent | Heartbeat | ObservedWorkers | LogRead | AgentLeaving
+AgentToMaster = RegisterAgent | AgentHeartbeat | ObservedWorkers | LogRead | AgentLeaving
 MasterToAgent = (
     AgentRegistered | AgentRefused | HeartbeatSeen | RegisterAgain | DesiredWorkers | DirectoryChanged | ReadAgentLog
 )

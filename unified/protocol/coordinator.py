@@ -59,7 +59,7 @@ class WorkerRegistration(CoordinatorAnswer, tag="worker-registration", frozen=Tr
     """New: it is lost when it was not heard of for so long."""
 
 
-class Heartbeat(CoordinatorRequest, tag="coordinator-heartbeat", frozen=True, kw_only=True):
+class WorkerHeartbeat(CoordinatorRequest, tag="coordinator-heartbeat", frozen=True, kw_only=True):
     worker_id: str
     session: str
 
@@ -340,7 +340,7 @@ class TellEvent(CoordinatorRequest, tag="tell-event", frozen=True, kw_only=True)
 
 WorkerToCoordinator = (
     RegisterWorker
-    | Heartbeat
+    | WorkerHeartbeat
     | DeregisterWorker
     | RegisterDataset
     | GetDataShard

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from unified.config.logging import LogOnce
 from unified.config.settings import Intervals
-from unified.protocol.agent_master import AgentRefused, AgentRegistered, Heartbeat, RegisterAgent
+from unified.protocol.agent_master import AgentHeartbeat, AgentRefused, AgentRegistered, RegisterAgent
 from unified.transitions import TransitionTable
 from unified_agent.core.messages import Exit, Reconnect
 from unified_agent.core.step import AgentStep, AgentTimer
@@ -186,7 +186,7 @@ class Membership:
     def beat(self, generation: int) -> None:
         """Renew the lease."""
         facts = self._facts
-        self._step.send(Heartbeat(node=facts.node, incarnation=facts.incarnation, generation=generation))
+        self._step.send(AgentHeartbeat(node=facts.node, incarnation=facts.incarnation, generation=generation))
 
     @property
     def _waited_s(self) -> float:

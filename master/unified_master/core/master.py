@@ -7,8 +7,8 @@ from typing import assert_never
 
 from unified.config.settings import Intervals
 from unified.protocol.agent_master import (
+    AgentHeartbeat,
     AgentLeaving,
-    Heartbeat,
     LogRead,
     ObservedWorkers,
     RegisterAgain,
@@ -79,7 +79,7 @@ class MasterCore:
         match message:
             case RegisterAgent():
                 nodes.register(step, peer, number, message, self.relay)
-            case Heartbeat():
+            case AgentHeartbeat():
                 nodes.heartbeat(step, peer, number, message)
             case ObservedWorkers():
                 node = nodes.renew(step, peer, message.node, message.incarnation)

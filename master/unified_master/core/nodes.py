@@ -8,10 +8,10 @@ import re
 import msgspec
 
 from unified.protocol.agent_master import (
+    AgentHeartbeat,
     AgentLeaving,
     AgentRefused,
     AgentRegistered,
-    Heartbeat,
     HeartbeatSeen,
     RegisterAgain,
     RegisterAgent,
@@ -61,7 +61,7 @@ def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent
     step.wants_schedule = True
 
 
-def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: Heartbeat) -> None:
+def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: AgentHeartbeat) -> None:
     """Renew a lease; send the desired set again if the agent seems to have missed it."""
     node = renew(step, peer, message.node, message.incarnation)
     if node is None:

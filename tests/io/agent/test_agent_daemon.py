@@ -18,12 +18,12 @@ import pytest
 from tests.support.agents import ROOT, STORE, AgentProcess, PlayedMaster, a_job, a_worker, eventually, read_log
 from unified import process
 from unified.protocol.agent_master import (
+    AgentHeartbeat,
     AgentLeaving,
     AgentRefused,
     AgentRegistered,
     AgentToMaster,
     DirectoryChanged,
-    Heartbeat,
     HeartbeatSeen,
     ObservedWorkers,
     RegisterAgain,
@@ -70,7 +70,7 @@ def test_it_registers_with_what_the_node_has(start: Start, master: PlayedMaster)
     assert [device.kind for device in registered.resources.devices] == ["virtual", "virtual"]
     assert (registered.resources.cpu, registered.resources.memory_mb) == (3.0, 512.0)
     assert registered.resources.user_defined == {"MR": 1.0}
-    master.hear(Heartbeat)
+    master.hear(AgentHeartbeat)
 
 
 def test_a_worker_lives_from_start_to_stop(start: Start, master: PlayedMaster) -> None:
@@ -386,7 +386,7 @@ def test_workers_outlive_a_master_and_are_told_to_the_next(start: Start, master:
     pid = master.reaches("w-0#0", WorkerState.FINISHED).pid
     master.hang_up()
     master.listen()
-    master.hear(Heartbeat)
+    master.hear(AgentHeartbeat)
     master.say(RegisterAgain())
     master.hear(RegisterAgent)
     master.say(AgentRegistered(lease_s=2.0, heartbeat_s=0.1))

@@ -9,12 +9,12 @@ import msgspec
 
 from unified.core.timers import TimerTable
 from unified.protocol.agent_master import (
+    AgentHeartbeat,
     AgentLeaving,
     AgentRegistered,
     AgentToMaster,
     DesiredWorker,
     DesiredWorkers,
-    Heartbeat,
     LogRead,
     MasterToAgent,
     ObservedWorker,
@@ -123,7 +123,7 @@ class SimAgent:
         for what, life in self._timers.due(now):
             if life is None:
                 self._timers.arm(("heartbeat", None), now + self.heartbeat_s)
-                beat = Heartbeat(node=self.node, incarnation=self.incarnation, generation=self.generation)
+                beat = AgentHeartbeat(node=self.node, incarnation=self.incarnation, generation=self.generation)
                 said.append((2, beat))
             elif life in self.lives:
                 has_news |= self._step_life(now, what, life)

@@ -7,13 +7,13 @@ import pytest
 
 from tests.support.agent_core import FACTS, SPEC, STORE, W0, W1, Driver, next_life, sent, wanted
 from unified.protocol.agent_master import (
+    AgentHeartbeat,
     AgentLeaving,
     AgentRefused,
     AgentRegistered,
     DesiredJob,
     DesiredWorkers,
     DirectoryChanged,
-    Heartbeat,
     RegisterAgain,
     RegisterAgent,
 )
@@ -148,8 +148,8 @@ def test_it_beats_once_registered() -> None:
     driver.take()
     driver.pass_time(3, answered=True)
     beats = [action.message for action in driver.take() if isinstance(action, SendMaster)]
-    assert Heartbeat(node="n1", incarnation="abc", generation=1) in beats
-    assert sum(isinstance(message, Heartbeat) for message in beats) == 3
+    assert AgentHeartbeat(node="n1", incarnation="abc", generation=1) in beats
+    assert sum(isinstance(message, AgentHeartbeat) for message in beats) == 3
     assert not any(isinstance(message, RegisterAgent) for message in beats)
 
 
@@ -172,7 +172,7 @@ def test_a_reached_master_hears_at_once() -> None:
     driver = Driver()
     driver.step(MasterReached())
     driver.pass_time(0.01)
-    assert sent(driver.take()) == ["Heartbeat", "ObservedWorkers"]
+    assert sent(driver.take()) == ["AgentHeartbeat", "ObservedWorkers"]
 
 
 def test_an_unreachable_master_is_complained_of_first_soon_and_then_seldom() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.master import CRASH, Bench, simple
 from unified.job.spec import Resources
-from unified.protocol.agent_master import DesiredWorkers, DirectoryChanged, Heartbeat, RegisterAgent
+from unified.protocol.agent_master import AgentHeartbeat, DesiredWorkers, DirectoryChanged, RegisterAgent
 from unified_master.core.messages import Received
 
 
@@ -56,7 +56,7 @@ def test_an_agent_that_registers_again_is_told_all() -> None:
 def test_an_agent_that_missed_a_desired_set_is_told_all() -> None:
     bench = DirectoryBench()
     node = bench.world.core.cluster.nodes["n1"]
-    beat = Heartbeat(node="n1", incarnation=node.info.incarnation, generation=node.generation - 1)
+    beat = AgentHeartbeat(node="n1", incarnation=node.info.incarnation, generation=node.generation - 1)
     bench.world.now += 3
     bench.world.step(Received(peer=node.peer, request_id=1, message=beat))
     assert ("n1", "desired", 2) in bench.take()
@@ -65,7 +65,7 @@ def test_an_agent_that_missed_a_desired_set_is_told_all() -> None:
 def test_an_agent_on_a_new_connection_is_told_all_with_the_next_change() -> None:
     bench = DirectoryBench()
     node = bench.world.core.cluster.nodes["n2"]
-    beat = Heartbeat(node="n2", incarnation=node.info.incarnation, generation=node.generation)
+    beat = AgentHeartbeat(node="n2", incarnation=node.info.incarnation, generation=node.generation)
     bench.world.step(Received(peer=b"n2/9", request_id=1, message=beat))
     bench.end("s", 0, CRASH)
     assert {one for one in bench.take() if one[0] == "n2"} == {("n2", "desired", 2)}

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified.errors import ProtocolError, VersionMismatchError
-from unified.protocol.agent_master import Heartbeat, agent_to_master
+from unified.protocol.agent_master import AgentHeartbeat, agent_to_master
 from unified.protocol.client_master import ListJobs, client_to_master
 from unified.protocol.framing import MAX_STREAM_MESSAGE, PROTOCOL_VERSION, StreamBuffer, encode_stream
 
 
 def test_a_message_comes_back_with_its_request_id() -> None:
-    beat = Heartbeat(node="n1", incarnation="a", generation=3)
+    beat = AgentHeartbeat(node="n1", incarnation="a", generation=3)
     assert agent_to_master.decode(agent_to_master.encode(beat, 7)) == (7, beat)
 
 

@@ -21,9 +21,9 @@ from unified.core.coordinator.records import (
     Barrier,
     PastReleases,
     Presence,
+    RegisteredWorker,
     Release,
     Waiting,
-    WorkerRecord,
     names,
     row_key,
 )
@@ -221,7 +221,7 @@ def _release(
     space: Space,
     barrier: Barrier,
     released_by: ReleasedBy,
-    lost: list[WorkerRecord],
+    lost: list[RegisteredWorker],
     reason: str,
 ) -> None:
     """End a generation; its answer is remembered for those who do not receive it."""
@@ -279,9 +279,9 @@ def _open(space: Space) -> list[Barrier]:
     return [space.barriers[barrier_id] for barrier_id in sorted(at)]
 
 
-def _lost(space: Space, barrier: Barrier) -> list[WorkerRecord]:
+def _lost(space: Space, barrier: Barrier) -> list[RegisteredWorker]:
     """Workers of this world that are gone since those who wait are there, and whose place nobody has taken."""
-    lost: list[WorkerRecord] = []
+    lost: list[RegisteredWorker] = []
     for worker in reversed(space.gone.values()):
         if worker.gone_at <= barrier.oldest_came_at:
             break

@@ -8,11 +8,10 @@ from typing import assert_never
 import msgspec
 
 from unified.core.coordinator import barriers, checkpoints, datasets, positions, workers
-from unified.core.coordinator.invariants import check
 from unified.core.coordinator.messages import (
     Action,
     CoordinatorStep,
-    DeadlineReached,
+    CoordinatorTick,
     Event,
     RequestCame,
     Row,
@@ -32,7 +31,6 @@ from unified.protocol.coordinator import (
     GetDataShard,
     GetLatestCheckpoint,
     GetRankFiles,
-    Heartbeat,
     HeartbeatResponse,
     LeaveBarrier,
     MarkDone,
@@ -43,6 +41,7 @@ from unified.protocol.coordinator import (
     SetDataWorker,
     TellEvent,
     WaitBarrier,
+    WorkerHeartbeat,
 )
 
 _UNKNOWN = HeartbeatResponse(is_known=False, revision=0)
@@ -69,7 +68,7 @@ class CoordinatorCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `DeadlineReached` is due; None if nothing is awaited."""
+        """When `CoordinatorTick` is due; None if nothing is awaited."""
         return self.timers.next_deadline
 
     def restore(self, now: float, rows: Iterable[Row]) -> None:
@@ -105,7 +104,7 @@ class CoordinatorCore:
                 if closed is not None:
                     barriers.close(step, closed)
                     forget(step, closed)
-            case DeadlineReached():
+            case CoordinatorTick():
                 self._deadline_reached(step)
             case _:
                 assert_never(event)
@@ -113,7 +112,7 @@ class CoordinatorCore:
             datasets.spread(step, self.spaces[space_name], dataset_id, members)
         return step.actions()
 
-    def heartbeat(self, now: float, request: Heartbeat) -> HeartbeatResponse:
+    def heartbeat(self, now: float, request: WorkerHeartbeat) -> HeartbeatResponse:
         """As a step would answer it, without the ceremony. It changes nothing that is persisted.
 
         The answer is the same object until somebody comes or goes, so a shell may keep its encoding.
@@ -127,10 +126,6 @@ class CoordinatorCore:
         heard(space, presence, now)
         return space.alive
 
-    def check(self) -> list[str]:
-        """Broken invariants, as sentences; empty when all is well. For tests."""
-        return [broken for space in self.spaces.values() for broken in check(space)]
-
     def _answer(
         self,
         step: CoordinatorStep,
@@ -142,7 +137,7 @@ class CoordinatorCore:
         if isinstance(request, DataRequest) and request.is_id:
             request = msgspec.structs.replace(request, worker_id=space.member_of(request.worker_id), is_id=False)
         match request:
-            case Heartbeat():
+            case WorkerHeartbeat():
                 step.answer(token, self.heartbeat(step.now, request))
             case GetDataShard():
                 datasets.shards(step, space, token, request)

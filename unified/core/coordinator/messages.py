@@ -43,11 +43,11 @@ class SpaceClosed(Value, frozen=True, kw_only=True):
     space: str
 
 
-class DeadlineReached(Value, frozen=True, kw_only=True):
+class CoordinatorTick(Value, frozen=True, kw_only=True):
     """`CoordinatorCore.next_deadline` has come. Too early or too often does no harm."""
 
 
-Event = RequestCame | WorkerGone | SpaceClosed | DeadlineReached
+Event = RequestCame | WorkerGone | SpaceClosed | CoordinatorTick
 
 
 Row = tuple[str, str, bytes]
@@ -66,7 +66,7 @@ class Forget(Value, frozen=True, kw_only=True):
     keys: list[tuple[str, str]]
 
 
-class Answer(Value, frozen=True, kw_only=True):
+class AnswerRequest(Value, frozen=True, kw_only=True):
     """Answer a question. All whom a barrier releases are given the same object, so it need be encoded but once."""
 
     token: Token
@@ -83,7 +83,7 @@ class LogEvent(Value, frozen=True, kw_only=True):
     worker_id: str = ""
 
 
-Action = Persist | Forget | Answer | LogEvent
+Action = Persist | Forget | AnswerRequest | LogEvent
 
 
 class CoordinatorStep:
@@ -104,10 +104,10 @@ class CoordinatorStep:
         self._records[kind, key] = record
 
     def answer(self, token: Token, answer: MasterAnswer) -> None:
-        self._answers.append(Answer(token=token, answer=answer))
+        self._answers.append(AnswerRequest(token=token, answer=answer))
 
     def refuse(self, token: Token, code: str, reason: str) -> None:
-        self._answers.append(Answer(token=token, answer=Refused(code=code, reason=reason)))
+        self._answers.append(AnswerRequest(token=token, answer=Refused(code=code, reason=reason)))
 
     def report(self, event: str, reason: str, space: str, worker_id: str = "") -> None:
         self._reports.append(LogEvent(event=event, reason=reason, space=space, worker_id=worker_id))

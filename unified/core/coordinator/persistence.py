@@ -24,7 +24,7 @@ from unified.core.coordinator.records import (
     LoadedPosition,
     PastReleases,
     Presence,
-    WorkerRecord,
+    RegisteredWorker,
     row_key,
 )
 from unified.core.coordinator.state import CoordinatorTimers, Space, heard
@@ -57,7 +57,7 @@ def restore(
 
     revisions: dict[str, int] = {}
     try:
-        workers = read(WORKER, WorkerRecord)
+        workers = read(WORKER, RegisteredWorker)
         for worker in sorted(workers, key=lambda worker: (worker.gone_at, worker.came_at)):
             name = worker.info.space
             revisions[name] = max(revisions.get(name, 0), worker.came_at, worker.gone_at)
@@ -117,7 +117,7 @@ def forget(step: CoordinatorStep, space: Space) -> None:
             step.save(MARK, key, None)
 
 
-def _worker(space: Space, now: float, worker: WorkerRecord) -> None:
+def _worker(space: Space, now: float, worker: RegisteredWorker) -> None:
     if worker.gone_at:
         space.gone[worker.worker_id] = worker
         return

@@ -30,7 +30,7 @@ def row_key(space: str, name: str) -> str:
     return f"{len(space)}/{space}/{name}"
 
 
-class WorkerRecord(msgspec.Struct, eq=False, kw_only=True):
+class RegisteredWorker(msgspec.Struct, eq=False, kw_only=True):
     """One life of a worker, there or gone."""
 
     info: RegisterWorker
@@ -67,7 +67,7 @@ class WorkerRecord(msgspec.Struct, eq=False, kw_only=True):
 class Presence(msgspec.Struct, eq=False):
     """What is known of a life without being persisted."""
 
-    worker: WorkerRecord
+    worker: RegisteredWorker
     session: str
     seen_at: float
     grace_at: float = -1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 from unified.core.coordinator.dataset import DatasetState
-from unified.core.coordinator.records import MAX_EVENTS, Barrier, Checkpoint, Presence, WorkerRecord
+from unified.core.coordinator.records import MAX_EVENTS, Barrier, Checkpoint, Presence, RegisteredWorker
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
 from unified.protocol.coordinator import HeartbeatResponse
@@ -40,7 +40,7 @@ class Space:
         """Workers that are registered and not lost."""
         self.rank_slots: dict[tuple[int, int], str] = {}
         """Of those: who has which rank of which world."""
-        self.gone: dict[str, WorkerRecord] = {}
+        self.gone: dict[str, RegisteredWorker] = {}
         """The others, those that went first first."""
         self.ids: dict[str, str] = {}
         """Id of the worker that registered last for each rank, by the name of the rank as datasets have it; a worker

@@ -7,7 +7,15 @@ from typing import Literal, NamedTuple
 
 from unified.core.coordinator import barriers, datasets
 from unified.core.coordinator.messages import CoordinatorStep, Token
-from unified.core.coordinator.records import MAX_GONE, MAX_PAST_SESSIONS, WORKER, Presence, WorkerRecord, names, row_key
+from unified.core.coordinator.records import (
+    MAX_GONE,
+    MAX_PAST_SESSIONS,
+    WORKER,
+    Presence,
+    RegisteredWorker,
+    names,
+    row_key,
+)
 from unified.core.coordinator.state import REPLACED, Space, heard
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import DeregisterWorker, RegisterWorker, WorkerRegistration
@@ -113,7 +121,11 @@ def remove(step: CoordinatorStep, space: Space, presence: Presence, reason: str,
 
 
 def _refusal(
-    step: CoordinatorStep, space: Space, request: RegisterWorker, known: WorkerRecord | None, presence: Presence | None
+    step: CoordinatorStep,
+    space: Space,
+    request: RegisterWorker,
+    known: RegisteredWorker | None,
+    presence: Presence | None,
 ) -> tuple[str, str] | None:
     worker_id, rank, world = request.worker_id, request.rank, request.world_size
     if not worker_id or not request.session:
@@ -142,10 +154,10 @@ def _refusal(
 
 
 def _begin(
-    step: CoordinatorStep, space: Space, request: RegisterWorker, last: WorkerRecord | None, timeout_s: float
+    step: CoordinatorStep, space: Space, request: RegisterWorker, last: RegisteredWorker | None, timeout_s: float
 ) -> Presence:
     space.revision += 1
-    worker = WorkerRecord(info=request, incarnation=0, came_at=space.revision, timeout_s=timeout_s)
+    worker = RegisteredWorker(info=request, incarnation=0, came_at=space.revision, timeout_s=timeout_s)
     if last is not None:
         worker.incarnation = last.incarnation + 1
         worker.past_sessions = last.past_sessions
@@ -162,13 +174,13 @@ def _begin(
     return presence
 
 
-def _take_rank_slot(space: Space, worker: WorkerRecord) -> None:
+def _take_rank_slot(space: Space, worker: RegisteredWorker) -> None:
     space.ids[worker.member] = worker.worker_id
     world, rank = worker.rank_slot
     if world > 0 and rank >= 0:
         space.rank_slots[worker.rank_slot] = worker.worker_id
 
 
-def _free_rank_slot(space: Space, worker: WorkerRecord) -> None:
+def _free_rank_slot(space: Space, worker: RegisteredWorker) -> None:
     if space.rank_slots.get(worker.rank_slot) == worker.worker_id:
         del space.rank_slots[worker.rank_slot]

@@ -1,13 +1,18 @@
-"""What must always be true of a space between two steps. Tests check it; production does not."""
+"""Invariants of a coordinator between two steps, which tests check."""
 
 from __future__ import annotations
 
+from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.core.coordinator.records import MAX_BARRIERS, MAX_GONE, MAX_RELEASES
 from unified.core.coordinator.state import Space
 
 
-def check(space: Space) -> list[str]:
-    """Broken invariants, as sentences; empty when all is well."""
+def check(core: CoordinatorCore) -> list[str]:
+    """Return the broken invariants, each as a sentence."""
+    return [broken for space in core.spaces.values() for broken in _space(space)]
+
+
+def _space(space: Space) -> list[str]:
     broken = [*_workers(space), *_barriers(space)]
     for dataset_id, dataset in space.datasets.items():
         broken += [f"dataset {dataset_id}: {each}" for each in dataset.ledger.check()]
