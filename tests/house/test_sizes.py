@@ -21,13 +21,13 @@ NAMED = {
     "unified/compat/stand_in/dtruntime.py",
     "unified/compat/upstream/log.py",
     "unified/bus/buffers.py",  # a leaf that must load no ctypes
+    "unified/core/backoff.py",
     "unified/values.py",
 }
 """Modules of less than `SMALLEST` lines that have a reason."""
 TOO_SMALL = {
     "unified/checkpoint/writers.py",
     "unified/compat/children.py",
-    "unified/core/backoff.py",
     "unified/extras.py",
     "unified/job/node_range.py",
     "unified/lazy.py",
@@ -41,13 +41,13 @@ LONG_CONSTRUCTORS = {
     "CallDesk": 10,
     "CallService": 9,
     "CheckpointManager": 20,
-    "Courier": 11,
-    "ZmqConnection": 12,
-    "Listeners": 10,
-    "LineWatch": 9,
-    "MailSorter": 11,
     "ConnectionTable": 15,
+    "Courier": 11,
+    "LineWatch": 9,
+    "Listeners": 10,
+    "MailSorter": 11,
     "ShardedDataset": 9,
+    "ZmqConnection": 12,
 }
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from random import SystemRandom
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -150,6 +151,7 @@ class CheckpointManager(Loads):
             when_full=when_full,
             max_tries=max_tries,
             backoff=backoff,
+            rng=SystemRandom(),
         )
         on_failed = partial(tell_of_failed, place=self.store.place, announcer=announcer)
         self._saver = BackgroundSaver(queue, self._write, _release, on_given_way=tell_of_given_way, on_failed=on_failed)

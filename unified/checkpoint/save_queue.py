@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from random import Random
 from typing import Generic, Literal, TypeVar
 
 from unified.core.backoff import Backoff
@@ -46,16 +47,25 @@ class SaveQueue(Generic[T]):
         when_full: see `WhenFull`.
         max_tries: of one save.
         backoff: between them.
+        rng: spreads the tries of several ranks; None for one alone.
     """
 
     def __init__(
-        self, *, max_waiting: int, max_waiting_bytes: int, when_full: WhenFull, max_tries: int, backoff: Backoff
+        self,
+        *,
+        max_waiting: int,
+        max_waiting_bytes: int,
+        when_full: WhenFull,
+        max_tries: int,
+        backoff: Backoff,
+        rng: Random | None = None,
     ) -> None:
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
         self.when_full = when_full
         self._max_tries = max_tries
         self._backoff = backoff
+        self._rng = rng
         self._waiting: deque[Save[T]] = deque()
         self._current: Save[T] | None = None
         self._num_tries = 0
@@ -135,7 +145,7 @@ class SaveQueue(Generic[T]):
             self._failures.append(Failure(self._current.step, self._num_tries, error))
             self._current = None
             return False
-        self.try_at = now + self._backoff.delay_s(self._num_tries)
+        self.try_at = now + self._backoff.delay_s(self._num_tries, self._rng)
         return True
 
     def take_failures(self) -> list[Failure]:

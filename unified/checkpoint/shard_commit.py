@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import SystemRandom
 
 from unified.checkpoint.background import is_final
 from unified.checkpoint.manifest import Manifest, Part, part_name
@@ -154,7 +155,7 @@ class ShardCommit:
             if time.monotonic() >= share.deadline:
                 raise CheckpointRankError(self._who_is_missing(share, found))
             num_looks += 1
-            time.sleep(LOOK.delay_s(num_looks))
+            time.sleep(LOOK.delay_s(num_looks, SystemRandom()))
 
     def _has_all(self, share: SharedSave, found: Standing) -> bool:
         for rank in sorted(found.written - share.notes.keys()):

@@ -1,6 +1,8 @@
-"""How long to wait before trying again."""
+"""Waits between tries: none at first, then doubled up to a limit, and spread by chance."""
 
 from __future__ import annotations
+
+from random import Random
 
 from unified.values import Value
 
@@ -12,11 +14,17 @@ class Backoff(Value, frozen=True, kw_only=True):
     factor: float = 2.0
     limit_s: float = 30.0
     num_free: int = 1
-    """This many tries wait for nothing."""
+    """Number of tries that wait for nothing."""
 
-    def delay_s(self, attempt: int) -> float:
-        """Seconds to wait before try number `attempt`, counted from 0."""
+    def delay_s(self, attempt: int, rng: Random | None = None) -> float:
+        """Return the seconds to wait before try number `attempt`, counted from 0.
+
+        Args:
+            rng: draws the wait from its upper half, so that those who failed together do not try again together
+                (equal jitter). None for one who tries alone: the whole wait.
+        """
         if attempt < self.num_free:
             return 0.0
         # A bounded exponent: 2.0 ** 2000 overflows, and the limit is long reached.
-        return float(min(self.limit_s, self.first_s * self.factor ** min(attempt - self.num_free, 64)))
+        delay_s = float(min(self.limit_s, self.first_s * self.factor ** min(attempt - self.num_free, 64)))
+        return delay_s if rng is None else delay_s * rng.uniform(0.5, 1.0)

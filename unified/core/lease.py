@@ -1,9 +1,10 @@
-"""Who is alive: a lease for each key, renewed by what is heard from it."""
+"""Leases: each key counts as alive until its lease, which every word from it renews, runs out."""
 
 from __future__ import annotations
 
-import heapq
 from typing import Generic, TypeVar
+
+from unified.core.timers import TimerTable
 
 K = TypeVar("K", bound=object)
 
@@ -11,31 +12,30 @@ K = TypeVar("K", bound=object)
 class LeaseTable(Generic[K]):
     """Deadlines that are renewed far more often than they pass.
 
-    Renewing costs one dictionary write: the heap holds one entry for each key, and is corrected only when that entry
-    comes up. So `next_check` may be earlier than any real deadline; a check that finds nothing is no error.
+    Renewing costs one dictionary write: a key's timer stays where it is, and is corrected only when it is due. So
+    `next_check` may be earlier than any real deadline; a check that finds nothing is no error.
     """
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._deadline: dict[K, float] = {}
-        self._queued: dict[K, tuple[float, int]] = {}
-        self._heap: list[tuple[float, int, K]] = []
-        self._count = 0
+        self._checks: TimerTable[K] = TimerTable()
+        """A timer for each key, at its deadline or before."""
 
     def renew(self, key: K, now: float, *, lease_s: float | None = None) -> None:
         """Believe in `key` for `lease_s` seconds more (default: the table's)."""
-        deadline = now + (self.lease_s if lease_s is None else lease_s)
-        self._deadline[key] = deadline
-        if key not in self._queued or deadline < self._queued[key][0]:
-            self._push(key, deadline)
+        deadline = self._deadline[key] = now + (self.lease_s if lease_s is None else lease_s)
+        check = self._checks.deadline(key)
+        if check is None or deadline < check:
+            self._checks.arm(key, deadline)
 
     def drop(self, key: K) -> None:
         """Forget a key; one that has no lease is no error."""
         self._deadline.pop(key, None)
-        self._queued.pop(key, None)
+        self._checks.cancel(key)
 
     def deadline(self, key: K) -> float | None:
-        """When this lease runs out; None if there is none."""
+        """Return the time at which a lease runs out; None without a lease."""
         return self._deadline.get(key)
 
     def __contains__(self, key: K) -> bool:
@@ -46,25 +46,16 @@ class LeaseTable(Generic[K]):
 
     @property
     def next_check(self) -> float | None:
-        """Before this time no lease runs out; None when there are no leases."""
-        while self._heap and self._queued.get(self._heap[0][2]) != self._heap[0][:2]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        """Time before which no lease runs out; None when there are no leases."""
+        return self._checks.next_deadline
 
     def expired(self, now: float) -> list[K]:
         """Take out and return the keys whose lease has run out, earliest first."""
         keys: list[K] = []
-        while (check := self.next_check) is not None and check <= now:
-            _, _, key = heapq.heappop(self._heap)
-            deadline = self._deadline[key]
-            if deadline > now:
-                self._push(key, deadline)
+        for key in self._checks.due(now):
+            if self._deadline[key] > now:
+                self._checks.arm(key, self._deadline[key])
             else:
-                self.drop(key)
+                del self._deadline[key]
                 keys.append(key)
         return keys
-
-    def _push(self, key: K, deadline: float) -> None:
-        self._count += 1
-        self._queued[key] = (deadline, self._count)
-        heapq.heappush(self._heap, (deadline, self._count, key))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from random import SystemRandom
 from typing import Any, Protocol
 from weakref import ref
 
@@ -240,7 +241,7 @@ class OwnerLookup:
 
     def pause(self, num_failed: int, until: float | None = None) -> None:
         """Before asking again after so many failures."""
-        delay_s = AGAIN.delay_s(num_failed - 1)
+        delay_s = AGAIN.delay_s(num_failed - 1, SystemRandom())
         time.sleep(delay_s if until is None else max(min(delay_s, until - time.monotonic()), 0.0))
 
     def _attach(self, begun: float, until: float | None) -> OwnerEndpoint:

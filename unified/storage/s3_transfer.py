@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from random import SystemRandom
 from typing import Any
 
 from unified.core.backoff import Backoff
@@ -54,7 +55,7 @@ class Download:
                 num_broken = 1 if num_read > before else num_broken + 1
                 if num_broken > NUM_BROKEN:
                     raise
-                time.sleep(PAUSE.delay_s(num_broken))
+                time.sleep(PAUSE.delay_s(num_broken, SystemRandom()))
 
     def _ask(self, etag: str, first: int, last: int) -> Any:
         """The answer, or the status 412 (another version) or 416 (the object ends before)."""

@@ -147,3 +147,11 @@ def test_back_off_doubles_up_to_its_limit() -> None:
     assert [Backoff().delay_s(n) for n in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
     assert Backoff().delay_s(10_000) == 30
     assert [Backoff(first_s=0.1, num_free=0, limit_s=0.3).delay_s(n) for n in range(3)] == [0.1, 0.2, 0.3]
+
+
+def test_back_off_is_spread_over_its_upper_half() -> None:
+    waits = [Backoff().delay_s(9, random.Random(seed)) for seed in range(200)]
+    assert all(15 <= wait <= 30 for wait in waits)
+    assert len({round(wait) for wait in waits}) == 16
+    assert Backoff().delay_s(0, random.Random(1)) == 0
+    assert Backoff().delay_s(9, random.Random(1)) == Backoff().delay_s(9, random.Random(1))

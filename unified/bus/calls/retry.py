@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from random import Random, SystemRandom
 from typing import Any, TypeVar
 
 from unified.bus.calls.future import RpcFuture
@@ -31,13 +32,13 @@ class RetryPolicy(Value, frozen=True, kw_only=True):
     """Attempts after the first."""
     backoff: Backoff = BACKOFF
 
-    def delay_s(self, num_failed: int, error: BaseException) -> float | None:
+    def delay_s(self, num_failed: int, error: BaseException, rng: Random | None = None) -> float | None:
         """Seconds to wait after this many failed attempts, the last of which ended in `error`; None: give up."""
         if num_failed > self.retries or isinstance(error, RemoteError):
             return None
         if isinstance(error, WorkerDiedError):
             return None if error.is_final else 0.0  # the call itself waits for the next life
-        return self.backoff.delay_s(num_failed) if isinstance(error, BusOverloadedError | RouteLostError) else None
+        return self.backoff.delay_s(num_failed, rng) if isinstance(error, BusOverloadedError | RouteLostError) else None
 
 
 def check_retries(
@@ -101,7 +102,7 @@ class _Retried:
 
     def _on_failed(self, error: BaseException) -> None:
         self._num_failed += 1
-        delay_s = self._policy.delay_s(self._num_failed, error)
+        delay_s = self._policy.delay_s(self._num_failed, error, SystemRandom())
         left_s = self._left_s()
         if delay_s is None or (left_s is not None and left_s <= delay_s):
             if self._num_failed > 1:

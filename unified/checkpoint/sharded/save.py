@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
+from random import SystemRandom
 from typing import Any, NamedTuple
 
 from unified.checkpoint.background import BackgroundSaver
@@ -54,7 +55,12 @@ class ShardSaves:
         on_failed: Callable[[Failure], object],
     ) -> None:
         queue: SaveQueue[SharedSave] = SaveQueue(
-            max_waiting=1, max_waiting_bytes=0, when_full="wait", max_tries=max_tries, backoff=backoff
+            max_waiting=1,
+            max_waiting_bytes=0,
+            when_full="wait",
+            max_tries=max_tries,
+            backoff=backoff,
+            rng=SystemRandom(),
         )
         self._commit = ShardCommit(store, rank_timeout_s=rank_timeout_s, max_tries=max_tries, after_save=after_save)
         self.saver = BackgroundSaver(
