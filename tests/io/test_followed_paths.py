@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,29 @@ from unified.api.runtime import RoleGroup, rpc
 from unified.worker.context import set_current_worker
 
 PAGE = (ROOT / "docs/architecture.md").read_text()
+HEADINGS = re.findall(r"^#+ (.+)\n(?:(?!\d+\. |#).*\n)*1\. `[\w/]+\.py`", PAGE, re.MULTILINE)
+"""Those above a numbered list of files."""
 
 
 def listed(heading: str) -> list[str]:
     """The files of the numbered list below a heading, in order."""
     section = re.split(r"^#+ ", PAGE.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
     return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+
+
+def module(file: str) -> str:
+    """The dotted name of a file."""
+    return file.removeprefix("agent/").removeprefix("master/").removesuffix(".py").replace("/", ".")
+
+
+def imported(file: str) -> set[str]:
+    """Modules that a file imports, at the top, in a function or for types, or names as ``"module:function"``."""
+    text = (ROOT / file).read_text()
+    found = set(re.findall(r'"(unified[\w.]+):\w+"', text))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    return found
 
 
 @pytest.fixture
@@ -62,3 +80,15 @@ def test_a_call_crosses_the_files_that_the_page_lists(
     files = {file for heading in headings for file in listed(heading)}
     assert set(trace.files) == files
     assert len(files) <= limit
+
+
+@pytest.mark.parametrize("heading", [*HEADINGS])
+def test_each_listed_file_is_imported_by_one_above_it(heading: str) -> None:
+    files = listed(heading)
+    above = listed("A small call, file by file") if heading == "With an array" else []
+    assert len(files) >= 10
+    for index, file in enumerate(files):
+        assert (ROOT / file).is_file(), f"{file} is not there"
+        if above or index:
+            found = {name for each in [*above, *files[:index]] for name in imported(each)}
+            assert module(file) in found, f"none of the files above {file} imports it"
