@@ -1,4 +1,4 @@
-"""Tells owners of threads that have ended and of `DataQueue` objects that nobody holds any more.
+"""Cleanup notifications: owners hear of threads that have ended and of `DataQueue` objects that nobody holds.
 
 Both are noticed when something is collected, which can happen anywhere, even while a lock of the bus is held; so there
 it is only written down, and a thread of its own tells the owner.
@@ -21,36 +21,27 @@ logger = logging.getLogger(__name__)
 LATER_S = 1.0
 
 
-class Endpoint(Protocol):
+class HandleEndpoint(Protocol):
     """The owner of a queue, in the incarnation that knows a handle."""
 
-    def tell(self, verb: str, *args: Any) -> Any: ...
+    def tell(self, verb: str, *args: Any) -> object: ...
 
 
-class Lookup(Protocol):
+class HandleLookup(Protocol):
     """The way of one handle to its queue's owner."""
 
-    handle: int
-    owner_timeout_s: float
-
-    @property
-    def endpoint(self) -> Endpoint | None: ...
-
-    @property
-    def may_return(self) -> bool: ...
-
-    def attach(self, until: float | None = None) -> Endpoint: ...
+    def end_consumer(self, consumer: int, received: int, noticed_at: float) -> object: ...
 
 
 class _ConsumerGone(NamedTuple):
-    lookup: Lookup
+    lookup: HandleLookup
     consumer: int
     received: int
     noticed_at: float
 
 
 class _HandleGone(NamedTuple):
-    endpoint: Endpoint
+    endpoint: HandleEndpoint
     handle: int
 
 
@@ -58,34 +49,33 @@ _News = _ConsumerGone | _HandleGone | threading.Event
 
 
 class CleanupNotifications:
-    """One for the process."""
+    """The queue of notifications of this process, and the thread that sends them."""
 
     def __init__(self) -> None:
         self._news: SimpleQueue[_News] = SimpleQueue()
         self._later: list[_ConsumerGone] = []
-        """Of durable queues whose owner is between two lives."""
+        """Consumers of durable queues whose owner is between two incarnations."""
         self._told: list[Future[Any]] = []
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def start(self) -> None:
-        """Have a thread for what comes, from now on."""
+        """Start the thread, unless it runs."""
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
-                    thread = start_thread("queue-farewells", self._run)
-                    self._thread = thread
+                    self._thread = start_thread("queue-cleanup", self._run)
 
-    def consumer_gone(self, lookup: Lookup, consumer: int, received: int) -> None:
-        """Its thread has ended. Safe wherever a collection may run, as is `handle_gone`."""
+    def consumer_gone(self, lookup: HandleLookup, consumer: int, received: int) -> None:
+        """Notify the owner that a consumer's thread has ended. Safe in a finalizer, as `handle_gone` is."""
         self._news.put(_ConsumerGone(lookup, consumer, received, time.monotonic()))
 
-    def handle_gone(self, endpoint: Endpoint, handle: int) -> None:
-        """The object is not used any more."""
+    def handle_gone(self, endpoint: HandleEndpoint, handle: int) -> None:
+        """Notify the owner that a handle is not used any more."""
         self._news.put(_HandleGone(endpoint, handle))
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until owners have heard of all that was noticed before."""
+        """Wait until owners have heard of everything that was noticed before."""
         if self._thread is not None:
             until = time.monotonic() + timeout_s
             heard = threading.Event()
@@ -102,9 +92,9 @@ class CleanupNotifications:
                 try:
                     self._tell(each)
                 except UnifiedError as error:
-                    logger.debug("event=queue-farewell-lost reason=%r", str(error))
+                    logger.debug("event=queue-cleanup-lost reason=%r", str(error))
                 except BaseException:  # SystemExit too: of a callback of somebody whom the owner here told of it
-                    logger.exception("event=queue-farewell-failed: the others go on")
+                    logger.exception("event=queue-cleanup-failed: the others go on")
             for each in news:
                 if isinstance(each, threading.Event):
                     each.set()
@@ -124,14 +114,10 @@ class CleanupNotifications:
         told: object = None
         match news:
             case _ConsumerGone(lookup, consumer, received, noticed_at):
-                endpoint = lookup.endpoint
-                if endpoint is None and lookup.may_return and time.monotonic() - noticed_at < lookup.owner_timeout_s:
-                    with suppress(QueueNotFoundError):
-                        endpoint = lookup.attach(until=0.0)
-                    if endpoint is None:
-                        self._later.append(news)
-                if endpoint is not None:
-                    told = endpoint.tell("end", lookup.handle, consumer, received)
+                try:
+                    told = lookup.end_consumer(consumer, received, noticed_at)
+                except QueueNotFoundError:
+                    self._later.append(news)
             case _HandleGone(endpoint, handle):
                 told = endpoint.tell("leave", handle)
         self._told = [each for each in self._told if not each.done()]

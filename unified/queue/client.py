@@ -41,19 +41,19 @@ class DataQueue(Generic[T]):
             train(episode)
 
     Args:
-        name: of the queue, in its job.
-        is_master: this worker owns it: the queue lives in its memory, and its life is the queue's.
+        name: the queue's name in its job.
+        is_master: this worker owns it: the queue lives in its memory, and its incarnation is the queue's.
         size: items that may wait in it. What consumers have on lease does not count.
-        durable: the owner keeps a journal, and its next life goes on from there: nothing that was acknowledged is lost,
-            and meanwhile all others wait. Without it the queue is gone with the owner's life.
-        path: of the journal; default: a file beside the job's logs on the owner's node. Where the owner may be started
-            again on another node, a place that both see.
+        durable: the owner keeps a journal, and its next incarnation goes on from there: nothing that was acknowledged
+            is lost, and meanwhile all others wait. Without it the queue is gone with the owner's incarnation.
+        path: the journal's file; default: a file beside the job's logs on the owner's node. Where the owner may be
+            started again on another node, a place that both see.
         fsync: a durable queue acknowledges nothing before it is on disk, and so outlives a power failure, too.
-        max_bytes: of items that may wait in it, encoded; None: no limit. One item always fits.
+        max_bytes: encoded bytes of items that may wait in it; None: no limit. One item always fits.
         owner_timeout: seconds to wait for an owner when there is none; and for the answer of one that is there, where
             no other time is given.
 
-    Of these only `name`, `is_master` and `owner_timeout` are for those that do not own it.
+    Only `name`, `is_master` and `owner_timeout` are for workers that do not own it.
 
     Raises:
         QueueTakenError: `is_master`, and it has an owner already.
@@ -97,7 +97,7 @@ class DataQueue(Generic[T]):
         Raises:
             QueueFullError: no room in time; its `num_put` says how many are in.
             QueueClosedError: the queue was closed; `num_put` again.
-            QueueLostError: the owner's life ended.
+            QueueLostError: the owner's incarnation ended.
             QueueNotFoundError: there is no owner; or it did not answer in time, and the items may be in.
             UsageError: an item cannot be sent, or is too large for a durable queue's journal; none of them is in.
         """
@@ -105,7 +105,7 @@ class DataQueue(Generic[T]):
             self._producer.put([pack(obj) for obj in objs], timeout)
 
     def put_async(self, *objs: T) -> RpcFuture[None]:
-        """As `put`, and return at once: the future ends when the last item is in. Large items must not be changed
+        """Put items in without waiting: the future ends when the last item is in. Large items must not be changed
         before. Puts of one thread go in in the order in which they were made; only one that has to be asked for again
         after a broken connection, though its owner lives, may come after some that followed it.
 
@@ -130,7 +130,7 @@ class DataQueue(Generic[T]):
 
         Raises:
             QueueClosedError: the queue is closed, empty, and nothing can come back: nobody has anything on lease.
-            QueueLostError: the owner's life ended.
+            QueueLostError: the owner's incarnation ended.
             QueueNotFoundError: there is no owner; or for `owner_timeout` it has not answered any get.
             ProtocolError: an item cannot be read here, as its class cannot be imported. The next `get` brings the same,
                 unless `task_done` is called first.
@@ -140,11 +140,11 @@ class DataQueue(Generic[T]):
         return self._consumer.take(batch_size, timeout)
 
     def get_nowait(self, max_size: int = 1) -> list[T]:
-        """As `get`, without waiting: an empty list when there is nothing, or no owner yet."""
+        """Take what is there now, without waiting: an empty list when there is nothing, or no owner yet."""
         return self.get(max_size, timeout=0.0)
 
     def task_done(self, count: int | None = None) -> None:
-        """This thread is done with what it took: should its worker die now, nobody will do it again.
+        """Say that this thread is done with what it took: should its worker die now, nobody will do it again.
 
         Args:
             count: so many items more, in the order in which they came; None: all.
@@ -156,15 +156,15 @@ class DataQueue(Generic[T]):
         self._consumer.done(count)
 
     def give_back(self) -> None:
-        """This thread is not done with what is left of what it took: it goes back to the front, for others."""
+        """Give back what is left of what this thread took: it goes to the front, for others."""
         self._consumer.give_back()
 
     def qsize(self) -> int:
-        """How many items wait to be taken."""
+        """Return the number of items that wait to be taken."""
         return self.stats().depth
 
     def stats(self) -> QueueStats:
-        """Depth, rates, leases, and who waits."""
+        """Return depth, rates, leases, and the numbers of those that wait."""
         return msgspec.convert(self._consumer.ask("stats"), QueueStats)
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class DataQueue(Generic[T]):
         self._consumer.ask("close")
 
     def __iter__(self) -> Iterator[T]:
-        """Items, one by one, until the queue is closed and all is taken. Each is done when the next is asked for."""
+        """Yield items until the queue is closed and all is taken. Each is done when the next is asked for."""
         while True:
             try:
                 items = self.get(1)
@@ -184,7 +184,7 @@ class DataQueue(Generic[T]):
             yield from items
 
     def batches(self, batch_size: int) -> Iterator[list[T]]:
-        """As iterating over the queue, with up to `batch_size` items at a time."""
+        """Yield lists of up to `batch_size` items, as iterating over the queue yields single ones."""
         while True:
             try:
                 items = self.get(batch_size)
@@ -198,7 +198,7 @@ class DataQueue(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What this thread took is done, or, after an error, given back. The owner closes the queue."""
+        """Say that what this thread took is done, or, after an error, give it back. The owner closes the queue."""
         with nullcontext() if error is None else suppress(UnifiedError):  # its own error says more
             try:
                 if error is None:

@@ -1,4 +1,4 @@
-"""A handle's consumers: one for each thread that takes through it."""
+"""The consuming end of a handle: one consumer for each thread that takes through it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FINISH_WITHIN_S = 5.0
 
 
 class _ConsumerThread:
-    """One thread, and only that thread uses it. As long as it has items the thread keeps it, even if the handle is
-    dropped; it is collected when the thread ends."""
+    """A consumer: one thread, and only that thread uses it. While it has items the thread keeps it, even if the handle
+    is dropped; it is collected when the thread ends."""
 
     __slots__ = ("consumer", "lookup", "num_done", "num_items", "number", "received", "unread")
 
@@ -28,23 +28,23 @@ class _ConsumerThread:
         self.consumer = secrets.randbits(62)
         self.lookup = lookup
         self.number = 0
-        """Of its newest get."""
+        """The number of its newest get."""
         self.received = 0
-        """Of the newest get whose items it has seen."""
+        """The newest get whose items it has seen."""
         self.unread = 0
-        """Of the newest get that brought items."""
+        """The newest get that brought items."""
         self.num_items = 0
-        """That came with it."""
+        """The number of items that came with that get."""
         self.num_done = 0
-        """Of these."""
+        """The number of those that are done."""
 
     @property
     def has_unread(self) -> bool:
-        """Its newest get brought items that could not be read."""
+        """True if its newest get brought items that could not be read."""
         return self.unread == self.number > self.received
 
     def has(self, num_items: int) -> None:
-        """It has these items of its newest get, and is done with those before."""
+        """Note that it has these items of its newest get, and is done with those before."""
         self.received, self.num_items, self.num_done = self.number, num_items, 0
         if num_items:
             _thread.holding.add(self)
@@ -52,7 +52,7 @@ class _ConsumerThread:
             _thread.holding.discard(self)
 
     def end(self) -> None:
-        """Its thread will take no more, and is done with what it took."""
+        """Tell the owner that its thread will take no more, and is done with what it took."""
         _thread.holding.discard(self)
         lookup, self.number = self.lookup, 0
         if lookup.endpoint is not None:
@@ -67,7 +67,7 @@ class _ConsumerThread:
 
 
 class _ThreadState(threading.local):
-    """Of each thread: the consumers that have items on lease."""
+    """The consumers of each thread that have items on lease."""
 
     def __init__(self) -> None:
         self.holding: set[_ConsumerThread] = set()
@@ -77,24 +77,24 @@ _thread = _ThreadState()
 
 
 def end_main_thread() -> None:
-    """The worker's entry point has returned: its thread is done with all that it took, and so are those that ended."""
+    """End the consumers of the worker's entry point, which has returned, and of threads that have ended before."""
     for consumer in list(_thread.holding):
         consumer.end()
     CLEANUP.flush(FINISH_WITHIN_S)
 
 
 class QueueConsumer:
-    """Takes, and says what is done."""
+    """Takes items for each thread, and says which are done."""
 
     def __init__(self, lookup: OwnerLookup) -> None:
         self._lookup = lookup
         self._local = threading.local()
         self._missed_since = 0.0
-        """When an owner was first looked for, or asked, in vain; 0 once one answers."""
+        """The time when an owner was first looked for, or asked, in vain; 0 once one answers."""
 
     def take(self, max_items: int, timeout_s: float | None) -> list[Any]:
-        """Up to `max_items`, as soon as there is one; none if there is none in time. What this thread took before is
-        done.
+        """Take up to `max_items`, as soon as there is one; none if there is none in time. What this thread took before
+        is done.
 
         Raises:
             ProtocolError: one of them cannot be read here. The next take brings them again, unless `done` comes first.
@@ -124,7 +124,7 @@ class QueueConsumer:
         return values
 
     def done(self, count: int | None) -> None:
-        """This thread is done with the next `count` items of its last take; None: with all of it, read or not."""
+        """Say that this thread is done with the next `count` items of its last take; None: with all, read or not."""
         consumer = self._consumer()
         left = consumer.num_items - consumer.num_done
         if count is not None and not 0 <= count <= left:
@@ -141,7 +141,7 @@ class QueueConsumer:
         consumer.num_done = num_done
 
     def give_back(self) -> None:
-        """This thread is not done with what is left of its last take: it goes back to the front."""
+        """Give back what is left of this thread's last take: it goes to the front."""
         consumer = self._consumer()
         if consumer.num_done < consumer.num_items or consumer.has_unread:
             self._tell("give_back", consumer.consumer, consumer.number, consumer.number - 1)
@@ -159,7 +159,7 @@ class QueueConsumer:
         asked, until = None, 0.0
         while True:
             endpoint = lookup.endpoint or lookup.attach()
-            if endpoint is not asked:  # each life has the whole time
+            if endpoint is not asked:  # each incarnation has the whole time
                 asked, until = endpoint, time.monotonic() + lookup.owner_timeout_s
             try:
                 answer = endpoint.tell(verb, *args, until=until)
@@ -176,7 +176,7 @@ class QueueConsumer:
         self.ask(verb, self._lookup.handle, *args)
 
     def _take(self, consumer: _ConsumerThread, max_items: int, until: float | None) -> tuple[list[Packed] | None, bool]:
-        """Items, and whether nobody else here has them; no list if time is over and the owner was not heard."""
+        """Return items, and whether nobody else here has them; no list if time is over and the owner was not heard."""
         lookup = self._lookup
         num_failed = 0
         while True:
@@ -217,7 +217,7 @@ class QueueConsumer:
                 return None, True
 
     def _found(self, until: float | None) -> OwnerEndpoint | None:
-        """The owner; None if this take's own time is over, and there may yet be one."""
+        """Return the owner; None if this take's own time is over, and there may yet be one."""
         begun = time.monotonic()
         is_missed = self._is_missed(begun)
         try:
@@ -229,7 +229,7 @@ class QueueConsumer:
             return None
 
     def _is_missed(self, since: float) -> bool:
-        """Whether the owner, looked for or asked in vain from `since` on, had been missed for as long as one waits."""
+        """Return whether the owner, asked in vain from `since` on, had been missed for `owner_timeout_s`."""
         self._missed_since = self._missed_since or since
         return since - self._missed_since >= self._lookup.owner_timeout_s
 

@@ -1,4 +1,4 @@
-"""Items as they travel and lie in a queue: encoded by who puts them, opened by who takes them, by nobody between.
+"""Items as they travel and lie in a queue: encoded by the producer, opened by the consumer, by nobody between.
 
 A small item is its bytes. One with large parts is a `SerializedValue`: what of it lies in its producer's shared memory
 stays there, as long as somebody holds it, and goes on to the consumer without a copy.
@@ -26,12 +26,12 @@ def pack(value: object) -> Packed:
 
 
 def kept(packed: Packed) -> Packed:
-    """The item with no memory that its caller may go on to change."""
+    """Return the item with no memory that its caller may go on to change."""
     return packed if type(packed) is bytes else packed.detach()  # type: ignore[union-attr]
 
 
 def unpack(packed: Packed, *, is_only: bool) -> Any:
-    """The item.
+    """Return the item's value.
 
     Args:
         is_only: nobody else has it in this process, so that its tensors may be laid over what was received.
@@ -49,12 +49,12 @@ def nbytes(packed: Packed) -> int:
 
 
 def nbytes_of_largest(packed: Packed) -> int:
-    """Of the pieces that it consists of."""
+    """Return the size of the largest piece of the item."""
     if isinstance(packed, bytes):
         return len(packed)
     return max([len(packed.body), *(memoryview(buffer).nbytes for buffer in packed.buffers)])
 
 
 def weighed(items: Iterable[Packed]) -> list[tuple[Packed, int]]:
-    """Each with its size, as a queue's core wants them."""
+    """Pair each item with its size, as a queue's core wants them."""
     return [(item, len(item) if type(item) is bytes else nbytes(item)) for item in items]

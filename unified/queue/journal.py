@@ -1,8 +1,8 @@
-"""The journal of a durable queue: an SQLite file that the next life of the owner resumes from.
+"""The journal of a durable queue: an SQLite file from which the owner's next incarnation resumes.
 
-What the core decides is written before anybody is told of it, in the order of its steps: the answers to a step leave
-when its records, and those of all steps before it, are committed. So whatever the owner has said is in the file when it
-dies, and what is not in the file nobody has heard. Steps that come while a commit runs share the next one.
+The core's decisions are written before anybody is told of them, in the order of its steps: the answers to a step leave
+when its records, and those of all steps before it, are committed. So everything that the owner has said is in the file
+when it dies, and nobody has heard of anything else. Steps that come while a commit runs share the next one.
 
 A commit is in the hands of the operating system (WAL, ``synchronous=NORMAL``): it outlives the process, and after a
 power failure or a crash of the host the file is whole but may lack the last moments. With `fsync` every commit is on
@@ -43,9 +43,9 @@ from unified.threads import call_guarded, start_thread
 
 SCHEMA_VERSION = 1
 BUSY_S = 5.0
-"""How long to wait for a dying process to let go of the file."""
+"""Seconds to wait for a dying process to let go of the file."""
 ROW_BYTES = 100
-"""Of a row beside the piece of an item that is in it, at most."""
+"""The most bytes that a row has beside the piece of an item that is in it."""
 _SCHEMA = """
 create table facts (name text primary key, value text not null) without rowid;
 create table handles (handle integer primary key, worker text not null, incarnation integer not null);
@@ -60,7 +60,7 @@ create table leases (item_id integer primary key, handle integer not null, consu
 
 
 class JournalClocks(NamedTuple):
-    """Of one process: `monotonic` times mean nothing to the next life, so wall clock times are kept."""
+    """The clocks of one process: `monotonic` means nothing to the next incarnation, so wall clock times are kept."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
@@ -70,13 +70,13 @@ class JournalFile:
     """The file of one queue, for this process alone. One thread at a time may use it.
 
     Args:
-        path: made, with its folders, if it is not there.
-        queue: whose journal it is; a file of another queue is refused.
+        path: the file; made, with its folders, if it is not there.
+        queue: the name of its queue; a file of another queue is refused.
         fsync: a commit is on disk when it returns.
 
     Attributes:
         journal_id: made with the file, so that a queue that begins anew is known from one that goes on.
-        most_bytes: that a piece of an item may have.
+        most_bytes: the most that a piece of an item may have.
 
     Raises:
         QueueJournalError: it cannot be opened, is in use, or is no journal of this queue.
@@ -99,7 +99,7 @@ class JournalFile:
             raise self._unusable("opened", error) from None
 
     def memory(self) -> JournalState:
-        """What the last life left; `put_at` is on this process's monotonic clock.
+        """Return what the last incarnation left; `put_at` is on this process's monotonic clock.
 
         Raises:
             QueueJournalError: it cannot be read.
@@ -110,7 +110,7 @@ class JournalFile:
             raise self._unusable("read", error) from None
 
     def commit(self, records: Iterable[Record]) -> None:
-        """Write them in one transaction.
+        """Write the records in one transaction.
 
         Raises:
             QueueJournalError: they cannot be written; none of them is.
@@ -262,11 +262,11 @@ def _joined(body: bytes, num_buffers: int, buffers: list[bytes]) -> Packed:
 
 
 class Journal:
-    """Commits in a thread of its own.
+    """The thread that commits records, and then calls those that wait for them.
 
     Args:
-        file: from now on this journal's.
-        queue: whose it is, for the log.
+        file: the journal's own from now on.
+        queue: the queue's name, for the log.
         on_failure: called once, with the error, when the file can no longer be written. Nothing is written after that;
             those that wait are still told.
     """
@@ -286,11 +286,11 @@ class Journal:
 
     @property
     def is_idle(self) -> bool:
-        """Everything that was given to `write` is committed."""
+        """True if everything that was given to `write` is committed."""
         return not (self._told or self._is_writing)
 
     def check(self, items: Iterable[tuple[packed.Packed, int]]) -> None:
-        """See that the file can hold them, before they are in the queue: a commit that fails is the end of that.
+        """Check that the file can hold the items, before they are in the queue: a commit that fails is the end of that.
 
         Raises:
             UsageError: it cannot hold one of them.
@@ -305,7 +305,8 @@ class Journal:
                 )
 
     def write(self, records: Sequence[Record], then: Callable[[], None]) -> None:
-        """Commit these after all that came before, and call `then` afterwards, in the journal's thread. Never blocks.
+        """Commit these records after all that came before, and call `then` afterwards, in the journal's thread. Never
+        blocks.
 
         The order of calls is to be that of the steps: hold the core's lock.
         """

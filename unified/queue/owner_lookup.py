@@ -40,17 +40,18 @@ from unified.queue.server import QueueService, claimed_name, host_of, method
 from unified.worker.context import Worker
 
 SLICE_S = 20.0
-"""The owner answers after so long at the latest, if only to say that there is nothing yet: so an answer that got lost
-is asked for again, and nobody waits on a call that the owner has forgotten."""
+"""The longest that the owner keeps a question, if only to say that there is nothing yet: so an answer that got lost is
+asked for again, and nobody waits on a call that the owner has forgotten."""
 MARGIN_S = 40.0
-"""Beyond the slice, until the call is given up and made again."""
+"""Seconds beyond the slice until the call is given up and made again."""
 GRACE_S = 5.0
-"""Beyond the time that the asker has, for the answer to come: at its very end the owner says that there was nothing."""
+"""Seconds beyond the asker's time for the answer to come: at the very end of that the owner says that there was
+nothing."""
 SLOWEST_BYTES_PER_S = 5_000_000
 LARGE_BYTES = 64 * 1024
 LARGE_SLICE_S = 0.2
-"""A put of `LARGE_BYTES` that finds no room is answered so soon, and then asks without its items: while they are on
-their way they count against what may be in flight to the owner."""
+"""The slice of a put of more than `LARGE_BYTES`, which then asks without its items: while these are on their way they
+count against what may be in flight to the owner."""
 PutQuestion = tuple[int, int, int, list[packed.Packed] | None, float, bool]
 """Handle, number, below, items, wait_s, is_last: see `PutAsked`."""
 GetQuestion = tuple[int, int, int, int, int, float]
@@ -62,12 +63,12 @@ ATTACH_WITHIN_S = 10.0
 
 
 def listens_s(until: float, nbytes: int = 0) -> float:
-    """How long somebody who has until then, and sends so much, still listens for an answer."""
+    """Return how many seconds an asker whose time ends at `until`, and who sends so much, listens for an answer."""
     return max(until - time.monotonic(), 0.0) + GRACE_S + nbytes / SLOWEST_BYTES_PER_S
 
 
 def result_of(answer: Future[Any], until: float | None = None, nbytes: int = 0) -> Any:
-    """Wait for the answer to a question, as whoever has until then `listens_s`."""
+    """Wait for the answer to a question, for as long as `listens_s` says."""
     try:
         return answer.result(None if until is None else listens_s(until, nbytes))
     finally:
@@ -75,21 +76,22 @@ def result_of(answer: Future[Any], until: float | None = None, nbytes: int = 0) 
 
 
 def _open_s(wait_s: float, until: float | None, nbytes: int = 0) -> float:
-    """When a question that the owner may keep for `wait_s` is given up, perhaps to be asked again."""
+    """Return after how many seconds a question that the owner may keep for `wait_s` is given up, perhaps to be asked
+    again."""
     longest_s = wait_s + MARGIN_S + nbytes / SLOWEST_BYTES_PER_S
     return longest_s if until is None else min(longest_s, listens_s(until, nbytes))
 
 
 class OwnerEndpoint(Protocol):
-    """One life of the owner, in which a handle is known. `until` is when the asker's own time is over: soon after that
-    the owner is not heard any more, and the question ends in RpcTimeoutError; None: it has time for ever."""
+    """One incarnation of the owner, in which a handle is known. `until` is when the asker's own time is over: soon
+    after that the owner is not heard any more, and the question ends in RpcTimeoutError; None: it has time for ever."""
 
     holder: WorkerIncarnation
     identity: str
-    """Of the queue's contents; see `QueueService`."""
+    """The identity of the queue's contents; see `QueueService`."""
     is_durable: bool
     is_here: bool
-    """In this very process."""
+    """True if the owner is this very process."""
 
     def put(self, question: PutQuestion, nbytes: int, until: float | None) -> Any: ...
 
@@ -99,7 +101,7 @@ class OwnerEndpoint(Protocol):
 
 
 class RemoteOwner:
-    """In another worker."""
+    """An owner in another worker."""
 
     is_here = False
 
@@ -130,7 +132,7 @@ class RemoteOwner:
 
 
 class LocalOwner:
-    """In this very worker: calls go straight to the service."""
+    """An owner in this very worker: calls go straight to the service."""
 
     is_here = True
 
@@ -153,14 +155,14 @@ class LocalOwner:
 
 
 class OwnerLookup:
-    """The way of one `DataQueue` object to its queue's owner, over the owner's lives.
+    """The way of one `DataQueue` object to its queue's owner, over the owner's incarnations.
 
     Args:
-        patience_s: how long to wait for an owner when there is none.
+        owner_timeout_s: seconds to wait for an owner when there is none.
 
     Attributes:
-        handle: names the object to the owner.
-        site: the owner's life at which the handle is known; None: `attach` has to find it.
+        handle: the number of the object, for the owner.
+        endpoint: the owner's incarnation in which the handle is known; None: `attach` has to find it.
     """
 
     def __init__(self, worker: Worker, queue: str, owner_timeout_s: float) -> None:
@@ -172,20 +174,15 @@ class OwnerLookup:
         self._name = claimed_name(queue)
         self._pid = os.getpid()
         self._last: OwnerEndpoint | None = None
-        """The newest one that was attached to."""
+        """The newest endpoint that was attached to."""
         self._loss = ""
-        """Why what was in the queue is gone, or was all taken."""
+        """The reason why what was in the queue is gone, or was all taken."""
         self._was_finished = False
         self._attaching = threading.Lock()
         self._watch()
 
-    @property
-    def may_return(self) -> bool:
-        """The owner may come back, with all that was in the queue."""
-        return self._last is not None and self._last.is_durable and not self._loss
-
     def check_process(self) -> None:
-        """UsageError in a process that was forked from the worker: what it put would go nowhere."""
+        """Raise UsageError in a process that was forked from the worker: what it put would go nowhere."""
         if self._pid != os.getpid():
             raise UsageError(
                 f"queue {self.queue!r} was opened in process {self._pid}: this one ({os.getpid()}) was forked from it "
@@ -193,7 +190,7 @@ class OwnerLookup:
             )
 
     def attach(self, until: float | None = None) -> OwnerEndpoint:
-        """The site; waits until there is one, to the time `until` or as long as its patience goes.
+        """Return the endpoint; wait until there is one, to the time `until` or for `owner_timeout_s`.
 
         Raises:
             QueueNotFoundError: there is none in time, or it did not answer.
@@ -208,8 +205,20 @@ class OwnerLookup:
         finally:
             self._attaching.release()
 
+    def end_consumer(self, consumer: int, received: int, noticed_at: float) -> Any:
+        """Tell the owner that a consumer will take no more; return its answer, or a future of it.
+
+        Raises:
+            QueueNotFoundError: the owner of a durable queue may come back, for `owner_timeout_s` from `noticed_at` on.
+        """
+        endpoint, last = self.endpoint, self._last
+        may_return = last is not None and last.is_durable and not self._loss
+        if endpoint is None and may_return and time.monotonic() - noticed_at < self.owner_timeout_s:
+            endpoint = self.attach(until=0.0)
+        return None if endpoint is None else endpoint.tell("end", self.handle, consumer, received)
+
     def detach(self, endpoint: OwnerEndpoint) -> None:
-        """This handle is not known there, or no longer."""
+        """Forget the endpoint: the handle is not known there, or no longer."""
         if self.endpoint is endpoint:
             self.endpoint = None
 
@@ -217,7 +226,7 @@ class OwnerLookup:
         """Return if a question that ended in this error is to be asked again, or raise what its asker is to get.
 
         Raises:
-            QueueLostError: the owner's life is over, and the queue's contents with it.
+            QueueLostError: the owner's incarnation is over, and the queue's contents with it.
             RpcError: the error itself.
         """
         if isinstance(error, RemoteError):
@@ -231,7 +240,7 @@ class OwnerLookup:
             logger.warning("event=queue-owner-silent queue=%s reason=%r: asked again", self.queue, str(error))
 
     def silent(self, holder: WorkerIncarnation, consequence: str = "") -> QueueNotFoundError:
-        """The owner lives and did not answer in all the time that its asker had."""
+        """Return the error that says that the owner lives and did not answer in all the time that its asker had."""
         owner, we = holder.worker, self.worker.bus.worker
         return QueueNotFoundError(
             f"worker {owner}, which owns queue {self.queue!r}, lives and does not answer worker {we} in time: it is "
@@ -240,7 +249,7 @@ class OwnerLookup:
         )
 
     def pause(self, num_failed: int, until: float | None = None) -> None:
-        """Before asking again after so many failures."""
+        """Sleep before asking again after so many failures."""
         delay_s = AGAIN.delay_s(num_failed - 1, SystemRandom())
         time.sleep(delay_s if until is None else max(min(delay_s, until - time.monotonic()), 0.0))
 
@@ -266,7 +275,8 @@ class OwnerLookup:
         return endpoint
 
     def _holder(self, begun: float, until: float | None) -> WorkerIncarnation:
-        """Who has the queue's name; waits for one. One that is known is given even if there is no time left."""
+        """Return the worker that owns the queue's name; wait for one. One that is known is given even if no time is
+        left."""
         while (holder := self.worker.names.holder(self._name)) is None:
             left_s = self._left_s(begun, until)
             if left_s <= 0:
@@ -313,7 +323,7 @@ class OwnerLookup:
                 self._end(endpoint)
 
     def _watch(self) -> None:
-        """Hear when the owner changes; not longer than this object lives."""
+        """Listen for changes of the owner; not longer than this object lives."""
         lookup, watched = ref(self), self._name
 
         def on_change(name: str, holder: WorkerIncarnation | None) -> None:
@@ -328,7 +338,7 @@ class OwnerLookup:
         stop = self.worker.names.on_change(on_change)
 
     def _end(self, endpoint: OwnerEndpoint) -> None:
-        """The life that it is in is over."""
+        """Detach from an endpoint whose incarnation is over."""
         self.detach(endpoint)
         if not endpoint.is_durable and not self._loss:
             holder, entry = endpoint.holder, self.worker.bus.directory.get(endpoint.holder.worker)
@@ -373,7 +383,7 @@ class OwnerLookup:
         return f" on node {node}" if node else ""
 
     def _left_s(self, begun: float, until: float | None) -> float:
-        """How long to go on waiting. For the next life of a durable queue's owner: as long as it may still come."""
+        """Return how long to go on waiting: for a durable queue's next owner, as long as it may still come."""
         now = time.monotonic()
         left_s = begun + self.owner_timeout_s - now
         last = self._last
@@ -382,7 +392,7 @@ class OwnerLookup:
         return max(left_s if until is None else min(left_s, until - now), 0.0)
 
     def not_found(self, begun: float) -> QueueNotFoundError:
-        """There is no owner that answers, and somebody has waited for one since then."""
+        """Return the error that says that no owner answers one who has waited since `begun`."""
         holder = self.worker.names.holder(self._name)
         if holder is not None:
             return self.silent(holder)

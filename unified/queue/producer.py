@@ -1,9 +1,10 @@
-"""A handle's puts, each of which goes in once: asked for again when an answer is lost, or when another life of a
-durable queue's owner has to be waited for.
+"""The producing end of a handle. Each put goes in once: it is asked for again when an answer is lost, or when another
+incarnation of a durable queue's owner has to be waited for.
 
 A put goes straight to the owner while all is well. One that fails on the way is *parked*, and a helper thread, which is
 there only while something is parked, sends these again in their order; what is put meanwhile is parked behind them.
-When the owner's life ends, all that was on its way there comes back to be parked before anything goes to the next one.
+When the owner's incarnation ends, all that was on its way there comes back to be parked before anything goes to the
+next one.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ class _Put(msgspec.Struct, eq=False):
     nbytes: int
     until: float | None
     is_there: bool = False
-    """The owner has the items: it need only be asked."""
+    """True if the owner has the items: it need only be asked."""
     num_failed: int = 0
     endpoint: OwnerEndpoint | None = None
-    """At which it was asked for last; None: at none yet, or the question has come back, and it is parked."""
+    """The endpoint that was asked last; None: none was yet, or the question has come back, and the put is parked."""
     future: RpcFuture[None] | None = None
-    """Of one that is not waited for where it is made, or no longer."""
+    """The future of a put that is not waited for where it is made, or no longer."""
 
 
 class QueueProducer:
-    """Puts, in the order of their numbers."""
+    """Puts of one handle, in the order of their numbers."""
 
     def __init__(self, lookup: OwnerLookup) -> None:
         self._lookup = lookup
@@ -70,10 +71,10 @@ class QueueProducer:
         self._changed = threading.Condition(self._lock)
         self._helper: threading.Thread | None = None
         self._settled: OwnerEndpoint | None = None
-        """No question to any other site is open."""
+        """The endpoint outside which no question is open."""
 
     def put(self, items: list[Packed], timeout_s: float | None) -> None:
-        """Put all of them in; returns when the last one is.
+        """Put all of the items in; return when the last one is.
 
         Raises:
             QueueFullError: there was no room for all in time.
@@ -89,7 +90,7 @@ class QueueProducer:
             raise
 
     def put_async(self, items: list[Packed]) -> RpcFuture[None]:
-        """As `put`, without waiting for it. The items must not be changed before it has ended."""
+        """Put items in without waiting. The items must not be changed before the future has ended."""
         put = self._begin(items, None)
         future = self._promised(put)
         endpoint = self._straight_to(put)
@@ -121,7 +122,7 @@ class QueueProducer:
         return put
 
     def _forget(self, put: _Put) -> None:
-        """It has ended."""
+        """Forget a put that has ended."""
         with self._lock:
             self._open.pop(put.number, None)
             self._parked.pop(put.number, None)
@@ -129,7 +130,7 @@ class QueueProducer:
                 self._changed.notify()
 
     def _straight_to(self, put: _Put) -> OwnerEndpoint | None:
-        """Where it may be asked for at once; None: there is no owner, or it has to stay behind others."""
+        """Return where a put may be asked for at once; None: there is no owner, or it has to stay behind others."""
         endpoint = self._lookup.endpoint
         if endpoint is None or self._parked:
             return None
@@ -140,7 +141,8 @@ class QueueProducer:
         return endpoint
 
     def _is_first(self, put: _Put, endpoint: OwnerEndpoint) -> bool:
-        """Under the lock: no put before it is open at another site, from where it may yet come back to be parked."""
+        """Return whether no put before it is open elsewhere, from where it may yet come back to be parked. The lock is
+        held."""
         if endpoint is self._settled:
             return True
         elsewhere = (each.number for each in self._open.values() if each.endpoint not in (None, endpoint))
@@ -150,7 +152,7 @@ class QueueProducer:
         return first is None or first > put.number
 
     def _put_straight(self, put: _Put) -> bool:
-        """Put it in, waiting for the answers here; False if that does not go straight."""
+        """Put it in, waiting for the answers here; False if it has to be parked."""
         endpoint = self._straight_to(put)
         if endpoint is None:
             return False
@@ -176,7 +178,7 @@ class QueueProducer:
         return False
 
     def _ask(self, put: _Put, endpoint: OwnerEndpoint) -> Any:
-        """The answer of the owner, or a future of it. A put that was given up is not asked for."""
+        """Return the owner's answer, or a future of it. A put that was given up is not asked for."""
         with self._lock:
             if put.number not in self._open:
                 return [_WAITING, 0]
@@ -192,7 +194,7 @@ class QueueProducer:
         return endpoint.put((self._lookup.handle, put.number, below, items, wait_s, is_last), size, put.until)
 
     def _not_heard(self, put: _Put, endpoint: OwnerEndpoint, error: RpcError) -> None:
-        """A question had no answer: return if it is to be asked again, or raise what the put ends in."""
+        """Return if a question without an answer is to be asked again, or raise what the put ends in."""
         lookup = self._lookup
         lookup.failed(endpoint, error)
         if lookup.endpoint is endpoint and put.until is not None and time.monotonic() >= put.until:
@@ -204,7 +206,7 @@ class QueueProducer:
         return self._lookup.silent(endpoint.holder, "What was put may be in the queue, or go in yet. ")
 
     def _refusal(self, put: _Put, answer: list[int]) -> QueueError | None:
-        """What an answer that is not DONE means to whoever put; None: it has to be asked for again."""
+        """Return the error that an answer other than DONE means to whoever put; None: it has to be asked for again."""
         outcome, num_in = answer
         if outcome == Outcome.FULL:
             return QueueFullError(
@@ -250,7 +252,7 @@ class QueueProducer:
             self._on_content(put, endpoint, answer)
 
     def _on_answer(self, put: _Put, endpoint: OwnerEndpoint, answer: Future[Any]) -> None:
-        """On whichever thread ended it: nothing here waits."""
+        """Take an answer, on whichever thread it came: nothing here waits."""
         error = answer.exception()
         if error is not None:
             self._failed(put, endpoint, error)

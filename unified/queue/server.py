@@ -60,25 +60,25 @@ CLAIM_WITHIN_S = 60.0
 
 
 def method(queue: str, verb: str) -> str:
-    """Under which name the owner's method is called over the bus."""
+    """Return the name by which the owner's method is called over the bus."""
     return f"__queue__.{queue}.{verb}"
 
 
 class QueueService:
-    """One queue. Any thread may call; nothing blocks.
+    """The service of one queue. Any thread may call; nothing blocks.
 
-    What a method returns is the answer, or a future of it. A put is answered with None when all its items are in, a get
-    with a list of items; anything else is an `Outcome` as a number, of a put together with how many items went in.
+    A method returns the answer, or a future of it. A put is answered with None when all its items are in, a get with a
+    list of items; anything else is an `Outcome` as a number, of a put together with how many items went in.
 
     Args:
-        name: of the queue.
+        name: the queue's name.
         size, max_bytes: see `QueueCore`.
-        journal: of a durable queue; opened here.
+        journal: the file of a durable queue's journal; opened here.
         fsync: see `unified.queue.journal`.
-        host: told of threads of this process that wait for an answer.
+        host: notified of threads of this process that wait for an answer.
 
     Attributes:
-        identity: the same as long as the items in the queue are the same: of a durable queue, over its owner's lives.
+        identity: the same as long as the queue's items are: of a durable queue, over its owner's incarnations.
 
     Raises:
         QueueJournalError: the journal cannot be opened.
@@ -121,13 +121,13 @@ class QueueService:
 
     @property
     def is_finished(self) -> bool:
-        """Closed, and all of it taken and done."""
+        """True if the queue is closed, and all of it taken and done."""
         return self._core.is_finished
 
     @rpc(inline=True)
     def attach(self, handle: int, worker: str, incarnation: int) -> Any:
-        """Make a handle known. Answers with the queue's identity, whether it is durable, and whether the handle's life
-        is still thought to be alive."""
+        """Make a handle known. Answers with the queue's identity, whether it is durable, and whether the handle's
+        incarnation is still thought to be alive."""
         handles = self._core.state.handles
         return self._tell(
             HandleAttached(handle=handle, worker=worker, incarnation=incarnation),
@@ -177,12 +177,12 @@ class QueueService:
 
     @rpc(inline=True)
     def end(self, handle: int, consumer: int, received: int) -> Any:
-        """A consumer will take no more."""
+        """End a consumer, which will take no more."""
         return self._tell(ConsumerEnded(handle=handle, consumer=consumer, received=received))
 
     @rpc(inline=True)
     def leave(self, handle: int) -> Any:
-        """A handle will ask no more."""
+        """Drop a handle, which will ask no more."""
         return self._tell(HandleClosed(handle=handle))
 
     @rpc(inline=True)
@@ -196,7 +196,7 @@ class QueueService:
         return found
 
     def life_ended(self, worker: str, incarnation: int) -> None:
-        """This life, and every one before it, is over."""
+        """End the handles of this incarnation and of every one before it."""
         with suppress(QueueJournalError):  # whoever asks for something is told
             self._tell(IncarnationEnded(worker=worker, incarnation=incarnation))
 
@@ -207,7 +207,7 @@ class QueueService:
             self._journal.close()
 
     def _ask(self, event: Event, request_id: int) -> Any:
-        """The answer, or a future of it."""
+        """Return the answer, or a future of it."""
         with self._lock:
             actions = self._step(event)
             if self._journal is not None:
@@ -219,8 +219,8 @@ class QueueService:
         return future
 
     def _tell(self, event: Event, answer: Callable[[], Any] = lambda: None) -> Any:
-        """What needs no answer of the core's: `answer()`, or of a durable queue a future of it that ends with the
-        commit."""
+        """Tell the core of what it gives no answer to; return `answer()`, or of a durable queue a future of it that
+        ends with the commit."""
         with self._lock:
             actions = self._step(event)
             if self._journal is not None:
@@ -237,7 +237,7 @@ class QueueService:
         return self._core.step(time.monotonic(), event)
 
     def _sort(self, actions: list[Action], request_id: int) -> tuple[Any, list[_Answer]]:
-        """The answer to `request_id`, or a future of it, and what those who waited are to be told."""
+        """Return the answer to `request_id`, or a future of it, and the answers to those that waited."""
         answer: Any = _NO_ANSWER
         answers = []
         for action in actions:
@@ -252,7 +252,8 @@ class QueueService:
     def _hold_back(
         self, journal: Journal, actions: list[Action], request_id: int | None, answer: Callable[[], Any] = lambda: None
     ) -> tuple[RpcFuture[Any], list[_Answer]]:
-        """A future of the answer, and what can be told at once: nothing that was not committed, or follows from it."""
+        """Return a future of the answer, and what can be told at once: nothing that was not committed, or follows from
+        it."""
         future: RpcFuture[Any] = RpcFuture(self._what, host=self._host)
         if request_id is not None:
             self._waiting[request_id] = future
@@ -286,7 +287,7 @@ class QueueService:
                 raise
 
     def _fail(self, error: QueueJournalError) -> None:
-        """What the core holds is no longer what the next life would know: from now on there is nothing but this."""
+        """Fail from now on: what the core holds is no longer what the next incarnation would know."""
         with self._lock:
             self._failure = error
             waiting, self._waiting = list(self._waiting.values()), {}
@@ -304,7 +305,7 @@ class QueueService:
 
 
 def _content(action: Action) -> Any:
-    """As it travels."""
+    """Return the answer as it travels."""
     if isinstance(action, AnswerGet):
         return [item.payload for item in action.items] if action.outcome is Outcome.DONE else int(action.outcome)
     assert isinstance(action, AnswerPut)
@@ -312,12 +313,12 @@ def _content(action: Action) -> Any:
 
 
 def claimed_name(queue: str) -> str:
-    """Under which name of the job its owner is found."""
+    """Return the name of the job by which the queue's owner is found."""
     return f"queue/{queue}"
 
 
 def journal_path(worker: Worker, queue: str) -> Path:
-    """Where a durable queue's journal is unless the user says so: beside the job's logs on this node, which outlive the
+    """Return where a durable queue's journal is by default: beside the job's logs on this node, which outlive the
     worker.
 
     Raises:
@@ -331,7 +332,7 @@ def journal_path(worker: Worker, queue: str) -> Path:
 
 
 class QueueHost:
-    """Of one endpoint; `host_of` makes it."""
+    """The queues that the worker of one endpoint owns; made by `host_of`."""
 
     def __init__(self, bus: BusEndpoint) -> None:
         self._bus = bus
@@ -340,7 +341,7 @@ class QueueHost:
         bus.on_directory(self._on_directory)
 
     def find(self, queue: str) -> QueueService | None:
-        """The service of a queue that this worker owns."""
+        """Return the service of a queue that this worker owns."""
         return self._services.get(queue)
 
     def open(
@@ -353,7 +354,7 @@ class QueueHost:
         journal: Path | None,
         fsync: bool,
     ) -> QueueService:
-        """Own a queue from now on, to the end of this life.
+        """Own a queue from now on, to the end of this incarnation.
 
         A queue of this worker that is closed and finished makes way for a new one of its name.
 
@@ -399,12 +400,12 @@ class QueueHost:
         return service
 
     def _end(self, service: QueueService) -> None:
-        """Another one takes its place, and its names on the bus."""
+        """End a service whose place, and names on the bus, another one takes."""
         service.shut_down()
         atexit.unregister(service.shut_down)
 
     def _reap(self, service: QueueService) -> None:
-        """Of lives that a journal may know, those that ended while nobody listened: this worker's own among them."""
+        """End incarnations that a journal knows and that ended while nobody listened, this worker's own among them."""
         service.life_ended(self._bus.worker, self._bus.incarnation - 1)
         for entry in self._bus.directory.entries:
             if (over := self._bus.directory.newest_over(entry.worker)) >= 0:
@@ -418,12 +419,12 @@ class QueueHost:
 
 
 _hosts: WeakValueDictionary[str, QueueHost] = WeakValueDictionary()
-"""By inbox. The endpoint keeps its own alive, as one that listens to its directory."""
+"""Hosts by inbox. The endpoint keeps its own alive, as one that listens to its directory."""
 _making = threading.Lock()
 
 
 def host_of(bus: BusEndpoint) -> QueueHost:
-    """The queues that an endpoint's worker owns."""
+    """Return the queues that an endpoint's worker owns."""
     with _making:
         host = _hosts.get(bus.inbox_id)
         if host is None:

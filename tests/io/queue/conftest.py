@@ -32,6 +32,6 @@ def trio(world: QueueWorld) -> tuple[Member, Member, Member]:
 
 def _new_since(before: set[threading.Thread]) -> list[threading.Thread]:
     """But for those of the process, which end with it."""
-    kept = {"queue-farewells", "bus-retry"}
+    kept = {"queue-cleanup", "bus-retry"}
     new = [thread for thread in threading.enumerate() if thread not in before and thread.name not in kept]
     return [thread for thread in new if thread.name.startswith(("bus-", "queue-"))]

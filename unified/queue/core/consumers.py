@@ -1,4 +1,4 @@
-"""The line of gets, and what each consumer has on lease.
+"""Gets that wait, in order, and what each consumer has on lease.
 
 A consumer has one lease at most. It ends with the consumer's next get, when the consumer says that it is done, or by
 being returned; what is returned goes back to its own place, so it is taken next.
@@ -23,17 +23,17 @@ from unified.queue.core.state import Consumer, Handle, Lease, QueueState, Rate, 
 
 
 class Consumers:
-    """Gets that wait, and leases."""
+    """The gets that wait, and the leases."""
 
     def __init__(self, state: QueueState, now: float) -> None:
         self._state = state
         self.waiting: OrderedDict[int, WaitingGet] = OrderedDict()
-        """By consumer."""
+        """The gets that wait, by consumer."""
         self.num_leased = 0
         self.rate = Rate(now)
 
     def ask(self, now: float, event: GetAsked) -> WaitingGet | None:
-        """The get in the line, to be served; None if it was answered already."""
+        """Return the get that waits now, to be served; None if it was answered already."""
         handle = self._state.handles.get(event.handle)
         if handle is None:
             self._answer(event.request_id, Outcome.UNKNOWN)
@@ -60,7 +60,7 @@ class Consumers:
         return get
 
     def hand_out(self, now: float) -> bool:
-        """Give to those in the line while there is something; whether anything was given.
+        """Give to gets that wait while there is something; return whether anything was given.
 
         What is there is shared among those who wait, so that one large get does not leave the others idle.
         """
@@ -100,13 +100,13 @@ class Consumers:
             self._end_lease(consumer, event.received)
 
     def end(self, handle: Handle, consumer: Consumer, received: int) -> None:
-        """It will take no more, and was done with what it received."""
+        """End a consumer that will take no more, and was done with what it received."""
         self.stop_waiting(consumer, Outcome.WAITING)
         self._end_lease(consumer, received)
         del handle.consumers[consumer.consumer]
 
     def drop(self, handle: Handle) -> None:
-        """The handle is gone, in the middle of whatever its consumers did."""
+        """Drop a handle that is gone, in the middle of whatever its consumers did."""
         for consumer in handle.consumers.values():
             self.stop_waiting(consumer, Outcome.UNKNOWN)
             self._give_back(consumer)
@@ -145,7 +145,7 @@ class Consumers:
             self._return(lease.items)
 
     def _return(self, items: list[Item]) -> None:
-        """To their places in the queue."""
+        """Return the items to their places in the queue."""
         self.num_leased -= len(items)
         self._state.buffer.give_back(items)
         if self._state.is_durable and items:

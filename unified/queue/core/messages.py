@@ -1,7 +1,7 @@
 """Events that a queue's core is told, and the actions that it decides: answers to handles, and records for a journal.
 
-A *handle* is one `DataQueue` object in one worker. A *consumer* is one thread that takes through one handle. A *ticket*
-names one question that waits for its one answer.
+A *handle* is one `DataQueue` object in one worker. A *consumer* is one thread that takes through one handle. A
+*request id* names one question that waits for its one answer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from unified.values import Value
 
 
 class Outcome(IntEnum):
-    """Numbers, because they travel and are kept in journals: they must not change."""
+    """The result of a put or a get. The numbers travel and are kept in journals: they must not change."""
 
     DONE = 0
     """All items are in; or, here are items."""
     WAITING = 1
-    """Time is over and nothing was given up: ask again. A put keeps its place in the line."""
+    """Time is over and nothing was given up: ask again. A put keeps its place."""
     FULL = 2
     """The put's time is over, and what had not gone in was dropped."""
     CLOSED = 3
     UNKNOWN = 4
-    """The handle has to attach first: this owner does not know it. Or its life is over."""
+    """The handle has to attach first: this owner does not know it. Or its incarnation is over."""
 
 
 class Item(msgspec.Struct, gc=False):
@@ -33,7 +33,7 @@ class Item(msgspec.Struct, gc=False):
 
     item_id: int
     payload: Any
-    """Opaque here."""
+    """The encoded item, opaque here."""
     nbytes: int
     put_at: float
 
@@ -58,16 +58,17 @@ class PutAsked(Value, frozen=True, kw_only=True):
     request_id: int
     handle: int
     number: int
-    """Of this put, counted by the handle."""
+    """The number of this put, counted by the handle."""
     below: int
-    """The handle has the answers of all its puts with lower numbers than this, or wants none any more: they need not be
+    """The handle has the answers of all its puts with lower numbers, or wants none any more: they need not be
     remembered, and what has not gone in of them is dropped."""
     items: list[tuple[Any, int]] | None
-    """What is put, each with its size in bytes. None: the owner has them from an earlier ask."""
+    """The items, each with its size in bytes. None: the owner has them from an earlier ask."""
     wait_s: float | None = None
-    """How long the answer may wait for room; None: for ever."""
+    """Seconds that the answer may wait for room; None: for ever."""
     is_last: bool = False
-    """When that time is over the handle gives up, and what has not gone in is dropped; else it will ask again."""
+    """True: at the end of that time the handle gives up, and what has not gone in is dropped; else it will ask again.
+    """
 
 
 class GetAsked(Value, frozen=True, kw_only=True):
@@ -77,12 +78,12 @@ class GetAsked(Value, frozen=True, kw_only=True):
     handle: int
     consumer: int
     number: int
-    """Of this get, counted by the consumer."""
+    """The number of this get, counted by the consumer."""
     received: int
     """The consumer is done with what its gets up to this number gave it. Later ones never reached it."""
     max_items: int
     wait_s: float | None = None
-    """How long the answer may wait for an item; None: for ever."""
+    """Seconds that the answer may wait for an item; None: for ever."""
 
 
 class TakeDone(Value, frozen=True, kw_only=True):
@@ -92,7 +93,7 @@ class TakeDone(Value, frozen=True, kw_only=True):
     consumer: int
     number: int
     count: int | None = None
-    """With the first so many of it; None: with all."""
+    """The number of items that are done, from the first on; None: all."""
 
 
 class TakeReturned(Value, frozen=True, kw_only=True):
@@ -102,7 +103,7 @@ class TakeReturned(Value, frozen=True, kw_only=True):
     consumer: int
     number: int
     received: int
-    """As in `GetAsked`: to give back what it has seen, a consumer says the number before."""
+    """The same as in `GetAsked`: to give back what it has seen, a consumer says the number before."""
 
 
 class ConsumerEnded(Value, frozen=True, kw_only=True):
@@ -111,18 +112,18 @@ class ConsumerEnded(Value, frozen=True, kw_only=True):
     handle: int
     consumer: int
     received: int
-    """As in `GetAsked`."""
+    """The same as in `GetAsked`."""
 
 
 class IncarnationEnded(Value, frozen=True, kw_only=True):
-    """This life of a worker is over, and every one before it."""
+    """An incarnation of a worker is over, and every one before it."""
 
     worker: str
     incarnation: int
 
 
 class CloseAsked(Value, frozen=True, kw_only=True):
-    """Nothing more is to be put in."""
+    """A user closes the queue: nothing more is to be put in."""
 
 
 class QueueTick(Value, frozen=True, kw_only=True):
@@ -149,7 +150,7 @@ class AnswerPut(Value, frozen=True, kw_only=True):
     request_id: int
     outcome: Outcome
     num_in: int
-    """How many of its items have gone in."""
+    """The number of its items that have gone in."""
 
 
 class AnswerGet(Value, frozen=True, kw_only=True):
@@ -167,13 +168,13 @@ class SaveHandle(Value, frozen=True, kw_only=True):
 
 
 class DropHandle(Value, frozen=True, kw_only=True):
-    """And all that is remembered of its puts."""
+    """A handle is gone, with all that is remembered of its puts."""
 
     handle: int
 
 
 class SavePut(Value, frozen=True, kw_only=True):
-    """How far a put has come, and how it ended; WAITING: it has not."""
+    """The progress of a put, and how it ended; WAITING: it has not."""
 
     handle: int
     number: int
@@ -182,56 +183,56 @@ class SavePut(Value, frozen=True, kw_only=True):
 
 
 class DropPuts(Value, frozen=True, kw_only=True):
-    """Of one handle, those with a lower number."""
+    """The puts of one handle with lower numbers are forgotten."""
 
     handle: int
     below: int
 
 
 class SaveItems(Value, frozen=True, kw_only=True):
-    """They went in."""
+    """Items went in."""
 
     items: list[Item]
 
 
 class DropItems(Value, frozen=True, kw_only=True):
-    """They were acknowledged."""
+    """Items were acknowledged."""
 
     item_ids: list[int]
 
 
 class SaveLease(Value, frozen=True, kw_only=True):
-    """These items are with a consumer."""
+    """Items are with a consumer."""
 
     handle: int
     consumer: int
     number: int
     item_ids: list[int]
     num_done: int = 0
-    """So many before these are acknowledged; only in what comes back from a journal."""
+    """The number of items before these that are acknowledged; only in what comes back from a journal."""
 
 
 class DropLease(Value, frozen=True, kw_only=True):
-    """These items are back in the queue."""
+    """Items are back in the queue."""
 
     item_ids: list[int]
 
 
 class SaveClosed(Value, frozen=True, kw_only=True):
-    """No more puts, for ever."""
+    """The queue is closed for ever."""
 
 
 Record = SaveHandle | DropHandle | SavePut | DropPuts | SaveItems | DropItems | SaveLease | DropLease | SaveClosed
-"""For the journal of a durable queue; the cores of others return none."""
+"""Records for the journal of a durable queue; the cores of others return none."""
 Action = AnswerPut | AnswerGet | Record
 
 
 class JournalState(msgspec.Struct, kw_only=True):
-    """What a journal remembers of a queue whose owner died."""
+    """The state that a journal remembers of a queue whose owner died."""
 
     handles: list[SaveHandle] = []
     puts: list[SavePut] = []
     items: list[Item] = []
-    """By id, those on lease among them."""
+    """All items by id, those on lease among them."""
     leases: list[SaveLease] = []
     is_closed: bool = False

@@ -1,6 +1,6 @@
-"""The line of puts: first come, first served, each put once however often it is asked for.
+"""Puts that wait: first come, first served, each put once however often it is asked for.
 
-Only the head of the line goes in, item by item as there is room; so the items of one put are neighbours, and a put of
+Only the first put goes in, item by item as there is room; so the items of one put are neighbours, and a put of
 more items than the queue holds goes through it piece by piece.
 """
 
@@ -13,16 +13,16 @@ from unified.queue.core.state import Handle, QueueState, Rate, WaitingPut
 
 
 class Producers:
-    """Puts that wait, and those that are remembered in case they are asked for again."""
+    """The puts that wait, and those that are remembered in case they are asked for again."""
 
     def __init__(self, state: QueueState, now: float) -> None:
         self._state = state
         self.waiting: OrderedDict[tuple[int, int], WaitingPut] = OrderedDict()
-        """By handle and number."""
+        """The puts that wait, by handle and number."""
         self.rate = Rate(now)
 
     def ask(self, now: float, event: PutAsked) -> WaitingPut | None:
-        """The put in the line, to be let in; None if it was answered already."""
+        """Return the put that waits now, to be let in; None if it was answered already."""
         handle = self._state.handles.get(event.handle)
         if handle is None:
             self._answer(event.request_id, Outcome.UNKNOWN, 0)
@@ -43,7 +43,7 @@ class Producers:
         return put
 
     def _enter(self, now: float, handle: Handle, event: PutAsked) -> WaitingPut | None:
-        if event.items is None:  # an earlier life of the owner had them
+        if event.items is None:  # an earlier incarnation of the owner had them
             self._answer(event.request_id, Outcome.UNKNOWN, 0)
             return None
         num_in = handle.begun_puts.pop(event.number, 0)
@@ -81,7 +81,7 @@ class Producers:
             self.end(put, Outcome.DONE)
 
     def end(self, put: WaitingPut, outcome: Outcome) -> None:
-        """Out of the line. How it ended is kept for whoever asks again."""
+        """End a put that waited. How it ended is kept for whoever asks again."""
         handle = put.handle
         del self.waiting[handle.handle, put.number]
         del handle.waiting_puts[put.number]
@@ -96,12 +96,12 @@ class Producers:
             self.end(put, outcome)
 
     def drop(self, handle: Handle) -> None:
-        """The handle is gone. Its waiting puts were never acknowledged, so what is not in need not go in."""
+        """Drop a handle that is gone. Its waiting puts were never acknowledged, so what is not in need not go in."""
         for put in list(handle.waiting_puts.values()):
             self.end(put, Outcome.UNKNOWN)
 
     def expire(self, put: WaitingPut) -> None:
-        """Its time is over."""
+        """Answer a put whose time is over."""
         if put.is_last:
             self.end(put, Outcome.FULL)
         elif put.request_id is not None:

@@ -1,8 +1,7 @@
-"""A queue's decisions: who waits, who is given what, what comes back. No socket, no clock, no thread.
+"""The decisions of a queue: who waits, who is given what, what comes back. No socket, no clock, no thread.
 
-Items have ids that rise in the order in which they went in, and leave in the order of their ids. Puts and gets wait in
-a line each. Only one line can be non-empty when everything has settled, as an item that is there goes to whoever waits
-for one.
+Items have ids that rise in the order in which they went in, and leave in the order of their ids. Either
+puts or gets wait when everything has settled, not both, as an item that is there goes to whoever waits for one.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ from unified.queue.core.state import Consumer, Handle, ItemBuffer, Lease, QueueS
 
 
 class QueueCore:
-    """One queue. `step(now, event)` takes any event in any state and says what to do; every ticket is answered once.
+    """One queue. `step(now, event)` takes any event in any state and says what to do; every request is answered once.
 
     Args:
-        now: on the clock of `step`.
-        name: for people.
+        now: the time on the clock of `step`.
+        name: the queue's name, for people.
         size: items that may wait to be taken; leased ones do not count, and those that come back may go beyond it.
-        max_bytes: of waiting items, encoded; None: no limit. One item always fits.
+        max_bytes: encoded bytes of waiting items; None: no limit. One item always fits.
         is_durable: return the records that a journal needs.
-        memory: what the journal of an earlier life remembers; `put_at` of its items is on the clock of `step`.
+        memory: the state that the journal of an earlier incarnation remembers; `put_at` of its items is on the clock of
+            `step`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class QueueCore:
         self.producers = Producers(self.state, now)
         self.consumers = Consumers(self.state, now)
         self._dead: dict[str, int] = {}
-        """By worker: the newest life that is known to be over."""
+        """The newest incarnation of each worker that is known to be over."""
         self._handlers: dict[type, Callable[[float, Any], None]] = {
             HandleAttached: self._on_attached,
             HandleClosed: self._on_handle_closed,
@@ -84,12 +84,12 @@ class QueueCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `QueueTick` is due. It may come early, and then finds nothing to do."""
+        """The time at which `QueueTick` is due. It may come early, and then finds nothing to do."""
         return self.state.next_deadline
 
     @property
     def is_finished(self) -> bool:
-        """Closed, empty, and nothing can come back."""
+        """True if the queue is closed and empty, and nothing can come back."""
         return self.state.is_closed and not len(self.buffer) and not self.consumers.num_leased
 
     def stats(self, now: float) -> QueueStats:
@@ -175,7 +175,7 @@ class QueueCore:
         self._settle(now)  # what gave up may have held back a put that fits
 
     def deadlines(self) -> Iterator[float]:
-        """Of all who wait."""
+        """Yield the deadlines of all that wait."""
         yield from (put.deadline for put in self.producers.waiting.values() if put.deadline is not None)
         yield from (get.deadline for get in self.consumers.waiting.values() if get.deadline is not None)
 
@@ -195,7 +195,7 @@ class QueueCore:
         return handle.consumers.get(event.consumer) if handle is not None else None
 
     def _end_lives(self, now: float, worker: str, incarnation: int) -> None:
-        """This life is over, and every one before it."""
+        """End this incarnation of a worker, and every one before it."""
         if incarnation <= self._dead.get(worker, -1):
             return
         self._dead[worker] = incarnation

@@ -15,17 +15,17 @@ from unified.values import Value
 
 WINDOW_S = 10.0
 STEP_S = 1.0
-"""What happens within so long is counted as having happened together."""
+"""Seconds: what happens within one step is counted as having happened together."""
 
 
 class Lease(msgspec.Struct, eq=False):
-    """What a consumer has taken and is not done with."""
+    """The items that a consumer has taken and is not done with."""
 
     number: int
-    """Of the get that took it."""
+    """The number of the get that took it."""
     items: list[Item]
     num_done: int = 0
-    """So many of its first items are acknowledged, and no longer in `items`."""
+    """The number of its first items that are acknowledged, and no longer in `items`."""
 
 
 class Consumer(msgspec.Struct, eq=False):
@@ -34,12 +34,12 @@ class Consumer(msgspec.Struct, eq=False):
     consumer: int
     handle: int
     number: int = -1
-    """Of its newest get."""
+    """The number of its newest get."""
     lease: Lease | None = None
 
 
 class WaitingGet(msgspec.Struct, eq=False):
-    """A consumer in the line for items."""
+    """A consumer that waits for items."""
 
     request_id: int
     consumer: Consumer
@@ -49,24 +49,24 @@ class WaitingGet(msgspec.Struct, eq=False):
 
 
 class Handle(msgspec.Struct, eq=False):
-    """One `DataQueue` object in one life of a worker."""
+    """One `DataQueue` object in one incarnation of a worker."""
 
     handle: int
     worker: str
     incarnation: int
     consumers: dict[int, Consumer] = {}
     below: int = 0
-    """It has the answers of all its puts with lower numbers."""
+    """The handle has the answers of all its puts with lower numbers."""
     waiting_puts: OrderedDict[int, WaitingPut] = msgspec.field(default_factory=OrderedDict)
-    """By number."""
+    """Puts that wait, by number."""
     ended_puts: OrderedDict[int, tuple[Outcome, int]] = msgspec.field(default_factory=OrderedDict)
-    """By number: how they ended and how many items went in, until the handle has said that it knows."""
+    """Puts that ended, by number: the outcome and how many items went in, until the handle has said that it knows."""
     begun_puts: dict[int, int] = {}
-    """By number, of puts that were in the line when an earlier life of the owner ended: how many items are in."""
+    """Puts that waited when an earlier incarnation of the owner ended, by number: how many of their items are in."""
 
 
 class WaitingPut(msgspec.Struct, eq=False):
-    """A put in the line for room."""
+    """A put that waits for room."""
 
     request_id: int | None
     """None: nobody asks for it at the moment; it keeps its place."""
@@ -79,7 +79,8 @@ class WaitingPut(msgspec.Struct, eq=False):
 
 
 class ItemBuffer:
-    """Bounded by `size` items and, unless None, `max_bytes`. What comes back may go beyond both."""
+    """The items that wait to be taken, lowest id first; bounded by `size` items and, unless None, `max_bytes`. What
+    comes back may go beyond both."""
 
     def __init__(self, size: int, max_bytes: int | None) -> None:
         self.size = size
@@ -94,12 +95,12 @@ class ItemBuffer:
         return len(self._fresh) + len(self._returned)
 
     def has_room(self, nbytes: int) -> bool:
-        """For one more item. An empty queue has room for one of any size."""
+        """Return whether one more item has room. An empty queue has room for one of any size."""
         depth = len(self._fresh) + len(self._returned)
         return depth < self.size and (not depth or self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes)
 
     def add(self, payload: object, nbytes: int, now: float) -> Item:
-        """A new item, at the end."""
+        """Add a new item at the end."""
         item = Item(self.next_id, payload, nbytes, now)
         self.next_id += 1
         self.nbytes += nbytes
@@ -107,13 +108,13 @@ class ItemBuffer:
         return item
 
     def give_back(self, items: Iterable[Item]) -> None:
-        """Items that were taken: each goes back to its own place."""
+        """Give back items that were taken, each to its own place."""
         for item in items:
             heapq.heappush(self._returned, (item.item_id, item))
             self.nbytes += item.nbytes
 
     def take(self, count: int) -> list[Item]:
-        """The first `count` items, or as many as there are."""
+        """Take the first `count` items, or as many as there are."""
         items: list[Item] = []
         while self._returned and len(items) < count:
             items.append(heapq.heappop(self._returned)[1])
@@ -126,11 +127,12 @@ class ItemBuffer:
 
     @property
     def oldest(self) -> Item | None:
-        """The one that will be taken next."""
+        """The item that will be taken next."""
         return self._returned[0][1] if self._returned else self._fresh[0] if self._fresh else None
 
     def restore(self, waiting: list[Item], leased: list[Item]) -> None:
-        """Items of an earlier life, by id: those that wait, and those that may yet come back among them."""
+        """Restore the items of an earlier incarnation, by id: those that wait, and those on lease, which may yet come
+        back among them."""
         newest_leased = max((item.item_id for item in leased), default=-1)
         self.give_back(item for item in waiting if item.item_id < newest_leased)
         for item in waiting:
@@ -140,7 +142,7 @@ class ItemBuffer:
         self.next_id = max((item.item_id + 1 for item in (*waiting, *leased)), default=0)
 
     def ids(self) -> list[int]:
-        """In the order in which they will be taken; for tests."""
+        """Return the ids in the order in which the items will be taken; for tests."""
         return [item_id for item_id, _ in sorted(self._returned)] + [item.item_id for item in self._fresh]
 
 
@@ -151,7 +153,7 @@ class Rate:
         self._begun = now
         self._at = now
         self._weight = 0.0
-        """Of all that happened before `_at`, as of then."""
+        """The weight of all that happened before `_at`, as of then."""
         self._since = 0
         self.total = 0
 
@@ -175,23 +177,23 @@ class QueueStats(Value, frozen=True, kw_only=True):
 
     name: str
     size: int
-    """How many items it holds at most; those that are leased do not count."""
+    """The most items that it holds; those that are leased do not count."""
     depth: int
     """Items that wait to be taken."""
     nbytes: int
-    """Of these, encoded."""
+    """Encoded bytes of these."""
     leased: int
     """Items that a consumer has taken and is not done with."""
     num_put: int
-    """Items that have gone in since the owner's life began."""
+    """Items that have gone in since the owner's incarnation began."""
     num_taken: int
     """Items that were handed out since then, those that came back and went out again counted again."""
     puts_per_s: float
-    """Items."""
+    """Items per second that went in."""
     gets_per_s: float
-    """Items."""
+    """Items per second that were handed out."""
     oldest_age_s: float
-    """Since the item that will be taken next was put; 0 when there is none."""
+    """Seconds since the item that will be taken next was put; 0 when there is none."""
     waiting_producers: int
     """Puts that wait for room."""
     waiting_consumers: int
@@ -203,7 +205,7 @@ class QueueStats(Value, frozen=True, kw_only=True):
 
 
 class QueueState:
-    """State that both lines work on.
+    """The state that producers and consumers share: buffer, handles, and the actions of the step at hand.
 
     Args:
         is_durable: collect the records that a journal needs.
@@ -216,14 +218,15 @@ class QueueState:
         self.handles: dict[int, Handle] = {}
         self.actions: list[Action] = []
         self.next_deadline: float | None = None
-        """When time is to be told. It may come early, and then finds nothing to do."""
+        """The time at which `QueueTick` is due. It may come early, and then finds nothing to do."""
 
     def save(self, record: Record) -> None:
         if self.is_durable:
             self.actions.append(record)
 
     def deadline(self, now: float, wait_s: float | None) -> float | None:
-        """A deadline so far from now, about which the shell will be told; none for who does not wait at all."""
+        """Return a deadline so far from now, and note that the shell is to be told of it; None for one that does not
+        wait at all."""
         if wait_s is None or wait_s <= 0:
             return None
         deadline = now + wait_s

@@ -24,7 +24,7 @@ def test_arguments_are_encoded_and_laid_into_shared_memory_once(world: World, mo
     fill = Segment.fill
 
     def encode_and_note(args: Any, kwargs: Any, **options: Any) -> Any:
-        if args and isinstance(args[0], np.ndarray):  # others of this process make calls too, such as queues' farewells
+        if args and isinstance(args[0], np.ndarray):  # others of this process make calls too, such as queues' cleanup
             encoded.append(args)
         return encode_arguments(args, kwargs, **options)
 
