@@ -54,7 +54,6 @@ SUBJECTLESS: dict[str, int] = {
     "unified/loader": 27,
     "unified/memory": 2,
     "unified/protocol": 59,
-    "unified/queue": 90,
     "unified/security": 7,
     "unified/storage": 13,
     "unified/weights": 46,
