@@ -17,7 +17,6 @@ STAND_FOR_SEVERAL = {
     "Failure",
     "Manifest",
     "Order",
-    "Reply",
     "Source",
     "Staged",
     "Stager",

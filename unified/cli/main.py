@@ -111,7 +111,7 @@ COMMANDS: dict[str, Command | Group] = {
 }
 
 
-class Parser(ArgumentParser):
+class CommandParser(ArgumentParser):
     """Raises `UsageError` where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -128,13 +128,13 @@ class _Version(Action):
         parser.exit()
 
 
-def build(words: Sequence[str] | None = None) -> Parser:
+def build(words: Sequence[str] | None = None) -> CommandParser:
     """The parser of the command line.
 
     Args:
         words: a command line; other commands than its own then know their names alone. None: all know all.
     """
-    parser = Parser(
+    parser = CommandParser(
         prog="unified",
         description="Run distributed training and reinforcement-learning jobs, and look at them.",
         allow_abbrev=False,

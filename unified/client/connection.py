@@ -98,7 +98,7 @@ class Dealer:
                 self._handshakes.read(self.monitor)
 
 
-class Reply:
+class PendingReply:
     """The answer to one request, once it is there."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Reply:
         request_id: int,
         message: ClientRequest,
         timeout_s: float,
-        when_done: Callable[[Reply], None] | None = None,
+        when_done: Callable[[PendingReply], None] | None = None,
         after: Callable[[float], ClientRequest] | None = None,
     ) -> None:
         self.request_id = request_id
@@ -185,8 +185,8 @@ class MasterConnection:
         self._answers = answers
         self._lock = threading.Lock()
         self._next_id = 1
-        self._outbox: deque[Reply] = deque()
-        self._waiting: dict[int, Reply] = {}
+        self._outbox: deque[PendingReply] = deque()
+        self._waiting: dict[int, PendingReply] = {}
         self._is_closed = False
         self._ended_by: UnifiedError | None = None
         self._thread: threading.Thread | None = None
@@ -224,7 +224,7 @@ class MasterConnection:
         """As `request`, for an answer of one kind; any other is a `ProtocolError`."""
         return self.take(self.send(message, timeout_s=timeout_s), expected)
 
-    def take(self, reply: Reply, expected: type[A]) -> A:
+    def take(self, reply: PendingReply, expected: type[A]) -> A:
         """The answer to what was sent with `send`, as `ask` returns it."""
         answer = reply.result()
         if not isinstance(answer, expected):
@@ -239,9 +239,9 @@ class MasterConnection:
         message: ClientRequest,
         *,
         timeout_s: float | None = None,
-        when_done: Callable[[Reply], None] | None = None,
+        when_done: Callable[[PendingReply], None] | None = None,
         after: Callable[[float], ClientRequest] | None = None,
-    ) -> Reply:
+    ) -> PendingReply:
         """Send one request and do not wait yet; many may be on their way together.
 
         Args:
@@ -253,7 +253,7 @@ class MasterConnection:
         if isinstance(message, GetJob):
             seconds += message.wait_s
         with self._lock:
-            reply = Reply(self._next_id, message, seconds, when_done, after)
+            reply = PendingReply(self._next_id, message, seconds, when_done, after)
             self._next_id += 1
             error = self._ended_by or (self._closed() if self._is_closed else None)
             if error is None:
@@ -266,7 +266,7 @@ class MasterConnection:
             reply.resolve(None, error)
         return reply
 
-    def abandon(self, reply: Reply) -> None:
+    def abandon(self, reply: PendingReply) -> None:
         """Nobody waits for this answer any more: it is not asked for again, and dropped if it comes."""
         with self._lock:
             self._waiting.pop(reply.request_id, None)
@@ -425,7 +425,7 @@ class MasterConnection:
     def _closed(self) -> MasterUnreachableError:
         return MasterUnreachableError(f"the connection to the master at {self.address} is closed.")
 
-    def _unreachable(self, reply: Reply) -> MasterUnreachableError:
+    def _unreachable(self, reply: PendingReply) -> MasterUnreachableError:
         if isinstance(reply.message, _NOT_TWICE) and reply.is_sent:
             return MasterUnreachableError(
                 f"the master at {self.address} got {type(reply.message).__name__} and did not answer within "

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from unified.client.connection import MasterConnection, Reply
+from unified.client.connection import MasterConnection, PendingReply
 from unified.client.report import short_name, size_text
 from unified.errors import ClusterError, ProtocolError, RefusedError
 from unified.job.spec import OutputFiles
@@ -45,7 +45,7 @@ Stream = Literal["out", "err"]
 Mode = Literal["once", "live", "keep"]
 
 
-class Source(NamedTuple):
+class OutputSource(NamedTuple):
     """One output stream of one life of one worker."""
 
     prefix: str
@@ -58,7 +58,7 @@ class Source(NamedTuple):
 class Output(NamedTuple):
     """Next piece of the output of one stream."""
 
-    source: Source
+    source: OutputSource
     text: str = ""
     note: str = ""
     """Note of ours about what is missing before `text`."""
@@ -76,7 +76,9 @@ class StreamCursor:
         offset: where to begin; negative means that many bytes before the end.
     """
 
-    def __init__(self, worker: str, incarnation: int, source: Source, *, mode: Mode = "once", offset: int = 0) -> None:
+    def __init__(
+        self, worker: str, incarnation: int, source: OutputSource, *, mode: Mode = "once", offset: int = 0
+    ) -> None:
         self.worker = worker
         self.incarnation = incarnation
         self.source = source
@@ -169,7 +171,7 @@ class LineView:
 
     def __init__(self, *, has_prefix: bool = True) -> None:
         self._has_prefix = has_prefix
-        self._partials: dict[Source, str] = {}
+        self._partials: dict[OutputSource, str] = {}
 
     def feed(self, outputs: Iterable[Output]) -> list[str]:
         """Lines that are whole now. What a gap or an end cut off is a line too."""
@@ -200,7 +202,7 @@ class LineView:
         for line in whole:
             yield self._line(source, line)
 
-    def _line(self, source: Source, line: str) -> str:
+    def _line(self, source: OutputSource, line: str) -> str:
         # what a progress bar drew over, a terminal would not show either
         return (source.prefix if self._has_prefix else "") + line.rstrip("\r").rpartition("\r")[2]
 
@@ -355,9 +357,9 @@ class LogReader:
                 files = self._files.get(worker.role)
                 if files is not None and not files.is_shown(stream, worker.local_rank):
                     continue
-                source = Source(f"[{name}] ", stream)
+                source = OutputSource(f"[{name}] ", stream)
                 if files is not None and files.is_teed(stream, worker.local_rank):  # as torchrun writes it
-                    source = Source(f"[{files.label}{worker.local_rank}]:", stream, is_prefixed=True)
+                    source = OutputSource(f"[{files.label}{worker.local_rank}]:", stream, is_prefixed=True)
                 self._cursors.append(
                     StreamCursor(worker.name, incarnation, source, mode=self._mode, offset=self._offset)
                 )
@@ -365,7 +367,7 @@ class LogReader:
             cursor.idle_s = max(IDLE_PAUSE_S, len(self._cursors) / MAX_IDLE_READS_S)
         self._lives[worker.name] = worker.incarnation
 
-    def _finish(self, cursor: StreamCursor, reply: Reply) -> list[Output]:
+    def _finish(self, cursor: StreamCursor, reply: PendingReply) -> list[Output]:
         try:
             answer = reply.result()
         except RefusedError as refusal:

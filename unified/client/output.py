@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Literal, TextIO
 
-from unified.client.logs import Output, Source, Stream
+from unified.client.logs import Output, OutputSource, Stream
 from unified.client.terminal import printable, undecodable_replaced, write_bytes
 from unified.protocol.client_master import JobStatus
 
@@ -48,8 +48,8 @@ class OutputWriter:
         self._streams = streams
         self._is_terminal = {name: stream.isatty() for name, stream in streams.items()}
         self._prefix = prefix
-        self._partials: dict[Source, _Partial] = {}
-        self._open: Source | None = None
+        self._partials: dict[OutputSource, _Partial] = {}
+        self._open: OutputSource | None = None
         """Source of the partial line that ends what was written."""
         self._pieces: list[tuple[Stream, str]] = []
         self.is_alone = False
@@ -90,7 +90,7 @@ class OutputWriter:
         if output.is_end or not partial.text:
             del self._partials[source]
 
-    def _write_whole(self, source: Source, partial: _Partial, text: str, is_raw: bool) -> None:
+    def _write_whole(self, source: OutputSource, partial: _Partial, text: str, is_raw: bool) -> None:
         if is_raw:
             self._draw(source, partial, text)
             if text[-1] == "\n":
@@ -100,12 +100,12 @@ class OutputWriter:
             self._draw(source, partial if number == 0 else _Partial(), self._visible(is_raw, line))
             self._go_to(None)
 
-    def _show(self, source: Source, partial: _Partial) -> None:
+    def _show(self, source: OutputSource, partial: _Partial) -> None:
         visible = self._visible(self._is_raw(source), partial.text)
         if visible != partial.shown:
             self._draw(source, partial, visible)
 
-    def _draw(self, source: Source, partial: _Partial, visible: str) -> None:
+    def _draw(self, source: OutputSource, partial: _Partial, visible: str) -> None:
         """Write a line, or the rest of it where its beginning stands at the end of what was written."""
         self._go_to(source)
         front = self._front(source)
@@ -118,26 +118,26 @@ class OutputWriter:
             self._put(source, again + front + self._clean(source, visible))
         self._open, partial.shown = source, visible
 
-    def _go_to(self, source: Source | None) -> None:
+    def _go_to(self, source: OutputSource | None) -> None:
         """End the line that is open, unless it is this one's."""
         if self._open is not None and self._open != source:
             self._put(self._open, "\n")
             self._open = None
 
-    def _is_raw(self, source: Source) -> bool:
+    def _is_raw(self, source: OutputSource) -> bool:
         return not self._is_terminal[source.stream] and not self._front(source)
 
-    def _front(self, source: Source) -> str:
+    def _front(self, source: OutputSource) -> str:
         is_wanted = self._prefix == "always" or (self._prefix == "auto" and self._is_terminal[source.stream])
         return source.prefix if is_wanted or source.is_prefixed else ""
 
-    def _clean(self, source: Source, text: str) -> str:
+    def _clean(self, source: OutputSource, text: str) -> str:
         return printable(undecodable_replaced(text)) if self._is_terminal[source.stream] else text
 
     def _visible(self, is_raw: bool, line: str) -> str:
         return line if is_raw else _seen(line)
 
-    def _put(self, source: Source, text: str) -> None:
+    def _put(self, source: OutputSource, text: str) -> None:
         if text:
             self._pieces.append((source.stream, text))
 

@@ -19,7 +19,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from unified.client.connection import RESEND_S, MasterConnection, Reply
+from unified.client.connection import RESEND_S, MasterConnection, PendingReply
 from unified.config.addresses import connect_seconds, parse_coordinator
 from unified.errors import (
     CoordinatorError,
@@ -114,7 +114,7 @@ class RemoteCoordinator(Coordinator):
             if timeout_s is None:
                 seconds = LONGEST_WAIT_S if request.timeout_s is None else request.timeout_s + BARRIER_GRACE_S
 
-        def when_done(reply: Reply) -> None:
+        def when_done(reply: PendingReply) -> None:
             _settle(future, connection, reply, expected)
 
         reply = connection.send(request, timeout_s=seconds, when_done=when_done, after=after)
@@ -173,7 +173,7 @@ def expect(answer: object, expected: type[A]) -> A:
     return answer
 
 
-def _settle(future: Future[A], connection: MasterConnection, reply: Reply, expected: type[A]) -> None:
+def _settle(future: Future[A], connection: MasterConnection, reply: PendingReply, expected: type[A]) -> None:
     with suppress(InvalidStateError):  # cancelled at the same moment
         try:
             future.set_result(connection.take(reply, expected))

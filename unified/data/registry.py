@@ -47,7 +47,7 @@ _log = logging.getLogger("unified.data")
 A = TypeVar("A")
 
 
-class _Worker(NamedTuple):
+class _QueriedWorker(NamedTuple):
     """A worker that is asked about."""
 
     name: str
@@ -392,25 +392,25 @@ class DatasetRegistry:
         mine = registered(self._identity.space)
         return mine[0].rank if len(mine) == 1 else None
 
-    def _worker(self, worker_rank: int | str | None) -> _Worker:
+    def _worker(self, worker_rank: int | str | None) -> _QueriedWorker:
         """Asked each time: this process may register, under whatever id, after it has asked for its data."""
         identity, mine = self._identity, self._rank()
         if isinstance(worker_rank, str):
             known = [each for each in registered(identity.space) if each.worker_id == worker_rank]
             if known:
-                return _Worker(known[-1].member, known[-1].rank, is_mine=True)
+                return _QueriedWorker(known[-1].member, known[-1].rank, is_mine=True)
             if worker_rank in identity.workers:
                 worker_rank = identity.workers.index(worker_rank)
             elif worker_rank == identity.worker_id and mine is not None:
                 worker_rank = mine
             else:
-                return _Worker(worker_rank, None, is_id=True)
+                return _QueriedWorker(worker_rank, None, is_id=True)
         rank = mine if worker_rank is None else worker_rank
         if rank is None:
             raise UsageError("which worker? Give worker_rank, or set RANK for this process.")
-        return _Worker(member_of_rank(identity, rank, self._world()), rank, is_mine=rank == mine)
+        return _QueriedWorker(member_of_rank(identity, rank, self._world()), rank, is_mine=rank == mine)
 
-    def _of(self, worker: _Worker) -> dict[str, Any]:
+    def _of(self, worker: _QueriedWorker) -> dict[str, Any]:
         """Of which worker a request is; and of which life of it, if this process is one."""
         identity = self._identity
         life = identity.life if worker.name == identity.worker_id else -1
@@ -435,12 +435,12 @@ class DatasetRegistry:
             for rank in range(self._world() or 0):
                 self._join_once(dataset_id, self._worker(rank))
 
-    def _join_once(self, dataset_id: str, worker: _Worker) -> None:
+    def _join_once(self, dataset_id: str, worker: _QueriedWorker) -> None:
         """Who was taken out is not put in again just by asking."""
         if (dataset_id, worker.name) not in self._joined:
             self._set_member(dataset_id, worker, True)
 
-    def _set_member(self, dataset_id: str, worker: _Worker, is_member: bool) -> None:
+    def _set_member(self, dataset_id: str, worker: _QueriedWorker, is_member: bool) -> None:
         request = SetDataWorker(
             dataset_id=dataset_id, is_member=is_member, is_awaited=not worker.is_mine, **self._of(worker)
         )

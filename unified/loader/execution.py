@@ -122,7 +122,7 @@ class PipelineRun:
     """One iteration over a dataset: a chain of nodes, and the processes behind some of them."""
 
     def __init__(self, source: Any, operators: Sequence[Operator], spread: Spread | None) -> None:
-        self._stages: list[_Stage] = []
+        self._stages: list[_OperatorStage] = []
         self._node = self._built(source, list(operators), spread)
 
     def items(self) -> Iterator[Any]:
@@ -165,7 +165,7 @@ class PipelineRun:
             return lambda repetition: _done_here(node(repetition), reader, finisher, size)
         is_uneven = any(isinstance(operator, FlatMap) for operator in first)
         size = batch.size if batch is not None else spread.chunk or (1 if is_uneven else CHUNK)
-        stage = _Stage(reader, finisher, size, spread)
+        stage = _OperatorStage(reader, finisher, size, spread)
         self._stages.append(stage)
         return lambda repetition: stage.items(node(repetition))
 
@@ -197,7 +197,7 @@ class _Finisher:
         return [made for item in items for made in apply(self._operators, item)]
 
 
-class _Stage:
+class _OperatorStage:
     """A run of operators in other processes, which stay from one pass to the next."""
 
     def __init__(self, reader: _Reader, finisher: _Finisher, size: int, spread: Spread) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from unified.client import connection as connection_module
-from unified.client.connection import MasterConnection, Reply
+from unified.client.connection import MasterConnection, PendingReply
 from unified.data import coordinator_client
 from unified.data.coordinator_client import BARRIER_GRACE_S, RemoteCoordinator, barrier_after
 from unified.errors import MasterUnreachableError
@@ -24,10 +24,10 @@ else:
 
 def test_an_answer_is_told_and_so_is_an_error(fake_master: FakeMaster) -> None:
     fake_master.respond = lambda message: JobList(jobs=[])
-    told: list[Reply] = []
+    told: list[PendingReply] = []
     is_told = threading.Event()
 
-    def tell(reply: Reply) -> None:
+    def tell(reply: PendingReply) -> None:
         told.append(reply)
         is_told.set()
 
@@ -44,7 +44,7 @@ def test_an_answer_is_told_and_so_is_an_error(fake_master: FakeMaster) -> None:
 def test_what_was_given_up_is_not_asked_again(fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "RESEND_S", 0.05)
     fake_master.respond = lambda message: None
-    told: list[Reply] = []
+    told: list[PendingReply] = []
     with MasterConnection(fake_master.address) as connection:
         reply = connection.send(ListJobs(), timeout_s=30, when_done=told.append)
         other = connection.send(ListNodes(), timeout_s=30)

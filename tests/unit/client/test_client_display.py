@@ -9,7 +9,7 @@ import os
 import pytest
 
 from unified.client.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
-from unified.client.logs import Output, Source, Stream
+from unified.client.logs import Output, OutputSource, Stream
 from unified.client.terminal import lasting, printable
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 
 def said(text: str, stream: Stream = "out") -> list[Output]:
-    return [Output(Source("[trainer-0] ", stream), text)]
+    return [Output(OutputSource("[trainer-0] ", stream), text)]
 
 
 def running(step: int, restarts: int = 0, reason: str = "all workers run", stage: Stage = Stage.RUNNING) -> JobStatus:

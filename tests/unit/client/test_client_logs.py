@@ -13,12 +13,12 @@ from unified.client.logs import (
     LineView,
     Mode,
     Output,
-    Source,
+    OutputSource,
     StreamCursor,
 )
 from unified.protocol.client_master import LogChunk
 
-SOURCE = Source("[trainer-0] ", "out")
+SOURCE = OutputSource("[trainer-0] ", "out")
 
 
 class Lines:

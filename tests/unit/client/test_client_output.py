@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from unified.client.logs import Output, Source
+from unified.client.logs import Output, OutputSource
 from unified.client.output import OutputWriter, Prefix, WorkerOutput, is_same_place
 from unified.protocol.client_master import JobStatus, RoleStatus
 from unified.protocol.records import Stage
 
-A, B = Source("[w-0] ", "out"), Source("[w-1] ", "out")
-ERR = Source("[w-0] ", "err")
+A, B = OutputSource("[w-0] ", "out"), OutputSource("[w-1] ", "out")
+ERR = OutputSource("[w-0] ", "err")
 
 
 class Terminal(io.StringIO):
@@ -122,7 +122,7 @@ def test_what_is_missing_is_said_on_stderr() -> None:
 def test_a_prefix_is_there_where_it_was_asked_for() -> None:
     both = [Output(A, "one\n"), Output(B, "uno\n")]
     assert written(*both, prefix="always") == b"[w-0] one\n[w-1] uno\n"
-    assert written(Output(Source("[default0]:", "out", is_prefixed=True), "one\n")) == b"[default0]:one\n"
+    assert written(Output(OutputSource("[default0]:", "out", is_prefixed=True), "one\n")) == b"[default0]:one\n"
     assert drawn(*both) == "[w-0] one\n[w-1] uno\n"
     assert drawn(*both, prefix="never") == "one\nuno\n"
 

@@ -122,7 +122,7 @@ LAUNCHERS = {"torchrun": (), "dlrover-run": DLROVER_RUN}
 """Launcher → the options it has beyond torchrun's."""
 
 
-class _Parser(ArgumentParser):
+class _LaunchParser(ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse does it; but what follows the script is the script's, however much it looks like ours."""
         words = list(sys.argv[1:] if args is None else args)
@@ -149,7 +149,7 @@ class _Parser(ArgumentParser):
 
 def table_parser(launcher: str, env: Mapping[str, str], prog: str | None = None) -> ArgumentParser:
     """A parser of the launcher's options. It raises `OptionError` where argparse would end the process."""
-    parser = _Parser(prog=prog or launcher, allow_abbrev=launcher == "torchrun")
+    parser = _LaunchParser(prog=prog or launcher, allow_abbrev=launcher == "torchrun")
     for option in TORCHRUN:
         add_option(parser, option, env)
     add_own_options(parser, launcher, env)

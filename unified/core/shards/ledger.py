@@ -76,7 +76,7 @@ NUM_IDLE = 4
 """Epochs that were asked for and of which nothing is done yet; of more, the one that comes first is forgotten."""
 
 
-class _Epoch:
+class _EpochProgress:
     """Progress of one epoch that somebody asked for."""
 
     def __init__(self, owners: Owners, num_shards: int) -> None:
@@ -118,7 +118,7 @@ class Ledger:
         self.revision = 0
         self._tickets: dict[str, bytes] = {}
         self._tickets = self._ticketed(workers)
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, _EpochProgress] = {}
         self._complete: set[int] = set()
         """Open epochs of which everything is done; nothing else is kept of them."""
         self._homes: Owners | None = None
@@ -295,7 +295,7 @@ class Ledger:
         if snapshot.homes is not None and ledger._homes is not None:
             restore(ledger._homes, snapshot.homes, snapshot.workers)
         for each in snapshot.epochs:
-            state = _Epoch(ledger._new_owners(each.epoch), num_shards)
+            state = _EpochProgress(ledger._new_owners(each.epoch), num_shards)
             restore(state.owners, each, snapshot.workers)
             unfinished = set(state.owners.all_shards())
             state.finish(shard_id for shard_id in range(num_shards) if shard_id not in unfinished)
@@ -324,10 +324,10 @@ class Ledger:
         if epoch < 0:
             raise DatasetError(f"Dataset {self.plan.dataset_id!r} has no epoch {epoch}: they count from 0.")
 
-    def _open(self, epoch: int) -> _Epoch:
+    def _open(self, epoch: int) -> _EpochProgress:
         state = self._epochs.get(epoch)
         if state is None:
-            state = _Epoch(self._new_owners(epoch), self.plan.num_shards)
+            state = _EpochProgress(self._new_owners(epoch), self.plan.num_shards)
             if self._homes is not None:
                 state.owners.copy_from(self._homes)
             else:
