@@ -62,6 +62,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class UnifiedError(Exception):
@@ -131,6 +132,9 @@ class VersionMismatchError(ProtocolError):
 class RpcError(UnifiedError, RuntimeError):
     """A call ended without a result."""
 
+    retryable: ClassVar[bool] = False
+    """The call failed on its way, and not for what was asked: made again, it may succeed. Its handler may have run."""
+
 
 class RemoteError(RpcError):
     """The handler raised. `type_name`, `message` and `traceback` are the far side's own.
@@ -138,6 +142,8 @@ class RemoteError(RpcError):
     Where the far exception's class can be imported here, the error that is raised is an instance
     of both that class and this one, so that `except KeyError` works across processes.
     """
+
+    retryable = False
 
     def __init__(
         self, message: str, *, type_name: str = "", traceback: str = "", worker: str = "", node: str = ""
@@ -157,6 +163,8 @@ class WorkerDiedError(RpcError):
         is_final: it will have no other life, so that calling again is of no use.
     """
 
+    retryable = True
+
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         super().__init__(message)
         self.is_final = is_final
@@ -164,6 +172,8 @@ class WorkerDiedError(RpcError):
 
 class RouteLostError(RpcError):
     """What a call went through broke while the call was open: whether its handler ran is not known."""
+
+    retryable = True
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
@@ -180,6 +190,8 @@ class RpcNotFoundError(RpcError, LookupError, ValueError):
 
 class BusOverloadedError(RpcError):
     """More bytes are in flight to one peer than the limit allows, and the caller would not wait."""
+
+    retryable = True
 
 
 class QueueError(UnifiedError, RuntimeError):
@@ -221,6 +233,8 @@ class QueueTakenError(QueueError, UsageError):
 
 class QueueLostError(QueueError, WorkerDiedError):
     """The life of the queue's owner ended, and what was in the queue is gone; or this worker's own life is over."""
+
+    retryable = False
 
 
 class QueueJournalError(QueueError):

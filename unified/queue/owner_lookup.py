@@ -20,13 +20,11 @@ from weakref import ref
 from unified.bus.endpoint import BusEndpoint
 from unified.core.backoff import Backoff
 from unified.errors import (
-    BusOverloadedError,
     QueueClosedError,
     QueueError,
     QueueLostError,
     QueueNotFoundError,
     RemoteError,
-    RouteLostError,
     RpcError,
     RpcNotFoundError,
     RpcTimeoutError,
@@ -234,10 +232,10 @@ class OwnerLookup:
         if isinstance(error, WorkerDiedError | RpcNotFoundError):
             self._end(endpoint)
             return
-        if not isinstance(error, RouteLostError | RpcTimeoutError | BusOverloadedError):
-            raise error
         if isinstance(error, RpcTimeoutError):
             logger.warning("event=queue-owner-silent queue=%s reason=%r: asked again", self.queue, str(error))
+        elif not error.retryable:
+            raise error
 
     def silent(self, holder: WorkerIncarnation, consequence: str = "") -> QueueNotFoundError:
         """Return the error that says that the owner lives and did not answer in all the time that its asker had."""
@@ -264,9 +262,7 @@ class OwnerLookup:
             except RemoteError:
                 raise
             except RpcError as error:  # the owner has the name and not the queue yet, or has just died
-                if not isinstance(
-                    error, RpcNotFoundError | WorkerDiedError | RouteLostError | RpcTimeoutError | BusOverloadedError
-                ):
+                if not (error.retryable or isinstance(error, RpcNotFoundError | RpcTimeoutError)):
                     raise
                 num_failed += 1
                 if self._left_s(begun, until) <= 0:

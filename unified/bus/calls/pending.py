@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from unified.core.backoff import Backoff
 from unified.core.directory import Change, IncarnationDied, IncarnationStarted, WorkerDirectory, WorkerEnded
 from unified.core.timers import TimerTable
 from unified.errors import (
@@ -25,8 +26,8 @@ from unified.errors import (
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.values import Value
 
-FIRST_RETRY_S = 0.02
-LAST_RETRY_S = 1.0
+GIVEN_BACK = Backoff(first_s=0.02, limit_s=1.0, num_free=0)
+"""Before a call that a relay gave back is sent again."""
 LOST_GRACE_S = 2.0
 """How long the directory has to say that the worker behind a broken link died."""
 
@@ -361,7 +362,7 @@ class CallTable:
             return [self._fail(call, error)]
         # It lives, says the directory, but has not connected to the relay yet, or again: later calls wait behind this.
         if ("retry", call.target) not in self._timers:
-            self._timers.arm(("retry", call.target), now + min(FIRST_RETRY_S * 2**call.num_refused, LAST_RETRY_S))
+            self._timers.arm(("retry", call.target), now + GIVEN_BACK.delay_s(call.num_refused))
         self._ready.pop(call.target, None)
         self._wait(call)
         call.num_refused += 1

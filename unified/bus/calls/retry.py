@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import RPC_REGISTRY, mark_of, method_name
 from unified.core.backoff import Backoff
-from unified.errors import BusOverloadedError, RemoteError, RouteLostError, RpcError, UsageError, WorkerDiedError
+from unified.errors import RpcError, UsageError, WorkerDiedError
 from unified.threads import DelayedCalls
 from unified.values import Value
 
@@ -34,11 +34,11 @@ class RetryPolicy(Value, frozen=True, kw_only=True):
 
     def delay_s(self, num_failed: int, error: BaseException, rng: Random | None = None) -> float | None:
         """Seconds to wait after this many failed attempts, the last of which ended in `error`; None: give up."""
-        if num_failed > self.retries or isinstance(error, RemoteError):
+        if num_failed > self.retries or not (isinstance(error, RpcError) and error.retryable):
             return None
         if isinstance(error, WorkerDiedError):
             return None if error.is_final else 0.0  # the call itself waits for the next life
-        return self.backoff.delay_s(num_failed, rng) if isinstance(error, BusOverloadedError | RouteLostError) else None
+        return self.backoff.delay_s(num_failed, rng)
 
 
 def check_retries(

@@ -38,11 +38,11 @@ from typing import Any, TypeGuard
 from unified.bus.codec.codec import Encoded, encode
 from unified.bus.executor import HandlerPool
 from unified.bus.streams.stream import WINDOW_BYTES, WINDOW_ITEMS
+from unified.core.backoff import Backoff
 from unified.protocol.envelope import Kind
 
 logger = logging.getLogger(__name__)
-_FIRST_PAUSE_S = 0.0002
-_LAST_PAUSE_S = 0.01
+_SEND_AGAIN = Backoff(first_s=0.0002, limit_s=0.01, num_free=0)
 Send = Callable[[Kind, int, Encoded, bool], bool]
 AnyGenerator = Generator[Any, Any, Any] | AsyncGenerator[Any, Any]
 
@@ -226,12 +226,12 @@ class StreamSource:
         return False
 
     async def _send_async(self, kind: Kind, count: int, content: Encoded) -> bool:
-        pause_s = _FIRST_PAUSE_S
+        num_tries = 0
         while not self._is_unwanted():
             if self._send(kind, count, content, False):
                 return True
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            await asyncio.sleep(_SEND_AGAIN.delay_s(num_tries))
+            num_tries += 1
         return False
 
     async def _close_async_generator(self) -> None:

@@ -12,6 +12,7 @@ import zmq
 
 from unified.bus.buffers import Buffer
 from unified.bus.transport.failover import DirectOrRelay, State
+from unified.core.backoff import Backoff
 from unified.security.curve import read_event
 
 MAX_QUEUED_MESSAGES = 16_384
@@ -20,8 +21,7 @@ TRACKED_BYTES = 64 * 1024
 HEARTBEAT_MS = 5_000
 Socket = zmq.Socket[bytes]
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
-_FIRST_PAUSE_S = 0.0002
-_LAST_PAUSE_S = 0.005
+_SEND_AGAIN = Backoff(first_s=0.0002, limit_s=0.005, num_free=0)
 
 
 class SocketSender:
@@ -75,12 +75,12 @@ class SocketSender:
 
     def send(self, frames: Sequence[Buffer], give_up: Callable[[], bool]) -> bool:
         """Queue a message, waiting for room until `give_up` says so; then it is False."""
-        pause_s = _FIRST_PAUSE_S
+        num_tries = 0
         while not self.try_send(frames):
             if give_up():
                 return False
-            time.sleep(pause_s)  # ZeroMQ tells only its own threads when there is room
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            time.sleep(_SEND_AGAIN.delay_s(num_tries))  # ZeroMQ tells only its own threads when there is room
+            num_tries += 1
         return True
 
     def close(self, linger_ms: int = 0) -> None:

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from tests.support.bus import PATIENCE_S, World, entry
+from unified.core.backoff import Backoff
 from unified.errors import BusOverloadedError, RouteLostError, RpcError, RpcTimeoutError, UnifiedError
 from unified.protocol.envelope import (
     BUS_VERSION,
@@ -163,7 +164,9 @@ def test_call_waits_for_a_callee_that_has_not_reached_the_relay_yet(tmp_path: Pa
 def test_calls_that_the_relay_gave_back_keep_their_order(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unified.bus.calls.pending.FIRST_RETRY_S", 0.5)  # until when the inbox is there
+    monkeypatch.setattr(
+        "unified.bus.calls.pending.GIVEN_BACK", Backoff(first_s=0.5, num_free=0)
+    )  # until when the inbox is there
     world = World(tmp_path, "relay", hub.address)
     try:
         a, _ = world.endpoint("a")
