@@ -115,7 +115,7 @@ class LocalCluster:
 
     @property
     def home(self) -> Path:
-        """Where the daemons' logs and state are."""
+        """Folder of the daemons' logs and state."""
         return self._cluster.home
 
     @property
@@ -124,7 +124,7 @@ class LocalCluster:
 
     @property
     def agent_pids(self) -> list[int]:
-        """By node."""
+        """Pids of the agents, by node."""
         return self._cluster.agent_pids
 
     @property
@@ -206,7 +206,7 @@ class LocalCluster:
         """Stop everything. Safe to call twice.
 
         Returns:
-            What was left behind and had to be removed: nothing, if all is well.
+            Everything that was left behind and had to be removed: nothing, if all is well.
         """
         for handle in self._handles:
             handle.close()
@@ -219,7 +219,7 @@ class LocalCluster:
 
 
 class Belongings:
-    """What a process and its machine have: to be compared before and after."""
+    """Threads, descriptors, shared memory and children of a process, to be compared before and after."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -229,7 +229,7 @@ class Belongings:
         self.children = _children()
 
     def left_since(self, before: Belongings) -> list[str]:
-        """What is there now and was not before."""
+        """Return what is there now and was not before."""
         threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
         descriptors = [
             f"descriptor {number} ({target})"
@@ -281,9 +281,9 @@ def _shared_memory() -> set[str]:
 
 
 def _is_in_use(path: str) -> bool:
-    """Whether a living process has it mapped or open: then it is of another program that runs beside this test.
+    """Return True if a living process has it mapped or open: another program that runs beside this test.
 
-    By its number, for it may have got its name later: glibc makes a semaphore under another one.
+    The file is known by its number, for it may have got its name later: glibc makes a semaphore under another one.
     """
     try:
         found = os.stat(path)
@@ -304,7 +304,7 @@ def _is_in_use(path: str) -> bool:
 
 
 def left_behind(before: Belongings, settle_s: float = SETTLE_S) -> list[str]:
-    """What a test left, once things had a moment to end; empty if all is well."""
+    """Return what a test left, once things had a moment to end; empty if all is well."""
     deadline = time.monotonic() + settle_s
     while (left := Belongings().left_since(before)) and time.monotonic() < deadline:
         time.sleep(POLL_S)

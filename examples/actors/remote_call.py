@@ -26,7 +26,7 @@ def cool_down(rate: float) -> None:
 
 @bind("generator", to="all")
 def num_mutated() -> list[int]:
-    """How many texts each generator has made, by rank."""
+    """Return the number of texts that each generator has made, by rank."""
 
 
 @bind("judge")

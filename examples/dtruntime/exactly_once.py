@@ -10,7 +10,7 @@ from typing import Any
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """What all workers have written down: a line for each shard whose mark the coordinator accepted."""
+    """Return what all workers have written down: a line for each shard whose mark the coordinator accepted."""
     return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
 
 

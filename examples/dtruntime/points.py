@@ -28,5 +28,5 @@ def make(folder: Path) -> None:
 
 
 def ids(folder: Path) -> list[int]:
-    """Of all samples in the files that are there."""
+    """Return the ids of all samples in the files that are there."""
     return [each for file in folder.glob("*.parquet") for each in pyarrow.parquet.read_table(file)["id"].to_pylist()]

@@ -1,4 +1,4 @@
-"""What each worker runs: the full training example of the `dtruntime` reference, with what it leaves to its reader.
+"""Program of each worker: the full training example of the `dtruntime` reference, with what that leaves open.
 
 The three classes come from `dtruntime`, as the reference has it; in this job that name is Unified's.
 """
@@ -117,7 +117,7 @@ def train_step(model: nn.Module, batch: dict[str, Tensor], optimizer: torch.opti
 
 
 def is_complete(registry: Any, epoch: int) -> bool:
-    """Whether all shards of this epoch were read, by whomever."""
+    """Return True if all shards of this epoch were read, by whomever."""
     (points,) = registry.datasets()
     return bool(points.epoch > epoch or points.num_done == points.num_shards)
 

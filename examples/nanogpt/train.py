@@ -1,4 +1,4 @@
-"""What each rank runs: data-parallel training of a small GPT on real text.
+"""Program of each rank: data-parallel training of a small GPT on real text.
 
 Nothing here says how many ranks there are, on which nodes, or how they find each other: the runtime has already
 called `init_process_group`, and after a failure it calls `run` again, in a new round, which goes on from the last
@@ -137,7 +137,7 @@ class Training:
             self.checkpoints.save(state, self.step)
 
     def _open_dataset(self) -> ShardedDataset:
-        """This rank's part of the text."""
+        """Open this rank's part of the text."""
         registry = DatasetRegistry()
         path, size = self.out / "data" / "train.jsonl", self.config.shard_size
         registry.register("text", path, "jsonl", shard_size=size, shuffle=True, seed=self.config.seed)

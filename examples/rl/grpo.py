@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def advantages(rewards: Tensor, group: int) -> Tensor:
-    """How much better each answer is than its group's mean, in standard deviations of the group.
+    """Return by how much each answer is better than its group's mean, in standard deviations of the group.
 
     Args:
         rewards: ``(prompts * group,)``, the answers to one prompt side by side.
@@ -23,7 +23,7 @@ def advantages(rewards: Tensor, group: int) -> Tensor:
 
 
 def loss(new: Tensor, old: Tensor, reference: Tensor, advantage: Tensor, *, clip: float, kl_weight: float) -> Tensor:
-    """What to minimize.
+    """Return the loss to minimize.
 
     Args:
         new, old, reference: ``(batch, length)`` log-probabilities of the answers' digits: of the policy that is being

@@ -17,7 +17,7 @@ from unified.job.names import parse_worker
 from unified.protocol.client_master import JobStatus
 
 LINE_BYTES = 400
-"""How long a line may be on average for ``--tail`` to find all it wants."""
+"""Length that a line may have on average for ``--tail`` to find all it wants."""
 
 
 STREAMS: dict[str, tuple[Stream, ...]] = {"out": ("out",), "err": ("err",), "both": ("out", "err")}

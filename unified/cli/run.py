@@ -1,6 +1,6 @@
 """``unified run``: a script as torchrun would run it, on a cluster.
 
-Its own options stand before the script, among torchrun's; everything after the script is the script's.
+Options of our own stand before the script, among torchrun's; everything after the script is the script's.
 
 The job of an everyday command is put together by `quick_spec`, without the job description's models: loading them takes
 longer than all else that happens before the master hears of the job. A test compares every such job with the one that

@@ -41,7 +41,7 @@ from unified.protocol.client_master import (
 from unified.protocol.records import NodeState, Stage, WorkerState
 
 REASON_WIDTH = 160
-"""Of the last column, where no terminal says how wide it may be."""
+"""Width of the last column, where no terminal says how wide it may be."""
 MAX_ROWS = 40
 HEADER = ["NODE", "STATE", "ADDRESS", "WORKERS", "FREE CPU", "MEMORY", "DEVICES", "ALSO", "SEEN", "REASON"]
 SEARCHED_JOBS = 20

@@ -87,12 +87,12 @@ class Dealer:
 
     @property
     def refusal(self) -> KeyRefusedError | None:
-        """Why no message will ever pass; libzmq does not always try again then."""
+        """Reason why no message will ever pass; libzmq does not always try again then."""
         reason = self._handshakes.refusal
         return None if reason is None else KeyRefusedError(reason)
 
     def watch(self) -> None:
-        """Take in what the monitor has."""
+        """Read what the monitor has."""
         with contextlib.suppress(zmq.Again):
             while True:
                 self._handshakes.read(self.monitor)
@@ -124,7 +124,7 @@ class PendingReply:
         self._when_done = when_done
 
     def message_now(self) -> ClientRequest:
-        """What to send, now or again."""
+        """Return what to send, now or again."""
         return self.message if self._after is None else self._after(time.monotonic() - self._asked_at)
 
     def resolve(self, answer: MasterAnswer | None, error: UnifiedError | None = None) -> None:
@@ -221,7 +221,7 @@ class MasterConnection:
         return self.send(message, timeout_s=timeout_s).result()
 
     def ask(self, message: ClientRequest, expected: type[A], *, timeout_s: float | None = None) -> A:
-        """As `request`, for an answer of one kind; any other is a `ProtocolError`."""
+        """Send a `request` that has an answer of one kind; any other is a `ProtocolError`."""
         return self.take(self.send(message, timeout_s=timeout_s), expected)
 
     def take(self, reply: PendingReply, expected: type[A]) -> A:
@@ -306,7 +306,7 @@ class MasterConnection:
             self._fail_all(error)
 
     def _unknown_name(self) -> MasterUnreachableError | None:
-        """What is wrong if this host cannot tell which host the address names."""
+        """Return an error if this host cannot tell which host the address names."""
         host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         try:
             getaddrinfo(host, None)

@@ -1,4 +1,4 @@
-"""Child processes that are our own daemons: started, watched by pidfd, ended within a time."""
+"""Daemons as child processes: started, watched by pidfd, ended within a time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Daemon:
             self._process.send_signal(number)
 
     def last_words(self) -> str:
-        """How it ended, for a sentence that begins with its name, and the last lines of its log."""
+        """Return how it ended, for a sentence that begins with its name, and the last lines of its log."""
         try:
             with self.log_file.open("rb") as log:
                 log.seek(max(0, self.log_file.stat().st_size - 4096))
@@ -119,7 +119,7 @@ def marked_processes(setting: str) -> list[Marked]:
 
 
 def kill_marked(setting: str, patience_s: float) -> list[Marked]:
-    """Wait for marked processes to end by themselves, then kill them. Those that had to be killed."""
+    """Wait for marked processes to end by themselves, then kill the others, and return these."""
     deadline = time.monotonic() + patience_s
     while left := marked_processes(setting):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: a live line a role on a terminal, a plain line now and then elsewhere.
+"""Displays of a running job: a live line a role on a terminal, a plain line now and then elsewhere.
 
 The output of workers goes to stdout, everything about the job to stderr, so that ``> out.txt`` keeps the two apart.
 Neither needs to stay: the job does not end because ``| head`` has seen enough.
@@ -66,10 +66,10 @@ class Display(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the display. What was drawn to be overwritten is taken away."""
+        """End the display, and take away what was drawn to be overwritten."""
 
     def refresh(self) -> None:  # noqa: B027  # most draw nothing
-        """Draw what changed since the last time. To be called a few times a second."""
+        """Draw what changed since the last time; called a few times a second."""
 
 
 def open_display(
@@ -197,7 +197,7 @@ class LiveDisplay(Display):
             self._console.print(Text.from_ansi(printable(undecodable_replaced(line))))
 
     def _draw(self) -> None:
-        """The block anew: the job, and below it the lines that are not whole yet, so that a question stands last."""
+        """Draw the block: the job, and below it the lines that are not whole yet, so that a question stands last."""
         from rich.console import Group
         from rich.text import Text
 

@@ -1,7 +1,7 @@
 """A cluster of its own for one driver: a master and agents as child processes on this host.
 
-One thread starts all of them, watches them and ends them. It lives as long as the cluster does, because the kernel
-sends the parent-death signal when the *thread* that started a child ends. So a driver that is killed takes its
+One thread starts all of them, watches them and ends them; the thread lives as long as the cluster does, because the
+kernel sends the parent-death signal when the *thread* that started a child ends. A driver that is killed takes its
 cluster with it, and one that ends in order stops agents before the master and leaves nothing behind.
 """
 
@@ -113,7 +113,7 @@ class EmbeddedCluster:
 
     @property
     def agent_pids(self) -> list[int]:
-        """By node; the pid of an agent changes when it is started again."""
+        """Pids by node; that of an agent changes when it is started again."""
         return [agent.pid for agent in self._agents]
 
     def start(self, timeout_s: float = READY_S) -> Self:
@@ -138,7 +138,7 @@ class EmbeddedCluster:
     def stop(self, timeout_s: float = 15.0) -> None:
         """End the agents, then the master, and wait for it. Safe to call twice.
 
-        What interrupts it, such as Ctrl-C, has everything killed, and is raised when nothing is left.
+        An exception that interrupts it, such as Ctrl-C, has everything killed, and is raised when nothing is left.
 
         Args:
             timeout_s: how long the agents may take to stop their workers; then everything is killed.

@@ -29,16 +29,16 @@ from unified.protocol.records import Stage
 from unified.threads import start_thread
 
 POLL_S = 1.0
-"""How long the master may keep a question about the status."""
+"""Seconds for which the master may hold a question about the status."""
 SILENT_S = 2.9
-"""After so long without an answer the master counts as silent."""
+"""Seconds without an answer after which the master counts as silent."""
 STATUS_PAUSE_S = 0.05
-"""Between two answers, so that a job that reports every step does not flood its driver."""
+"""Pause between two answers, so that a job that reports every step does not flood its driver."""
 MAX_UNSHOWN = 4
 MIN_PAUSE_S = 0.002
-"""Between two rounds of reads, for whoever else has something to do."""
+"""Pause between two rounds of reads, for whoever else has something to do."""
 DRAINED_S = 5.0
-"""After the job's end, how long its last output may take on a terminal."""
+"""Seconds after the job's end that its last output may take on a terminal."""
 REFRESH_S = 0.2
 FORCE_S = 2.0
 MAX_FOLLOWED = 16
@@ -119,11 +119,11 @@ class MasterSilent(NamedTuple):
     since: float
     """Monotonic."""
     error: MasterUnreachableError | None = None
-    """Of a request that was given up."""
+    """Error of a request that was given up."""
 
 
 class MasterAnswers(NamedTuple):
-    """It was silent, and is not any more."""
+    """The master was silent, and is not any more."""
 
 
 class FollowFailed(NamedTuple):
@@ -297,7 +297,7 @@ class Watch:
 
     @property
     def exit_code(self) -> int:
-        """Of a process that watched the job until its end: the job's, or 143 if it was SIGTERM that stopped it."""
+        """Exit code of a process that watched until the end: the job's, or 143 if it was SIGTERM that stopped it."""
         code = 1 if self._ended is None or self._ended.exit_code is None else self._ended.exit_code
         return exit_code(self._stopped_by) if self._stopped_by and code == STOPPED_BY_USER else code
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound=MasterAnswer)
 POLL_S = 5.0
 MASTER_GRACE_S = 300.0
-"""How long a wait bears a master that is away; the job does not need it meanwhile."""
+"""Seconds for which a wait bears a master that is away; the job does not need it meanwhile."""
 
 
 class Ask(Protocol):
@@ -85,8 +85,8 @@ def _is_up(worker: WorkerStatus, wanted: dict[str, int]) -> bool:
 class JobHandle:
     """A job that was submitted and was not waited for. Close it, or use it as a context manager.
 
-    Where the job runs in an embedded cluster, the cluster belongs to the handle: closing the handle, or the end of this
-    process, ends the cluster and with it the job. A job on a master of its own goes on.
+    An embedded cluster belongs to the handle of its job: closing the handle, or the end of this process, ends the
+    cluster and with it the job. A job on a master of its own goes on.
 
     Attributes:
         job_id: as ``unified status`` takes it.

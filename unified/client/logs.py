@@ -69,7 +69,7 @@ class Output(NamedTuple):
 
 
 class StreamCursor:
-    """How far one output stream of one life of one worker was read.
+    """Position of a reader in one output stream of one incarnation of a worker.
 
     Args:
         mode: as of `LogReader`; ``live`` pauses between reads as well.
@@ -101,7 +101,7 @@ class StreamCursor:
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._keep else "replace")
 
     def request(self, job: str, max_bytes: int = 0) -> ReadLog:
-        """What to ask next."""
+        """Return what to ask next."""
         return ReadLog(
             job=job,
             worker=self.worker,
@@ -174,7 +174,7 @@ class LineView:
         self._partials: dict[OutputSource, str] = {}
 
     def feed(self, outputs: Iterable[Output]) -> list[str]:
-        """Lines that are whole now. What a gap or an end cut off is a line too."""
+        """Return the lines that are whole now; one that a gap or an end cut off is a line too."""
         return [line for output in outputs for line in self._feed(output)]
 
     def flush(self) -> list[str]:
@@ -183,7 +183,7 @@ class LineView:
         return [self._line(source, text) for source, text in partials.items()]
 
     def partials(self) -> list[str]:
-        """The same, as they stand now; they go on."""
+        """Return the same, as they stand now; they go on."""
         return [self._line(source, text) for source, text in self._partials.items()]
 
     def _feed(self, output: Output) -> Iterator[str]:

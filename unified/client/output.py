@@ -1,6 +1,6 @@
 """Output of workers, written to the driver's own stdout and stderr.
 
-To a file or a pipe goes what was written, byte for byte, line by line; on a terminal each line has its worker in front.
+A file or a pipe gets what was written, byte for byte, line by line; on a terminal each line has its worker in front.
 A line that was begun and does not go on is shown as it stands. Should another worker print then, it is broken off
 there, and written again from its beginning when it goes on: so each whole line stands together somewhere.
 """

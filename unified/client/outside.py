@@ -1,6 +1,6 @@
 """Calls to the workers of a job from a process that is none of them: its driver, or ``unified call``.
 
-They go through the bus relay in the master, and so reach every worker wherever it runs, with the cluster key if the
+Calls go through the bus relay in the master, and so reach every worker wherever it runs, with the cluster key if the
 cluster has one. Meant for monitoring and control: each has a deadline, and a round trip takes about a millisecond.
 """
 
@@ -31,7 +31,7 @@ from unified.threads import start_thread
 DEADLINE_S = 60.0
 """Deadline of a call that names none."""
 REFRESH_S = 1.0
-"""So old the directory may be while calls are open."""
+"""Age in seconds that the directory may have while calls are open."""
 RELAY_WITHIN_S = 10.0
 _PING = "unified.ping"
 
@@ -202,7 +202,7 @@ class OutsideCaller:
             return self._asked()
 
     def _asked(self) -> JobDirectory:
-        """Under the lock: ask the master."""
+        """Ask the master. Holds the lock."""
         revision = -1 if self._directory is None else self._directory.revision
         found = self._connection.ask(GetDirectory(job=self._job, after_revision=revision), JobDirectory)
         self._asked_at = time.monotonic()

@@ -17,7 +17,7 @@ MAX_CALLERS = 3
 
 
 class RoleSummary(NamedTuple):
-    """What a person wants to know of a role at a glance."""
+    """State and progress of a role, at a glance."""
 
     name: str
     states: str
@@ -39,7 +39,7 @@ class RoleSummary(NamedTuple):
 
     @property
     def progress(self) -> tuple[str, str]:
-        """What its workers reported."""
+        """Progress that its workers reported."""
         return (self.step_text, self.metrics)
 
     @property
@@ -82,7 +82,7 @@ def state_text(status: JobStatus, worker: WorkerStatus) -> str:
 
 
 def _states_text(status: JobStatus, workers: list[WorkerStatus]) -> str:
-    """How many workers are in each state, in the order of a worker's life."""
+    """Return the number of workers in each state, in the order of a worker's life."""
     counts = Counter(state_text(status, worker) for worker in workers)
     return ", ".join(f"{counts[state]} {state}" for state in (UNSTARTED, *WorkerState) if counts[state])
 
@@ -128,7 +128,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def end_lines(status: JobStatus, *, story: str = "") -> list[str]:
-    """What to print when a job has ended.
+    """Return the lines to print when a job has ended.
 
     Args:
         story: where the reasons of its decisions are: a command such as ``unified explain nanogpt-1`` (the default,

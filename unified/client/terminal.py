@@ -20,7 +20,7 @@ from unified.config import settings
 from unified.job.spec import DriverProcess
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Of a pipe without a reader, a terminal that was closed, a descriptor that was. (A full disk is another matter.)"""
+"""Errors of a pipe without a reader, of a closed terminal or descriptor. (A full disk is another matter.)"""
 _UNWANTED = re.compile(
     r"(?P<colour>\x1b\[[0-9;:]*m)"
     r"|\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: moves the cursor, clears the screen
@@ -30,7 +30,7 @@ _UNWANTED = re.compile(
     re.DOTALL,
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What terminals, SLURM, ``docker stop`` and ``timeout`` send to ask a program for its end."""
+"""Signals with which terminals, SLURM, ``docker stop`` and ``timeout`` ask a program for its end."""
 
 
 def printable(line: str) -> str:
@@ -79,7 +79,7 @@ def lasting(stream: TextIO | None) -> TextIO:
 
 
 class _LastingStream:
-    """What a display and rich need of a text stream."""
+    """A text stream, as far as a display and rich need one."""
 
     @property
     def buffer(self) -> Self | None:
@@ -171,10 +171,10 @@ def ending_at_once() -> Iterator[None]:
 
 
 def signal_name(number: int) -> str:
-    """As people call it: ``Ctrl-C``, ``SIGTERM``."""
+    """Return the name that people know: ``Ctrl-C``, ``SIGTERM``."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def exit_code(number: int) -> int:
-    """What a shell says of a program that this signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+    """Exit code of a program that this signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
     return 128 + number

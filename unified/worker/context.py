@@ -1,4 +1,4 @@
-"""`current_worker()`: who this process is, what its job was given, whether it shall stop."""
+"""`current_worker()`: the identity of this process, its job's configuration, and whether it shall stop."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ActorInfo:
     """In the role, from 0."""
     world_size: int
     local_rank: int
-    """In its group."""
+    """Rank in its group."""
     local_world_size: int
     node_rank: int
-    """Of its group in the role."""
+    """Rank of its group in the role."""
     node: str = ""
     """Id of the node it runs on; empty while that is not known here."""
     sub_master: str | None = None
@@ -50,7 +50,7 @@ class ActorInfo:
     def spec(self) -> WorkloadDesc:
         """The workload that describes the role: `backend`, `resource`, `group`, `total`, … as the job has them.
 
-        Its `config` is decoded, and its `envs` hold the job's own environment too. Put together at first use.
+        The `config` is decoded, and the `envs` hold the job's own environment too. Put together at first use.
         """
         from unified.job.from_spec import workload_of  # loads pydantic, which most workers do without
 
@@ -58,7 +58,7 @@ class ActorInfo:
 
 
 class Worker:
-    """This process, as its own code sees it. Made by the runtime; read it through `current_worker()`."""
+    """The worker that this process is, for its own code. Made by the runtime; read it through `current_worker()`."""
 
     def __init__(
         self,
@@ -87,16 +87,16 @@ class Worker:
         )
         """Names that workers of the job claim, and who holds them."""
         self.incarnation = launch.incarnation
-        """Which life of this worker this is, from 0."""
+        """Number of this life of the worker, from 0."""
         self.round = 0
         """The elastic round it runs in; 0 before the order to run."""
         self.device = device
-        """As torch names it: ``cuda:0``, ``npu:1``, ``cpu``."""
+        """Device by torch's name: ``cuda:0``, ``npu:1``, ``cpu``."""
         self.master_address = launch.master
         self.cluster_key = launch.key
-        """With which this process speaks to other hosts; None without one. Printed, it shows its fingerprint only."""
+        """Key with which this process speaks to other hosts, or None. Printed, a key shows its fingerprint only."""
         self.log_file = launch.log_file
-        """Its stderr, on this node."""
+        """File of its stderr, on this node."""
         self.job_info = JobInfo(
             name=launch.spec.name,
             job_id=launch.job_id,
@@ -129,15 +129,15 @@ class Worker:
         self._stop.on_stop(callback)
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Have `callback()` called, in the main thread, once the entry point has returned; not if it raises. It should
-        be quick. Given twice, it is called once."""
+        """Have `callback()`, which should be quick, called in the main thread once the entry point has returned; not if
+        it raises. Given twice, it is called once."""
         if callback not in self._finishers:
             self._finishers.append(callback)
 
     def report(self, step: int | None = None, total: int | None = None, **metrics: Any) -> None:
         """Say how far this worker is; shown by the driver and by `unified status`.
 
-        Cheap: at most ten a second are sent, and the last one always is. What is not named keeps its last value.
+        Cheap: at most ten a second are sent, and the last one always is. A value that is not named keeps its last.
         In a process that this worker forked (a data loader) it does nothing.
 
         Args:

@@ -1,4 +1,4 @@
-"""The worker's end of the socket pair it was born with: orders come in, words go out.
+"""The worker's end of the socket to its agent: orders come in, reports go out.
 
 End of file on it means that the agent is gone. Nobody watches this worker then and nobody would ever stop it, so the
 process ends at once, whatever its main thread is doing.
@@ -34,7 +34,7 @@ _CHUNK = 256 * 1024
 
 
 class Handlers(NamedTuple):
-    """What to do with each order. They run in the control thread, so they must not block."""
+    """A function for each kind of order, called in the control thread, which it must not block."""
 
     on_run: Callable[[RunOrder], None]
     on_directory: Callable[[list[DirectoryEntry]], None]

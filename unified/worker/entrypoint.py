@@ -1,8 +1,8 @@
-"""What a worker runs: found, checked and called.
+"""The entry point that a worker runs: found, checked and called.
 
 Everything that can be wrong with an entry point itself is an `EntryPointError`, raised before any of it runs where
-possible: the same would happen again, so nobody restarts a worker for it. What the user's code raises while it runs
-goes through as it is.
+possible: the same would happen again, so nobody restarts a worker for it. An error that the user's code raises while it
+runs goes through as it is.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _load_attribute(entry: EntryPoint, is_driver: bool) -> Entry:
 
 
 def _caller(function: Callable[..., Any], what: str) -> Callable[[Callable[[], Any]], None]:
-    """How to call a function that takes nothing, or the user's configuration."""
+    """Return the call of a function that takes nothing, or the user's configuration."""
     if _is_generator(function):
         raise EntryPointError(_generator(what))
     needed = _required(function)

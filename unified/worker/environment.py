@@ -1,4 +1,4 @@
-"""What a worker's environment says: who it is, where it works, which round it is in.
+"""The environment of a worker: variables, working directory, module path, and the variables of its round.
 
 The agent decides what depends on the node (visible devices, network interface, threads) and sends it in `Launch.env`.
 """
@@ -54,7 +54,7 @@ def variables(launch: Launch, inherited: Mapping[str, str] = MappingProxyType({}
 
 
 def identity(launch: Launch) -> dict[str, str]:
-    """The variables that say who a worker is."""
+    """Return the variables that say who a worker is."""
     return {
         "JOB": launch.spec.name,
         "NAME": launch.name,
@@ -107,7 +107,7 @@ def device(environ: Mapping[str, str]) -> str:
 
 
 def working_directory(launch: Launch, environ: Mapping[str, str]) -> Path | None:
-    """Where the worker works: ``DLROVER_WORKING_DIR``, else the job's `working_dir`; None: where it is.
+    """The directory to work in: ``DLROVER_WORKING_DIR``, else the job's `working_dir`; None: the present one.
 
     Raises:
         EntryPointError: this node has no such directory.
@@ -127,7 +127,7 @@ def working_directory(launch: Launch, environ: Mapping[str, str]) -> Path | None
 def new_path_entries(
     launch: Launch, directory: Path | None, path: Sequence[str], environ: Mapping[str, str]
 ) -> list[str]:
-    """What goes in front of `sys.path`: the driver's path, the working directory, and the job's own PYTHONPATH.
+    """Return what goes in front of `sys.path`: the driver's path, the working directory, and the job's own PYTHONPATH.
 
     A script finds its own folder there, as in plain Python, and neither of the first two, which could hide a library;
     but for a working directory that ``DLROVER_WORKING_DIR`` chose.
@@ -164,6 +164,6 @@ def _driver_path(launch: Launch) -> list[str]:
 
 
 def thread_count(environ: Mapping[str, str]) -> int:
-    """How many threads a computation of this worker may use: ``OMP_NUM_THREADS``, else all cores."""
+    """Number of threads that a computation of this worker may use: ``OMP_NUM_THREADS``, else all cores."""
     first = environ.get("OMP_NUM_THREADS", "").split(",")[0]  # OpenMP allows one number for each level of nesting
     return int(first) if first.isdigit() and int(first) > 0 else len(os.sched_getaffinity(0))

@@ -29,7 +29,7 @@ from unified.worker.failure import exit_code
 from unified.worker.stop import flush_output
 
 WITHIN_S = 5.0
-"""For a worker that has failed; one that is stopped has its grace period."""
+"""Time for a worker that has failed; one that is stopped has its grace period."""
 EXIT_CUT = 1
 LOOK_S = 0.1
 NOTICE_S = 10.0
@@ -135,8 +135,8 @@ def end_program(last: Callable[[], object], clear: Callable[[], object]) -> None
 
 
 def finish_work() -> None:
-    """For a program that goes on answering calls: wait for its non-daemon threads, and for what its executors have to
-    do, as of now. They go on, and its `atexit` functions run when its process ends."""
+    """Wait for the non-daemon threads of a program that goes on answering calls, and for what its executors have to do
+    as of now. The executors go on, and `atexit` functions run when the process ends."""
     pooled = _pooled_threads()
     threads = [thread for thread in _unended_threads() if thread not in pooled]
     kinds = [getattr(module, "_WorkItem", None) for module in _executors()]  # what an executor has begun or will

@@ -1,4 +1,4 @@
-"""From an exception to the record that tells a person what went wrong."""
+"""Failures: the record of an exception that tells a person what went wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _BROKEN_PEER = (
     "failed to recv, got 0 bytes",
     "store is not available",
 )
-"""What torch says, in lower case, when a collective broke because another rank is gone."""
+"""Parts of torch's messages, in lower case, when a collective broke because another rank is gone."""
 
 
 def describe(error: BaseException, *, category: str = "user", has_process_group: bool = False) -> Failure:
@@ -82,20 +82,20 @@ def with_written(failure: Failure, path: str) -> Failure:
 
 
 def exit_code(error: SystemExit) -> int:
-    """What the interpreter would exit with."""
+    """Return the code with which the interpreter would exit."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def where(error: BaseException) -> str:
-    """`` in train, train.py:12``: where it was raised; empty if that is not known."""
+    """Return the place where it was raised, `` in train, train.py:12``; empty if that is not known."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def render(error: BaseException) -> str:
-    """Its traceback without our own frames, with the far side's if it came from there; cut in the middle if long."""
+    """Return its traceback without our frames, with the far side's if it came from there; cut in the middle if long."""
     frames = _skip_ours(error.__traceback__)
     if frames is None and not isinstance(error, SyntaxError):  # which names its place itself
         frames = error.__traceback__

@@ -42,19 +42,19 @@ LATER = (
     "torch._inductor.utils",
     "torch._dynamo",
 )
-"""What torch itself imports when a model is first wrapped in DDP or an optimizer takes its first step: 800 modules,
-more than a second, in every rank anew. In pieces of some tenths of a second, since no worker is forked meanwhile."""
+"""Imports of torch itself when a model is first wrapped in DDP or an optimizer takes its first step: 800 modules, more
+than a second, in every rank anew. In pieces of some tenths of a second, since no worker is forked meanwhile."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def disown_finalizers() -> None:
-    """Finalizers that a fork inherits are the zygote's to run; torch's alone would take 35 ms of each worker's exit."""
+    """Leave inherited finalizers to the zygote; torch's alone would take 35 ms of each worker's exit."""
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):  # there is no public way to list them
         finalizer.atexit = False
 
 
 def settle_libraries(threads: int) -> None:
-    """What numpy and torch decided when the zygote imported them, with one thread, is decided anew in each fork."""
+    """Give numpy and torch their number of threads, which was one when the zygote imported them."""
     if "numpy" in sys.modules:
         own = os.environ.get("OPENBLAS_NUM_THREADS", "")
         _set_blas_threads(int(own) if own.isdigit() and int(own) > 0 else threads)
@@ -66,7 +66,7 @@ def settle_libraries(threads: int) -> None:
 def renew_randomness() -> None:
     """Seed anew, from the kernel, all that a zygote seeded once: else every fork would draw the same random numbers.
 
-    What needs no help: the names of `tempfile` (it looks at the pid), whatever reads the kernel's entropy each time
+    Some need no help: the names of `tempfile` (it looks at the pid), whatever reads the kernel's entropy each time
     (`secrets`, `uuid4`, `ssl`, `numpy.random.default_rng`), and the generators of accelerators, which are made and
     seeded when CUDA and its like are initialised; no zygote does that. The hash seed belongs to the interpreter.
     """
@@ -85,7 +85,7 @@ def renew_randomness() -> None:
 
 
 def _set_blas_threads(threads: int) -> None:
-    """For the OpenBLAS that numpy's wheels bring; it has read its variables when it was loaded. Any other is left."""
+    """Set the threads of the OpenBLAS of numpy's wheels, which read its variables when loaded. Any other is left."""
     folder = Path(str(sys.modules["numpy"].__file__)).parent.parent / "numpy.libs"
     for path in folder.glob("*openblas*"):
         with contextlib.suppress(OSError):
@@ -101,7 +101,7 @@ def keep_freed(env: Mapping[str, str]) -> int:
 
     glibc gives an array of 32 MiB back to the system when it is freed, and the next one is made of pages that have to
     be cleared anew, which takes longer than filling it. Threads then share one arena, since only the first can hold
-    large arrays; so call it before there are threads. Where the C library is another one nothing is done.
+    large arrays; so call it before there are threads. With another C library nothing is done.
 
     Returns:
         MiB that are kept.
@@ -127,9 +127,9 @@ def keep_freed(env: Mapping[str, str]) -> int:
 def give_back_idle() -> None:
     """Give the system what importing needed once: freed memory, and pages of libraries' files.
 
-    Of torch's libraries 70 MB are read while they are loaded, most of it never again. What is needed after all is read
-    anew, from the system's cache of files. Only pages that are the same as in the file are given back. Children find
-    nothing missing: a fork does not pass such pages on.
+    Loading torch's libraries reads 70 MB, most of it never again. A page that is needed after all is read anew, from
+    the system's cache of files. Only pages that are the same as in the file are given back. Children find nothing
+    missing: a fork does not pass such pages on.
     """
     libc = ctypes.CDLL(None)
     if _has_glibc():
@@ -208,7 +208,7 @@ def _single_threaded() -> Iterator[None]:
 
 
 class _UnbufferedWriter(io.BufferedWriter):
-    """Keeps nothing back. (The plain file of ``python -u`` loses the rest of a write that a signal cut short.)"""
+    """A writer without a buffer. (The file of ``python -u`` loses the rest of a write that a signal cut short.)"""
 
     def write(self, data: io._WriteBuffer, /) -> int:  # type: ignore[name-defined]  # typeshed's own name for bytes
         count = super().write(data)
@@ -219,8 +219,8 @@ class _UnbufferedWriter(io.BufferedWriter):
 def open_output() -> None:
     """Make stdout and stderr as torchrun's workers have them, who run with ``python -u``.
 
-    When a call of `print` returns, all of it has left the process, the beginning of a line as well: it can be seen at
-    once, and whatever ends the process does not take it along. No character is an error.
+    All of a `print` has left the process when it returns, the beginning of a line as well: it can be seen at once, and
+    whatever ends the process does not take it along. No character is an error.
     """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(descriptor, "w", closefd=False)

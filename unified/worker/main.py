@@ -1,4 +1,4 @@
-"""The life of a worker process, from its first order to its exit.
+"""The main of a worker process, from its first order to its exit.
 
 A forked worker comes here from the zygote, which calls `main`; a spawned one by ``python -m unified.worker.main`` with
 the number of its control socket in ``UNIFIED_CONTROL_FD``.
@@ -59,7 +59,7 @@ PRELOAD = (
     "unified.api.runtime.role_group",
     "unified.queue.client",
 )
-"""What a zygote imports, where it is installed, so that a forked worker need not. None of it starts a thread."""
+"""Imports of a zygote, where they are installed, so that a forked worker need not. None starts a thread."""
 
 
 def main(control: socket.socket) -> NoReturn:
@@ -98,7 +98,7 @@ class _WorkerProcess:
         self._own_modules: set[str] = set()
         """Rpc methods and modules that were there before the user's code."""
         self._category = "crash"
-        """Of an error that happens now: the runtime's until user code runs."""
+        """Category of an error that happens now: the runtime's until user code runs."""
         self._has_group = False
         self._only_serves = False
         self._pid = os.getpid()
@@ -210,7 +210,7 @@ class _WorkerProcess:
             _export(self._entry, late)
 
     def _exit_if_forked(self, error: BaseException | None = None) -> None:
-        """User code may fork, and its child may come back here, where all that follows is the worker's own to do."""
+        """Exit in a process that user code forked and that came back here: all that follows is the worker's to do."""
         if os.getpid() != self._pid:
             exit_fork(error)
 
@@ -328,7 +328,7 @@ class _WorkerProcess:
 
 
 def _show_name(launch: Launch) -> None:
-    """For people who look at `ps` and `top`, where every forked worker would look like its zygote."""
+    """Name the process for `ps` and `top`, where every forked worker would look like its zygote."""
     if launch.kind == "store":
         process.set_title("unified-store")
     else:

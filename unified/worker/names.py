@@ -34,7 +34,7 @@ class NameClaim:
         self.number = number
         self.is_granted = False
         self.refusal = ""
-        """Why there will be no grant, as half a sentence."""
+        """Reason why there will be no grant, as half a sentence."""
         self.num_waiting = 0
         """Threads that wait for the answer."""
 
@@ -56,7 +56,7 @@ class ClaimTable:
         self._claims: dict[str, NameClaim] = {}
         self._number = 0
         self._end = ""
-        """Why nothing can be claimed any more."""
+        """Reason why nothing can be claimed any more."""
 
     @property
     def claims(self) -> NameClaims:
@@ -64,7 +64,7 @@ class ClaimTable:
         return NameClaims(number=self._number, names={name: claim.number for name, claim in self._claims.items()})
 
     def claim(self, name: str) -> NameClaim:
-        """The claim of a name, made now unless it stands already. Its answer comes with `answer`.
+        """The claim of a name, made now unless it stands already. The answer comes with `answer`.
 
         Raises:
             UsageError: the name is empty or too long, or there are too many.
@@ -223,7 +223,7 @@ class Names:
 
         Death of the holder's life is a loss; its next life, once it claims the name, is another holder. The callback
         runs in the thread that reads the agent's orders: it must be quick, and can neither claim nor wait for a name.
-        What it raises is printed.
+        An exception of its own is printed.
 
         Ask `holder` after this for what is true already.
 

@@ -1,4 +1,4 @@
-"""`current_worker().report(…)`: the last word counts, and saying it costs a microsecond."""
+"""`current_worker().report(…)`: the last report counts, and making one costs a microsecond."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Reporter:
         self._change(merged)
 
     def count_unread(self, count: int) -> None:
-        """So many errors of calls were not read by anybody so far."""
+        """Report the number of errors of calls that nobody has read so far."""
         self._change(lambda old: replace(old, num_unread_errors=count))
 
     def _change(self, change: Callable[[Progress], Progress]) -> None:

@@ -13,7 +13,7 @@ Said = tuple[str, str]
 
 
 class Ranks(Protocol):
-    """Who acts together.
+    """Ranks that act together.
 
     Attributes:
         rank: of this process among them.
@@ -24,11 +24,11 @@ class Ranks(Protocol):
     size: int
 
     def share(self, value: Any) -> Any:
-        """What rank 0 gave, on every rank. A collective."""
+        """Return on every rank what rank 0 gave. A collective."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank. A collective."""
+        """Return what each rank gave, by rank. A collective."""
         ...
 
 
@@ -89,7 +89,7 @@ def lead(ranks: Ranks, work: Callable[[], T], error_of: Callable[[str, str], Exc
 
 
 def tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What it returned, or raised."""
+    """Return what `work` returned, or raised."""
     try:
         return work(), None
     except Exception as error:

@@ -2,7 +2,7 @@
 
 The store host is a process of its own, so that the death of a rank takes no store away.
 
-Why not one store and a prefix for each round? Our own `init_process_group` could use a prefix, but a plain
+One store and a prefix for each round would not do. Our own `init_process_group` could use a prefix, but a plain
 `init_process_group()` in a user's script goes through torch's `env://`, and since torch 2.13 that connects to
 ``MASTER_ADDR:MASTER_PORT`` and uses no prefix for the attempt (`torch/distributed/rendezvous.py`: "We create a new
 TCPStore for every retry so no need to add prefix for each attempt"). In a store that outlives the round, a restarted
@@ -43,11 +43,11 @@ STORE_WITHIN_S = 300.0
 """torch's own limit for one operation of a store."""
 _SLOW_S = 2.0
 _NEXT_SLOT = "unified/next-slot"
-"""The host keeps it, so that a rank need not try all slots from the first."""
+"""Key of the next free slot, kept by the host so that a rank need not try all slots from the first."""
 
 
 class RoundStores:
-    """The host's side: the job's store, and one for each round that is asked for; those nobody needs are closed.
+    """Stores of the host: the job's, and one for each round that is asked for; those nobody needs are closed.
 
     Args:
         address: of this node, by which ranks everywhere reach it.
@@ -65,7 +65,7 @@ class RoundStores:
 
     @property
     def port(self) -> int:
-        """Of the job's store."""
+        """Port of the job's store."""
         return int(self._main.port)
 
     def serve_one(self, within: timedelta = timedelta(days=1)) -> bool:
@@ -164,7 +164,7 @@ def _port_key(prefix: str) -> str:
 def serve_stores(channel: ControlChannel, launch: Launch) -> NoReturn:
     """Open the job's store, say where it is, and open one for each round until the agent says stop.
 
-    It keeps nothing that would be worth an orderly end: a stop ends it at once, and so does the agent's death.
+    The process keeps nothing that would be worth an orderly end: a stop ends it at once, and so does the agent's death.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     channel.start(

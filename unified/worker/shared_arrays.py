@@ -1,4 +1,4 @@
-"""Arrays that are made where the other workers of the host can read them."""
+"""Arrays in shared memory, where the other workers of the host can read them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def shared_empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike = "float32") -> NDArray[Any]:
-    """A numpy array to fill and then send to workers of the same host without a copy.
+    """A numpy array in shared memory, to fill and then send to workers of the same host without a copy.
 
-    It is made in shared memory. As argument, result, item of a stream or a queue, alone or inside other values, whole
-    or any contiguous part from 32 KiB on, each receiver gets it as a read-only view of that same memory. Sending gives
-    it away: the array that was sent is read-only from then on, and what shows the same memory (other views, a tensor:
-    torch has none that are read-only) must not be written to either. Receivers would see it.
+    Each receiver gets it as a read-only view of that same memory: as argument, result, item of a stream or a queue,
+    alone or inside other values, whole or any contiguous part from 32 KiB on. Sending gives it away: the array that was
+    sent is read-only from then on, and what shows the same memory (other views, a tensor: torch has none that are
+    read-only) must not be written to either. Receivers would see it.
 
     For torch, ``torch.from_numpy(shared_empty(shape))`` is a tensor over it, to fill in place (``copy_``, ``out=``);
     ``torch.from_numpy(shared_empty(shape, "int16")).view(torch.bfloat16)`` has a type that numpy lacks.
 
-    Where there is no shared memory to be had (outside a worker, for less than 64 KiB, when the quota or ``/dev/shm`` is
-    used up, if the bus has no Unix sockets) this is an array like any other, and is copied when it is sent.
+    Without shared memory (outside a worker, for less than 64 KiB, when the quota or ``/dev/shm`` is used up, if the bus
+    has no Unix sockets) this is an array like any other, and is copied when it is sent.
 
     Args:
         shape: as in `numpy.empty`. The items are not set: what was in the memory before is there.

@@ -1,15 +1,15 @@
-"""How a worker is stopped.
+"""Stop of a worker: who is told, who is given time, and how the process ends.
 
 A stop comes twice: as a Stop order on the control channel and as SIGTERM. The order reaches the control thread even
 while the main thread is stuck in C++ (a collective that will never end), where Python cannot run a signal handler.
 
-Who waits? User code that reads `should_stop`, registers a callback or brings its own SIGTERM handler has asked for the
-time to end by itself, and gets it: SIGKILL comes from the agent when the grace period is over. Anybody else would only
-waste that time, so the process ends at once. After the entry point has returned nobody computes any more, and a stop is
-a normal exit of the interpreter.
+User code that reads `should_stop`, registers a callback or brings its own SIGTERM handler has asked for the time to end
+by itself, and gets it: SIGKILL comes from the agent when the grace period is over. Anybody else would only waste that
+time, so the process ends at once. After the entry point has returned nobody computes any more, and a stop is a normal
+exit of the interpreter.
 
-Where it was Ctrl-C, SIGINT comes in the place of SIGTERM. In user code it is what it is in any program: a
-KeyboardInterrupt in the main thread, which is given its time.
+After Ctrl-C, SIGINT comes in the place of SIGTERM. In user code it is what it is in any program: a KeyboardInterrupt in
+the main thread, which is given its time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARGIN = 0.1
 
 
 class StopState:
-    """Whether this worker shall stop, who cares, and what happens then.
+    """State of a worker's stop: asked for or not, who watches for it, the callbacks that carry it out.
 
     Args:
         clean_up: called before the process is ended at once; must be quick and must not block.
@@ -152,7 +152,7 @@ class StopState:
         self.on_settled()
 
     def _take_callbacks(self) -> list[Callable[[], None]]:
-        """Those that have not run yet; when there are none left, the stop is settled."""
+        """Return the callbacks that have not run yet; when there are none left, the stop is settled."""
         with self._deciding:
             callbacks, self._callbacks = self._callbacks, []
             if not callbacks:

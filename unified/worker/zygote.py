@@ -108,20 +108,20 @@ class Zygote:
             self._is_importing = False
 
     def _plan_imports(self) -> None:
-        """There is a job: import, as soon as it is quiet, what those that follow will want."""
+        """Plan, now that there is a job, to import what those that follow will want, as soon as it is quiet."""
         self._idle_work.extend(partial(import_one, name) for name in self._later)
         if self._later:
             self._idle_work.append(self._settle)
             self._later = []
 
     def _settle(self) -> None:
-        """Of what was imported: nothing that children would have to copy, and nothing that is not needed."""
+        """Let children copy nothing of what was imported, and keep nothing of it that is not needed."""
         gc.collect()
         gc.freeze()
         give_back_idle()
 
     def _note_signal(self, number: int, _frame: object) -> None:
-        """The byte in the wake-up socket does the waking; a signal without a handler would not make one.
+        """Note a signal. The byte in the wake-up socket does the waking; a signal without a handler would not make one.
 
         In the middle of an import, which may take seconds where many processes share a core, nobody looks there; but
         neither may workers outlive their agent so long, nor may the news of their death wait.

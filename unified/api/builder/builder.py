@@ -62,17 +62,17 @@ class DLJobBuilder:
         return self
 
     def device_per_node(self, num: int = 8) -> Self:
-        """How many devices of each node the job may use."""
+        """Set how many devices of each node the job may use."""
         self._fields["device_per_node"] = num
         return self
 
     def device_type(self, device_type: str = "GPU") -> Self:
-        """``"GPU"``, ``"CPU"`` or ``"TPU"``."""
+        """Set the kind of devices: ``"GPU"``, ``"CPU"`` or ``"TPU"``."""
         self._fields["accelerator_type"] = device_type
         return self
 
     def config(self, config: Any = None) -> Self:
-        """What workers read as `current_worker().job_info.user_config`.
+        """Set what workers read as `current_worker().job_info.user_config`.
 
         A dict, a DictConfig, an argparse.Namespace or None becomes a resolved DictConfig; anything else stays as it is.
         """
@@ -85,7 +85,7 @@ class DLJobBuilder:
         return self
 
     def dl_type(self, dl_type: str = "SFT") -> Self:
-        """Kind of the job, ``"PRE"``, ``"SFT"``, ``"RL"`` or ``"MULTIMODAL"``: for people, it changes nothing."""
+        """Set the kind of the job, for people only: ``"PRE"``, ``"SFT"``, ``"RL"`` or ``"MULTIMODAL"``."""
         self._fields["dl_type"] = dl_type
         return self
 
@@ -183,7 +183,7 @@ class DLJobBuilder:
         return self
 
     def description(self) -> dict[str, Any]:
-        """All that was said so far, as input of `DLJob`."""
+        """Return all that was said so far, as input of `DLJob`."""
         workloads = {}
         for name, role in self._roles.items():
             extra = self._elastic_fields if isinstance(role, ElasticRoleBuilder) else {}

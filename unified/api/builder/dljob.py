@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DLJob(DLConfig):
-    """What `DLJobBuilder.build` gives: a checked description, and the door to the cluster."""
+    """A job that `DLJobBuilder.build` has made: a checked description, to be submitted."""
 
     thing: ClassVar[str] = "job"
 

@@ -61,7 +61,7 @@ class RLJobBuilder(DLJobBuilder):
         return super().trainer(module, cls, entrypoint=entrypoint).resource(cpu=4, mem=8192)
 
     def actor(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
-        """The policy that is trained: elastic, required. Its arguments, and those of the others, are those of `run`."""
+        """The policy that is trained: elastic, required. The arguments of all roles are those of `run`."""
         return _serving(self.role(self.ACTOR_ROLE).train(entrypoint, cls))
 
     def critic(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
@@ -89,7 +89,7 @@ class RLJobBuilder(DLJobBuilder):
         return super()._all_but(exclude) - {self.TRAINER_ROLE}
 
     def build(self) -> RLJob:
-        """As `DLJobBuilder.build`; the roles must be those of an RL job, with an actor."""
+        """Check everything and give the job. The roles must be those of an RL job, with an actor."""
         self._warn_of_misplaced_config()
         return RLJob.model_validate(self.description())
 

@@ -1,4 +1,4 @@
-"""Builders of one role each. What one does not know goes on to its parent, so that chains need no `end()`."""
+"""Builders of one role each. A method that one does not have is its parent's, so that chains need no `end()`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class RoleBuilder(Generic[ParentT]):
         self._fields: dict[str, Any] = {"backend": self.backend, "entry_point": entry_point}
 
     def total(self, num: int = 1) -> Self:
-        """How many workers the role has; 0 is allowed."""
+        """Set how many workers the role has; 0 is allowed."""
         self._fields["total"] = num
         return self
 
     def per_group(self, num: int = 1) -> Self:
-        """How many of them share a group, and so a node."""
+        """Set how many of them share a group, and so a node."""
         self._fields["per_group"] = num
         return self
 
@@ -45,8 +45,8 @@ class RoleBuilder(Generic[ParentT]):
     def config(self, config: Mapping[str, Any] | Any = None) -> Self:
         """Set the config that this role's workers read as `current_worker().actor_info.spec.config`.
 
-        It is a dict, a DictConfig, an argparse.Namespace or None; the workers get a dict. The config of the whole job
-        is given to the job's builder: before its first role, or after `end()`.
+        The config is a dict, a DictConfig, an argparse.Namespace or None; the workers get a dict. The config of the
+        whole job is given to the job's builder: before its first role, or after `end()`.
         """
         self._fields["config"] = config
         return self
@@ -82,12 +82,12 @@ class RoleBuilder(Generic[ParentT]):
         return self
 
     def max_restart(self, num: int) -> Self:
-        """Restarts of one worker, past which the job fails."""
+        """Set the restarts of one worker, past which the job fails."""
         self._fields["max_restart"] = num
         return self
 
     def per_node_max_failure(self, num: int) -> Self:
-        """Failures of this role on one node, past which that node is excluded from the job."""
+        """Set the failures of this role on one node, past which that node is excluded from the job."""
         self._fields["per_node_max_failure"] = num
         return self
 
@@ -119,7 +119,7 @@ class RoleBuilder(Generic[ParentT]):
         return self.disable_auto_visible_device()
 
     def sub_stage(self, sub_stage: Iterable[str] | None = None) -> Self:
-        """Names of the stages within this role's work."""
+        """Name the stages within this role's work."""
         self._fields["sub_stage"] = list(sub_stage or ())
         return self
 
@@ -143,7 +143,7 @@ class RoleBuilder(Generic[ParentT]):
 
 
 class SimpleRoleBuilder(RoleBuilder[ParentT]):
-    """Of a role whose workers run side by side."""
+    """Builder of a role whose workers run side by side."""
 
     def restart_alone(self) -> Self:
         """The workers do without each other: one that fails is started again alone, not its role or its job."""
@@ -152,22 +152,22 @@ class SimpleRoleBuilder(RoleBuilder[ParentT]):
 
 
 class ElasticRoleBuilder(RoleBuilder[ParentT]):
-    """Of a role whose workers train together under torch.distributed."""
+    """Builder of a role whose workers train together under torch.distributed."""
 
     backend = "elastic"
 
     def total(self, num: int = 1) -> Self:
-        """How many workers the role has. Takes the place of `nnodes`."""
+        """Set how many workers the role has, in place of `nnodes`."""
         self._fields.pop("nnodes", None)
         return super().total(num)
 
     def per_group(self, num: int = 1) -> Self:
-        """How many of them share a node. Takes the place of `nproc_per_node`."""
+        """Set how many of them share a node, in place of `nproc_per_node`."""
         self._fields.pop("nproc_per_node", None)
         return super().per_group(num)
 
     def nnodes(self, num: int | str) -> Self:
-        """How many groups of `nproc_per_node` workers: ``total = nnodes * nproc_per_node``, whichever is said first.
+        """Set the number of groups of `nproc_per_node` workers: ``total = nnodes * nproc_per_node``, in either order.
 
         The workers of a group share a node. Groups go to nodes of their own, as many as the job may use (`node_num`);
         they share nodes only where there is no room on others, and `unified explain` says so.
@@ -180,13 +180,13 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         return self
 
     def nproc_per_node(self, num: int) -> Self:
-        """How many workers a group has, all of them on one node."""
+        """Set how many workers a group has, all of them on one node."""
         self._fields.pop("per_group", None)
         self._fields["nproc_per_node"] = num
         return self
 
     def role_max_restart(self, num: int) -> Self:
-        """Restarts of the role as a whole, whichever worker failed: torchrun's `--max-restarts`.
+        """Set the restarts of the role as a whole, whichever worker failed: torchrun's `--max-restarts`.
 
         No other limit counts the role's own failures then.
         """
@@ -215,7 +215,7 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         return self
 
     def communication(self, backend: str = "auto", timeout: float | timedelta | None = None) -> Self:
-        """Of the process group: `auto` is nccl with CUDA and else gloo; the timeout is in seconds, None is torch's."""
+        """Set the process group: `auto` is nccl with CUDA and else gloo; the timeout is in seconds, None is torch's."""
         self._fields.update(comm_backend=backend, comm_timeout_s=timeout)
         return self
 

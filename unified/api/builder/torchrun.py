@@ -24,7 +24,7 @@ _STATIC_PORT = 29500
 
 
 class Option(NamedTuple):
-    """One option. Its default may come from ``PET_{dest}`` in the environment, as with torchrun."""
+    """One option, whose default may come from ``PET_{dest}`` in the environment, as with torchrun."""
 
     names: tuple[str, ...]
     default: Any
@@ -124,7 +124,7 @@ LAUNCHERS = {"torchrun": (), "dlrover-run": DLROVER_RUN}
 
 class _LaunchParser(ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse does it; but what follows the script is the script's, however much it looks like ours."""
+        """Parse as argparse does; but what follows the script is the script's, however much it looks like ours."""
         words = list(sys.argv[1:] if args is None else args)
         end = self._script_at(words) + 1
         found, unknown = super().parse_known_args(words[:end], namespace)
@@ -138,7 +138,7 @@ class _LaunchParser(ArgumentParser):
         return at
 
     def _takes_next(self, word: str) -> bool:
-        """Whether an option's value is the next word."""
+        """Return True if an option's value is the next word."""
         actions = self._option_string_actions
         alike = {actions[word]} if word in actions else {actions[name] for name in actions if name.startswith(word)}
         return bool(alike) and all(action.nargs != 0 for action in alike)
@@ -148,7 +148,7 @@ class _LaunchParser(ArgumentParser):
 
 
 def table_parser(launcher: str, env: Mapping[str, str], prog: str | None = None) -> ArgumentParser:
-    """A parser of the launcher's options. It raises `OptionError` where argparse would end the process."""
+    """Return a parser of the launcher's options, which raises `OptionError` where argparse would end the process."""
     parser = _LaunchParser(prog=prog or launcher, allow_abbrev=launcher == "torchrun")
     for option in TORCHRUN:
         add_option(parser, option, env)
@@ -181,7 +181,7 @@ def add_option(parser: ArgumentParser, option: Option, env: Mapping[str, str]) -
 
 
 def refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    """What a parser calls instead of ending the process."""
+    """Raise an `OptionError`, where a parser would end the process."""
     unknown = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
     known = [name for action in parser._actions for name in action.option_strings]
     hint = nearest(unknown[0].split("=")[0], known) if unknown else ""

@@ -1,4 +1,4 @@
-"""What a worker's own code uses: who it is, calls to other workers, the job. Names are imported at first use."""
+"""Names for a worker's own code: its identity, calls to other workers, the job. Imported at first use."""
 
 from typing import TYPE_CHECKING
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def is_cut(value: object) -> bool:
-    """Whether each actor gets a share of this argument: a sequence that is not text or bytes, an array, a tensor."""
+    """Return True if each actor gets a share of it: a sequence that is not text or bytes, an array, a tensor."""
     if isinstance(value, str | bytes | bytearray | memoryview):
         return False
     if isinstance(value, Sequence):

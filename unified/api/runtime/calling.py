@@ -20,7 +20,7 @@ Method = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What may be said of a call besides its arguments.
+    """Options of a call besides its arguments.
 
     Raises:
         UsageError: a value that makes no sense.
@@ -40,7 +40,7 @@ class CallOptions:
             raise UsageError(f"retries={self.retries!r}: a number from 0 up is wanted.")
 
     def but(self, timeout: float | None, retries: int | None) -> Self:
-        """With these in place of its own, where they are not None."""
+        """Return options with these in place of its own, where they are not None."""
         if timeout is None and retries is None:
             return self
         return replace(
@@ -50,7 +50,7 @@ class CallOptions:
         )
 
     def taken_from(self, kwargs: dict[str, Any]) -> Self:
-        """With `_timeout` and `_retries` of a call's keyword arguments, which are taken out."""
+        """Return options with `_timeout` and `_retries` of a call's keyword arguments, which are taken out."""
         if not kwargs:
             return self
         return self.but(kwargs.pop("_timeout", None), kwargs.pop("_retries", None))

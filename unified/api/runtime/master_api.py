@@ -1,4 +1,4 @@
-"""What a worker asks of the master about its own job."""
+"""Requests of a worker to the master about its own job."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A", bound=MasterAnswer)
 POLL_S = 30.0
-"""How long the master holds an answer back while nothing changes."""
+"""Seconds for which the master holds an answer back while nothing changes."""
 
 
 @dataclass(frozen=True)
 class MasterStatus:
-    """How the job stands."""
+    """Status of the job."""
 
     stage: MasterStage
     exit_code: int | None = None
@@ -54,7 +54,7 @@ class MasterCall(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     async def async_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The same, waiting on a thread, so that the event loop goes on."""
+        """Do the same, waiting on a thread, so that the event loop goes on."""
         return await asyncio.to_thread(self._function, *args, **kwargs)
 
 

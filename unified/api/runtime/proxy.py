@@ -16,8 +16,8 @@ T = TypeVar("T")
 class UserRpcProxy:
     """Stands for an object that its owner exported with `export_rpc_instance(ns, obj)`.
 
-    It has the `@rpc` methods of the object's class. A sync method blocks and returns the value. An ``async def`` method
-    makes the call at once and returns a coroutine, to be awaited, or given to `asyncio.run` or `create_task`. A
+    The proxy has the `@rpc` methods of the object's class. A sync method blocks and returns the value. An ``async def``
+    method makes the call at once and returns a coroutine, to be awaited, or given to `asyncio.run` or `create_task`. A
     generator method returns an iterator, and an async one an async iterator, at once; what goes wrong is raised where
     it is read.
 

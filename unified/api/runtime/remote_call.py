@@ -58,7 +58,7 @@ _EMPTY_BODY = frozenset(
 def bind(role: str, *, to: To | None = None, timeout: float | None = None, retries: int = 0) -> Callable[[F], F]:
     """A decorator for stubs, which makes calling them call the methods of their names in the workers of `role`.
 
-    How a stub is called follows from what it says it returns, unless `to` says it:
+    The return annotation says how a stub is called, unless `to` does:
 
     ======== ========================== ========================================================================
     `to`     annotated as returning     what a call does and returns
@@ -183,7 +183,7 @@ def _returned(stub: types.FunctionType) -> str:
 
 
 def _signature(stub: types.FunctionType) -> inspect.Signature:
-    """Its signature, where some of the annotations may name what only a type checker imports."""
+    """Return the signature, where some of the annotations may name what only a type checker imports."""
     if sys.version_info >= (3, 14):
         import annotationlib
 

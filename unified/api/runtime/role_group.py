@@ -119,8 +119,8 @@ class RoleGroup(Sequence[RoleActor]):
     def call(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcFuture[list[Any]]:
         """Call a method of every actor; the results come in the group's order, or the first error at once.
 
-        The arguments are encoded once for all, and are once in the shared memory of each host. If one of them cannot be
-        sent, no actor is called.
+        The arguments are encoded once for all, and are once in the shared memory of each host. No actor is called where
+        one of them cannot be sent.
 
         Args:
             method: its name, or a function whose `@rpc` name, or own name, is meant.
