@@ -42,12 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--resources", default="{}", metavar="JSON", help="""user-defined resources, such as '{"MR": 1}'""")
     add("--devices", type=int, metavar="N", help="offer N virtual devices instead of the real ones")
     add("--cpus", type=float, metavar="N", help="offer N CPUs (default: those its affinity and control groups allow)")
-    add(
-        "--memory-mb",
-        type=float,
-        metavar="MB",
-        help="offer this much memory (default: what its control groups allow, or all)",
-    )
+    add("--memory-mb", type=float, metavar="MB",
+        help="offer this much memory (default: what its control groups allow, or all)")  # fmt: skip
     add("--address", metavar="ADDRESS", help="at which other nodes reach this one (default: that towards the master)")
     add("--state-dir", type=Path, metavar="DIR", help=f"default: {settings.home()}/agent-NAME")
     add("--log-dir", type=Path, metavar="DIR", help="workers' output (default: STATE_DIR/logs)")

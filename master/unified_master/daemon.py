@@ -73,27 +73,21 @@ class MasterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The cluster's key; None: anyone who reaches the ports is let in."""
 
 
-class SteadyClock:
-    """Seconds since 1970 that never go back: the wall clock when the process began, plus monotonic time since."""
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
-
-    def now(self) -> float:
-        return time.monotonic() + self._offset
-
-
 class MasterDaemon:
     """One master: its socket, its store, its core."""
 
     def __init__(self, options: MasterOptions) -> None:
         self.options = options
-        self._clock = SteadyClock()
+        self._clock_offset = time.time() - time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = Gatekeeper(self._context, options.key, name="control")
         self._defects: list[float] = []
         self._refusals = LogOnce()
         self._is_stopping = False
+
+    def _now(self) -> float:
+        """Return seconds since 1970 that never go back: the wall clock when it was made, plus monotonic time since."""
+        return time.monotonic() + self._clock_offset
 
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit code.
@@ -174,10 +168,10 @@ class MasterDaemon:
             poller.register(wake, zmq.POLLIN)
             while not self._is_stopping:
                 due = self._next_deadline(core)
-                wait_s = 60.0 if due is None else min(60.0, max(0.0, due - self._clock.now()))
+                wait_s = 60.0 if due is None else min(60.0, max(0.0, due - self._now()))
                 poller.poll(math.ceil(wait_s * 1000))
                 events = self._take_in(router)
-                if due is not None and self._clock.now() >= due:
+                if due is not None and self._now() >= due:
                     events.append(MasterTick())
                 core = self._handle(core, events, router, store)
         finally:
@@ -191,7 +185,7 @@ class MasterDaemon:
 
     def _begin_term(self, store: Store, relay: str) -> MasterCore:
         core = MasterCore(self.options.intervals, relay)
-        records, now = store.records(), self._clock.now()
+        records, now = store.records(), self._now()
         actions = core.restore(now, records, store.events())
         self._record(actions, store)
         self._desk = CoordinatorService(core, self.options.worker_heartbeats)
@@ -262,7 +256,7 @@ class MasterDaemon:
 
     def _step(self, core: MasterCore, event: MasterEvent | CoordinatorReceived, actions: list[MasterAction]) -> None:
         """Step through one event; its consequences are added to `actions` as soon as each is known."""
-        now = self._clock.now()
+        now = self._now()
         if isinstance(event, CoordinatorReceived):
             actions += self._desk.answer(now, event)
             return

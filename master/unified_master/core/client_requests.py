@@ -53,9 +53,23 @@ def answer(step: MasterStep, peer: bytes, request_id: int, request: ClientToMast
         case ListNodes():
             nodes = step.cluster.nodes
             return NodeList(nodes=[status.node_status(step.now, nodes[name]) for name in sorted(nodes)])
-        case GetJob() | ReadLog() | StopJob() | RestartWorkers() | Explain() | GetDirectory():
-            job = find_job(step, request.job)
-            return job if isinstance(job, Refused) else _about(step, peer, request_id, request, job)
+    job = find_job(step, request.job)
+    if isinstance(job, Refused):
+        return job
+    match request:
+        case GetJob():
+            return _get(step, peer, request_id, request, job)
+        case ReadLog():
+            return _read(step, peer, request_id, request, job)
+        case StopJob():
+            return _stop(step, request, job)
+        case RestartWorkers():
+            return _restart(step, request, job)
+        case Explain():
+            worker = find_worker(job, request.worker) if request.worker else None
+            return worker if isinstance(worker, Refused) else status.story(step.cluster, job, worker, request.limit)
+        case GetDirectory():
+            return _directory(step, request, job)
         case _:
             assert_never(request)
 
@@ -154,31 +168,6 @@ def read_overdue(step: MasterStep, number: int) -> None:
         waited = step.cluster.intervals.connect_s
         reason = f"the agent of {parked.node} did not send the log of {parked.life.worker} within {waited:g} s."
         step.send(parked.peer, Refused(code="unavailable", reason=reason), parked.request_id)
-
-
-def _about(
-    step: MasterStep,
-    peer: bytes,
-    request_id: int,
-    request: GetJob | ReadLog | StopJob | RestartWorkers | Explain | GetDirectory,
-    job: JobRecord,
-) -> Answer:
-    match request:
-        case GetJob():
-            return _get(step, peer, request_id, request, job)
-        case ReadLog():
-            return _read(step, peer, request_id, request, job)
-        case StopJob():
-            return _stop(step, request, job)
-        case RestartWorkers():
-            return _restart(step, request, job)
-        case Explain():
-            worker = find_worker(job, request.worker) if request.worker else None
-            return worker if isinstance(worker, Refused) else status.story(step.cluster, job, worker, request.limit)
-        case GetDirectory():
-            return _directory(step, request, job)
-        case _:
-            assert_never(request)
 
 
 def _directory(step: MasterStep, request: GetDirectory, job: JobRecord) -> Answer:
