@@ -1,22 +1,34 @@
-"""The shell of the queue of saves: a thread that lives while there is something to write."""
+"""The shell of the queue of saves: a thread that lives while there is something to write.
+
+What becomes known of saves that were not written: lines in the log, and the error of the next call.
+
+Saves that are under way when the program ends are written before it does.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from unified.checkpoint.coordinator_notify import Announcer
 from unified.checkpoint.save_queue import Failure, Save, SaveQueue
 from unified.errors import (
     CheckpointExistsError,
     CheckpointRankError,
+    CheckpointSaveError,
     CheckpointTimeoutError,
     NotFoundError,
+    NotInWorkerError,
     UsageError,
 )
+from unified.worker.context import current_worker
 
 logger = logging.getLogger(__name__)
 
@@ -166,3 +178,84 @@ def is_final(error: Exception) -> bool:
         error,
         UsageError | CheckpointExistsError | CheckpointRankError | PermissionError | NotFoundError | ImportError,
     )
+
+
+def tell_of_given_way(save: Save[Any]) -> None:
+    """Log that a save gave way to newer ones."""
+    logger.warning("event=checkpoint-skipped step=%d: a newer one came before it could be written", save.step)
+
+
+def tell_of_failed(failure: Failure, place: str, announcer: Announcer) -> None:
+    """Log that a save is not tried again, and tell the coordinator."""
+    announcer.event(
+        "checkpoint-failed",
+        f"step {failure.step} was not saved in {place} (tries: {failure.num_tries}): "
+        f"{type(failure.error).__name__}: {failure.error}",
+    )
+    logger.error(
+        "event=checkpoint-failed step=%d tries=%d error=%s: %s",
+        failure.step,
+        failure.num_tries,
+        type(failure.error).__name__,
+        failure.error,
+    )
+
+
+def report(failures: list[Failure], place: str) -> None:
+    """Raise for saves that failed since the last report, if any did.
+
+    Raises:
+        CheckpointSaveError: some did; it knows their steps, and its cause is the last one's error.
+    """
+    if not failures:
+        return
+    what = "; ".join(
+        f"step {each.step} (tries: {each.num_tries}): {type(each.error).__name__}: {each.error}" for each in failures
+    )
+    raise CheckpointSaveError(
+        f"Checkpoints were not saved in {place}: {what}. Those before them are as they were.",
+        [each.step for each in failures],
+    ) from failures[-1].error
+
+
+class Closing(Protocol):
+    def close(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+_open: weakref.WeakSet[Closing] = weakref.WeakSet()
+_is_registered = False
+
+
+def close_at_exit(manager: Closing) -> None:
+    """Have `manager` closed at the program's end, unless it is garbage by then."""
+    global _is_registered
+    if not _is_registered:
+        # Ordinary handlers run after thread pools were shut down, which a store may need for its uploads.
+        register = getattr(threading, "_register_atexit", atexit.register)
+        register(_close_all)
+        _is_registered = True
+    with contextlib.suppress(NotInWorkerError):
+        current_worker().on_finish(_wait_for_all)  # a worker that goes on answering calls closes nothing yet
+    _open.add(manager)
+
+
+def forget(manager: Closing) -> None:
+    """It was closed."""
+    _open.discard(manager)
+
+
+def _wait_for_all() -> None:
+    for manager in list(_open):
+        try:
+            manager.wait()
+        except Exception as error:
+            logger.error("event=checkpoint-failed at-finish=true: %s", error)
+
+
+def _close_all() -> None:
+    for manager in list(_open):
+        try:
+            manager.close()
+        except Exception as error:
+            logger.error("event=checkpoint-failed at-exit=true: %s", error)

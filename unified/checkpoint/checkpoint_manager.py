@@ -15,19 +15,23 @@ from random import SystemRandom
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from unified.checkpoint.at_exit import close_at_exit, forget
-from unified.checkpoint.background import BackgroundSaver
-from unified.checkpoint.compression import check_compression
+from unified.checkpoint.background import (
+    BackgroundSaver,
+    close_at_exit,
+    forget,
+    report,
+    tell_of_failed,
+    tell_of_given_way,
+)
 from unified.checkpoint.coordinator_notify import Announcer
 from unified.checkpoint.going_back import Course
 from unified.checkpoint.load import LoadReport
 from unified.checkpoint.loads import Loads
-from unified.checkpoint.location import is_local, open_place
+from unified.checkpoint.location import is_local, open_place, this_writer
 from unified.checkpoint.manifest import Kind, Manifest, check_step
-from unified.checkpoint.options import FROM_SETTINGS, FromSettings, check_counts, this_writer
-from unified.checkpoint.payload import BytesPayload, Payload
+from unified.checkpoint.options import FROM_SETTINGS, FromSettings, check_counts
+from unified.checkpoint.payload import BytesPayload, Payload, check_compression
 from unified.checkpoint.rank_group import is_sharded
-from unified.checkpoint.reports import report, tell_of_failed, tell_of_given_way
 from unified.checkpoint.retention import LEFTOVER_AFTER_S
 from unified.checkpoint.run_directory import checked_metadata
 from unified.checkpoint.save_queue import Save, SaveQueue, WhenFull

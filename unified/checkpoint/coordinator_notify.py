@@ -1,22 +1,71 @@
-"""Tells the coordinator of checkpoints that were written, and of those that were not, while training goes on."""
+"""Tells the coordinator of checkpoints that were written, and of those that were not, while training goes on.
+
+What a coordinator has still to be told of checkpoints. Pure.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from msgspec.structs import replace
+
+from unified.checkpoint.location import Writer
 from unified.checkpoint.manifest import Manifest, manifest_name
-from unified.checkpoint.unsaid import Unsaid, Word
-from unified.checkpoint.writers import Writer
 from unified.config.addresses import parse_coordinator
 from unified.data.coordinator_client import Coordinator
 from unified.data.worker_identity import discover, named_coordinator, open_coordinator, worker_of_rank
 from unified.errors import CoordinatorError
 from unified.protocol.client_master import Done, MasterAnswer
 from unified.protocol.coordinator import CheckpointResponse, NotifyCheckpoint, TellEvent, WorkerEvent
+
+MAX_EVENTS = 16
+
+Word = NotifyCheckpoint | TellEvent
+
+
+class Unsaid:
+    """At most one checkpoint, the latest, as no other matters to who asks for that; and some events, in order."""
+
+    def __init__(self) -> None:
+        self._notice: NotifyCheckpoint | None = None
+        self._events: deque[TellEvent] = deque(maxlen=MAX_EVENTS)
+
+    def __bool__(self) -> bool:
+        return self._notice is not None or bool(self._events)
+
+    def add(self, word: Word) -> None:
+        """To be said. Of two checkpoints of one step the later counts; of too many events the newest."""
+        if isinstance(word, TellEvent):
+            self._events.append(word)
+        elif self._notice is None or word.goes_back:
+            self._notice = word
+        elif word.step >= self._notice.step:
+            self._notice = replace(word, goes_back=self._notice.goes_back)
+
+    def take(self) -> Word | None:
+        """What to say next."""
+        if self._events:
+            return self._events.popleft()
+        notice, self._notice = self._notice, None
+        return notice
+
+    def put_back(self, word: Word) -> None:
+        """It could not be said: it comes before what was added meanwhile."""
+        if isinstance(word, TellEvent):
+            if len(self._events) < MAX_EVENTS:
+                self._events.appendleft(word)
+        elif self._notice is None:
+            self._notice = word
+        elif word.goes_back:
+            self._notice = replace(self._notice, goes_back=True)
+        elif word.step > self._notice.step and not self._notice.goes_back:
+            self._notice = word
+
 
 logger = logging.getLogger(__name__)
 

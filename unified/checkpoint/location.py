@@ -1,19 +1,28 @@
-"""From what a user writes to a storage and a key prefix in it."""
+"""From what a user writes to a storage and a key prefix in it.
+
+Who writes checkpoints, and who gives way when two write the same step. Pure.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
+import socket
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from unified.checkpoint.manifest import Manifest
 from unified.checkpoint.options import FromSettings
 from unified.config.runtime import StorageSettings
+from unified.data.worker_identity import check_rank, discover
 from unified.errors import UsageError
+from unified.values import Value
 
 if TYPE_CHECKING:
     from unified.storage.backend import StorageBackend
+
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.=+@-]*")
 
@@ -125,3 +134,50 @@ def run_prefix(run_id: str | None, framework: str | None) -> str:
 def joined(*parts: str) -> str:
     """Parts of a key, without the empty ones."""
     return "/".join(part for part in parts if part)
+
+
+Judgement = Literal["write", "leave", "refuse"]
+
+
+class Writer(Value, frozen=True, kw_only=True):
+    """One life of a manager."""
+
+    name: str
+    """Host, process and a random word: no other life has it."""
+    rank: int = 0
+    world_size: int = 1
+
+
+def judge(existing: Manifest | None, writer: Writer, *, is_older: bool) -> Judgement:
+    """What a writer does with a step that may be there already.
+
+    A run that went back to an older checkpoint saves the steps since then again: they replace those that an earlier
+    life left, and its own. Data-parallel ranks that all save the same step have the same state: the first one's stays.
+    Anybody else is another run that was pointed at the same place.
+
+    Args:
+        is_older: `existing` was there when the writer first looked. No clock tells, since two hosts' may differ.
+    """
+    if existing is None or existing.writer == writer.name or is_older:
+        return "write"
+    if existing.world_size == writer.world_size > 1 and existing.rank != writer.rank:
+        return "leave"
+    return "refuse"
+
+
+def this_writer(rank: int | None, world_size: int | None) -> Writer:
+    """A new life of a manager in this process. What is not given is as in the job, else as ``RANK`` and ``WORLD_SIZE``
+    say, else 0 and 1.
+
+    Raises:
+        UsageError: a rank that the world has not.
+    """
+    identity = discover()
+    rank = next(each for each in (rank, identity.rank, 0) if each is not None)
+    world_size = next(each for each in (world_size, identity.world_size, 1) if each is not None)
+    check_rank(rank, world_size)
+    return Writer(
+        name=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
+        rank=rank,
+        world_size=world_size,
+    )

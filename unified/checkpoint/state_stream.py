@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from unified.checkpoint.compression import Chunk
-from unified.checkpoint.payload import CHUNK_BYTES, slices
+from unified.checkpoint.payload import CHUNK_BYTES, Chunk, slices
 from unified.errors import CheckpointError, UsageError
 from unified.memory.host_buffers import Staged, Stager
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unified.checkpoint.compression import Chunk, decompress
+from unified.checkpoint.location import Judgement, Writer, judge
 from unified.checkpoint.manifest import (
     Checksum,
     Compression,
@@ -24,9 +24,8 @@ from unified.checkpoint.manifest import (
     part_name,
     step_of,
 )
-from unified.checkpoint.payload import Measured, Payload
+from unified.checkpoint.payload import Chunk, Measured, Payload, decompress
 from unified.checkpoint.retention import Stored, plan_sweep
-from unified.checkpoint.writers import Judgement, Writer, judge
 from unified.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError
 
 if TYPE_CHECKING:

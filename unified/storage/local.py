@@ -1,4 +1,7 @@
-"""Objects as files below a folder."""
+"""Objects as files below a folder.
+
+Hidden files of writers that were killed: how they are called, and how the dead are told from the living.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -20,9 +24,57 @@ from unified.errors import (
     StorageUnavailableError,
 )
 from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range, replaced_meanwhile
-from unified.storage.blocks import write_pieces
-from unified.storage.leftovers import is_temporary, remove_leftovers, temporary_name
-from unified.storage.sources import pieces_of
+from unified.storage.blocks import pieces_of, write_pieces
+
+PREFIX = ".unified-"
+SUFFIX = ".part"
+SAFE_AGE_S = 60.0
+"""A file so old, and not locked, has no writer: a writer takes its lock at once after making the file."""
+
+
+def temporary_name(token: str) -> str:
+    """Of a file that is being written; `token` is chosen at random."""
+    return f"{PREFIX}{token}{SUFFIX}"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file is called so."""
+    return name.startswith(PREFIX) and name.endswith(SUFFIX)
+
+
+def remove_leftovers(folder: Path, now: float | None = None) -> list[str]:
+    """Remove what dead writers left in one folder, and name it. What cannot be removed stays: it is only hidden.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    now = time.time() if now is None else now
+    removed = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if is_temporary(name) and _is_dead(folder / name, now):
+                with contextlib.suppress(OSError):
+                    os.unlink(folder / name)
+                    removed.append(name)
+    return sorted(removed)
+
+
+def _is_dead(path: Path, now: float) -> bool:
+    try:
+        # For writing: over NFS an exclusive lock asks for that.
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if now - os.fstat(descriptor).st_mtime < SAFE_AGE_S:
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # a writer holds it; or no locks on this file system, so that nobody can know
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
 
 NUM_TRIES = 10
 """To find the folder still there between making it and making a file in it."""

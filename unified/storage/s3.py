@@ -9,8 +9,7 @@ from typing import Any
 from unified.errors import StorageError, UsageError
 from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range
 from unified.storage.s3_client import S3Settings, check_endpoint, check_installed, make_client, s3_errors
-from unified.storage.s3_transfer import Download
-from unified.storage.s3_upload import MIN_PART_NBYTES, Upload
+from unified.storage.s3_transfer import MIN_PART_NBYTES, Download, Upload
 from unified.threads import after_fork
 
 LIST_PAGE = 1000

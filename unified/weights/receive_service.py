@@ -18,8 +18,7 @@ from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutErr
 from unified.protocol.records import WorkerIncarnation
 from unified.weights.arena import Arena, ArenaPool
 from unified.weights.lives import FAILED, GONE, OVERTAKEN, Failure, LifeCalls, ended_lives, failure_of, method
-from unified.weights.snapshot import VersionedStateDict, assemble
-from unified.weights.state_dict import check_bucket
+from unified.weights.state_dict import VersionedStateDict, assemble, check_bucket
 from unified.weights.transfer_plan import Manifest
 from unified.weights.versions import Assembly, Ended, How, Opening, Take
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from unified.bus.endpoint import BusEndpoint
-    from unified.weights.snapshot import VersionedStateDict
+    from unified.weights.state_dict import VersionedStateDict
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class WeightsReceiver:
         Raises:
             WeightsTimeoutError: no version has come yet.
         """
-        from unified.weights.snapshot import VersionedStateDict
+        from unified.weights.state_dict import VersionedStateDict
 
         latest = self._wait(None, 0)
         state = VersionedStateDict(latest)
@@ -118,7 +118,7 @@ class WeightsReceiver:
             WeightsMismatchError: it does not fit the model; names the keys. Nothing was changed.
             WeightsTimeoutError, WeightsError: as `wait`.
         """
-        from unified.weights.snapshot import load
+        from unified.weights.state_dict import load
 
         latest = self._wait(min_version, timeout)
         with lock if lock is not None else contextlib.nullcontext():

@@ -64,9 +64,9 @@ class Crashing(LocalBackend):
 
 def run_until_crash(root: Path, crash_at: int) -> list[int]:
     """Save three steps, the third one again, keeping two; steps whose save returned before the crash."""
+    from unified.checkpoint.location import Writer
     from unified.checkpoint.payload import BytesPayload
     from unified.checkpoint.store import CheckpointStore, Order
-    from unified.checkpoint.writers import Writer
 
     store = CheckpointStore(Crashing(root, crash_at), "", Writer(name="w"))
     done: list[int] = []

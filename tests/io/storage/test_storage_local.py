@@ -20,7 +20,7 @@ import pytest
 from tests.support.storage_race import race
 from unified.errors import NotFoundError, StorageDeniedError, StorageError, StorageFullError, UsageError
 from unified.storage import LocalBackend, blocks, open_storage
-from unified.storage.leftovers import SAFE_AGE_S, is_temporary, temporary_name
+from unified.storage.local import SAFE_AGE_S, is_temporary, temporary_name
 
 CALLS = ["open", "write", "pwrite", "fsync", "link", "rename", "unlink", "close", "mkdir"]
 

@@ -14,8 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from unified.errors import WeightsVersionError
 from unified.weights.ranks import OfMesh, lead, ranks_for
-from unified.weights.snapshot import VersionedStateDict, load
-from unified.weights.state_dict import Source
+from unified.weights.state_dict import Source, VersionedStateDict, load
 from unified.worker.rank_group import WholeGroup
 
 SIZE = 4

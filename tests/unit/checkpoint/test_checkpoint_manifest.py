@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified.checkpoint import manifest as m
-from unified.checkpoint.compression import check_compression, compressed, decompress
-from unified.checkpoint.payload import BytesPayload, Measured
+from unified.checkpoint.payload import BytesPayload, Measured, check_compression, compressed, decompress
 from unified.errors import CheckpointCorruptError, UsageError
 
 JSON = st.recursive(

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from unified.checkpoint.manifest import Part, make_manifest, part_name
 from unified.checkpoint.rank_group import each_does, lead
-from unified.checkpoint.shard_runs import MAX_GAP_BYTES, MAX_RUN_BYTES, runs
 from unified.checkpoint.sharded import index as s
+from unified.checkpoint.sharded.index import MAX_GAP_BYTES, MAX_RUN_BYTES, runs
 from unified.checkpoint.sharded.plan import SMALL_BYTES, shared_out
 from unified.errors import CheckpointCorruptError, CheckpointError, UsageError
 from unified.worker.rank_group import Alone

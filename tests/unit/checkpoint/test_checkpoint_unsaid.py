@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unified.checkpoint.unsaid import MAX_EVENTS, Unsaid
+from unified.checkpoint.coordinator_notify import MAX_EVENTS, Unsaid
 from unified.protocol.coordinator import NotifyCheckpoint, TellEvent
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from unified.checkpoint.going_back import Course
+from unified.checkpoint.location import Judgement, Writer, judge
 from unified.checkpoint.manifest import Manifest
-from unified.checkpoint.writers import Judgement, Writer, judge
 
 US = Writer(name="us", rank=1, world_size=2)
 

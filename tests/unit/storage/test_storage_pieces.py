@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from unified.errors import UsageError
 from unified.storage.backend import check_key
+from unified.storage.blocks import blocks_of, pieces_of, size_of
 from unified.storage.s3_client import check_endpoint
-from unified.storage.s3_upload import MAX_PARTS, MIN_PART_NBYTES, part_sizes
-from unified.storage.sources import blocks_of, pieces_of, size_of
+from unified.storage.s3_transfer import MAX_PARTS, MIN_PART_NBYTES, part_sizes
 
 TIB = 1 << 40
 

@@ -11,8 +11,7 @@ import torch
 from tests.unit.weights.test_weights_source import Tied, manifest_of
 from unified.errors import UsageError, WeightsMismatchError
 from unified.weights.arena import ArenaPool
-from unified.weights.snapshot import VersionedStateDict, assemble, load
-from unified.weights.state_dict import Source
+from unified.weights.state_dict import Source, VersionedStateDict, assemble, load
 from unified.weights.transfer_plan import Manifest
 
 

@@ -9,8 +9,8 @@ import torch
 
 from unified.errors import NotInWorkerError, UsageError
 from unified.weights.ranks import ranks_for
+from unified.weights.sender import Order, sync_weights
 from unified.weights.state_dict import Source
-from unified.weights.sync import Order, sync_weights
 from unified.worker.context import ActorInfo
 
 GOOD = Order(version=None, dtype=None, bucket_bytes=1, timeout=1.0, wait=True, force=False, collective=None)

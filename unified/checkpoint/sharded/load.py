@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
 
-from unified.checkpoint.compression import decompress
 from unified.checkpoint.manifest import Kind, Manifest
+from unified.checkpoint.payload import decompress
 from unified.checkpoint.rank_group import each_does, lead
-from unified.checkpoint.shard_runs import read_shards
-from unified.checkpoint.sharded.index import INDEX, Entry, Shard, data_name, decode_index
+from unified.checkpoint.sharded.index import INDEX, Entry, Shard, data_name, decode_index, read_shards
 from unified.checkpoint.sharded.payload import restored
 from unified.checkpoint.sharded.plan import expanded
 from unified.checkpoint.state_stream import load_state

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from unified.checkpoint.compression import Chunk, compressed
 from unified.checkpoint.manifest import Checksum, Compression
-from unified.checkpoint.payload import slices
+from unified.checkpoint.payload import Chunk, compressed, slices
 from unified.checkpoint.sharded.index import Shard
 from unified.checkpoint.sharded.plan import Piece
 from unified.memory.host_buffers import ALIGN, Stager

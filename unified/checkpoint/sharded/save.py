@@ -1,26 +1,209 @@
-"""Saves by several ranks together: they agree and copy while training stands still, and write while it goes on."""
+"""Saves by several ranks together: they agree and copy while training stands still, and write while it goes on.
+
+The background half of a save by several ranks: each writes its part, then rank 0 the manifest.
+
+The ranks meet in the store, where nothing is needed that a save does not need anyway: no process group is used from a
+second thread, or after the program has destroyed it, and a rank that died is one whose note does not come.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from random import SystemRandom
 from typing import Any, NamedTuple
 
-from unified.checkpoint.background import BackgroundSaver
-from unified.checkpoint.manifest import Compression, Manifest
+from unified.checkpoint.background import BackgroundSaver, is_final, tell_of_given_way
+from unified.checkpoint.manifest import Compression, Manifest, Part, part_name
+from unified.checkpoint.payload import BytesPayload
 from unified.checkpoint.rank_group import ranks_here
-from unified.checkpoint.reports import tell_of_given_way
 from unified.checkpoint.save_queue import Failure, Save, SaveQueue
-from unified.checkpoint.shard_commit import ShardCommit, SharedSave
+from unified.checkpoint.sharded.index import (
+    INDEX,
+    Entry,
+    Note,
+    Standing,
+    data_name,
+    decode_note,
+    encode_index,
+    encode_note,
+    failed_name,
+    is_of,
+    note_name,
+    standing,
+    with_shards,
+)
 from unified.checkpoint.sharded.payload import ShardPayload
 from unified.checkpoint.sharded.plan import ShardPlanner
 from unified.checkpoint.store import CheckpointStore, Order
 from unified.core.backoff import Backoff
-from unified.errors import CheckpointError, UsageError
+from unified.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointRankError,
+    UsageError,
+)
 from unified.memory.host_buffers import Stager
 from unified.worker.rank_group import Ranks
+
+logger = logging.getLogger(__name__)
+
+LOOK = Backoff(first_s=0.02, limit_s=1.0)
+"""Between two looks at what the other ranks have written."""
+MAX_NAMED = 8
+
+
+@dataclass(eq=False)
+class SharedSave:
+    """This rank's share in a save."""
+
+    order: Order
+    """Without payloads: the same on every rank."""
+    rank: int
+    size: int
+    payload: ShardPayload
+    entries: dict[str, Entry] = field(default_factory=dict)
+    """Of the whole state; on rank 0 alone."""
+    num_tries: int = 0
+    part: Part | None = None
+    """This rank's, once it is written."""
+    deadline: float = 0.0
+    is_published: bool = False
+    """The manifest was begun, so that parts may belong to it."""
+    notes: dict[int, Note] = field(default_factory=dict)
+
+
+class ShardCommit:
+    """Carries shares out.
+
+    Args:
+        rank_timeout_s: how long to wait for the other ranks after this one's part was written.
+        max_tries: how often `write` is called for one share.
+        after_save: called with the manifest, on rank 0.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        rank_timeout_s: float,
+        max_tries: int,
+        after_save: Callable[[Manifest], object],
+    ) -> None:
+        self._store = store
+        self._rank_timeout_s = rank_timeout_s
+        self._max_tries = max_tries
+        self._after_save = after_save
+
+    def write(self, share: SharedSave) -> None:
+        """Returns when the checkpoint exists. Can be called again after it failed.
+
+        Raises:
+            CheckpointRankError: other ranks failed, or did not write in time.
+            CheckpointExistsError: somebody else writes the same step here.
+            OSError: the store does not take it.
+        """
+        try:
+            self._write(share)
+        except Exception as error:
+            share.num_tries += 1
+            if is_final(error) or share.num_tries >= self._max_tries:
+                self.give_up(share.order, share.rank, share.size, error, is_published=share.is_published)
+            raise
+
+    def give_up(self, order: Order, rank: int, size: int, error: BaseException, *, is_published: bool = False) -> None:
+        """Tell the other ranks that this save comes to nothing. Of what was written, rank 0 removes what is large.
+
+        Args:
+            is_published: nothing is removed, as there may be a manifest.
+        """
+        if size > 1:
+            with contextlib.suppress(Exception):  # they will notice that nothing comes
+                self._write_word(order, failed_name(rank), f"{type(error).__name__}: {error}".encode())
+        if rank == 0 and not is_published:
+            with contextlib.suppress(Exception):  # they are swept when they are old
+                self._store.delete(part_name(order.step, order.token, data_name(each)) for each in range(size))
+
+    def _write(self, share: SharedSave) -> None:
+        leads = share.rank == 0
+        existing = self._store.replaceable(share.order.step) if leads else None
+        if share.part is None:
+            share.part = self._store.write_part(share.order, data_name(share.rank), share.payload)
+            share.deadline = time.monotonic() + self._rank_timeout_s
+        note = Note(part=share.part, shards=share.payload.shards)
+        if not leads:
+            self._write_word(share.order, note_name(share.rank), encode_note(note))
+            self._wait(share, lambda found: found.has_manifest and self._is_done(share))
+            return
+        share.notes[0] = note
+        self._wait(share, lambda found: self._has_all(share, found))
+        notes = [share.notes[rank] for rank in range(share.size)]
+        index = encode_index(with_shards(share.entries, notes))
+        part = self._store.write_part(share.order, INDEX, BytesPayload(index))
+        share.is_published = True
+        manifest = self._store.publish(share.order, [*(each.part for each in notes), part], existing)
+        if not is_of(manifest, share.order.token):
+            raise CheckpointExistsError(
+                f"The checkpoint of step {share.order.step} in {self._store.place} was saved meanwhile by another rank."
+            )
+        with contextlib.suppress(OSError):  # they are swept when they are old
+            names = [note_name(rank) for rank in range(1, share.size)]
+            self._store.delete(part_name(share.order.step, share.order.token, name) for name in names)
+        logger.info("event=checkpoint-saved step=%d bytes=%d ranks=%d", manifest.step, manifest.size_bytes, share.size)
+        self._after_save(manifest)
+
+    def _wait(self, share: SharedSave, is_done: Callable[[Standing], bool]) -> None:
+        """Look at the store until all is there, a rank has failed, or time is up."""
+        num_looks = 0
+        while True:
+            keys = [each.key for each in self._store.stored(f"step-{share.order.step:06d}.")]
+            found = standing(keys, share.order.step, share.order.token)
+            if is_done(found):
+                return
+            if failed := sorted(found.failed - {share.rank}):
+                raise CheckpointRankError(f"rank {failed[0]} failed: {self._reason(share, failed[0])}")
+            if time.monotonic() >= share.deadline:
+                raise CheckpointRankError(self._who_is_missing(share, found))
+            num_looks += 1
+            time.sleep(LOOK.delay_s(num_looks, SystemRandom()))
+
+    def _has_all(self, share: SharedSave, found: Standing) -> bool:
+        for rank in sorted(found.written - share.notes.keys()):
+            share.notes[rank] = decode_note(self._read_word(share.order, note_name(rank)))
+        return len(share.notes) == share.size
+
+    def _is_done(self, share: SharedSave) -> bool:
+        try:
+            return is_of(self._store.manifest(share.order.step), share.order.token)
+        except (CheckpointNotFoundError, CheckpointCorruptError):
+            return False
+
+    def _who_is_missing(self, share: SharedSave, found: Standing) -> str:
+        missing = sorted(set(range(share.size)) - found.written - {0, share.rank})
+        if share.rank and not missing:
+            return f"rank 0 did not write the manifest within {self._rank_timeout_s:g} s; is it alive?"
+        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+        names = ", ".join(map(str, missing[:MAX_NAMED])) + more
+        return f"after {self._rank_timeout_s:g} s there is no part of ranks {names}; are they alive?"
+
+    def _reason(self, share: SharedSave, rank: int) -> str:
+        try:
+            return self._read_word(share.order, failed_name(rank)).decode(errors="replace")
+        except OSError as error:
+            return f"why cannot be read: {error}"
+
+    def _write_word(self, order: Order, name: str, data: bytes) -> None:
+        self._store.backend.write(self._store.key(part_name(order.step, order.token, name)), data)
+
+    def _read_word(self, order: Order, name: str) -> bytes:
+        return self._store.backend.read(self._store.key(part_name(order.step, order.token, name)))
 
 
 class _Hello(NamedTuple):
