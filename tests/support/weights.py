@@ -12,9 +12,9 @@ from tests.support.bus import PATIENCE_S, World, entry
 from unified.bus.endpoint import BusEndpoint
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.weights.receiver import WeightsReceiver
-from unified.weights.sender import Order, WeightsSender
+from unified.weights.sender import SyncOptions, WeightsSender
 
-ORDER = Order(
+ORDER = SyncOptions(
     version=None, dtype=None, bucket_bytes=1 << 20, timeout=PATIENCE_S, wait=True, force=False, collective=None
 )
 

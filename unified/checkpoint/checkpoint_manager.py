@@ -31,7 +31,6 @@ from unified.checkpoint.location import is_local, open_place, this_writer
 from unified.checkpoint.manifest import Kind, Manifest, check_step
 from unified.checkpoint.options import FROM_SETTINGS, FromSettings, check_counts
 from unified.checkpoint.payload import BytesPayload, Payload, check_compression
-from unified.checkpoint.rank_group import is_sharded
 from unified.checkpoint.retention import LEFTOVER_AFTER_S
 from unified.checkpoint.run_directory import checked_metadata
 from unified.checkpoint.save_queue import Save, SaveQueue, WhenFull
@@ -44,7 +43,7 @@ from unified.extras import needed_by
 
 if TYPE_CHECKING:
     from unified.checkpoint.sharded.save import ShardSaves
-    from unified.memory.host_buffers import Stager
+    from unified.memory.host_buffers import BufferPool
     from unified.storage.backend import StorageBackend
 
 logger = logging.getLogger(__name__)
@@ -163,7 +162,7 @@ class CheckpointManager(Loads):
         self._rank_timeout_s = rank_timeout
         self._retries: dict[str, Any] = {"max_tries": max_tries, "backoff": backoff, "on_failed": on_failed}
         self._shards: ShardSaves | None = None
-        self._stager: Stager | None = None
+        self._pool: BufferPool | None = None
         self._asking = threading.Lock()
         self._has_passed_over = self._is_closed = False
         if is_local(place.storage):  # a bucket is looked at when it is used: to make a manager asks no network
@@ -230,16 +229,15 @@ class CheckpointManager(Loads):
             CheckpointError: another rank could not save, so none did.
             CheckpointSaveError: earlier saves failed. This one is accepted nevertheless.
         """
+        from unified.checkpoint.state_stream import StatePayload, is_sharded
+        from unified.memory.host_buffers import BufferPool, nbytes_of, stage_state
+
         if sharded or (sharded is None and is_sharded(state)):
             return self._save_together(state, step, metadata, force)
-        from unified.checkpoint.state_stream import StatePayload
-        from unified.memory.host_buffers import Stager, nbytes_of
-
-        if self._stager is None:
-            self._stager = Stager()
-        stager = self._stager
-        nbytes = nbytes_of(state)
-        return self._save("state", step, lambda: StatePayload(stager.stage(state), stager), nbytes, metadata, force)
+        pool = self._pool = self._pool or BufferPool(one_size=True)
+        return self._save(
+            "state", step, lambda: StatePayload(stage_state(state, pool)), nbytes_of(state), metadata, force
+        )
 
     def should_save(self, step: int) -> bool:
         """Whether `step` is at `interval_steps`, so that a state is to be gathered for it."""
@@ -274,9 +272,10 @@ class CheckpointManager(Loads):
             if not was_closed:
                 forget(self)
                 self._announcer.close()
-                for holder in (self._stager, self._shards):
-                    if holder is not None:
-                        holder.clear()
+                if self._pool is not None:
+                    self._pool.trim()
+                if self._shards is not None:
+                    self._shards.clear()
                 if self._owns_storage and not any(saver.steps for saver in self._savers):
                     self.store.backend.close()
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from unified.checkpoint.manifest import Kind, Manifest, check_step
-from unified.checkpoint.rank_group import lead
 from unified.checkpoint.store import CheckpointStore, describe
 from unified.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UsageError
-from unified.worker.rank_group import Alone, Ranks
+from unified.worker.rank_group import Alone, Ranks, lead
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Wanted = int | Literal["latest"] | None
+RANK_ERRORS = (CheckpointError, CheckpointCorruptError, CheckpointNotFoundError, UsageError)
+"""Errors of rank 0 that the other ranks raise as they are."""
 
 
 class CheckpointFallbackWarning(UserWarning):
@@ -61,7 +62,7 @@ def load(
     ranks = ranks or Alone()
     wanted = wanted_step(step, exact=exact)
     skipped: list[tuple[int, str]] = []
-    for candidate in lead(ranks, lambda: candidates(store, wanted, exact=exact)):
+    for candidate in lead(ranks, lambda: candidates(store, wanted, exact=exact), RANK_ERRORS):
         try:
             manifest, found = _read(store, candidate, readers, ranks)
         except CheckpointNotFoundError:  # swept since it was listed
@@ -124,13 +125,13 @@ def _read(
     store: CheckpointStore, step: int, readers: Mapping[Kind, Callable[[Manifest], T]], ranks: Ranks
 ) -> tuple[Manifest, list[T]]:
     """A checkpoint and what was read of it; nothing, if it is of another kind."""
-    manifest = lead(ranks, lambda: store.manifest(step))
+    manifest = lead(ranks, lambda: store.manifest(step), RANK_ERRORS)
     while manifest.kind in readers:
         try:
             return manifest, [readers[manifest.kind](manifest)]
         except CheckpointCorruptError:
             # It was replaced between the two reads, if it is another one now.
-            again = lead(ranks, lambda: store.manifest(step))
+            again = lead(ranks, lambda: store.manifest(step), RANK_ERRORS)
             if again == manifest:
                 raise
             manifest = again

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 from unified.checkpoint.coordinator_notify import Announcer
 from unified.checkpoint.going_back import Course, discard_after
-from unified.checkpoint.load import LoadReport, Wanted, load
+from unified.checkpoint.load import RANK_ERRORS, LoadReport, Wanted, load
 from unified.checkpoint.manifest import Kind, Manifest, check_step
-from unified.checkpoint.rank_group import lead, ranks_here
 from unified.checkpoint.run_directory import RunFiles
 from unified.extras import needed_by
-from unified.worker.rank_group import Alone, Ranks
+from unified.worker.rank_group import Alone, Ranks, lead, ranks_here
 
 T = TypeVar("T")
 
@@ -129,7 +128,7 @@ class Loads(RunFiles):
         ranks = ranks_here(self._process_group) if "torch" in sys.modules else Alone()
         ranks.gather(None)  # nobody's save is under way any more
         with self._sweeping:
-            manifest, gone = lead(ranks, lambda: discard_after(self.store, step))
+            manifest, gone = lead(ranks, lambda: discard_after(self.store, step), RANK_ERRORS)
             self._course.went_back_to(step)
         if ranks.rank == 0:
             self._announcer.went_back_to(manifest)

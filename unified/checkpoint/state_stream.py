@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from unified.checkpoint.payload import CHUNK_BYTES, Chunk, slices
 from unified.errors import CheckpointError, UsageError
-from unified.memory.host_buffers import Staged, Stager
+from unified.memory.host_buffers import HostCopy
 
 SMALL_BYTES = 256 << 10
 """Pieces up to here are copied together, so that many small tensors do not cost a hand-over each."""
@@ -22,17 +23,16 @@ SMALL_BYTES = 256 << 10
 class StatePayload:
     """A staged state dict, to be saved; see `unified.checkpoint.payload.Payload`."""
 
-    def __init__(self, staged: Staged, stager: Stager) -> None:
-        self.nbytes = staged.nbytes
-        self._staged = staged
-        self._stager = stager
+    def __init__(self, copy: HostCopy) -> None:
+        self.nbytes = copy.nbytes
+        self._copy = copy
 
     def chunks(self) -> Iterator[Chunk]:
-        self._staged.wait()
-        return stream(self._staged.tree)
+        self._copy.wait()
+        return stream(self._copy.value)
 
     def release(self) -> None:
-        self._stager.put_back(self._staged)
+        self._copy.release()
 
 
 def stream(tree: Any) -> Iterator[Chunk]:
@@ -58,6 +58,25 @@ def load_state(data: Chunk, *, map_location: Any, weights_only: bool) -> Any:
     except Exception as error:
         hint = " If you trust who saved it, load it with weights_only=False." if weights_only else ""
         raise CheckpointError(f"The checkpoint is whole, but torch cannot load it: {error}{hint}") from error
+
+
+def is_sharded(state: Any) -> bool:
+    """Return whether a state has tensors of which each rank has a piece, also in modules."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False  # which is slow to import, and nobody has made any
+    from torch.distributed.tensor import DTensor
+
+    pending, seen = [state], set[int]()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, DTensor):
+            return True
+        if isinstance(node, torch.nn.Module):
+            pending.extend(node.parameters())
+        elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
+            seen.add(id(node))
+            pending.extend(node.values() if isinstance(node, Mapping) else node)
+    return False
 
 
 class _AbandonedError(Exception):

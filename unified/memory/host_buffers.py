@@ -1,10 +1,17 @@
-"""A state dict copied into memory of ours, which is kept and used again, so that training goes on at once."""
+"""Buffers of host memory that are used again, and copies of tensors in them.
+
+Memory that was written to before takes a copy several times as fast as fresh memory, whose pages have to be found.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
+import mmap
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,90 +19,194 @@ import torch
 from unified.memory.copy import Copy, copy_memory
 
 ALIGN = 64
-"""Bytes; of every tensor's beginning."""
+"""Alignment of each tensor in a buffer, in bytes."""
 
 
-class Staged:
-    """A state dict whose tensors nobody changes, until it is released.
+class BufferPool:
+    """Buffers that are kept once they were used. Safe for threads.
 
-    Attributes:
-        tree: as the user's, its tensors on the CPU.
-        nbytes: of the tensors.
+    Args:
+        one_size: all buffers are about as large as the largest: when all idle ones are too small, they are freed.
+        max_idle: number of idle buffers that are kept; None: all.
     """
 
-    def __init__(self, tree: Any, nbytes: int, memory: torch.Tensor | None, arrived: list[Any]) -> None:
-        self.tree = tree
+    def __init__(self, *, one_size: bool = False, max_idle: int | None = None) -> None:
+        self._one_size = one_size
+        self._max_idle = max_idle
+        self._idle: list[torch.Tensor] = []
+        self._taking = threading.Lock()
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """Return a buffer of at least `nbytes` bytes, the smallest idle one that will do.
+
+        Raises:
+            OSError: the system has no memory.
+        """
+        with self._taking:
+            fitting = [each for each in self._idle if each.numel() >= nbytes and each.is_pinned() >= pinned]
+            if fitting:
+                found = min(fitting, key=torch.Tensor.numel)
+                self._drop([found])
+                return found
+            if self._one_size:
+                self._drop(list(self._idle))
+        if pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a hint: fewer page faults
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def put_back(self, buffer: torch.Tensor) -> None:
+        """Keep a buffer for the next `take`. Safe in a finalizer, perhaps in the middle of `take`: it takes no lock."""
+        if self._max_idle is None or len(self._idle) < self._max_idle:
+            self._idle.append(buffer)
+
+    def borrow(self, nbytes: int) -> Any:
+        """Return writable memory that comes back by itself once nothing, such as a tensor, refers to it.
+
+        Raises:
+            OSError: the system has no memory.
+        """
+        buffer = self.take(nbytes)
+        window = (ctypes.c_ubyte * nbytes).from_buffer(buffer.numpy())  # type: ignore[arg-type]  # of numpy's stubs
+        weakref.finalize(window, self.put_back, buffer).atexit = False
+        return window
+
+    def trim(self, num_kept: int = 0) -> None:
+        """Give idle buffers back to the system, but for so many, the largest."""
+        with self._taking:
+            self._drop(sorted(self._idle, key=torch.Tensor.numel, reverse=True)[num_kept:])
+
+    def close(self) -> None:
+        """Give idle buffers back to the system, and keep none from now on."""
+        self._max_idle = 0
+        self.trim()
+
+    def _drop(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Called under the lock. In place, as `put_back` may append meanwhile."""
+        gone = set(map(id, buffers))
+        for index in reversed(range(len(self._idle))):
+            if id(self._idle[index]) in gone:
+                del self._idle[index]
+
+
+class HostCopy:
+    """A copy in a buffer of a pool, which nobody changes until `release`.
+
+    Attributes:
+        value: the copied tensors, in whatever they came in; None after `release`.
+        nbytes: size of the tensors.
+        memory: the buffer; None: there is none.
+    """
+
+    def __init__(
+        self, value: Any, nbytes: int, memory: torch.Tensor | None, arrived: Sequence[Any], pool: BufferPool
+    ) -> None:
+        self.value = value
         self.nbytes = nbytes
         self.memory = memory
         self._arrived = arrived
+        self._pool = pool
 
     def wait(self) -> None:
-        """Until the copies off a GPU have been made."""
+        """Wait until the copies off a GPU have been made."""
         for event in self._arrived:
             event.synchronize()
 
+    def release(self) -> None:
+        """Have the buffer used again. Can be called twice."""
+        memory, self.memory, self.value = self.memory, None, None
+        if memory is not None:
+            self._pool.put_back(memory)
 
-class Stager:
-    """Copies state dicts. Memory that was written to before takes a copy several times as fast as fresh memory, so it
-    is kept: as much as saves hold at a time.
+
+def stage(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], streams: dict[torch.device, Any] | None = None
+) -> list[Any]:
+    """Copy tensors into host memory, and begin to copy those that are on GPUs.
+
+    Args:
+        targets: contiguous tensors of the shapes of `sources`; casts are made on the GPU.
+        streams: None: copies run on the stream that computes, so that what comes after waits for them. Else on streams
+            of their own, which are kept in this dict by device.
+
+    Returns:
+        Events of CUDA, which happen when the copies off each GPU have arrived.
     """
+    plain: list[Copy] = []
+    by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            if source.is_cuda:
+                by_device.setdefault(source.device, []).append((target, source))
+            elif source.dtype == target.dtype and source.is_contiguous() and not is_lazy(source):
+                plain.append(Copy(target.data_ptr(), source.data_ptr(), source.nbytes))
+            else:
+                target.copy_(source)
+        arrived = [_copy_off(device, pairs, streams) for device, pairs in by_device.items()]
+        copy_memory(plain, torch.get_num_threads())
+    return arrived
 
-    def __init__(self) -> None:
-        self._idle: list[torch.Tensor] = []
-        self._lock = threading.Lock()
 
-    def stage(self, state: Any) -> Staged:
-        """Copy a state dict, or any other nest of containers.
+def stage_state(state: Any, pool: BufferPool) -> HostCopy:
+    """Copy a state dict, or any other nest of containers, to the CPU.
 
-        Plain dense tensors in dicts, lists and tuples go into the memory that is kept; tensors that are tied (the same
-        memory, shape and strides) stay tied. Everything else is deep-copied.
-        """
-        tensors = {id(tensor): tensor for tensor in _tensors(state) if _is_plain(tensor)}
-        places: dict[object, int] = {}
-        nbytes = 0
-        for tensor in tensors.values():
-            if (mark := _mark(tensor)) not in places:
-                places[mark] = nbytes
-                nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
-        memory = self._take(nbytes, pinned=any(tensor.is_cuda for tensor in tensors.values())) if nbytes else None
-        made: dict[object, torch.Tensor] = {}
-        memo: dict[int, Any] = {}
-        copies: list[Copy] = []
-        with torch.no_grad():
-            for number, tensor in tensors.items():
-                if (mark := _mark(tensor)) not in made:
-                    made[mark] = _copied(tensor, memory, places[mark], copies)
-                memo[number] = made[mark]
-        copy_memory(copies, torch.get_num_threads())
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        arrived = [_event(device) for device in devices]
-        return Staged(copy.deepcopy(state, memo), nbytes, memory, arrived)
+    Plain dense tensors in dicts, lists and tuples go into one buffer of the pool; tensors that are tied (the same
+    memory, shape and strides) stay tied. Everything else is deep-copied.
+    """
+    tensors = {id(tensor): tensor for tensor in _tensors(state) if _is_plain(tensor)}
+    starts: dict[object, int] = {}
+    nbytes = 0
+    for tensor in tensors.values():
+        if (identity := _identity(tensor)) not in starts:
+            starts[identity] = nbytes
+            nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
+    memory = pool.take(nbytes, pinned=any(tensor.is_cuda for tensor in tensors.values())) if nbytes else None
+    copies: dict[object, torch.Tensor] = {}
+    sources: list[torch.Tensor] = []
+    for tensor in tensors.values():
+        if (identity := _identity(tensor)) not in copies:
+            copies[identity] = _place(tensor, memory, starts[identity])
+            sources.append(tensor.detach())
+    arrived = stage([each.detach() for each in copies.values()], sources)
+    memo: dict[int, Any] = {number: copies[_identity(tensor)] for number, tensor in tensors.items()}
+    return HostCopy(copy.deepcopy(state, memo), nbytes, memory, arrived, pool)
 
-    def put_back(self, staged: Staged) -> None:
-        """Its memory may be used again. Can be called twice."""
-        with self._lock:
-            if staged.memory is not None:
-                self._idle.append(staged.memory)
-            staged.memory, staged.tree = None, None
 
-    def clear(self) -> None:
-        """Give what is idle back to the system."""
-        with self._lock:
-            self._idle.clear()
+def nbytes_of(state: Any) -> int:
+    """Return the bytes of the tensors in a nest of containers; those that are there twice may be counted twice."""
+    return sum({id(tensor): tensor.nbytes for tensor in _tensors(state) if tensor.layout == torch.strided}.values())
 
-    def _take(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        with self._lock:
-            fitting = [each for each in self._idle if each.numel() >= nbytes and each.is_pinned() >= pinned]
-            if fitting:
-                memory = min(fitting, key=lambda each: each.numel())
-                self._idle = [each for each in self._idle if each is not memory]
-                return memory
-            self._idle.clear()  # too small, now and next time
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's memory holds other values than it has: conjugated or negated ones."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _copy_off(
+    device: torch.device,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    streams: dict[torch.device, Any] | None,
+) -> Any:
+    """Begin to copy off one GPU; return the event of its end."""
+    stream = computing = torch.cuda.current_stream(device)
+    if streams is not None:
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = streams[device]
+        stream.wait_stream(computing)  # what computes these tensors
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source.to(target.dtype).contiguous(), non_blocking=True)
+            source.record_stream(stream)  # a temporary one may be freed before the copy has begun
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+    return event
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in containers, once for each place that it is at."""
+    """Yield every tensor in containers, once for each place that it is at."""
     pending, seen = [tree], set[int]()
     while pending:
         node = pending.pop()
@@ -112,42 +223,25 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.device.type in ("cpu", "cuda")
         and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
+        and not is_lazy(tensor)
     )
 
 
-def _mark(tensor: torch.Tensor) -> object:
-    """Equal for tensors that are tied."""
+def _identity(tensor: torch.Tensor) -> object:
+    """Return a key that is equal for tensors that are tied."""
     if tensor.numel() == 0:
         return id(tensor)
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, type(tensor))
 
 
-def _copied(tensor: torch.Tensor, memory: torch.Tensor | None, start: int, copies: list[Copy]) -> torch.Tensor:
-    """A tensor in our memory; `copies` gets what is still to be copied there."""
+def _place(tensor: torch.Tensor, memory: torch.Tensor | None, start: int) -> torch.Tensor:
+    """Return the tensor of a buffer, still without values, into which this one is to be copied."""
     if tensor.numel() == 0 or memory is None:
-        copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+        placed = torch.empty(tensor.shape, dtype=tensor.dtype)
     else:
         # A storage of its own for each: torch.save writes whole storages.
-        copied = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start)
-        copied = copied.view(tensor.shape)
-        if tensor.is_cuda or not tensor.is_contiguous():
-            # Copies off a GPU run on the stream that computes, so that what comes after them waits for them.
-            copied.copy_(tensor, non_blocking=tensor.is_cuda)
-        else:
-            copies.append(Copy(copied.data_ptr(), tensor.data_ptr(), tensor.nbytes))
+        placed = torch.frombuffer(memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        placed = placed.view(tensor.shape)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
-    return copied
-
-
-def _event(device: torch.device) -> Any:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def nbytes_of(state: Any) -> int:
-    """Bytes of the tensors in a nest of containers; those that are there twice may be counted twice."""
-    return sum({id(tensor): tensor.nbytes for tensor in _tensors(state) if tensor.layout == torch.strided}.values())
+        return torch.nn.Parameter(placed, requires_grad=tensor.requires_grad)
+    return placed

@@ -1,4 +1,4 @@
-"""What rank 0 of the senders and the receivers say to each other before and after the buckets."""
+"""The handshake between rank 0 of the senders and the receivers, before and after the buckets."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from unified.bus.shm.pool import default_limit
 from unified.errors import RpcError, RpcNotFoundError, WeightsError, WeightsTimeoutError, WeightsVersionError
 from unified.protocol.records import WorkerIncarnation
 from unified.weights.lives import GONE, LATE, Failure, LifeCalls, failure_of, method
-from unified.weights.state_dict import Source
-from unified.weights.transfer_plan import Bucket, Manifest, tree
+from unified.weights.state_dict import OutgoingStateDict
+from unified.weights.transfer_plan import Bucket, TransferPlan, tree
 
 FIRST_PAUSE_S = 0.005
 LAST_PAUSE_S = 0.25
 ABORT_WITHIN_S = 5.0
-LENT_SHARE = 0.25
-"""What one version may take of the shared memory of a process and still stay there until the next: with that one, and
+SHARED_FRACTION = 0.25
+"""Share of a process's shared memory that one version may take and still stay there until the next: with that one, and
 with one that a slow reader keeps, it leaves a quarter. Receivers copy a larger one as it comes."""
 
 
 class Attempt(NamedTuple):
     """A version that receivers expect."""
 
-    manifest: Manifest
-    heads: tuple[WorkerIncarnation, ...]
-    """To whom the buckets are sent."""
+    plan: TransferPlan
+    roots: tuple[WorkerIncarnation, ...]
+    """Workers that the buckets are sent to."""
     lives: tuple[WorkerIncarnation, ...]
     """All that will have them."""
     failures: dict[str, Failure]
-    """Of those that were lost meanwhile."""
+    """Failures of workers that were lost meanwhile."""
 
 
 class Verdict(NamedTuple):
-    """What came of an attempt."""
+    """The result of an attempt."""
 
     failures: dict[str, Failure]
     again: bool
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 
 
 class Handshake:
-    """With the receivers called `name`.
+    """The handshake with the receivers called `name`.
 
     Args:
         what: the weights and the group in words.
@@ -60,7 +60,7 @@ class Handshake:
     def begin(
         self,
         targets: Mapping[str, str],
-        source: Source,
+        source: OutgoingStateDict,
         buckets: tuple[Bucket, ...],
         senders: tuple[WorkerIncarnation, ...],
         *,
@@ -90,8 +90,8 @@ class Handshake:
                 f"version {version} of {self._what} was not sent: worker {there} has version {newest}, and versions go "
                 "up. Leave version= out to have the next one, or say force=True to go back."
             )
-        heads, mates = tree(lives, targets, self._node)
-        manifest = Manifest(
+        roots, children = tree(lives, targets, self._node)
+        plan = TransferPlan(
             session=secrets.token_hex(8),
             version=version,
             buckets=buckets,
@@ -100,14 +100,14 @@ class Handshake:
             others=source.others,
             metadata=source.metadata,
             senders=senders,
-            mates=mates,
-            is_lent=_can_lend(buckets, is_passed_on=bool(mates)),
+            children=children,
+            stays_shared=_can_stay_shared(buckets, is_passed_on=bool(children)),
             timeout_s=left_s(deadline),
             force=force,
         )
-        attempt = Attempt(manifest, tuple(heads), tuple(lives), {})
+        attempt = Attempt(plan, tuple(roots), tuple(lives), {})
         refusals: dict[str, str] = {}
-        for worker, answer in self._ask(lives, "begin", [manifest], deadline).items():
+        for worker, answer in self._ask(lives, "begin", [plan], deadline).items():
             if isinstance(answer, Failure):
                 attempt.failures[worker] = answer
             elif answer:
@@ -122,11 +122,11 @@ class Handshake:
         return attempt
 
     def finish(self, attempt: Attempt, failures: Mapping[str, Failure], deadline: float) -> Verdict:
-        """When every bucket was answered: have the version published by all that have it whole."""
+        """Have the version published by all that have it whole, once every bucket was answered."""
         failed = dict(failures)
         self.abort(attempt, failed, "its sender could not deliver all of it")
         whole = [life for life in attempt.lives if life.worker not in failed]
-        answers = self._ask(whole, "commit", [attempt.manifest.session], deadline)
+        answers = self._ask(whole, "commit", [attempt.plan.session], deadline)
         failed |= {worker: answer for worker, answer in answers.items() if isinstance(answer, Failure)}
         may_come = all(failure.kind == GONE for failure in failed.values())
         return Verdict(failed, bool(failed) and may_come and time.monotonic() < deadline)
@@ -137,7 +137,7 @@ class Handshake:
         lives = [life for life in attempt.lives if life.worker in wanted]
         with contextlib.suppress(RpcError):
             self._calls.call_many(
-                lives, method(self._name, "abort"), [attempt.manifest.session, reason], timeout=ABORT_WITHIN_S
+                lives, method(self._name, "abort"), [attempt.plan.session, reason], timeout=ABORT_WITHIN_S
             )
 
     def error(self, version: int | None, failures: Mapping[str, Failure]) -> WeightsError:
@@ -190,8 +190,8 @@ class Handshake:
         return answers
 
 
-def _can_lend(buckets: Sequence[Bucket], *, is_passed_on: bool) -> bool:
-    """Whether those that share memory of theirs, the senders or who passes on for them, can spare it for long."""
+def _can_stay_shared(buckets: Sequence[Bucket], *, is_passed_on: bool) -> bool:
+    """Return whether the senders, or the roots that pass on for them, can spare their shared memory for long."""
     limit = default_limit()
     if limit == 0:  # all goes by the wire, into memory of the receivers
         return True
@@ -199,7 +199,7 @@ def _can_lend(buckets: Sequence[Bucket], *, is_passed_on: bool) -> bool:
     for bucket in buckets:
         rank = 0 if is_passed_on else bucket.rank  # who passes on has them all
         of_rank[rank] = of_rank.get(rank, 0) + bucket.nbytes
-    return max(of_rank.values(), default=0) <= LENT_SHARE * limit
+    return max(of_rank.values(), default=0) <= SHARED_FRACTION * limit
 
 
 def left_s(deadline: float) -> float:

@@ -21,7 +21,7 @@ from unified.errors import (
 )
 from unified.protocol.records import WorkerIncarnation
 
-GONE, LATE, FAILED, OVERTAKEN = "gone", "late", "failed", "overtaken"
+GONE, LATE, FAILED, SUPERSEDED = "gone", "late", "failed", "superseded"
 
 
 class Failure(NamedTuple):
@@ -29,7 +29,7 @@ class Failure(NamedTuple):
 
     kind: str
     """`GONE`: the next life of it, or the next attempt, may. `LATE`: time was up. `FAILED`: trying again is no use.
-    `OVERTAKEN`: it has a newer one, which is as good."""
+    `SUPERSEDED`: it has a newer one, which is as good."""
     text: str
 
 

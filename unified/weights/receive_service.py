@@ -1,7 +1,8 @@
-"""A receiver's side of the bus: versions come in here, bucket by bucket, and the newest complete one is kept."""
+"""The receiving end of a transfer: versions come in bucket by bucket, and the newest complete one is kept."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,34 +16,57 @@ from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
 from unified.core.directory import Change
 from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutError
+from unified.memory.host_buffers import BufferPool
 from unified.protocol.records import WorkerIncarnation
-from unified.weights.arena import Arena, ArenaPool
-from unified.weights.lives import FAILED, GONE, OVERTAKEN, Failure, LifeCalls, ended_lives, failure_of, method
+from unified.weights.lives import FAILED, GONE, SUPERSEDED, Failure, LifeCalls, ended_lives, failure_of, method
 from unified.weights.state_dict import VersionedStateDict, assemble, check_bucket
-from unified.weights.transfer_plan import Manifest
-from unified.weights.versions import Assembly, Ended, How, Opening, Take
+from unified.weights.transfer_plan import TransferPlan
+from unified.weights.versions import BucketVerdict, SessionEnd, SessionOutcome, TransferOffer, VersionTable
 
 GRACE_S = 5.0
-"""How much longer than its sender a receiver keeps a session alive."""
+"""Seconds for which a receiver keeps a session alive longer than its sender."""
+MAX_IDLE = 2
+"""Buffers kept for versions that are copied: one that the readers still use and one that is being filled make two in
+use; more than that were for slow readers."""
 
 
-class _Coming:
-    """What has come of one session."""
+class IncomingVersion:
+    """A version that comes in one session.
 
-    def __init__(self, manifest: Manifest, expires_at: float, arena: Arena | None) -> None:
-        self.manifest = manifest
+    Args:
+        memory: for copies of what comes; None: it stays where it came to. Tensors on it keep it from being used again.
+    """
+
+    def __init__(self, plan: TransferPlan, expires_at: float, memory: Any) -> None:
+        self.plan = plan
         self.expires_at = expires_at
-        self.arena = arena
         self.tensors: dict[str, torch.Tensor] = {}
+        self._memory = memory
+        self._starts = [0, *itertools.accumulate(bucket.nbytes for bucket in plan.buckets)]
+
+    def kept(self, index: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of a bucket that are to be kept: themselves, or copies."""
+        if self._memory is None:
+            return tensors
+        bucket, copies = self.plan.buckets[index], []
+        for entry, offset, tensor in zip(bucket.entries, bucket.offsets, tensors, strict=True):
+            if entry.nbytes == 0:
+                copies.append(tensor)
+                continue
+            flat = torch.frombuffer(
+                self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._starts[index] + offset
+            )
+            copies.append(flat.view(entry.shape).copy_(tensor))
+        return copies
 
 
-class Reception:
+class ReceiveService:
     """Receives under one name in one worker.
 
     Args:
-        bus: of this worker.
-        name: of the receiver.
-        copy: copy what comes into memory of its own; None: where the sender cannot spare its own.
+        bus: the bus of this worker.
+        name: the receiver's.
+        copy: copy what comes into memory of this process; None: where the sender cannot spare its own.
         on_published: called, without a lock, on the thread that completed a version.
 
     Raises:
@@ -57,14 +81,14 @@ class Reception:
         self._me = bus.worker
         self._copy = copy
         self._on_published = on_published
-        self._assembly = Assembly()
-        self._coming: dict[str, _Coming] = {}
+        self._versions = VersionTable()
+        self._coming: dict[str, IncomingVersion] = {}
         self._latest: VersionedStateDict | None = None
         self._spare: VersionedStateDict | None = None
         """The one before, kept until the next begins to come: its sender would give memory that lies idle back to the
         system, and sends five times as slowly into fresh memory."""
         self._awaited: dict[str, list[Future[Failure | None]]] = {}
-        self._arenas = ArenaPool()
+        self._buffers = BufferPool(one_size=True, max_idle=MAX_IDLE)
         self._changed = threading.Condition(threading.Lock())
         self._is_closed = False
         self._calls = LifeCalls(bus, also=self._learn)
@@ -83,10 +107,10 @@ class Reception:
 
     @property
     def version(self) -> int:
-        return self._assembly.version
+        return self._versions.version
 
     def wait(self, min_version: int, timeout: float | None) -> VersionedStateDict:
-        """The newest complete version, once it is at least `min_version`.
+        """Return the newest complete version, once it is at least `min_version`.
 
         Raises:
             WeightsTimeoutError: it was not within `timeout` seconds.
@@ -103,7 +127,7 @@ class Reception:
             latest = self._latest
             if not came or latest is None:
                 there = f"version {latest.version}" if latest is not None else "none"
-                coming = self._assembly.progress()
+                coming = self._versions.progress()
                 raise WeightsTimeoutError(
                     f"worker {self._me} waited {timeout} s for version {min_version} or newer of weights "
                     f"{self.name!r}: complete is {there}; on its way {coming or 'nothing'}."
@@ -120,96 +144,94 @@ class Reception:
             self._is_closed = True
             ended = [
                 each
-                for session in self._assembly.open_sessions
-                for each in self._assembly.abort(session, "the receiver was closed")
+                for session in self._versions.open_sessions
+                for each in self._versions.abort(session, "the receiver was closed")
             ]
             self._latest = self._spare = None
-            self._arenas.close()
+            self._buffers.close()
             self._changed.notify_all()
         self._settle(ended)
 
     @rpc(inline=True)
     def _answer_version(self) -> tuple[int, int]:
-        """The newest complete version here, and which life of the worker this is."""
-        return self._assembly.version, self._bus.incarnation
+        """Return the newest complete version here, and the incarnation of this worker."""
+        return self._versions.version, self._bus.incarnation
 
-    def _begin(self, manifest: Manifest) -> str:
+    def _begin(self, plan: TransferPlan) -> str:
         now = time.monotonic()
-        expires_at = now + manifest.timeout_s + GRACE_S
-        opening = Opening(
-            session=manifest.session,
-            version=manifest.version,
-            num_buckets=len(manifest.buckets),
-            senders=manifest.senders,
+        expires_at = now + plan.timeout_s + GRACE_S
+        offer = TransferOffer(
+            session=plan.session,
+            version=plan.version,
+            num_buckets=len(plan.buckets),
+            senders=plan.senders,
             expires_at=expires_at,
-            force=manifest.force,
+            force=plan.force,
         )
-        copy = not manifest.is_lent if self._copy is None else self._copy
+        copy = not plan.stays_shared if self._copy is None else self._copy
         with self._changed:
             if self._is_closed:
                 return "the receiver was closed"
-            begun = self._assembly.begin(now, opening)
+            begun = self._versions.begin(now, offer)
             self._spare = None
         self._settle(begun.ended)  # before the memory for the next one is taken
         if begun.refusal:
             return begun.refusal
         try:
-            arena = self._arenas.make(manifest) if copy else None
+            memory = self._buffers.borrow(max(plan.nbytes, 1)) if copy else None
         except OSError as error:
-            self._settle(self._locked(self._assembly.abort, manifest.session, str(error)))
-            return f"it has no memory for {manifest.nbytes} bytes ({error})"
-        coming = _Coming(manifest, expires_at, arena)
+            self._settle(self._locked(self._versions.abort, plan.session, str(error)))
+            return f"it has no memory for {plan.nbytes} bytes ({error})"
+        coming = IncomingVersion(plan, expires_at, memory)
         with self._changed:
-            if manifest.session in self._assembly.open_sessions:
-                self._coming.setdefault(manifest.session, coming)
+            if plan.session in self._versions.open_sessions:
+                self._coming.setdefault(plan.session, coming)
         return ""
 
     def _bucket(self, session: str, index: int, tensors: Sequence[object]) -> Any:
-        """Failures by worker: of this one, and of those it passes the bucket on to (a future then)."""
+        """Return failures by worker: of this one, and of those it passes the bucket on to (a future then)."""
         coming = self._coming.get(session)
-        mates = () if coming is None else coming.manifest.mates.get(self._me, ())
-        if coming is None or not mates:
+        children = () if coming is None else coming.plan.children.get(self._me, ())
+        if coming is None or not children:
             return self._kept(session, index, tensors)
         left_s = max(coming.expires_at - time.monotonic(), 0.001)
         try:
             passed_on = self._calls.call_many(
-                mates, method(self.name, "bucket"), [session, index, tensors], timeout=left_s
+                children, method(self.name, "bucket"), [session, index, tensors], timeout=left_s
             )
         except RpcError as error:  # no room on the way to them
-            return self._kept(session, index, tensors) | {mate.worker: failure_of(error) for mate in mates}
-        return _all_of(self._kept(session, index, tensors), mates, passed_on)
+            return self._kept(session, index, tensors) | {child.worker: failure_of(error) for child in children}
+        return _all_of(self._kept(session, index, tensors), children, passed_on)
 
     def _kept(self, session: str, index: int, tensors: Sequence[object]) -> dict[str, Failure]:
         with self._changed:
             coming = self._coming.get(session)
-            take = self._assembly.take(session, index)
-            outcome = self._assembly.outcome(session)
-        if take is Take.DUPLICATE:
+            take = self._versions.take(session, index)
+            outcome = self._versions.outcome(session)
+        if take is BucketVerdict.DUPLICATE:
             return {}
-        if coming is None or take is Take.UNWANTED:
-            return {self._me: self._as_failure(outcome) or Failure(OVERTAKEN, "")} if outcome is not None else {}
+        if coming is None or take is BucketVerdict.UNWANTED:
+            return {self._me: self._as_failure(outcome) or Failure(SUPERSEDED, "")} if outcome is not None else {}
         try:
-            kept = check_bucket(coming.manifest, index, tensors)
-            if coming.arena is not None:
-                kept = coming.arena.fill(index, kept)
+            kept = coming.kept(index, check_bucket(coming.plan, index, tensors))
         except Exception as error:
-            self._settle(self._locked(self._assembly.abort, session, str(error)))
+            self._settle(self._locked(self._versions.abort, session, str(error)))
             raise
         with self._changed:
-            for entry, tensor in zip(coming.manifest.buckets[index].entries, kept, strict=True):
+            for entry, tensor in zip(coming.plan.buckets[index].entries, kept, strict=True):
                 coming.tensors[entry.key] = tensor
-            ended = self._assembly.stored(session, index)
+            ended = self._versions.stored(session, index)
             self._publish(ended)
         self._settle(ended)
         return {}
 
     def _commit(self, session: str) -> Future[Failure | None]:
-        """Ends when the session does: with None, or why its version was not published."""
+        """Return a future of the session's end: None, or the reason why its version was not published."""
         future: Future[Failure | None] = Future()
         with self._changed:
-            ended = self._assembly.commit(session)
+            ended = self._versions.commit(session)
             self._publish(ended)
-            outcome = self._assembly.outcome(session)
+            outcome = self._versions.outcome(session)
             if outcome is None:
                 self._awaited.setdefault(session, []).append(future)
         if outcome is not None:
@@ -219,59 +241,59 @@ class Reception:
 
     @rpc(inline=True)
     def _abort(self, session: str, reason: str) -> None:
-        self._settle(self._locked(self._assembly.abort, session, reason))
+        self._settle(self._locked(self._versions.abort, session, reason))
 
     def _learn(self, changes: Sequence[Change]) -> None:
         for life, reason in ended_lives(changes):
-            self._settle(self._locked(self._assembly.life_over, life, reason))
+            self._settle(self._locked(self._versions.life_over, life, reason))
 
-    def _locked(self, do: Callable[..., list[Ended]], *args: object) -> list[Ended]:
+    def _locked(self, do: Callable[..., list[SessionEnd]], *args: object) -> list[SessionEnd]:
         with self._changed:
             return do(*args)
 
-    def _publish(self, ended: Sequence[Ended]) -> None:
-        """Under the lock: what the assembly says is complete becomes the newest version in the same moment."""
+    def _publish(self, ended: Sequence[SessionEnd]) -> None:
+        """Make versions that are complete the newest one, under the lock and so in one moment."""
         for each in ended:
-            if each.how is How.PUBLISHED:
+            if each.how is SessionOutcome.PUBLISHED:
                 coming = self._coming[each.session]
-                self._spare, self._latest = self._latest, assemble(coming.manifest, coming.tensors)
+                self._spare, self._latest = self._latest, assemble(coming.plan, coming.tensors)
                 self._changed.notify_all()
 
-    def _settle(self, ended: Sequence[Ended]) -> None:
-        """Without the lock: let go of what has ended, and tell those who asked."""
+    def _settle(self, ended: Sequence[SessionEnd]) -> None:
+        """Let go of sessions that have ended, without the lock, and answer those who asked."""
         for each in ended:
             with self._changed:
                 self._coming.pop(each.session, None)
                 awaited = self._awaited.pop(each.session, [])
             for future in awaited:
                 future.set_result(self._as_failure(each))
-            if each.how is How.PUBLISHED:
+            if each.how is SessionOutcome.PUBLISHED:
                 self._on_published(each.version)
 
-    def _as_failure(self, ended: Ended) -> Failure | None:
-        """The end of a session, for its sender. An overtaken one is as good as delivered."""
-        if ended.how in (How.PUBLISHED, How.OVERTAKEN):
+    def _as_failure(self, ended: SessionEnd) -> Failure | None:
+        """Return the end of a session, for its sender. A superseded one is as good as delivered."""
+        if ended.how in (SessionOutcome.PUBLISHED, SessionOutcome.SUPERSEDED):
             return None
-        if ended.how is How.UNKNOWN:
+        if ended.how is SessionOutcome.UNKNOWN:
             return Failure(GONE, "this life of it never heard of the attempt")
         return Failure(GONE if self._is_closed else FAILED, ended.reason)
 
 
 def _all_of(
-    own: dict[str, Failure], mates: Sequence[WorkerIncarnation], passed_on: Sequence[Future[dict[str, Failure]]]
+    own: dict[str, Failure], children: Sequence[WorkerIncarnation], passed_on: Sequence[Future[dict[str, Failure]]]
 ) -> Future[dict[str, Failure]]:
-    """The failures of all, once all calls have ended."""
+    """Return the failures of all, once all calls have ended."""
     whole: Future[dict[str, Failure]] = Future()
     failures = dict(own)
     lock = threading.Lock()
     left = len(passed_on)
 
-    def ended(mate: str, future: Future[dict[str, Failure]]) -> None:
+    def ended(child: str, future: Future[dict[str, Failure]]) -> None:
         nonlocal left
         try:
             found = future.result()
         except BaseException as error:
-            found = {mate: failure_of(error)}
+            found = {child: failure_of(error)}
         with lock:
             failures.update(found)
             left -= 1
@@ -279,6 +301,6 @@ def _all_of(
         if is_last:
             whole.set_result(failures)
 
-    for mate, future in zip(mates, passed_on, strict=True):
-        future.add_done_callback(partial(ended, mate.worker))
+    for child, future in zip(children, passed_on, strict=True):
+        future.add_done_callback(partial(ended, child.worker))
     return whole

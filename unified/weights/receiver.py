@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from unified.errors import UsageError
 from unified.extras import needed_by
+from unified.threads import SerialWorker
 from unified.worker.context import current_worker
 
 if TYPE_CHECKING:
@@ -43,26 +44,25 @@ class WeightsReceiver:
 
     def __init__(self, name: str = "default", *, copy: bool | None = None, bus: BusEndpoint | None = None) -> None:
         with needed_by("WeightsReceiver"):
-            from unified.weights.receive_service import Reception  # imports torch
+            from unified.weights.receive_service import ReceiveService  # imports torch
 
         if not isinstance(name, str) or not name:
             raise UsageError(f"WeightsReceiver({name!r}): a name is wanted.")
         self.name = name
         self._callbacks: list[Callable[[int], object]] = []
-        self._news = threading.Condition()
-        self._newest = 0
-        self._count = 0
-        """Of publications, as a version may be published again."""
+        self._published = (0, 0)
+        """The number of publications, as a version may be published again, and the newest version."""
+        self._lock = threading.Lock()
         self._is_closed = False
-        self._teller: threading.Thread | None = None
-        self._reception = Reception(
+        self._notifier = SerialWorker("weights-news", self._notify)
+        self._service = ReceiveService(
             current_worker().bus if bus is None else bus, name, copy=copy, on_published=self._on_published
         )
 
     @property
     def version(self) -> int:
-        """Of the newest complete version; 0: none has come in this life of the worker."""
-        return self._reception.version
+        """The number of the newest complete version; 0: none has come in this life of the worker."""
+        return self._service.version
 
     def wait(self, min_version: int | None = None, timeout: float | None = None) -> int:
         """Wait until a version of at least `min_version` (None: any) is complete; its number, which may be higher.
@@ -130,21 +130,21 @@ class WeightsReceiver:
 
         Versions that come while a callback runs are told once, as the newest of them. What it raises is logged.
         """
-        with self._news:
+        with self._lock:
+            if self._is_closed:
+                return
             self._callbacks.append(callback)
-            if self._teller is None and not self._is_closed:
-                self._teller = threading.Thread(target=self._tell, name="weights-news", daemon=True)
-                self._teller.start()
+            if len(self._callbacks) == 1 and self._published[0]:
+                self._notifier.put(self._published)
+        self._notifier.start()
 
     def close(self) -> None:
         """Receive no more and let go of all versions. Who waits gets a WeightsError; senders are told that there is no
         receiver. A second time changes nothing."""
-        self._reception.close()
-        with self._news:
+        self._service.close()
+        with self._lock:
             self._is_closed = True
-            self._news.notify_all()
-        if self._teller is not None and self._teller is not threading.current_thread():
-            self._teller.join()
+        self._notifier.close(threading.TIMEOUT_MAX)
 
     def __enter__(self) -> Self:
         return self
@@ -155,24 +155,19 @@ class WeightsReceiver:
         self.close()
 
     def _wait(self, min_version: int | None, timeout: float | None) -> VersionedStateDict:
-        return self._reception.wait(1 if min_version is None else min_version, timeout)
+        return self._service.wait(1 if min_version is None else min_version, timeout)
 
     def _on_published(self, version: int) -> None:
-        with self._news:
-            self._count += 1
-            self._newest = version
-            self._news.notify_all()
+        with self._lock:
+            self._published = self._published[0] + 1, version
+            if self._callbacks:
+                self._notifier.put(self._published)
 
-    def _tell(self) -> None:
-        told = 0
-        while True:
-            with self._news:
-                self._news.wait_for(lambda told=told: self._is_closed or self._count > told)  # type: ignore[misc]
-                if self._is_closed:
-                    return
-                told, version, callbacks = self._count, self._newest, list(self._callbacks)
-            for callback in callbacks:
-                try:
-                    callback(version)
-                except Exception:
-                    logger.exception("weights=%s event=callback-failed version=%d", self.name, version)
+    def _notify(self, published: tuple[int, int]) -> None:
+        for callback in list(self._callbacks):
+            if self._is_closed or published != self._published:
+                return  # the newer one is next
+            try:
+                callback(published[1])
+            except Exception:
+                logger.exception("weights=%s event=callback-failed version=%d", self.name, published[1])

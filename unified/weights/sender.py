@@ -1,9 +1,4 @@
-"""How a process sends versions to a group of receivers: by itself, or as one of the ranks that do it together.
-
-Buckets on their way from one sender to all receivers, a few at a time.
-
-`RoleGroup.sync_weights`: the senders of this process, kept from call to call.
-"""
+"""The sending end of a transfer: a process by itself, or as one of the ranks that send a model together."""
 
 from __future__ import annotations
 
@@ -12,129 +7,43 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from unified.bus.endpoint import BusEndpoint
-from unified.errors import RpcError, RpcTimeoutError, UsageError, WeightsError, WeightsTimeoutError
+from unified.errors import (
+    RpcError,
+    RpcTimeoutError,
+    UsageError,
+    WeightsError,
+    WeightsTimeoutError,
+    WeightsVersionError,
+)
+from unified.memory.host_buffers import BufferPool, HostCopy, is_lazy, stage
 from unified.protocol.records import WorkerIncarnation
+from unified.threads import start_thread
 from unified.weights.handshake import FIRST_PAUSE_S, LAST_PAUSE_S, Attempt, Handshake, left_s
-from unified.weights.lives import GONE, LATE, OVERTAKEN, Failure, LifeCalls, failure_of, method
-from unified.weights.ranks import lead, ranks_for
-from unified.weights.staging import Staged, Stager
-from unified.weights.state_dict import Source, is_replicated
-from unified.weights.transfer_plan import Bucket, Manifest
+from unified.weights.lives import GONE, LATE, SUPERSEDED, Failure, LifeCalls, failure_of, method
+from unified.weights.state_dict import OutgoingStateDict, is_replicated
+from unified.weights.transfer_plan import Bucket, TransferPlan
 from unified.worker.context import ActorInfo, current_worker
-from unified.worker.rank_group import Ranks
-
-if TYPE_CHECKING:
-    import torch
-
+from unified.worker.rank_group import Alone, MeshGroup, Ranks, WholeGroup, lead
 
 IN_FLIGHT = 3
-"""Buckets that were sent and not answered yet."""
+"""Number of buckets that were sent and not answered yet."""
+RANK_ERRORS = (WeightsError, WeightsTimeoutError, WeightsVersionError)
+"""Errors of rank 0 that the other ranks raise as they are."""
+
+Stream = Iterable[tuple[int, HostCopy]]
+
+_senders: dict[tuple[str, ...], WeightsSender] = {}
+"""Senders by inbox of this process, name of the receivers and names of their workers, kept from call to call."""
+_lock = threading.Lock()
 
 
-class Conveyor:
-    """Sends the buckets of one rank in one attempt.
-
-    Args:
-        name: of the receivers.
-        heads: to whom it sends; they pass on to their mates.
-        deadline: on the monotonic clock.
-
-    Attributes:
-        failures: by worker; who is in there gets no more.
-    """
-
-    def __init__(
-        self,
-        calls: LifeCalls,
-        stager: Stager,
-        name: str,
-        manifest: Manifest,
-        heads: Sequence[WorkerIncarnation],
-        deadline: float,
-    ) -> None:
-        self.failures: dict[str, Failure] = {}
-        self._calls = calls
-        self._stager = stager
-        self._method = method(name, "bucket")
-        self._manifest = manifest
-        self._heads = heads
-        self._deadline = deadline
-        self._overtaken: set[str] = set()
-        self._under_way: deque[tuple[Staged, dict[WorkerIncarnation, Future[Any]]]] = deque()
-
-    def put(self, index: int, staged: Staged) -> None:
-        """Send a bucket as soon as there is room."""
-        while len(self._under_way) >= IN_FLIGHT:
-            self._take_oldest()
-        staged.wait()
-        done = self.failures.keys() | self._overtaken
-        heads = [head for head in self._heads if head.worker not in done]
-        futures: list[Future[Any]] = []
-        try:
-            futures = self._calls.call_many(
-                heads, self._method, [self._manifest.session, index, staged.tensors], timeout=self._left_s()
-            )
-        except RpcTimeoutError as error:
-            for head in heads:
-                self._fail(head, Failure(LATE, str(error)))
-        self._under_way.append((staged, dict(zip(heads, futures, strict=False))))
-
-    def drain(self) -> None:
-        """Wait until every bucket was answered, or cannot be."""
-        while self._under_way:
-            self._take_oldest()
-
-    def _take_oldest(self) -> None:
-        staged, futures = self._under_way.popleft()
-        is_over = True
-        for head, future in futures.items():
-            if head.worker in self.failures:
-                future.cancel()
-                is_over = False
-                continue
-            try:
-                self._learn(head, future.result())  # the call has a deadline of its own
-            except RpcError as error:
-                future.cancel()
-                is_over = False
-                self._fail(head, failure_of(error))
-        if is_over:
-            self._stager.put_back(staged)  # else a message that reads it may still be waiting: the memory goes with it
-
-    def _learn(self, head: WorkerIncarnation, failures: dict[str, Failure]) -> None:
-        """What a head answered, of itself and of its mates."""
-        self.failures |= {worker: failure for worker, failure in failures.items() if failure.kind != OVERTAKEN}
-        own = failures.get(head.worker)
-        if own is None:
-            return
-        if own.kind == OVERTAKEN:
-            self._overtaken.add(head.worker)
-            own = Failure(GONE, "it has a newer version")
-        self._lose_mates(head, own)
-
-    def _fail(self, head: WorkerIncarnation, failure: Failure) -> None:
-        self.failures[head.worker] = failure
-        self._lose_mates(head, failure)
-
-    def _lose_mates(self, head: WorkerIncarnation, failure: Failure) -> None:
-        for mate in self._manifest.mates.get(head.worker, ()):
-            text = f"worker {head.worker}, which passes buckets on to it, did not: {failure.text}"
-            self.failures.setdefault(mate.worker, Failure(failure.kind, text))
-
-    def _left_s(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.001)
-
-
-Stream = Iterable[tuple[int, Staged]]
-
-
-class Order(NamedTuple):
-    """How a version is to be sent; see `RoleGroup.sync_weights`."""
+class SyncOptions(NamedTuple):
+    """Options of `RoleGroup.sync_weights`, which see."""
 
     version: int | None
     dtype: torch.dtype | None
@@ -145,14 +54,38 @@ class Order(NamedTuple):
     collective: bool | None
 
 
-class _Task(NamedTuple):
+def sync_weights(
+    group: str,
+    actors: Sequence[ActorInfo],
+    weights: torch.nn.Module | Mapping[str, Any],
+    name: str,
+    options: SyncOptions,
+) -> int:
+    """Send a version to the receivers called `name`; see `RoleGroup.sync_weights`."""
+    if not actors:
+        raise UsageError("No actors in the role group.")
+    if options.version is not None and (type(options.version) is not int or options.version < 1):
+        raise UsageError(f"version={options.version!r}: a whole number from 1 up is wanted.")
+    if options.bucket_bytes < 1 or options.timeout <= 0:
+        raise UsageError("sync_weights: bucket_bytes and timeout are to be more than zero.")
+    worker = current_worker()
+    targets = {actor.name: actor.node for actor in actors}
+    with _lock:
+        key = (worker.bus.inbox_id, name, *targets)
+        sender = _senders.get(key)
+        if sender is None:
+            sender = _senders[key] = WeightsSender(worker.bus, worker.actor_info.node, group, name)
+    return sender.send(weights, targets, options)
+
+
+class _SendTask(NamedTuple):
     """One call of `send`."""
 
-    source: Source
+    source: OutgoingStateDict
     buckets: tuple[Bucket, ...]
     senders: tuple[WorkerIncarnation, ...]
     ranks: Ranks
-    order: Order
+    options: SyncOptions
     deadline: float
 
 
@@ -160,8 +93,8 @@ class WeightsSender:
     """Sends to the receivers called `name` of a group of workers, one version at a time.
 
     Args:
-        node: of this worker.
-        group: for messages.
+        node: the node of this worker.
+        group: the name of the group, for messages.
     """
 
     def __init__(self, bus: BusEndpoint, node: str, group: str, name: str) -> None:
@@ -170,14 +103,17 @@ class WeightsSender:
         self._what = f"weights {name!r} for group {group!r}"
         self._calls = LifeCalls(bus)
         self._handshake = Handshake(self._calls, name, self._what, node)
-        self._stager = Stager()
+        self._pool = BufferPool()
+        self._streams: dict[torch.device, Any] = {}
         self._last = 0
         self._lock = threading.Lock()
         self._background: threading.Thread | None = None
         self._late_error = ""
 
-    def send(self, weights: torch.nn.Module | Mapping[str, Any], targets: Mapping[str, str], order: Order) -> int:
-        """Bring a version to all targets; its number.
+    def send(
+        self, weights: torch.nn.Module | Mapping[str, Any], targets: Mapping[str, str], options: SyncOptions
+    ) -> int:
+        """Bring a version to all targets; return its number.
 
         Args:
             targets: node of each worker by its full name; empty: not known.
@@ -185,23 +121,23 @@ class WeightsSender:
         Raises:
             WeightsError: it did not reach all; or the one before, which was not waited for, had not.
         """
-        deadline = time.monotonic() + order.timeout
-        if not self._lock.acquire(timeout=order.timeout):
-            raise WeightsTimeoutError(f"another thread was sending {self._what} for all of {order.timeout:g} s.")
+        deadline = time.monotonic() + options.timeout
+        if not self._lock.acquire(timeout=options.timeout):
+            raise WeightsTimeoutError(f"another thread was sending {self._what} for all of {options.timeout:g} s.")
         try:
-            source = Source(weights, order.dtype)
-            together = is_replicated(weights) if order.collective is None else order.collective
+            source = OutgoingStateDict(weights, options.dtype)
+            together = is_replicated(weights) if options.collective is None else options.collective
             ranks = ranks_for(source, together=together)
-            buckets = source.cut(order.bucket_bytes, ranks.size)
+            buckets = source.cut(options.bucket_bytes, ranks.size)
             senders = self._agree(ranks, source.digest(buckets), buckets, deadline)
-            return self._send(_Task(source, buckets, senders, ranks, order, deadline), targets)
+            return self._send(_SendTask(source, buckets, senders, ranks, options, deadline), targets)
         finally:
             self._lock.release()
 
     def _agree(
         self, ranks: Ranks, digest: str, buckets: Sequence[Bucket], deadline: float
     ) -> tuple[WorkerIncarnation, ...]:
-        """That every rank sends the same model, and that the last one was sent; the lives of those that will send."""
+        """Check that every rank sends the same model and that the last one was sent; return the senders."""
         mine = WorkerIncarnation(self._bus.worker, self._bus.incarnation)
         said: list[tuple[WorkerIncarnation, str, str]] = ranks.gather((mine, digest, self._end_of_background(deadline)))
         for rank, (life, theirs, error) in enumerate(said):
@@ -215,19 +151,19 @@ class WeightsSender:
         wanted = {0} | {bucket.rank for bucket in buckets}
         return tuple(life for rank, (life, _, _) in enumerate(said) if rank in wanted)
 
-    def _send(self, task: _Task, targets: Mapping[str, str]) -> int:
-        """Attempt after attempt, the later ones for those whose lives ended on the way."""
-        version = task.order.version
+    def _send(self, task: _SendTask, targets: Mapping[str, str]) -> int:
+        """Make attempts until all have the version; the later ones are for workers that died on the way."""
+        version = task.options.version
         pause_s = FIRST_PAUSE_S
         while True:
             attempt = self._begin(task, targets, version)
-            version = attempt.manifest.version
+            version = attempt.plan.version
             self._last = max(self._last, version)
-            conveyor = Conveyor(self._calls, self._stager, self._name, attempt.manifest, attempt.heads, task.deadline)
-            if not task.order.wait:
-                self._send_later(task, attempt, conveyor)
+            pipeline = BucketPipeline(self._calls, self._name, attempt.plan, attempt.roots, task.deadline)
+            if not task.options.wait:
+                self._send_later(task, attempt, pipeline)
                 return version
-            failures, again = self._send_now(task, attempt, conveyor)
+            failures, again = self._send_now(task, attempt, pipeline)
             if not failures:
                 return version
             if not again:
@@ -236,7 +172,7 @@ class WeightsSender:
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, LAST_PAUSE_S)
 
-    def _begin(self, task: _Task, targets: Mapping[str, str], version: int | None) -> Attempt:
+    def _begin(self, task: _SendTask, targets: Mapping[str, str], version: int | None) -> Attempt:
         def begin() -> Attempt:
             return self._handshake.begin(
                 targets,
@@ -245,27 +181,27 @@ class WeightsSender:
                 task.senders,
                 version=version,
                 last=self._last,
-                force=task.order.force,
+                force=task.options.force,
                 deadline=task.deadline,
             )
 
-        return lead(task.ranks, begin)
+        return lead(task.ranks, begin, RANK_ERRORS)
 
-    def _send_now(self, task: _Task, attempt: Attempt, conveyor: Conveyor) -> tuple[dict[str, Any], bool]:
-        """Who did not get it, and whether to try again."""
+    def _send_now(self, task: _SendTask, attempt: Attempt, pipeline: BucketPipeline) -> tuple[dict[str, Any], bool]:
+        """Return the failures by worker, and whether to try again."""
         try:
-            _convey(conveyor, self._stage(task, keep=False))
-            found = task.ranks.gather(conveyor.failures)
+            _convey(pipeline, self._stage(task, keep=False))
+            found = task.ranks.gather(pipeline.failures)
         except BaseException as error:
             self._give_up(attempt, error)
             raise
         failures = {worker: failure for each in [attempt.failures, *found] for worker, failure in each.items()}
-        verdict = lead(task.ranks, lambda: self._handshake.finish(attempt, failures, task.deadline))
-        self._stager.trim(IN_FLIGHT + 2)
+        verdict = lead(task.ranks, lambda: self._handshake.finish(attempt, failures, task.deadline), RANK_ERRORS)
+        self._pool.trim(IN_FLIGHT + 2)
         return verdict.failures, verdict.again
 
-    def _send_later(self, task: _Task, attempt: Attempt, conveyor: Conveyor) -> None:
-        """Copy now what this rank is to send, and send it in a thread."""
+    def _send_later(self, task: _SendTask, attempt: Attempt, pipeline: BucketPipeline) -> None:
+        """Copy this rank's buckets now, and send them in a thread."""
         try:
             kept = list(self._stage(task, keep=True))
             for _, staged in kept:
@@ -276,23 +212,22 @@ class WeightsSender:
 
         def work() -> None:
             try:
-                _convey(conveyor, kept)
-                failures = {**attempt.failures, **conveyor.failures}
+                _convey(pipeline, kept)
+                failures = {**attempt.failures, **pipeline.failures}
                 if task.ranks.rank == 0:
                     failures = self._handshake.finish(attempt, failures, task.deadline).failures
                 else:
                     self._handshake.abort(attempt, failures, f"worker {self._bus.worker} could not deliver its part")
                 if failures:
-                    self._late_error = str(self._handshake.error(attempt.manifest.version, failures))
+                    self._late_error = str(self._handshake.error(attempt.plan.version, failures))
             except Exception as error:
                 self._late_error = f"{type(error).__name__}: {error}"
                 self._give_up(attempt, error)
 
-        self._background = threading.Thread(target=work, name="weights-sender", daemon=True)
-        self._background.start()
+        self._background = start_thread("weights-sender", work)
 
     def _end_of_background(self, deadline: float) -> str:
-        """What went wrong with the version that was not waited for; empty: nothing."""
+        """Return the error of the version that was not waited for; empty: none."""
         if self._background is not None:
             self._background.join(left_s(deadline))
             if self._background.is_alive():
@@ -301,8 +236,8 @@ class WeightsSender:
         error, self._late_error = self._late_error, ""
         return error
 
-    def _stage(self, task: _Task, *, keep: bool) -> Iterator[tuple[int, Staged]]:
-        """This rank's buckets. Those of others it helps to gather: that is a collective."""
+    def _stage(self, task: _SendTask, *, keep: bool) -> Iterator[tuple[int, HostCopy]]:
+        """Yield copies of this rank's buckets. Others' buckets it helps to gather: that is a collective."""
         for index, bucket in enumerate(task.buckets):
             if bucket.rank != task.ranks.rank:
                 for entry in bucket.entries:
@@ -311,47 +246,165 @@ class WeightsSender:
                 continue
             tensors = [task.source.collect(entry) for entry in bucket.entries]
             is_models = any(map(task.source.is_models, bucket.entries, tensors))
-            yield index, self._stager.stage(bucket, tensors, keep=keep and is_models)
+            yield index, stage_bucket(bucket, tensors, self._pool, self._streams, keep=keep and is_models)
 
     def _give_up(self, attempt: Attempt, error: BaseException) -> None:
         reason = f"worker {self._bus.worker} could not send it: {type(error).__name__}: {error}"
         self._handshake.abort(attempt, [life.worker for life in attempt.lives], reason)
 
 
-def _convey(conveyor: Conveyor, stream: Stream) -> None:
+class BucketPipeline:
+    """Sends the buckets of one rank in one attempt, a few at a time.
+
+    Args:
+        name: of the receivers.
+        roots: workers it sends to; they pass buckets on to their children.
+        deadline: on the monotonic clock.
+
+    Attributes:
+        failures: by worker; a worker in there gets no more.
+    """
+
+    def __init__(
+        self,
+        calls: LifeCalls,
+        name: str,
+        plan: TransferPlan,
+        roots: Sequence[WorkerIncarnation],
+        deadline: float,
+    ) -> None:
+        self.failures: dict[str, Failure] = {}
+        self._calls = calls
+        self._method = method(name, "bucket")
+        self._plan = plan
+        self._roots = roots
+        self._deadline = deadline
+        self._superseded: set[str] = set()
+        self._under_way: deque[tuple[HostCopy, dict[WorkerIncarnation, Future[Any]]]] = deque()
+
+    def put(self, index: int, staged: HostCopy) -> None:
+        """Send a bucket as soon as there is room."""
+        while len(self._under_way) >= IN_FLIGHT:
+            self._take_oldest()
+        staged.wait()
+        done = self.failures.keys() | self._superseded
+        roots = [root for root in self._roots if root.worker not in done]
+        futures: list[Future[Any]] = []
+        try:
+            futures = self._calls.call_many(
+                roots, self._method, [self._plan.session, index, staged.value], timeout=self._left_s()
+            )
+        except RpcTimeoutError as error:
+            for root in roots:
+                self._fail(root, Failure(LATE, str(error)))
+        self._under_way.append((staged, dict(zip(roots, futures, strict=False))))
+
+    def drain(self) -> None:
+        """Wait until every bucket was answered, or cannot be."""
+        while self._under_way:
+            self._take_oldest()
+
+    def _take_oldest(self) -> None:
+        staged, futures = self._under_way.popleft()
+        is_over = True
+        for root, future in futures.items():
+            if root.worker in self.failures:
+                future.cancel()
+                is_over = False
+                continue
+            try:
+                self._learn(root, future.result())  # the call has a deadline of its own
+            except RpcError as error:
+                future.cancel()
+                is_over = False
+                self._fail(root, failure_of(error))
+        if is_over:
+            staged.release()  # else a message that reads it may still be waiting: the memory goes with it
+
+    def _learn(self, root: WorkerIncarnation, failures: dict[str, Failure]) -> None:
+        """Note a root's answer, which is about itself and its children."""
+        self.failures |= {worker: failure for worker, failure in failures.items() if failure.kind != SUPERSEDED}
+        own = failures.get(root.worker)
+        if own is None:
+            return
+        if own.kind == SUPERSEDED:
+            self._superseded.add(root.worker)
+            own = Failure(GONE, "it has a newer version")
+        self._lose_children(root, own)
+
+    def _fail(self, root: WorkerIncarnation, failure: Failure) -> None:
+        self.failures[root.worker] = failure
+        self._lose_children(root, failure)
+
+    def _lose_children(self, root: WorkerIncarnation, failure: Failure) -> None:
+        for child in self._plan.children.get(root.worker, ()):
+            text = f"worker {root.worker}, which passes buckets on to it, did not: {failure.text}"
+            self.failures.setdefault(child.worker, Failure(failure.kind, text))
+
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
+
+
+def _convey(pipeline: BucketPipeline, stream: Stream) -> None:
     """Send each bucket while the next is being copied off the model."""
-    before: tuple[int, Staged] | None = None
+    before: tuple[int, HostCopy] | None = None
     for each in stream:
         if before is not None:
-            conveyor.put(*before)
+            pipeline.put(*before)
         before = each
     if before is not None:
-        conveyor.put(*before)
-    conveyor.drain()
+        pipeline.put(*before)
+    pipeline.drain()
 
 
-__all__ = ["Order", "sync_weights"]
+def stage_bucket(
+    bucket: Bucket,
+    tensors: Sequence[torch.Tensor],
+    pool: BufferPool,
+    streams: dict[torch.device, Any],
+    *,
+    keep: bool,
+) -> HostCopy:
+    """Make a bucket's tensors ready to be sent: copies, unless they can be sent from the model's own memory.
 
-_senders: dict[tuple[str, ...], WeightsSender] = {}
-"""By inbox of this process, name of the receivers and names of their workers."""
-_lock = threading.Lock()
+    Copies off a GPU go through pinned memory, on a stream of their own beside the model's computation; casts happen on
+    the GPU.
+
+    Args:
+        tensors: those of the bucket, in its order, cast or not.
+        streams: see `stage`.
+        keep: the model's own memory may change before they were sent.
+    """
+    dtypes = [getattr(torch, entry.dtype) for entry in bucket.entries]
+    if not keep and all(map(_is_ready, tensors, dtypes)):
+        return HostCopy(list(tensors), bucket.nbytes, None, (), pool)
+    memory = pool.take(bucket.nbytes, pinned=any(tensor.is_cuda for tensor in tensors))
+    copies = [
+        memory[start : start + entry.nbytes].view(dtype).view(entry.shape)
+        for start, entry, dtype in zip(bucket.offsets, bucket.entries, dtypes, strict=True)
+    ]
+    return HostCopy(copies, bucket.nbytes, memory, stage(copies, tensors, streams), pool)
 
 
-def sync_weights(
-    group: str, actors: Sequence[ActorInfo], weights: torch.nn.Module | Mapping[str, Any], name: str, order: Order
-) -> int:
-    """See `RoleGroup.sync_weights`."""
-    if not actors:
-        raise UsageError("No actors in the role group.")
-    if order.version is not None and (type(order.version) is not int or order.version < 1):
-        raise UsageError(f"version={order.version!r}: a whole number from 1 up is wanted.")
-    if order.bucket_bytes < 1 or order.timeout <= 0:
-        raise UsageError("sync_weights: bucket_bytes and timeout are to be more than zero.")
-    worker = current_worker()
-    targets = {actor.name: actor.node for actor in actors}
-    with _lock:
-        key = (worker.bus.inbox_id, name, *targets)
-        sender = _senders.get(key)
-        if sender is None:
-            sender = _senders[key] = WeightsSender(worker.bus, worker.actor_info.node, group, name)
-    return sender.send(weights, targets, order)
+def ranks_for(source: OutgoingStateDict, *, together: bool) -> Ranks:
+    """Return the group that sends: the ranks of a sharded model, all ranks of a replicated one, or this process alone.
+
+    Raises:
+        UsageError: `together`, and there is no process group.
+    """
+    from torch import distributed
+
+    if not (together or source.is_sharded):
+        return Alone()
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise UsageError(
+            "sync_weights was to be called by all ranks together, and this process is in no process group."
+        )
+    mesh = source.mesh
+    if mesh is not None and mesh.size() != distributed.get_world_size():
+        return MeshGroup(mesh)
+    return WholeGroup()
+
+
+def _is_ready(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous() and not is_lazy(tensor)

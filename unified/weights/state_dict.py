@@ -1,7 +1,4 @@
-"""The model that is to be sent: its tensors by key, whole or sharded over ranks, tied ones once.
-
-One complete version as its reader has it, and how it gets into a model: all of it, or an error before anything.
-"""
+"""State dicts: the model that is sent, and a complete version as its reader has it and loads it into a model."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 
 from unified.bus.codec.tensors import is_dense
 from unified.errors import UsageError, WeightsMismatchError
-from unified.weights.transfer_plan import Bucket, Entry, Manifest, cut, digest
+from unified.weights.transfer_plan import Bucket, TensorEntry, TransferPlan, cut, digest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +39,7 @@ def is_replicated(weights: object) -> bool:
     return isinstance(module, torch.nn.parallel.DistributedDataParallel)
 
 
-class Source:
+class OutgoingStateDict:
     """A state dict, to be sent.
 
     Args:
@@ -61,7 +58,7 @@ class Source:
             raise UsageError(f"sync_weights takes a torch module or its state dict, not a {type(weights).__name__}.")
         self._dtype = dtype
         self._tensors: dict[str, torch.Tensor] = {}
-        self.entries: list[Entry] = []
+        self.entries: list[TensorEntry] = []
         self.aliases: dict[str, str] = {}
         self.others: dict[str, Any] = {}
         self.keys = tuple(state)
@@ -89,7 +86,7 @@ class Source:
         return digest(buckets, self.aliases, self.others)
 
     @torch.no_grad()
-    def collect(self, entry: Entry) -> torch.Tensor:
+    def collect(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor itself; a sharded one is gathered, which is a collective of all its ranks. Not cast yet, unless
         it was gathered: fewer bytes travel then."""
         tensor = self._tensors[entry.key]
@@ -99,8 +96,8 @@ class Source:
         whole: torch.Tensor = cast.full_tensor()  # type: ignore[attr-defined]  # of a DTensor
         return whole
 
-    def is_models(self, entry: Entry, tensor: torch.Tensor) -> bool:
-        """Whether a collected tensor is the model's own memory, and no copy."""
+    def is_models(self, entry: TensorEntry, tensor: torch.Tensor) -> bool:
+        """Return whether a collected tensor is the model's own memory, and no copy."""
         own = _local(self._tensors[entry.key])
         return bool(tensor.untyped_storage()._cdata == own.untyped_storage()._cdata)
 
@@ -122,25 +119,27 @@ class Source:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         nbytes = tensor.numel() * dtype.itemsize
         self._tensors[key] = tensor
-        self.entries.append(Entry(key, str(dtype).removeprefix("torch."), tuple(tensor.shape), nbytes, is_sharded))
+        self.entries.append(
+            TensorEntry(key, str(dtype).removeprefix("torch."), tuple(tensor.shape), nbytes, is_sharded)
+        )
 
 
-def check_bucket(manifest: Manifest, index: int, tensors: Sequence[object]) -> list[torch.Tensor]:
-    """The tensors of a bucket that came, if they are those that the manifest announced.
+def check_bucket(plan: TransferPlan, index: int, tensors: Sequence[object]) -> list[torch.Tensor]:
+    """The tensors of a bucket that came, if they are those that the plan announced.
 
     Raises:
         UsageError: they are not.
     """
-    entries = manifest.buckets[index].entries
+    entries = plan.buckets[index].entries
     found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     for entry, tensor in zip(entries, found, strict=False):
         if tuple(tensor.shape) != entry.shape or str(tensor.dtype) != f"torch.{entry.dtype}":
             raise UsageError(
-                f"bucket {index} of version {manifest.version} holds a {tensor.dtype} of shape {list(tensor.shape)} "
+                f"bucket {index} of version {plan.version} holds a {tensor.dtype} of shape {list(tensor.shape)} "
                 f"where {entry.key!r}, a {entry.dtype} of shape {list(entry.shape)}, was announced."
             )
     if not len(found) == len(tensors) == len(entries):
-        raise UsageError(f"bucket {index} of version {manifest.version} holds {len(found)} of {len(entries)} tensors.")
+        raise UsageError(f"bucket {index} of version {plan.version} holds {len(found)} of {len(entries)} tensors.")
     return found
 
 
@@ -159,7 +158,7 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; another tensor itself."""
+    """Return this rank's part of a sharded tensor; another tensor itself."""
     return tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -177,17 +176,17 @@ class VersionedStateDict(OrderedDict[str, Any]):
     _metadata: Any
 
 
-def assemble(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> VersionedStateDict:
-    """The state dict of a manifest, whose entries' values are `tensors`."""
+def assemble(plan: TransferPlan, tensors: Mapping[str, torch.Tensor]) -> VersionedStateDict:
+    """The state dict of a plan, whose entries' values are `tensors`."""
     state = VersionedStateDict()
-    for key in manifest.keys:
-        if key in manifest.others:
-            state[key] = manifest.others[key]
+    for key in plan.keys:
+        if key in plan.others:
+            state[key] = plan.others[key]
         else:
-            state[key] = tensors[manifest.aliases.get(key, key)]
-    state.version = manifest.version
-    if manifest.metadata is not None:
-        state._metadata = manifest.metadata
+            state[key] = tensors[plan.aliases.get(key, key)]
+    state.version = plan.version
+    if plan.metadata is not None:
+        state._metadata = plan.metadata
     return state
 
 

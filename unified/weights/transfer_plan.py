@@ -1,4 +1,4 @@
-"""What is to be sent, cut into buckets, and which worker passes it on to which. Pure, without torch."""
+"""The plan of a transfer: tensors cut into buckets, and the tree of workers that pass them on. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from unified.protocol.records import WorkerIncarnation
 
 BUCKET_BYTES = 32 * 1024 * 1024
 ALIGNMENT = 64
-"""Of each tensor in a bucket's memory, in bytes."""
+"""Alignment of each tensor in a bucket's memory, in bytes."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor as it is sent."""
 
     key: str
     dtype: str
-    """As torch names it: ``bfloat16``."""
+    """Its name in torch: ``bfloat16``."""
     shape: tuple[int, ...]
     nbytes: int
     is_sharded: bool = False
-    """It lies over several ranks, which gather it together."""
+    """The tensor lies over several ranks, which gather it together."""
 
 
 class Bucket(NamedTuple):
     """Tensors that travel together."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     rank: int
-    """Which of the senders sends it."""
+    """The rank that sends it."""
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that holds it, each tensor at its `offsets`."""
+        """Size of the memory that holds it, each tensor at its `offsets`."""
         return sum(_aligned(entry.nbytes) for entry in self.entries)
 
     @property
@@ -46,8 +46,8 @@ class Bucket(NamedTuple):
         return found
 
 
-class Manifest(NamedTuple):
-    """All about one version but its tensors' values: what a sender says first."""
+class TransferPlan(NamedTuple):
+    """All about one version but its tensors' values; the sender's first message."""
 
     session: str
     version: int
@@ -59,11 +59,11 @@ class Manifest(NamedTuple):
     others: Mapping[str, Any]
     """Entries that are no dense tensors, by key."""
     metadata: Any
-    """What torch keeps beside a state dict (the versions of its modules)."""
+    """The part that torch keeps beside a state dict (the versions of its modules)."""
     senders: tuple[WorkerIncarnation, ...]
-    mates: Mapping[str, tuple[WorkerIncarnation, ...]]
-    """For a receiver those on its node to whom it passes buckets on."""
-    is_lent: bool
+    children: Mapping[str, tuple[WorkerIncarnation, ...]]
+    """By root, the workers on its node that it passes buckets on to."""
+    stays_shared: bool
     """The sender can spare the shared memory of this version until the next one."""
     timeout_s: float
     force: bool
@@ -73,13 +73,13 @@ class Manifest(NamedTuple):
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
-def cut(entries: Iterable[Entry], bucket_bytes: int, num_ranks: int = 1) -> tuple[Bucket, ...]:
+def cut(entries: Iterable[TensorEntry], bucket_bytes: int, num_ranks: int = 1) -> tuple[Bucket, ...]:
     """Buckets of at most `bucket_bytes`, in the order given; a larger tensor is one by itself.
 
     What no rank has alone is spread over the ranks; the rest, which rank 0 has as well as any, it sends.
     """
-    plain: list[Entry] = []
-    sharded: list[Entry] = []
+    plain: list[TensorEntry] = []
+    sharded: list[TensorEntry] = []
     for entry in entries:
         (sharded if entry.is_sharded else plain).append(entry)
     buckets = [Bucket(tuple(run), 0) for run in _runs(plain, bucket_bytes)]
@@ -96,7 +96,7 @@ def digest(buckets: Iterable[Bucket], aliases: Mapping[str, str], others: Iterab
 def tree(
     targets: Iterable[WorkerIncarnation], nodes: Mapping[str, str], here: str
 ) -> tuple[list[WorkerIncarnation], dict[str, tuple[WorkerIncarnation, ...]]]:
-    """To whom the sender sends, and who of them passes on to whom.
+    """Return the roots that the sender sends to, and for each root the children that it passes buckets on to.
 
     Workers on the sender's own node read one copy in shared memory. Of those on another node the first gets the bytes
     over the network, once, and passes them on through shared memory there.
@@ -113,12 +113,12 @@ def tree(
             direct.append(target)
         else:
             by_node.setdefault(node, []).append(target)
-    mates = {lives[0].worker: tuple(lives[1:]) for lives in by_node.values() if len(lives) > 1}
-    return direct + [lives[0] for lives in by_node.values()], mates
+    children = {lives[0].worker: tuple(lives[1:]) for lives in by_node.values() if len(lives) > 1}
+    return direct + [lives[0] for lives in by_node.values()], children
 
 
-def _runs(entries: Sequence[Entry], bucket_bytes: int) -> list[list[Entry]]:
-    runs: list[list[Entry]] = []
+def _runs(entries: Sequence[TensorEntry], bucket_bytes: int) -> list[list[TensorEntry]]:
+    runs: list[list[TensorEntry]] = []
     room = 0
     for entry in entries:
         nbytes = _aligned(entry.nbytes)

@@ -1,7 +1,7 @@
-"""Which version of the weights is complete at one receiver, and what has come of those on their way.
+"""The versions of the weights at one receiver: the complete one, and those on their way.
 
-Pure: no torch, no clock, no memory. Whoever receives asks it about everything that comes, keeps the tensors beside it,
-and does as the answers say. A *session* is one attempt of one sender to deliver one version here: it begins, its
+Pure: no torch, no clock, no memory. The receive service asks it about everything that comes, keeps the tensors beside
+it, and does as the answers say. A *session* is one attempt of one sender to deliver one version here: it begins, its
 buckets come in any order, its sender commits it, and it ends in exactly one way.
 """
 
@@ -21,72 +21,72 @@ MAX_REMEMBERED = 64
 """Sessions that are over, whose end can still be asked for."""
 
 
-class Opening(Value, frozen=True, kw_only=True):
-    """What a sender says before the first bucket."""
+class TransferOffer(Value, frozen=True, kw_only=True):
+    """A sender's message before the first bucket."""
 
     session: str
     version: int
     num_buckets: int
     senders: tuple[WorkerIncarnation, ...]
-    """Who will send buckets; the first answers for the session. It is over when one of them dies."""
+    """Workers that will send buckets; the first answers for the session, which is over when one of them dies."""
     expires_at: float
     """Past this nobody sends any more."""
     force: bool = False
-    """Take it though a newer version is there."""
+    """The version is taken though a newer one is there."""
 
 
-class How(StrEnum):
-    """How a session ended."""
+class SessionOutcome(StrEnum):
+    """Ends of a session."""
 
     PUBLISHED = "published"
     """Complete, and now the newest version."""
-    OVERTAKEN = "overtaken"
+    SUPERSEDED = "superseded"
     """A newer version was complete first: as good as delivered."""
     DROPPED = "dropped"
-    """It will never be complete."""
+    """The version will never be complete."""
     UNKNOWN = "unknown"
-    """Nobody ever began it here, in this life."""
+    """No sender ever began it here, in this life."""
 
 
-class Ended(NamedTuple):
+class SessionEnd(NamedTuple):
     """The end of a session: its tensors are the newest version, or to be let go."""
 
     session: str
-    how: How
+    how: SessionOutcome
     version: int
     reason: str = ""
 
 
-class Begun(NamedTuple):
-    """The answer to an `Opening`."""
+class OfferReply(NamedTuple):
+    """The answer to a `TransferOffer`."""
 
     refusal: str = ""
-    """Why not; empty: buckets are welcome."""
-    ended: list[Ended] = []
+    """The reason of a refusal; empty: buckets are welcome."""
+    ended: list[SessionEnd] = []
 
 
-class Take(StrEnum):
-    """What to do with a bucket."""
+class BucketVerdict(StrEnum):
+    """The decision about a bucket."""
 
     STORE = "store"
     DUPLICATE = "duplicate"
     UNWANTED = "unwanted"
-    """Of a session that is over or never began, or beyond its last bucket."""
+    """The bucket is of a session that is over or never began, or beyond its last bucket."""
 
 
-class _Incoming:
-    def __init__(self, opening: Opening) -> None:
-        self.opening = opening
+class _Session:
+    def __init__(self, offer: TransferOffer) -> None:
+        self.offer = offer
         self.taken: set[int] = set()
         self.stored: set[int] = set()
         self.is_committed = False
 
     @property
     def is_complete(self) -> bool:
-        return self.is_committed and len(self.stored) == self.opening.num_buckets
+        return self.is_committed and len(self.stored) == self.offer.num_buckets
 
 
-class Assembly:
+class VersionTable:
     """The versions of one receiver. Any call is answered in any state.
 
     Attributes:
@@ -95,36 +95,38 @@ class Assembly:
 
     def __init__(self) -> None:
         self.version = 0
-        self._open: dict[str, _Incoming] = {}
-        self._past: OrderedDict[str, Ended] = OrderedDict()
+        self._open: dict[str, _Session] = {}
+        self._past: OrderedDict[str, SessionEnd] = OrderedDict()
         self._over: dict[str, int] = {}
         """For each worker the newest of its lives that is over."""
 
-    def begin(self, now: float, opening: Opening) -> Begun:
+    def begin(self, now: float, offer: TransferOffer) -> OfferReply:
         """A sender wants to deliver a version. Saying it twice changes nothing."""
-        if opening.session in self._open:
-            return Begun()
+        if offer.session in self._open:
+            return OfferReply()
         ended = self.expire(now)
-        refusal = self._refusal(opening)
+        refusal = self._refusal(offer)
         if refusal:
-            return Begun(refusal, ended)
-        first = opening.senders[0].worker
-        for incoming in [each for each in self._open.values() if each.opening.senders[0].worker == first]:
-            ended.append(self._end(incoming, How.DROPPED, f"its sender began version {opening.version} instead"))
-        self._open[opening.session] = _Incoming(opening)
-        return Begun("", ended)
+            return OfferReply(refusal, ended)
+        first = offer.senders[0].worker
+        for incoming in [each for each in self._open.values() if each.offer.senders[0].worker == first]:
+            ended.append(
+                self._end(incoming, SessionOutcome.DROPPED, f"its sender began version {offer.version} instead")
+            )
+        self._open[offer.session] = _Session(offer)
+        return OfferReply("", ended)
 
-    def take(self, session: str, index: int) -> Take:
+    def take(self, session: str, index: int) -> BucketVerdict:
         """A bucket came. After STORE, say `stored` when its tensors are safe."""
         incoming = self._open.get(session)
-        if incoming is None or not 0 <= index < incoming.opening.num_buckets:
-            return Take.UNWANTED
+        if incoming is None or not 0 <= index < incoming.offer.num_buckets:
+            return BucketVerdict.UNWANTED
         if index in incoming.taken:
-            return Take.DUPLICATE
+            return BucketVerdict.DUPLICATE
         incoming.taken.add(index)
-        return Take.STORE
+        return BucketVerdict.STORE
 
-    def stored(self, session: str, index: int) -> list[Ended]:
+    def stored(self, session: str, index: int) -> list[SessionEnd]:
         """The tensors of a taken bucket are safe."""
         incoming = self._open.get(session)
         if incoming is None or index not in incoming.taken:
@@ -132,8 +134,8 @@ class Assembly:
         incoming.stored.add(index)
         return self._publish(incoming) if incoming.is_complete else []
 
-    def commit(self, session: str) -> list[Ended]:
-        """Its sender stands by it: publish it as soon as all its buckets are stored, in either order.
+    def commit(self, session: str) -> list[SessionEnd]:
+        """Publish a session's version as soon as all its buckets are stored, in either order: its sender stands by it.
 
         Without this a bucket that was read from the sender's memory late, after the sender had given up and gone on to
         change the model, could complete a version.
@@ -144,40 +146,40 @@ class Assembly:
         incoming.is_committed = True
         return self._publish(incoming) if incoming.is_complete else []
 
-    def abort(self, session: str, reason: str) -> list[Ended]:
+    def abort(self, session: str, reason: str) -> list[SessionEnd]:
         """Give a session up; one that is over stays as it ended."""
         incoming = self._open.get(session)
-        return [] if incoming is None else [self._end(incoming, How.DROPPED, reason)]
+        return [] if incoming is None else [self._end(incoming, SessionOutcome.DROPPED, reason)]
 
-    def life_over(self, life: WorkerIncarnation, reason: str) -> list[Ended]:
+    def life_over(self, life: WorkerIncarnation, reason: str) -> list[SessionEnd]:
         """A worker's life, and all before it, is over: so are the sessions to which it was to send."""
         if life.incarnation <= self._over.get(life.worker, -1):
             return []
         self._over[life.worker] = life.incarnation
         return [
-            self._end(incoming, How.DROPPED, f"{life.worker}, which was sending it, died: {reason}")
+            self._end(incoming, SessionOutcome.DROPPED, f"{life.worker}, which was sending it, died: {reason}")
             for incoming in list(self._open.values())
-            if self._first_dead(incoming.opening.senders) is not None
+            if self._first_dead(incoming.offer.senders) is not None
         ]
 
-    def expire(self, now: float) -> list[Ended]:
+    def expire(self, now: float) -> list[SessionEnd]:
         """End the sessions whose time is up."""
-        late = [incoming for incoming in self._open.values() if now >= incoming.opening.expires_at]
-        return [self._end(incoming, How.DROPPED, "its time was up") for incoming in late]
+        late = [incoming for incoming in self._open.values() if now >= incoming.offer.expires_at]
+        return [self._end(incoming, SessionOutcome.DROPPED, "its time was up") for incoming in late]
 
-    def outcome(self, session: str) -> Ended | None:
-        """How a session ended; None while it is open."""
+    def outcome(self, session: str) -> SessionEnd | None:
+        """Return the end of a session; None while it is open."""
         if session in self._open:
             return None
-        return self._past.get(session) or Ended(session, How.UNKNOWN, 0, "it never began here")
+        return self._past.get(session) or SessionEnd(session, SessionOutcome.UNKNOWN, 0, "it never began here")
 
     def progress(self) -> str:
-        """What is on its way, in words; empty: nothing."""
+        """Return the versions on their way, in words; empty: none."""
         return ", ".join(
-            f"version {opening.version} from {opening.senders[0].worker} "
-            f"({len(incoming.stored)} of {opening.num_buckets} buckets)"
+            f"version {offer.version} from {offer.senders[0].worker} "
+            f"({len(incoming.stored)} of {offer.num_buckets} buckets)"
             for incoming in self._open.values()
-            for opening in [incoming.opening]
+            for offer in [incoming.offer]
         )
 
     @property
@@ -193,31 +195,31 @@ class Assembly:
         if self._open.keys() & self._past.keys():
             broken.append("a session is both open and over")
         for session, incoming in self._open.items():
-            opening = incoming.opening
+            offer = incoming.offer
             if incoming.is_complete:
                 broken.append(f"session {session} is complete and still open")
-            if not incoming.stored <= incoming.taken <= set(range(opening.num_buckets)):
+            if not incoming.stored <= incoming.taken <= set(range(offer.num_buckets)):
                 broken.append(f"session {session} has stored what it never took")
-            if opening.version < self.version and not opening.force:
-                broken.append(f"session {session} goes on though version {self.version} overtook it")
-            if self._first_dead(opening.senders) is not None:
+            if offer.version < self.version and not offer.force:
+                broken.append(f"session {session} goes on though version {self.version} superseded it")
+            if self._first_dead(offer.senders) is not None:
                 broken.append(f"session {session} goes on though its sender is dead")
         return broken
 
-    def _refusal(self, opening: Opening) -> str:
-        dead = self._first_dead(opening.senders)
+    def _refusal(self, offer: TransferOffer) -> str:
+        dead = self._first_dead(offer.senders)
         if dead is not None:
             return f"{dead.worker} was to send it, and its life {dead.incarnation} is over"
-        if opening.session in self._past:
-            return f"this attempt is over: {self._past[opening.session].reason or 'it was complete'}"
-        if opening.version < 1:
+        if offer.session in self._past:
+            return f"this attempt is over: {self._past[offer.session].reason or 'it was complete'}"
+        if offer.version < 1:
             return "versions are numbered from 1"
-        if opening.version < self.version and not opening.force:
+        if offer.version < self.version and not offer.force:
             return f"version {self.version} is there already, and versions go up"
-        first = opening.senders[0].worker
-        rest = [each.opening for each in self._open.values() if each.opening.senders[0].worker != first]
+        first = offer.senders[0].worker
+        rest = [each.offer for each in self._open.values() if each.offer.senders[0].worker != first]
         for other in rest:
-            if other.version == opening.version:
+            if other.version == offer.version:
                 return f"the same version is on its way from {other.senders[0].worker}"
         if len(rest) >= MAX_OPEN:
             return f"no more than {MAX_OPEN} are received at a time, and there are: {self.progress()}"
@@ -226,16 +228,18 @@ class Assembly:
     def _first_dead(self, senders: Iterable[WorkerIncarnation]) -> WorkerIncarnation | None:
         return next((life for life in senders if life.incarnation <= self._over.get(life.worker, -1)), None)
 
-    def _publish(self, incoming: _Incoming) -> list[Ended]:
-        version = self.version = incoming.opening.version
-        ended = [self._end(incoming, How.PUBLISHED, "")]
-        slower = [each for each in self._open.values() if each.opening.version < version and not each.opening.force]
-        return ended + [self._end(each, How.OVERTAKEN, f"version {version} was complete first") for each in slower]
+    def _publish(self, incoming: _Session) -> list[SessionEnd]:
+        version = self.version = incoming.offer.version
+        ended = [self._end(incoming, SessionOutcome.PUBLISHED, "")]
+        slower = [each for each in self._open.values() if each.offer.version < version and not each.offer.force]
+        return ended + [
+            self._end(each, SessionOutcome.SUPERSEDED, f"version {version} was complete first") for each in slower
+        ]
 
-    def _end(self, incoming: _Incoming, how: How, reason: str) -> Ended:
-        opening = incoming.opening
-        del self._open[opening.session]
-        ended = self._past[opening.session] = Ended(opening.session, how, opening.version, reason)
+    def _end(self, incoming: _Session, how: SessionOutcome, reason: str) -> SessionEnd:
+        offer = incoming.offer
+        del self._open[offer.session]
+        ended = self._past[offer.session] = SessionEnd(offer.session, how, offer.version, reason)
         while len(self._past) > MAX_REMEMBERED:
             self._past.popitem(last=False)
         return ended

@@ -1,39 +1,42 @@
-"""Ranks that do something together, and how they agree: small objects over torch.distributed."""
+"""Groups of ranks that act together, and how they agree: small objects over torch.distributed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from unified.errors import UsageError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 T = TypeVar("T")
-Said = tuple[str, str]
-"""An error as it is told to other ranks: the name of its class, and its text."""
+ErrorFamily = Sequence[type[Exception]]
+"""Errors that cross from rank to rank as they are; the first stands for all others."""
 
 
 class Ranks(Protocol):
-    """Ranks that act together.
+    """A group of ranks.
 
     Attributes:
-        rank: of this process among them.
-        size: how many they are.
+        rank: of this process in the group.
+        size: number of ranks in the group.
     """
 
     rank: int
     size: int
 
     def share(self, value: Any) -> Any:
-        """Return on every rank what rank 0 gave. A collective."""
+        """Return the value that rank 0 gave, on every rank. A collective."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each rank gave, by rank. A collective."""
+        """Return the value that each rank gave, by rank. A collective."""
         ...
 
 
 class Alone:
-    """One rank that needs nobody."""
+    """A group of one rank."""
 
     rank = 0
     size = 1
@@ -73,29 +76,95 @@ class WholeGroup:
         return found
 
 
-def lead(ranks: Ranks, work: Callable[[], T], error_of: Callable[[str, str], Exception]) -> T:
-    """Rank 0 does `work`; every rank returns what it returned, or raises what it raised. A collective.
+class MeshGroup:
+    """The ranks of a device mesh, which may be fewer than those of the job.
 
-    Args:
-        error_of: what the other ranks raise, of the name of the error's class and its text.
+    Raises:
+        UsageError: this process is not in the mesh.
     """
-    value, error = tried(work) if ranks.rank == 0 else (None, None)
-    value, failed = ranks.share((value, said(error)))
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise UsageError("sync_weights was called on a rank that has no part of the model: it is not in its mesh.")
+        self._mesh = mesh
+        self.rank = 0
+        for position, length in zip(coordinate, mesh.shape, strict=True):
+            self.rank = self.rank * length + position
+        self.size = mesh.size()
+
+    def share(self, value: Any) -> Any:
+        from torch import distributed
+
+        box = [value]
+        for dim in range(self._mesh.ndim):  # along each dimension from its first rank: after the last, everybody has it
+            group = self._mesh.get_group(dim)
+            distributed.broadcast_object_list(box, src=distributed.get_global_rank(group, 0), group=group)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        from torch import distributed
+
+        found = [value]
+        for dim in reversed(range(self._mesh.ndim)):
+            group = self._mesh.get_group(dim)
+            parts: list[Any] = [None] * distributed.get_world_size(group)
+            distributed.all_gather_object(parts, found, group=group)
+            found = [each for part in parts for each in part]
+        return found
+
+
+def ranks_here(group: Any = None) -> Ranks:
+    """Return the ranks of this process's group, or itself alone where torch.distributed was not set up."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return WholeGroup(group)
+    return Alone()
+
+
+def lead(ranks: Ranks, work: Callable[[], T], errors: ErrorFamily) -> T:
+    """Have rank 0 do `work`; every rank returns what it returned, or raises what it raised. A collective."""
+    value, error = _try(work) if ranks.rank == 0 else (None, None)
+    value, failed = ranks.share((value, _described(error)))
     if error is not None:
         raise error
     if failed is not None:
-        raise error_of(*failed)
+        name, text = failed
+        known = {each.__name__: each for each in errors}
+        raise known[name](text) if name in known else errors[0](f"Rank 0 failed: {name}: {text}")
     return value  # type: ignore[no-any-return]
 
 
-def tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what `work` returned, or raised."""
+def each_does(ranks: Ranks, work: Callable[[], T], errors: ErrorFamily, *, shared: type[Exception]) -> T:
+    """Have every rank do `work`; where one fails, all raise. A collective.
+
+    Args:
+        shared: an error that every rank raises in the same way where no rank has another one.
+
+    Raises:
+        Exception: this rank's own, if it has one that is not `shared`; else the first of `errors`, naming the rank.
+    """
+    value, error = _try(work)
+    everybody = ranks.gather(_described(error))
+    if error is not None and not isinstance(error, shared):
+        raise error
+    failed = {rank: described for rank, described in enumerate(everybody) if described is not None}
+    for rank, (name, text) in failed.items():
+        if name != shared.__name__:
+            raise errors[0](f"Rank {rank} failed, so no rank goes on: {name}: {text}")
+    if failed:
+        raise shared(failed[min(failed)][1]) from error
+    return value  # type: ignore[return-value]
+
+
+def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:
         return None, error
 
 
-def said(error: Exception | None) -> Said | None:
-    """An error, for other ranks."""
+def _described(error: Exception | None) -> tuple[str, str] | None:
+    """Return the name of the error's class, and its text."""
     return None if error is None else (type(error).__name__, str(error))

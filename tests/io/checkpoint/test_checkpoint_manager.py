@@ -406,15 +406,15 @@ def test_tied_tensors_stay_tied_and_views_are_saved_alone(tmp_path: Path) -> Non
 
 def test_memory_for_copies_is_used_again(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from unified.memory.host_buffers import Stager
+    from unified.memory.host_buffers import BufferPool, stage_state
 
-    stager = Stager()
+    pool = BufferPool(one_size=True)
     places = set()
     for value in range(3):
-        staged = stager.stage({"w": torch.full((1000,), float(value))})
-        assert staged.tree["w"][0] == value
+        staged = stage_state({"w": torch.full((1000,), float(value))}, pool)
+        assert staged.value["w"][0] == value
         places.add(staged.memory.data_ptr() if staged.memory is not None else 0)
-        stager.put_back(staged)
+        staged.release()
     assert len(places) == 1
 
 

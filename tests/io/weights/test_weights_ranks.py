@@ -33,5 +33,5 @@ def test_four_ranks(tmp_path: Path) -> None:
         assert each["senders"] == [0, 0, 1]  # what is not sharded comes from rank 0; the rest is spread
         assert each["digests"] == 1
         assert each["whole"] == [True, True]
-        assert each["classes"] == ["WholeGroup", "OfMesh", "Alone"]
+        assert each["classes"] == ["WholeGroup", "MeshGroup", "Alone"]
         assert each["loaded"] == [True, True]

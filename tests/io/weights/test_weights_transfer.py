@@ -18,10 +18,10 @@ from unified.errors import (
 )
 from unified.protocol.records import Reachability, WorkerIncarnation
 from unified.testing import eventually
-from unified.weights.lives import OVERTAKEN, method
+from unified.weights.lives import SUPERSEDED, method
 from unified.weights.receiver import WeightsReceiver
-from unified.weights.state_dict import Source
-from unified.weights.transfer_plan import Manifest
+from unified.weights.state_dict import OutgoingStateDict
+from unified.weights.transfer_plan import TransferPlan
 
 
 def test_versions_reach_everybody_and_get_into_models(cast: Cast) -> None:
@@ -205,10 +205,10 @@ def test_a_mate_that_dies_is_no_harm_to_the_others(cast: Cast, pool: ThreadPoolE
 
 def opened(
     cast: Cast, version: int, value: float, sender: str = "trainer"
-) -> tuple[Manifest, list[list[torch.Tensor]]]:
+) -> tuple[TransferPlan, list[list[torch.Tensor]]]:
     """A version that `sender` has begun to send to r0, and its buckets."""
-    source = Source(model_of(value))
-    manifest = Manifest(
+    source = OutgoingStateDict(model_of(value))
+    plan = TransferPlan(
         session=f"{sender} {version}",
         version=version,
         buckets=source.cut(SMALL, 1),
@@ -217,13 +217,13 @@ def opened(
         others=source.others,
         metadata=source.metadata,
         senders=(WorkerIncarnation(sender, 0),),
-        mates={},
-        is_lent=True,
+        children={},
+        stays_shared=True,
         timeout_s=PATIENCE_S,
         force=False,
     )
-    assert told(cast, sender, "begin", manifest) == ""
-    return manifest, [[source.collect(entry) for entry in bucket.entries] for bucket in manifest.buckets]
+    assert told(cast, sender, "begin", plan) == ""
+    return plan, [[source.collect(entry) for entry in bucket.entries] for bucket in plan.buckets]
 
 
 def told(cast: Cast, sender: str, verb: str, *args: Any) -> Any:
@@ -233,15 +233,15 @@ def told(cast: Cast, sender: str, verb: str, *args: Any) -> Any:
 def test_a_sender_that_dies_on_the_way_leaves_no_trace(cast: Cast) -> None:
     receiver = cast.receiver("r0")
     cast.send(cast.sender(), model_of(1))
-    manifest, buckets = opened(cast, 2, 2.0)
+    plan, buckets = opened(cast, 2, 2.0)
     for index, tensors in enumerate(buckets[:-1]):
-        assert told(cast, "trainer", "bucket", manifest.session, index, tensors) == {}
+        assert told(cast, "trainer", "bucket", plan.session, index, tensors) == {}
     with pytest.raises(WeightsTimeoutError, match=rf"version 2 from trainer \({len(buckets) - 1} of {len(buckets)}"):
         receiver.wait(2, timeout=0.05)
     cast.die("trainer")
     with pytest.raises(WeightsTimeoutError, match="complete is version 1; on its way nothing"):
         receiver.wait(2, timeout=0.05)
-    assert receiver._reception._coming == {}
+    assert receiver._service._coming == {}
     assert cast.send(cast.sender(incarnation=1), model_of(3), bucket_bytes=SMALL) == 2
     assert values_of(receiver.state_dict()) == {3}
 
@@ -250,12 +250,12 @@ def test_a_sender_that_dies_on_the_way_leaves_no_trace(cast: Cast) -> None:
 def test_what_was_not_committed_is_not_published(cast: Cast) -> None:
     receiver = cast.receiver("r0")
     cast.worker("trainer")
-    manifest, buckets = opened(cast, 1, 1.0)
+    plan, buckets = opened(cast, 1, 1.0)
     for index, tensors in enumerate(buckets):
-        told(cast, "trainer", "bucket", manifest.session, index, tensors)
+        told(cast, "trainer", "bucket", plan.session, index, tensors)
     assert receiver.version == 0
-    told(cast, "trainer", "abort", manifest.session, "late")
-    failure = told(cast, "trainer", "commit", manifest.session)
+    told(cast, "trainer", "abort", plan.session, "late")
+    failure = told(cast, "trainer", "commit", plan.session)
     assert failure.text == "late"
     assert receiver.version == 0
 
@@ -271,7 +271,7 @@ def test_two_senders(cast: Cast) -> None:
     ):
         cast.send(sender, model_of(2), version=1)
     assert cast.send(sender, model_of(2), version=2) == 2
-    assert told(cast, "a", "bucket", slow.session, 0, buckets[0])["r0"].kind == OVERTAKEN
+    assert told(cast, "a", "bucket", slow.session, 0, buckets[0])["r0"].kind == SUPERSEDED
     assert told(cast, "a", "commit", slow.session) is None  # as good as delivered
     assert values_of(receiver.state_dict()) == {2}
 
@@ -298,7 +298,7 @@ def test_a_receiver_that_hangs_is_named_when_time_is_up(cast: Cast, pool: Thread
     with pytest.raises(WeightsTimeoutError, match=r"(?s)version 2 .* did not reach:\n  r1: "):
         cast.send(sender, model_of(2), bucket_bytes=SMALL, timeout=0.5)
     holdup.release.set()
-    eventually(lambda: cast.receivers["r1"]._reception._coming == {}, message="the rest of version 2 is still kept")
+    eventually(lambda: cast.receivers["r1"]._service._coming == {}, message="the rest of version 2 is still kept")
     assert values_of(cast.receivers["r1"].state_dict()) == {1}
     assert first.version in (1, 2)
     assert cast.send(sender, model_of(3)) == 3

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from unified.errors import WeightsVersionError
-from unified.weights.ranks import OfMesh, lead, ranks_for
-from unified.weights.state_dict import Source, VersionedStateDict, load
-from unified.worker.rank_group import WholeGroup
+from unified.weights.sender import RANK_ERRORS, ranks_for
+from unified.weights.state_dict import OutgoingStateDict, VersionedStateDict, load
+from unified.worker.rank_group import MeshGroup, WholeGroup, lead
 
 SIZE = 4
 
@@ -29,15 +29,15 @@ def found_by(rank: int) -> dict[str, Any]:
     halves = [DeviceMesh("cpu", [0, 2]), DeviceMesh("cpu", [1, 3])]  # every rank makes both
     half = halves[rank % 2]
     whole = WholeGroup()
-    of_square, of_half = OfMesh(square), OfMesh(half)
+    of_square, of_half = MeshGroup(square), MeshGroup(half)
     found: dict[str, Any] = {
         "ranks": [(each.rank, each.size) for each in (whole, of_square, of_half)],
         "gathered": [each.gather(f"from {rank}") for each in (whole, of_square, of_half)],
         "shared": [each.share(f"from {rank}") for each in (whole, of_square, of_half)],
-        "lead": lead(of_half, lambda: f"by {rank}"),
+        "lead": lead(of_half, lambda: f"by {rank}", RANK_ERRORS),
     }
     try:
-        lead(whole, refuse)
+        lead(whole, refuse, RANK_ERRORS)
     except WeightsVersionError as error:
         found["refused"] = str(error)
 
@@ -49,7 +49,7 @@ def found_by(rank: int) -> dict[str, Any]:
         "rows": distribute_tensor(full, square, [Replicate(), Shard(1)]),
         "b": full[0].clone(),
     }
-    source = Source(state, torch.float16)
+    source = OutgoingStateDict(state, torch.float16)
     buckets = source.cut(1, SIZE)
     found["aliases"] = source.aliases
     found["senders"] = [bucket.rank for bucket in buckets]
@@ -57,7 +57,7 @@ def found_by(rank: int) -> dict[str, Any]:
     collected = [source.collect(entry) for bucket in buckets for entry in bucket.entries]
     found["whole"] = [tensor.tolist() == full.tolist() for tensor in collected[1:]]
     found["classes"] = [
-        type(ranks_for(Source(each), together=False)).__name__
+        type(ranks_for(OutgoingStateDict(each), together=False)).__name__
         for each in (state, {"w": distribute_tensor(full, half, [Shard(0)])}, {"b": full})
     ]
     version = VersionedStateDict(w=full + 1, same=full + 1, rows=full + 1, b=full[0] + 1)

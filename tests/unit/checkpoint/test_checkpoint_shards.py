@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -11,13 +12,13 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from unified.checkpoint.load import RANK_ERRORS
 from unified.checkpoint.manifest import Part, make_manifest, part_name
-from unified.checkpoint.rank_group import each_does, lead
 from unified.checkpoint.sharded import index as s
 from unified.checkpoint.sharded.index import MAX_GAP_BYTES, MAX_RUN_BYTES, runs
 from unified.checkpoint.sharded.plan import SMALL_BYTES, shared_out
 from unified.errors import CheckpointCorruptError, CheckpointError, UsageError
-from unified.worker.rank_group import Alone
+from unified.worker.rank_group import Alone, each_does, lead
 
 
 def shard(start: int, nbytes: int) -> s.Shard:
@@ -105,26 +106,40 @@ class Two:
 
 
 def test_all_ranks_get_what_the_first_got_or_its_error() -> None:
-    assert lead(Alone(), lambda: 1) == 1
-    assert lead(Two(1, (5, None)), lambda: 1) == 5
+    assert lead(Alone(), lambda: 1, RANK_ERRORS) == 1
+    assert lead(Two(1, (5, None)), lambda: 1, RANK_ERRORS) == 5
     with pytest.raises(UsageError, match="no such"):
-        lead(Two(1, (None, ("UsageError", "no such"))), lambda: 1)
+        lead(Two(1, (None, ("UsageError", "no such"))), lambda: 1, RANK_ERRORS)
     with pytest.raises(CheckpointError, match="Rank 0 failed: OSError: gone"):
-        lead(Two(1, (None, ("OSError", "gone"))), lambda: 1)
+        lead(Two(1, (None, ("OSError", "gone"))), lambda: 1, RANK_ERRORS)
 
 
 def fail(error: Exception) -> None:
     raise error
 
 
+def all_do(ranks: Two, work: Callable[[], None]) -> None:
+    each_does(ranks, work, RANK_ERRORS, shared=CheckpointCorruptError)
+
+
 def test_damage_that_one_rank_sees_is_damage_to_all_and_anything_else_ends_it() -> None:
     damage = ("CheckpointCorruptError", "a part is gone")
     with pytest.raises(CheckpointCorruptError, match="a part is gone"):
-        each_does(Two(0, damage), lambda: None)
+        all_do(Two(0, damage), lambda: None)
     with pytest.raises(CheckpointCorruptError, match="of rank 0"):  # the same words on both
-        each_does(Two(0, damage), lambda: fail(CheckpointCorruptError("of rank 0")))
+        each_does(
+            Two(0, damage),
+            lambda: fail(CheckpointCorruptError("of rank 0")),
+            RANK_ERRORS,
+            shared=CheckpointCorruptError,
+        )
     with pytest.raises(CheckpointError, match=r"Rank 1 failed.*OSError: gone") as caught:
-        each_does(Two(0, ("OSError", "gone")), lambda: fail(CheckpointCorruptError("of rank 0")))
+        each_does(
+            Two(0, ("OSError", "gone")),
+            lambda: fail(CheckpointCorruptError("of rank 0")),
+            RANK_ERRORS,
+            shared=CheckpointCorruptError,
+        )
     assert not isinstance(caught.value, CheckpointCorruptError)
     with pytest.raises(KeyError):
-        each_does(Two(0, damage), lambda: fail(KeyError("own")))
+        all_do(Two(0, damage), lambda: fail(KeyError("own")))

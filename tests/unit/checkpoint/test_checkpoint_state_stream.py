@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from unified.checkpoint.state_stream import stream  # noqa: E402
 from unified.memory import copy as memory_copy  # noqa: E402 - torch may be missing
-from unified.memory.host_buffers import Stager  # noqa: E402
+from unified.memory.host_buffers import BufferPool, stage_state  # noqa: E402
 
 
 def test_torch_reads_the_stream_and_its_own_files_keep_their_checksums() -> None:
@@ -37,10 +37,10 @@ def test_copies_are_of_every_kind_of_tensor_and_of_that_moment(monkeypatch: pyte
         "empty": torch.empty(0, 4),
     }
     before = {name: tensor.detach().clone() for name, tensor in state.items()}
-    staged = Stager().stage(state)
+    staged = stage_state(state, BufferPool())
     for tensor in state.values():
         tensor.detach().zero_()
     for name, tensor in before.items():
-        assert torch.equal(staged.tree[name].detach(), tensor), name
-        assert staged.tree[name].shape == tensor.shape
-    assert isinstance(staged.tree["parameter"], torch.nn.Parameter)
+        assert torch.equal(staged.value[name].detach(), tensor), name
+        assert staged.value[name].shape == tensor.shape
+    assert isinstance(staged.value["parameter"], torch.nn.Parameter)

@@ -8,37 +8,47 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from unified.protocol.records import WorkerIncarnation
-from unified.weights.versions import MAX_OPEN, MAX_REMEMBERED, Assembly, Ended, How, Opening, Take
+from unified.weights.versions import (
+    MAX_OPEN,
+    MAX_REMEMBERED,
+    BucketVerdict,
+    SessionEnd,
+    SessionOutcome,
+    TransferOffer,
+    VersionTable,
+)
 
 A, B, C = (WorkerIncarnation(name, 0) for name in "abc")
 
 
-def opening(session: str, version: int, num_buckets: int = 2, sender: WorkerIncarnation = A, **fields: Any) -> Opening:
+def opening(
+    session: str, version: int, num_buckets: int = 2, sender: WorkerIncarnation = A, **fields: Any
+) -> TransferOffer:
     fields.setdefault("senders", (sender,))
     fields.setdefault("expires_at", 100.0)
-    return Opening(session=session, version=version, num_buckets=num_buckets, **fields)
+    return TransferOffer(session=session, version=version, num_buckets=num_buckets, **fields)
 
 
-def begun(assembly: Assembly, *openings: Opening) -> Assembly:
+def begun(assembly: VersionTable, *openings: TransferOffer) -> VersionTable:
     for each in openings:
         assert assembly.begin(0.0, each).refusal == ""
     return assembly
 
 
-def store(assembly: Assembly, session: str, *indices: int) -> list[Ended]:
-    ended: list[Ended] = []
+def store(assembly: VersionTable, session: str, *indices: int) -> list[SessionEnd]:
+    ended: list[SessionEnd] = []
     for index in indices:
-        assert assembly.take(session, index) is Take.STORE
+        assert assembly.take(session, index) is BucketVerdict.STORE
         ended += assembly.stored(session, index)
     return ended
 
 
-def published(session: str, version: int) -> Ended:
-    return Ended(session, How.PUBLISHED, version)
+def published(session: str, version: int) -> SessionEnd:
+    return SessionEnd(session, SessionOutcome.PUBLISHED, version)
 
 
 def test_a_version_is_published_when_whole_and_committed() -> None:
-    assembly = begun(Assembly(), opening("s", 3))
+    assembly = begun(VersionTable(), opening("s", 3))
     assert store(assembly, "s", 1, 0) == []
     assert assembly.version == 0
     assert assembly.outcome("s") is None
@@ -48,35 +58,35 @@ def test_a_version_is_published_when_whole_and_committed() -> None:
 
 
 def test_the_commit_may_come_before_the_last_bucket() -> None:
-    assembly = begun(Assembly(), opening("s", 3))
+    assembly = begun(VersionTable(), opening("s", 3))
     assert store(assembly, "s", 1) == []
     assert assembly.commit("s") == []
     assert store(assembly, "s", 0) == [published("s", 3)]
 
 
 def test_a_version_without_tensors() -> None:
-    assembly = begun(Assembly(), opening("s", 1, num_buckets=0))
+    assembly = begun(VersionTable(), opening("s", 1, num_buckets=0))
     assert assembly.commit("s") == [published("s", 1)]
 
 
 def test_a_bucket_is_wanted_once() -> None:
-    assembly = begun(Assembly(), opening("s", 1))
-    assert assembly.take("s", 0) is Take.STORE
-    assert assembly.take("s", 0) is Take.DUPLICATE
+    assembly = begun(VersionTable(), opening("s", 1))
+    assert assembly.take("s", 0) is BucketVerdict.STORE
+    assert assembly.take("s", 0) is BucketVerdict.DUPLICATE
     assert assembly.stored("s", 1) == []  # never taken
-    assert [assembly.take("s", index) for index in (-1, 2)] == [Take.UNWANTED] * 2
-    assert assembly.take("other", 0) is Take.UNWANTED
+    assert [assembly.take("s", index) for index in (-1, 2)] == [BucketVerdict.UNWANTED] * 2
+    assert assembly.take("other", 0) is BucketVerdict.UNWANTED
 
 
 def test_an_opening_said_twice_changes_nothing() -> None:
-    assembly = begun(Assembly(), opening("s", 1))
+    assembly = begun(VersionTable(), opening("s", 1))
     store(assembly, "s", 0)
     begun(assembly, opening("s", 1))
-    assert assembly.take("s", 0) is Take.DUPLICATE
+    assert assembly.take("s", 0) is BucketVerdict.DUPLICATE
 
 
 def test_versions_go_up_unless_forced() -> None:
-    assembly = begun(Assembly(), opening("s7", 7, 0))
+    assembly = begun(VersionTable(), opening("s7", 7, 0))
     assembly.commit("s7")
     assert assembly.begin(0, opening("s6", 6)).refusal == "version 7 is there already, and versions go up"
     assert assembly.begin(0, opening("s0", 0)).refusal == "versions are numbered from 1"
@@ -88,89 +98,89 @@ def test_versions_go_up_unless_forced() -> None:
 
 
 def test_two_senders_the_newer_version_overtakes() -> None:
-    assembly = begun(Assembly(), opening("s1", 1, sender=A), opening("s2", 2, sender=B))
+    assembly = begun(VersionTable(), opening("s1", 1, sender=A), opening("s2", 2, sender=B))
     store(assembly, "s1", 0)
     assembly.commit("s2")
     ended = store(assembly, "s2", 0, 1)
-    assert ended == [published("s2", 2), Ended("s1", How.OVERTAKEN, 1, "version 2 was complete first")]
-    assert assembly.take("s1", 1) is Take.UNWANTED
+    assert ended == [published("s2", 2), SessionEnd("s1", SessionOutcome.SUPERSEDED, 1, "version 2 was complete first")]
+    assert assembly.take("s1", 1) is BucketVerdict.UNWANTED
     assert assembly.outcome("s1") == ended[1]
 
 
 def test_two_senders_in_order_are_both_published() -> None:
-    assembly = begun(Assembly(), opening("s1", 1, 0, sender=A), opening("s2", 2, 0, sender=B))
+    assembly = begun(VersionTable(), opening("s1", 1, 0, sender=A), opening("s2", 2, 0, sender=B))
     assert assembly.commit("s1") == [published("s1", 1)]
     assert assembly.commit("s2") == [published("s2", 2)]
 
 
 def test_the_same_version_from_two_senders_is_refused() -> None:
-    assembly = begun(Assembly(), opening("s1", 1, sender=A))
+    assembly = begun(VersionTable(), opening("s1", 1, sender=A))
     assert assembly.begin(0, opening("s2", 1, sender=B)).refusal == "the same version is on its way from a"
 
 
 def test_a_sender_that_begins_anew_drops_what_it_had_begun() -> None:
-    assembly = begun(Assembly(), opening("s1", 1))
+    assembly = begun(VersionTable(), opening("s1", 1))
     answer = assembly.begin(0, opening("s2", 1, sender=WorkerIncarnation("a", 1)))
     assert answer.refusal == ""
-    assert answer.ended == [Ended("s1", How.DROPPED, 1, "its sender began version 1 instead")]
+    assert answer.ended == [SessionEnd("s1", SessionOutcome.DROPPED, 1, "its sender began version 1 instead")]
 
 
 def test_so_many_at_a_time() -> None:
-    assembly = begun(Assembly(), opening("s1", 1, sender=A), opening("s2", 2, sender=B))
+    assembly = begun(VersionTable(), opening("s1", 1, sender=A), opening("s2", 2, sender=B))
     assert f"no more than {MAX_OPEN} are received at a time" in assembly.begin(0, opening("s3", 3, sender=C)).refusal
     assert assembly.begin(200.0, opening("s3", 3, sender=C, expires_at=300)).refusal == ""  # theirs had expired
     assert assembly.open_sessions == ["s3"]
 
 
 def test_death_of_any_sender_drops_what_it_was_to_send() -> None:
-    assembly = begun(Assembly(), opening("s", 1, senders=(A, B)))
+    assembly = begun(VersionTable(), opening("s", 1, senders=(A, B)))
     store(assembly, "s", 0)
     (ended,) = assembly.life_over(B, "killed")
-    assert ended == Ended("s", How.DROPPED, 1, "b, which was sending it, died: killed")
+    assert ended == SessionEnd("s", SessionOutcome.DROPPED, 1, "b, which was sending it, died: killed")
     assert assembly.life_over(B, "killed") == []
     assert assembly.begin(0, opening("late", 1, senders=(B,))).refusal == "b was to send it, and its life 0 is over"
     begun(assembly, opening("next", 1, sender=WorkerIncarnation("b", 1)))
 
 
 def test_death_after_the_last_bucket_takes_nothing_back() -> None:
-    assembly = begun(Assembly(), opening("s", 1, 0))
+    assembly = begun(VersionTable(), opening("s", 1, 0))
     assembly.commit("s")
     assert assembly.life_over(A, "killed") == []
     assert assembly.version == 1
 
 
 def test_time_is_up() -> None:
-    assembly = begun(Assembly(), opening("s", 1, expires_at=5.0))
+    assembly = begun(VersionTable(), opening("s", 1, expires_at=5.0))
     assert assembly.expire(4.9) == []
-    assert assembly.expire(5.0) == [Ended("s", How.DROPPED, 1, "its time was up")]
+    assert assembly.expire(5.0) == [SessionEnd("s", SessionOutcome.DROPPED, 1, "its time was up")]
 
 
 def test_abort_ends_what_is_open_and_nothing_else() -> None:
-    assembly = begun(Assembly(), opening("s", 1, 0))
+    assembly = begun(VersionTable(), opening("s", 1, 0))
     assembly.commit("s")
     assert assembly.abort("s", "late") == []
     begun(assembly, opening("t", 2))
-    assert assembly.abort("t", "so it was said") == [Ended("t", How.DROPPED, 2, "so it was said")]
+    assert assembly.abort("t", "so it was said") == [SessionEnd("t", SessionOutcome.DROPPED, 2, "so it was said")]
     assert assembly.abort("t", "again") == []
     refusal = assembly.begin(0, opening("t", 2)).refusal
     assert refusal == "this attempt is over: so it was said"
 
 
 def test_progress_in_words() -> None:
-    assembly = begun(Assembly(), opening("s", 4, 3))
+    assembly = begun(VersionTable(), opening("s", 4, 3))
     assert assembly.progress() == "version 4 from a (0 of 3 buckets)"
     store(assembly, "s", 2)
     assert assembly.progress() == "version 4 from a (1 of 3 buckets)"
 
 
 def test_ends_are_remembered_for_a_while() -> None:
-    assembly = Assembly()
+    assembly = VersionTable()
     for version in range(1, MAX_REMEMBERED + 2):
         begun(assembly, opening(f"s{version}", version, 0))
         assembly.commit(f"s{version}")
     unknown = assembly.outcome("s1")
     assert unknown is not None
-    assert unknown.how is How.UNKNOWN
+    assert unknown.how is SessionOutcome.UNKNOWN
     assert assembly.outcome("s2") == published("s2", 2)
 
 
@@ -179,16 +189,16 @@ class Senders(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.assembly = Assembly()
+        self.assembly = VersionTable()
         self.now = 0.0
-        self.openings: dict[str, Opening] = {}
+        self.openings: dict[str, TransferOffer] = {}
         self.taken: set[tuple[str, int]] = set()
         self.stored: set[tuple[str, int]] = set()
         self.committed: set[str] = set()
-        self.ended: dict[str, Ended] = {}
+        self.ended: dict[str, SessionEnd] = {}
         self.lives = dict.fromkeys("abc", 0)
 
-    def took(self, ended: list[Ended], forced: bool = False) -> None:
+    def took(self, ended: list[SessionEnd], forced: bool = False) -> None:
         """What the shell is told: every session ends once, and a version is published only if it is whole."""
         before = self.version
         for each in ended:
@@ -197,7 +207,7 @@ class Senders(RuleBasedStateMachine):
             self.ended[each.session] = each
             opening = self.openings[each.session]
             assert each.version == opening.version
-            if each.how is How.PUBLISHED:
+            if each.how is SessionOutcome.PUBLISHED:
                 assert each.session in self.committed
                 assert {index for session, index in self.stored if session == each.session} == set(
                     range(opening.num_buckets)
@@ -205,9 +215,9 @@ class Senders(RuleBasedStateMachine):
                 assert each.version >= before or opening.force
                 assert all(self.lives[life.worker] <= life.incarnation for life in opening.senders)
                 assert self.assembly.version == each.version
-            elif each.how is How.OVERTAKEN:
+            elif each.how is SessionOutcome.SUPERSEDED:
                 assert each.version < self.assembly.version
-        if not any(each.how is How.PUBLISHED for each in ended):
+        if not any(each.how is SessionOutcome.PUBLISHED for each in ended):
             assert self.assembly.version == before
         self.version = self.assembly.version
 
@@ -246,9 +256,9 @@ class Senders(RuleBasedStateMachine):
         take = self.assembly.take(session, index)
         is_open = session in self.assembly.open_sessions
         if not is_open or not 0 <= index < self.openings[session].num_buckets:
-            assert take is Take.UNWANTED
+            assert take is BucketVerdict.UNWANTED
         else:
-            assert take is (Take.DUPLICATE if (session, index) in self.taken else Take.STORE)
+            assert take is (BucketVerdict.DUPLICATE if (session, index) in self.taken else BucketVerdict.STORE)
             self.taken.add((session, index))
 
     @precondition(lambda self: self.taken)
@@ -296,7 +306,7 @@ class Senders(RuleBasedStateMachine):
             outcome = self.assembly.outcome(session)
             if session.startswith("refused"):
                 assert outcome is not None
-                assert outcome.how is How.UNKNOWN
+                assert outcome.how is SessionOutcome.UNKNOWN
             elif session in self.ended:
                 assert outcome == self.ended[session] or len(self.ended) > MAX_REMEMBERED
             else:

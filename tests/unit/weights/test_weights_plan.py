@@ -6,18 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified.protocol.records import WorkerIncarnation
-from unified.weights.transfer_plan import ALIGNMENT, Bucket, Entry, cut, digest, tree
+from unified.weights.transfer_plan import ALIGNMENT, Bucket, TensorEntry, cut, digest, tree
 
 ENTRIES = st.lists(
     st.builds(
-        lambda nbytes, is_sharded: Entry("", "uint8", (nbytes,), nbytes, is_sharded), st.integers(0, 300), st.booleans()
+        lambda nbytes, is_sharded: TensorEntry("", "uint8", (nbytes,), nbytes, is_sharded),
+        st.integers(0, 300),
+        st.booleans(),
     ),
     max_size=30,
 ).map(lambda found: [entry._replace(key=str(number)) for number, entry in enumerate(found)])
 
 
 @given(entries=ENTRIES, bucket_bytes=st.integers(1, 400), num_ranks=st.integers(1, 4))
-def test_every_entry_is_in_one_bucket(entries: list[Entry], bucket_bytes: int, num_ranks: int) -> None:
+def test_every_entry_is_in_one_bucket(entries: list[TensorEntry], bucket_bytes: int, num_ranks: int) -> None:
     buckets = cut(entries, bucket_bytes, num_ranks)
     plain = [entry for bucket in buckets for entry in bucket.entries if not entry.is_sharded]
     sharded = [entry for bucket in buckets for entry in bucket.entries if entry.is_sharded]
@@ -29,7 +31,7 @@ def test_every_entry_is_in_one_bucket(entries: list[Entry], bucket_bytes: int, n
 
 
 @given(entries=ENTRIES, num_ranks=st.integers(1, 4))
-def test_what_is_sharded_is_spread_and_rank_0_sends_the_rest(entries: list[Entry], num_ranks: int) -> None:
+def test_what_is_sharded_is_spread_and_rank_0_sends_the_rest(entries: list[TensorEntry], num_ranks: int) -> None:
     buckets = cut(entries, 100, num_ranks)
     assert all(bucket.rank == 0 for bucket in buckets if not bucket.entries[0].is_sharded)
     ranks = [bucket.rank for bucket in buckets if bucket.entries[0].is_sharded]
@@ -37,7 +39,7 @@ def test_what_is_sharded_is_spread_and_rank_0_sends_the_rest(entries: list[Entry
 
 
 @given(entries=ENTRIES)
-def test_places_in_a_bucket_are_aligned_and_apart(entries: list[Entry]) -> None:
+def test_places_in_a_bucket_are_aligned_and_apart(entries: list[TensorEntry]) -> None:
     bucket = Bucket(tuple(entries), 0)
     end = 0
     for entry, start in zip(entries, bucket.offsets, strict=True):
@@ -48,7 +50,7 @@ def test_places_in_a_bucket_are_aligned_and_apart(entries: list[Entry]) -> None:
 
 
 def test_digest_tells_models_apart() -> None:
-    entry = Entry("w", "float32", (2,), 8)
+    entry = TensorEntry("w", "float32", (2,), 8)
     buckets = cut([entry], 100)
     assert digest(buckets, {}, ["x"]) == digest(cut([entry], 100), {}, ["x"])
     others = [
@@ -62,15 +64,15 @@ def test_digest_tells_models_apart() -> None:
 def test_one_worker_of_each_other_node_passes_on() -> None:
     nodes = {"a": "n1", "b": "n2", "c": "n2", "d": "n3", "e": "", "f": "n2", "g": "n1"}
     lives = {name: WorkerIncarnation(name, number) for number, name in enumerate(nodes)}
-    heads, mates = tree(lives.values(), nodes, "n1")
-    assert {life.worker for life in heads} == {"a", "g", "e", "b", "d"}
-    assert mates == {"b": (lives["c"], lives["f"])}
+    roots, children = tree(lives.values(), nodes, "n1")
+    assert {life.worker for life in roots} == {"a", "g", "e", "b", "d"}
+    assert children == {"b": (lives["c"], lives["f"])}
 
 
 @given(nodes=st.dictionaries(st.text("abcdef", min_size=1, max_size=2), st.sampled_from(["", "n1", "n2", "n3"])))
 def test_everybody_is_reached_once(nodes: dict[str, str]) -> None:
     lives = [WorkerIncarnation(name, 0) for name in nodes]
-    heads, mates = tree(lives, nodes, "n1")
-    reached = [*heads, *(life for name in mates for life in mates[name])]
+    roots, children = tree(lives, nodes, "n1")
+    reached = [*roots, *(life for name in children for life in children[name])]
     assert sorted(reached) == sorted(lives)
-    assert set(mates) <= {life.worker for life in heads}
+    assert set(children) <= {life.worker for life in roots}

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.weights.test_weights_source import Tied, manifest_of
+from tests.unit.weights.test_weights_source import Tied, plan_of
 from unified.errors import UsageError, WeightsMismatchError
-from unified.weights.arena import ArenaPool
-from unified.weights.state_dict import Source, VersionedStateDict, assemble, load
-from unified.weights.transfer_plan import Manifest
+from unified.memory.host_buffers import BufferPool
+from unified.weights.receive_service import IncomingVersion
+from unified.weights.state_dict import OutgoingStateDict, VersionedStateDict, assemble, load
+from unified.weights.transfer_plan import TransferPlan
 
 
-def sent(weights: Any, dtype: torch.dtype | None = None) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    source = Source(weights, dtype)
+def sent(weights: Any, dtype: torch.dtype | None = None) -> tuple[TransferPlan, dict[str, torch.Tensor]]:
+    source = OutgoingStateDict(weights, dtype)
     tensors = {entry.key: source.collect(entry).to(getattr(torch, entry.dtype)).clone() for entry in source.entries}
-    return manifest_of(source, source.cut(1 << 20, 1), version=7), tensors
+    return plan_of(source, source.cut(1 << 20, 1), version=7), tensors
 
 
 def arrived(weights: Any, dtype: torch.dtype | None = None) -> VersionedStateDict:
@@ -30,7 +31,7 @@ def test_a_state_dict_arrives_as_it_was() -> None:
     state = arrived(model)
     assert list(state) == list(model.state_dict())
     assert state.version == 7
-    assert state["head.weight"] is state["embedding.weight"]
+    assert state["root.weight"] is state["embedding.weight"]
     assert state._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]  # torch's own
     fresh = Tied()
     load(state, fresh, strict=True, what="it")
@@ -98,15 +99,15 @@ def test_a_target_that_is_neither() -> None:
         load(arrived({}), [], strict=True, what="it")  # type: ignore[arg-type]  # on purpose
 
 
-def filled(pool: ArenaPool, value: float) -> list[torch.Tensor]:
+def filled(pool: BufferPool, value: float) -> list[torch.Tensor]:
     """A version in memory of the pool."""
-    manifest, tensors = sent({"w": torch.full((1000,), value), "n": torch.tensor(3), "none": torch.ones(0)})
-    arena = pool.make(manifest)
-    return arena.fill(0, [tensors[entry.key] for entry in manifest.buckets[0].entries])
+    plan, tensors = sent({"w": torch.full((1000,), value), "n": torch.tensor(3), "none": torch.ones(0)})
+    coming = IncomingVersion(plan, 0.0, pool.borrow(plan.nbytes))
+    return coming.kept(0, [tensors[entry.key] for entry in plan.buckets[0].entries])
 
 
 def test_memory_is_used_again_once_no_tensor_needs_it() -> None:
-    pool = ArenaPool()
+    pool = BufferPool(one_size=True, max_idle=2)
     first = filled(pool, 1.0)
     second = filled(pool, 2.0)
     assert (first[0].data_ptr(), first[0].tolist()) != (second[0].data_ptr(), second[0].tolist())
@@ -125,7 +126,7 @@ def test_memory_is_used_again_once_no_tensor_needs_it() -> None:
 
 
 def test_a_closed_pool_keeps_nothing() -> None:
-    pool = ArenaPool()
+    pool = BufferPool(one_size=True, max_idle=2)
     tensors = filled(pool, 1.0)
     pool.close()
     del tensors

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from unified.errors import NotInWorkerError, UsageError
-from unified.weights.ranks import ranks_for
-from unified.weights.sender import Order, sync_weights
-from unified.weights.state_dict import Source
+from unified.weights.sender import SyncOptions, ranks_for, sync_weights
+from unified.weights.state_dict import OutgoingStateDict
 from unified.worker.context import ActorInfo
 
-GOOD = Order(version=None, dtype=None, bucket_bytes=1, timeout=1.0, wait=True, force=False, collective=None)
+GOOD = SyncOptions(version=None, dtype=None, bucket_bytes=1, timeout=1.0, wait=True, force=False, collective=None)
 
 
 def call(actors: list[ActorInfo], **order: Any) -> int:
@@ -54,4 +53,4 @@ def test_outside_a_worker() -> None:
 
 def test_together_without_a_process_group() -> None:
     with pytest.raises(UsageError, match="this process is in no process group"):
-        ranks_for(Source({"w": torch.ones(1)}), together=True)
+        ranks_for(OutgoingStateDict({"w": torch.ones(1)}), together=True)

@@ -270,9 +270,9 @@ class RoleGroup(Sequence[RoleActor]):
             UsageError: (a ValueError) ``No actors in the role group.``, or `weights` cannot be sent.
         """
         with needed_by("RoleGroup.sync_weights()"):
-            from unified.weights.sender import Order, sync_weights  # imports torch
+            from unified.weights.sender import SyncOptions, sync_weights  # imports torch
 
-        order = Order(version, dtype, bucket_bytes, timeout, wait, force, collective)
+        order = SyncOptions(version, dtype, bucket_bytes, timeout, wait, force, collective)
         return sync_weights(self.name, [actor.info for actor in self.actors], weights, name, order)
 
     def _begin_all(

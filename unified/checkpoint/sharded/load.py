@@ -20,16 +20,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
 
+from unified.checkpoint.load import RANK_ERRORS
 from unified.checkpoint.manifest import Kind, Manifest
 from unified.checkpoint.payload import decompress
-from unified.checkpoint.rank_group import each_does, lead
 from unified.checkpoint.sharded.index import INDEX, Entry, Shard, data_name, decode_index, read_shards
 from unified.checkpoint.sharded.payload import restored
 from unified.checkpoint.sharded.plan import expanded
 from unified.checkpoint.state_stream import load_state
 from unified.checkpoint.store import CheckpointStore
 from unified.errors import CheckpointCorruptError, CheckpointError
-from unified.worker.rank_group import Ranks
+from unified.worker.rank_group import Ranks, each_does, lead
 
 
 class Origin(Protocol):
@@ -132,7 +132,7 @@ def load_into(
         return plain
 
     def fill_from(manifest: Manifest, origin: Callable[[Manifest], Origin]) -> None:
-        plain = each_does(ranks, lambda: fill(manifest, origin(manifest)))
+        plain = each_does(ranks, lambda: fill(manifest, origin(manifest)), RANK_ERRORS, shared=CheckpointCorruptError)
         for key, value in state.items():
             if isinstance(value, Stateful):
                 value.load_state_dict(plain[key])
@@ -140,7 +140,7 @@ def load_into(
                 state[key] = plain[key]
 
     def of_shards(manifest: Manifest) -> None:
-        data = lead(ranks, lambda: _index_data(store, manifest))
+        data = lead(ranks, lambda: _index_data(store, manifest), RANK_ERRORS)
         fill_from(manifest, lambda it: ShardOrigin(store, it, decode_index(data), weights_only=weights_only))
 
     def whole(manifest: Manifest) -> Origin:

@@ -12,7 +12,7 @@ from unified.checkpoint.manifest import Checksum, Compression
 from unified.checkpoint.payload import Chunk, compressed, slices
 from unified.checkpoint.sharded.index import Shard
 from unified.checkpoint.sharded.plan import Piece
-from unified.memory.host_buffers import ALIGN, Stager
+from unified.memory.host_buffers import ALIGN, BufferPool, stage_state
 
 
 class ShardPayload:
@@ -21,25 +21,24 @@ class ShardPayload:
     Each piece is compressed by itself and has a checksum of its own, so that who loads reads what it needs alone.
 
     Args:
-        rank: whose they are.
-        stager: gives the memory, and takes it back at `release`.
+        rank: the rank that writes them.
+        pool: gives the memory, and takes it back at `release`.
     """
 
-    def __init__(self, pieces: list[Piece], rank: int, stager: Stager, compression: Compression | None) -> None:
+    def __init__(self, pieces: list[Piece], rank: int, pool: BufferPool, compression: Compression | None) -> None:
         self._rank = rank
-        self._stager = stager
         self._compression = compression
         self._pieces = [(piece.name, piece.offsets, piece.sizes) for piece in pieces]
-        self._staged = stager.stage([piece.data for piece in pieces])
-        self.nbytes = self._staged.nbytes
+        self._copy = stage_state([piece.data for piece in pieces], pool)
+        self.nbytes = self._copy.nbytes
         self.shards: dict[str, list[Shard]] = {}
         """By the name of the entry, once `chunks` was read to its end."""
 
     def chunks(self) -> Iterator[Chunk]:
-        self._staged.wait()
+        self._copy.wait()
         self.shards = {}
         position = 0
-        for (name, offsets, sizes), data in zip(self._pieces, self._staged.tree, strict=True):
+        for (name, offsets, sizes), data in zip(self._pieces, self._copy.value, strict=True):
             if padding := -position % ALIGN:
                 yield bytes(padding)
                 position += padding
@@ -62,7 +61,7 @@ class ShardPayload:
             position += checksum.nbytes
 
     def release(self) -> None:
-        self._stager.put_back(self._staged)
+        self._copy.release()
 
 
 def restored(data: Chunk, shard: Shard, dtype: torch.dtype | None, *, weights_only: bool) -> Any:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from unified.checkpoint.background import BackgroundSaver, is_final, tell_of_given_way
 from unified.checkpoint.manifest import Compression, Manifest, Part, part_name
 from unified.checkpoint.payload import BytesPayload
-from unified.checkpoint.rank_group import ranks_here
 from unified.checkpoint.save_queue import Failure, Save, SaveQueue
 from unified.checkpoint.sharded.index import (
     INDEX,
@@ -50,8 +49,8 @@ from unified.errors import (
     CheckpointRankError,
     UsageError,
 )
-from unified.memory.host_buffers import Stager
-from unified.worker.rank_group import Ranks
+from unified.memory.host_buffers import BufferPool
+from unified.worker.rank_group import Ranks, ranks_here
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +255,7 @@ class ShardSaves:
         self._store = store
         self._process_group = process_group
         self._compression: Compression | None = compression
-        self._stager = Stager()
+        self._pool = BufferPool(one_size=True)
         self._planner = ShardPlanner()
 
     def save(self, state: Mapping[str, Any], step: int, prepare: Callable[[], dict[str, Any]]) -> list[Failure]:
@@ -281,7 +280,7 @@ class ShardSaves:
 
     def clear(self) -> None:
         """Give memory back."""
-        self._stager.clear()
+        self._pool.trim()
 
     def _agree(self, state: Mapping[str, Any], step: int, prepare: Callable[[], dict[str, Any]], ranks: Ranks) -> Order:
         """Raises on every rank where it raises on one."""
@@ -319,7 +318,7 @@ class ShardSaves:
         try:
             # Before the copy is made, so that it takes the memory of the save before.
             self.saver.make_room(order.step, 0)
-            payload = ShardPayload(self._planner.pieces(), ranks.rank, self._stager, self._compression)
+            payload = ShardPayload(self._planner.pieces(), ranks.rank, self._pool, self._compression)
             entries = self._planner.entries() if ranks.rank == 0 else {}
             return SharedSave(order, ranks.rank, ranks.size, payload, entries)
         except BaseException as error:
