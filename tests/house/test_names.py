@@ -15,12 +15,6 @@ OF_THE_DOCUMENTS = ("CheckpointManager", "ShardManager")  # names that users of 
 STAND_FOR_SEVERAL = {
     "Entry",
     "Failure",
-    "Manifest",
-    "Order",
-    "Source",
-    "Staged",
-    "Stager",
-    "Take",
 }
 """Class names that are still to be told apart. Entries may go, never come."""
 EMPTY_SUFFIXES = ("Manager", "Base", "Helper", "Util", "Utils", "Impl")

@@ -26,7 +26,7 @@ NAMED = {
 }
 """Modules of less than `SMALLEST` lines that have a reason."""
 TOO_SMALL = {
-    "unified/checkpoint/writers.py",
+    "unified/checkpoint/options.py",
     "unified/compat/children.py",
     "unified/extras.py",
     "unified/job/node_range.py",
@@ -34,7 +34,7 @@ TOO_SMALL = {
 }
 """Modules of less than `SMALLEST` lines that are still to go into another."""
 MODULES = 20
-LARGE_FOLDERS = {"unified/checkpoint": 24}
+LARGE_FOLDERS: dict[str, int] = {}
 PARAMETERS = 8
 LONG_CONSTRUCTORS = {
     "BusEndpoint": 13,
