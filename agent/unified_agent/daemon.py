@@ -99,7 +99,7 @@ class AgentDaemon:
             with contextlib.suppress(OSError):
                 self._processes.preload()
             while self._exit is None:
-                self._loop.wait(self._patience_s())
+                self._loop.wait(self._timeout_s())
                 if _is_due(self._core.next_deadline):
                     self._events.append(AgentTick())
                 if _is_due(self._processes.next_deadline):
@@ -112,7 +112,7 @@ class AgentDaemon:
             self._release_signals()
         return self._exit
 
-    def _patience_s(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         deadlines = [each for each in (self._core.next_deadline, self._processes.next_deadline) if each is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 

@@ -212,16 +212,16 @@ class OutputReader:
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._patience_s()):
+            for key, _ in self._selector.select(self._timeout_s()):
                 if key.fd == self._wake:
-                    if not self._obey():
+                    if not self._execute_orders():
                         return
                 elif self._selector.get_map().get(key.fd) is key:  # an order of this turn may have given it to another
                     self._copy(key.data)
             if self._waiting:
                 self._resume()
 
-    def _patience_s(self) -> float | None:
+    def _timeout_s(self) -> float | None:
         return max(0.0, min(each.keep_until for each in self._waiting) - self._clock()) if self._waiting else None
 
     def _resume(self) -> None:
@@ -231,7 +231,7 @@ class OutputReader:
             self._waiting.remove(stream)
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
 
-    def _obey(self) -> bool:
+    def _execute_orders(self) -> bool:
         os.eventfd_read(self._wake)
         while not self._orders.empty():
             order = self._orders.get()

@@ -1,6 +1,6 @@
 """The coordinator of data, barriers and checkpoints as a service of the master: its core behind our socket and store.
 
-Workers of a job meet in the space of its id. So what the master's own core reports of lives and jobs is told here, too:
+Workers of a job meet in the space of its id. So this service hears the reports of the master's own core, and
 nobody at a barrier waits for the missed heartbeats of a worker whose end is known.
 """
 

@@ -173,7 +173,7 @@ class AgentCore:
             if known is None:
                 self._start_if_free(life, wanted)
             else:
-                self._run_if_told(known, wanted)
+                self._order_to_run(known, wanted)
         self._keep_interpreters()
 
     def _start_if_free(self, life: JobWorkerIncarnation, wanted: DesiredWorker) -> None:
@@ -204,9 +204,9 @@ class AgentCore:
         self._step.report("worker-starting", f"desired by generation {self.generation}{anew}", life)
         self._observe_soon()
 
-    def _run_if_told(self, worker: LocalWorker, wanted: DesiredWorker) -> None:
+    def _order_to_run(self, worker: LocalWorker, wanted: DesiredWorker) -> None:
         if wanted.run is not None and worker.wants(wanted.run):
-            worker.told_round = wanted.run.round
+            worker.ordered_round = wanted.run.round
             self._step.act(TellWorker(life=worker.life, message=Run(order=wanted.run)))
 
     def _keep_interpreters(self) -> None:
@@ -237,7 +237,7 @@ class AgentCore:
             )
         )
         for worker in self.workers.values():
-            worker.is_end_told = worker.is_ended
+            worker.is_end_reported = worker.is_ended
 
     # Directory
 
@@ -301,7 +301,7 @@ class AgentCore:
             case Hello():
                 self.timers.cancel(AgentTimer("start", life))
                 if life in self.desired:
-                    self._run_if_told(worker, self.desired[life])
+                    self._order_to_run(worker, self.desired[life])
             case Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
                 if worker.state is not WorkerState.STOPPING:
                     self._step.arm(AgentTimer("kill", life), worker.grace_s)
@@ -456,4 +456,4 @@ class AgentCore:
 def _is_past(worker: LocalWorker) -> bool:
     """Return True if its end, which is past, is of no more use. One that a stop cut short has to be reported first."""
     is_cut = worker.failure is not None and worker.failure.is_cut
-    return worker.is_ended and (worker.is_end_told or not is_cut)
+    return worker.is_ended and (worker.is_end_reported or not is_cut)

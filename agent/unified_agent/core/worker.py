@@ -34,7 +34,7 @@ class LocalWorker:
         self.state = WorkerState.STARTING
         self.pid = 0
         self.round = 0
-        self.told_round = 0
+        self.ordered_round = 0
         self.inbox: Inbox | None = None
         self.store_port: int | None = None
         self.progress: Progress | None = None
@@ -47,7 +47,7 @@ class LocalWorker:
         """True if the stop found it at the end of its program, as it joins threads or runs `atexit` functions."""
         self.is_killed = False
         self.stop_began_at = 0.0
-        self.is_end_told = False
+        self.is_end_reported = False
         """True if a report to the master has said that the worker has ended."""
 
     @property
@@ -119,7 +119,7 @@ class LocalWorker:
 
     def wants(self, order: RunOrder | None) -> bool:
         """Return True if the worker is to be sent this order now; a round is sent once."""
-        return order is not None and order.round > self.told_round and self.has_user_code and not self.is_finished
+        return order is not None and order.round > self.ordered_round and self.has_user_code and not self.is_finished
 
     def observed(self) -> ObservedWorker:
         """Return the report for the master."""

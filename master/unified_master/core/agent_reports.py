@@ -9,7 +9,7 @@ from unified_master.core.nodes import catch_up
 from unified_master.core.state import JobRecord, NodeRecord, TimerKey, WorkerRecord
 from unified_master.core.step import MasterStep
 
-_COURSE = list(WorkerState)
+_STATE_ORDER = list(WorkerState)
 """States of an incarnation in their order."""
 
 
@@ -62,7 +62,7 @@ def _is_collateral(observed: ObservedWorker) -> bool:
 
 def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker) -> None:
     """Take in what is new of a desired incarnation."""
-    if worker.state is WorkerState.EXITED or _COURSE.index(observed.state) < _COURSE.index(worker.state):
+    if worker.state is WorkerState.EXITED or _STATE_ORDER.index(observed.state) < _STATE_ORDER.index(worker.state):
         return  # a state is never left for an earlier one: this report was overtaken
     if observed.progress is not None and observed.progress != worker.progress:
         worker.progress = observed.progress

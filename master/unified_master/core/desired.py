@@ -36,11 +36,11 @@ def desired_workers(step: MasterStep, node: NodeRecord) -> DesiredWorkers:
     workers = [_worker(jobs[life.job_id], node.incarnations[life]) for life in sorted(node.incarnations)]
     job_ids = sorted({life.job_id for life in node.incarnations} | {life.job_id for life in node.leaving})
     known = [jobs[job_id] for job_id in job_ids if job_id in jobs]
-    told, node.notified = node.notified, {job.job_id: job.revision for job in known}
+    notified, node.notified = node.notified, {job.job_id: job.revision for job in known}
     return DesiredWorkers(
         generation=node.generation,
         workers=workers,
-        jobs=[_job(job, is_told=told.get(job.job_id) == job.revision) for job in known],
+        jobs=[_job(job, is_current=notified.get(job.job_id) == job.revision) for job in known],
         num_elsewhere=sum(
             worker.kind == "worker"
             for other in step.cluster.nodes_of_host(node.info.host_id)
@@ -50,8 +50,8 @@ def desired_workers(step: MasterStep, node: NodeRecord) -> DesiredWorkers:
     )
 
 
-def _job(job: JobRecord, *, is_told: bool) -> DesiredJob:
-    entries = [] if is_told else directory.entries_of(job)
+def _job(job: JobRecord, *, is_current: bool) -> DesiredJob:
+    entries = [] if is_current else directory.entries_of(job)
     return DesiredJob(
         job_id=job.job_id,
         spec=job.spec,

@@ -14,7 +14,7 @@ from unified.protocol.records import DirectoryEntry, NameClaims, NameRefusal, Re
 from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.step import MasterStep, may_run_now
 
-MAX_TOLD = 100
+MAX_REPORTED_CLAIMS = 100
 """Claims of one incarnation that are reported as events, so that one that claims without end does not drown the log."""
 
 
@@ -113,7 +113,7 @@ def decide_claims(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims
         else:
             refused[name] = NameRefusal(number=number, holder=holder)
         if worker.names.get(name) != number:
-            _tell(step, job, worker, name, number, holder)
+            _report_claim(step, job, worker, name, number, holder)
     if (names, refused) != (worker.names, worker.refused):
         worker.names, worker.refused = names, refused
         worker.revision += 1
@@ -134,8 +134,8 @@ def remember_holders(job: JobRecord) -> None:
     job.holders = {name: worker.name for worker in job.workers.values() for name in worker.names}
 
 
-def _tell(step: MasterStep, job: JobRecord, worker: WorkerRecord, name: str, number: int, holder: str) -> None:
-    if number > MAX_TOLD:
+def _report_claim(step: MasterStep, job: JobRecord, worker: WorkerRecord, name: str, number: int, holder: str) -> None:
+    if number > MAX_REPORTED_CLAIMS:
         return
     if holder == worker.name:
         event, text = "name-claimed", f"it holds the name {name!r} from now on"

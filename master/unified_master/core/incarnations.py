@@ -56,7 +56,7 @@ def begin(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) -
     node.incarnations[worker.life] = worker
     step.touch_node(node.name)
     step.touch_worker(job, worker)
-    step.cluster.timers.arm(start_timer(worker), step.now + _patience_s(step, job, worker))
+    step.cluster.timers.arm(start_timer(worker), step.now + _start_timeout_s(step, job, worker))
     if worker.kind == "worker":
         text = f"incarnation {worker.incarnation} starts on {node.name}{_on_devices(worker)}"
         step.report("worker-starts", text, job, worker.role, worker.name, node.name)
@@ -127,7 +127,7 @@ def _remember(worker: WorkerRecord) -> None:
         worker.past = [*known, life][-MAX_PAST:]
 
 
-def _patience_s(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> float:
+def _start_timeout_s(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> float:
     """Return how long the new incarnation may take: the old process is given its grace first, and the agent, which sees
     more, the first word about a process that does not start.
     """

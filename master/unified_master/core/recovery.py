@@ -344,7 +344,7 @@ def _replace_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Non
 def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:
     """Mark every incarnation on a lost node as ended and free its place; return the workers that are missed."""
     missed: list[WorkerRecord] = []
-    told: list[WorkerRecord] = []
+    reported: list[WorkerRecord] = []
     drivers = {role.name for role in job.driver_roles()}
     for worker in job.workers.values():
         if worker.node != node.name:
@@ -352,8 +352,8 @@ def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) 
         is_delivered = worker.state is WorkerState.FINISHED and worker.role in drivers
         was_living = worker.incarnation >= 0 and worker.state is not WorkerState.EXITED
         is_missed = worker.is_desired and ((was_living and not is_delivered) or _is_taken_along(worker))
-        if _is_taken_along(worker):  # and that it failed was told when it did
-            told.append(worker)
+        if _is_taken_along(worker):  # and that it failed was reported when it did
+            reported.append(worker)
         if is_missed:
             worker.failure = failure
             worker.reason = failure.summary
@@ -366,7 +366,7 @@ def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) 
         step.touch_worker(job, worker)
         directory.publish(step, job, worker)
     for worker in missed:
-        if worker not in told:
+        if worker not in reported:
             step.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, node.name)
     return missed
 

@@ -107,8 +107,8 @@ def _attempt(
             assignments += _assign(node, unit)
             shape = None
             continue
-        # Units of one shape come in a row, and a seat changes one room alone: each room is looked at once a shape and
-        # once a seat, not once a unit.
+        # Units of one shape come in a row, and an assignment changes one node alone: each node is looked at once a
+        # shape and once an assignment, not once a unit.
         if (its_shape := _shape(unit)) != shape:
             shape = its_shape
             offers = [offer for node in left.values() if (offer := _offer(node, unit, is_spread=is_spread)) is not None]
@@ -243,12 +243,12 @@ def _offer(node: NodeCapacity, unit: Unit, *, is_spread: bool) -> Fitness | None
 
 def _fitness(node: NodeCapacity, unit: Unit, allocations: dict[str, Allocation], *, is_spread: bool) -> Fitness:
     """Return the sort key of a node that fits."""
-    mates = float(max((node.ranks.get(role, 0) for role in unit.elastic), default=0)) if is_spread else 0.0
+    peers = float(max((node.ranks.get(role, 0) for role in unit.elastic), default=0)) if is_spread else 0.0
     if unit.total("accelerator") <= 0:
-        return (mates, float(node.num_workers), 0.0, node.name)
+        return (peers, float(node.num_workers), 0.0, node.name)
     begun = {key for allocation in allocations.values() for key in allocation.devices}
     whole = sum(1 for key in begun if node.devices[key] > 1 - EPSILON)
-    return (mates, float(node.num_free - whole), -float(len(node.own)), node.name)
+    return (peers, float(node.num_free - whole), -float(len(node.own)), node.name)
 
 
 def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_placed: int) -> str:
