@@ -29,7 +29,7 @@ class IncarnationDied(NamedTuple):
     incarnation: int
     reason: str
     node: str
-    """Where it was; empty: not known."""
+    """Node of the incarnation; empty: not known."""
     inbox: Inbox | None
     """None: no inbox of it was ever told."""
 

@@ -1,4 +1,4 @@
-"""Which rows of which files a range of a dataset's samples is: its files are one after another, in their order."""
+"""The layout of a dataset: its files one after another, and the rows of files that a range of samples is."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class FileRows(NamedTuple):
     """Rows of one file: from `start`, the file's own first row being 0, to `end`, which is not among them."""
 
     file: int
-    """Its number in the dataset, from 0."""
+    """Number of the file in the dataset, from 0."""
     start: int
     end: int
 
 
 class FileLayout:
-    """Where the samples of a dataset lie.
+    """The places of a dataset's samples in its files.
 
     Args:
         sizes: how many samples each file has, in the order of the files; 0 is allowed.
@@ -29,13 +29,13 @@ class FileLayout:
 
     @property
     def total_samples(self) -> int:
-        """Of all files."""
+        """Samples of all files."""
         return self._ends[-1] if self._ends else 0
 
     def locate(self, start: int, end: int) -> list[FileRows]:
-        """The rows that are samples `start` to `end` (not included), in order; what lies past the files is left out.
+        """Return the rows that are samples `start` to `end` (not included), in order; samples past the files have none.
 
-        Files that have none of them are not named. Takes a search over the files and a step for each that is named.
+        Files that have none of them are not named. The cost is a search over the files and a step for each file named.
         """
         found = []
         index = bisect_right(self._ends, start)

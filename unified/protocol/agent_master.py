@@ -1,4 +1,4 @@
-"""What an agent and the master say to each other, both directions.
+"""Messages between an agent and the master, both directions.
 
 The agent opens with `RegisterAgent`. Then the master sends the *desired* set of workers, and the agent reports the
 *observed* set, each whole and each with a number, so that a message lost, doubled or late changes nothing.
@@ -23,7 +23,7 @@ from unified.values import Value
 
 
 class AgentMessage(Value, tag_field="type", frozen=True, kw_only=True):
-    """From an agent. `node` and `incarnation` name one life of one agent."""
+    """Base of messages from an agent, which `node` and `incarnation` name."""
 
     node: str
     incarnation: str
@@ -34,9 +34,9 @@ class RegisterAgent(AgentMessage, tag="register-agent", frozen=True, kw_only=Tru
 
     hostname: str
     host_id: str
-    """The same for all processes of one boot of one host."""
+    """Host id: the same for all processes of one boot of one host."""
     address: str
-    """At which other hosts reach this one."""
+    """Address at which other hosts reach this one."""
     pid: int
     resources: NodeResources
     labels: dict[str, str] = {}
@@ -45,14 +45,14 @@ class RegisterAgent(AgentMessage, tag="register-agent", frozen=True, kw_only=Tru
 
 
 class AgentHeartbeat(AgentMessage, tag="heartbeat", frozen=True, kw_only=True):
-    """Renews the lease."""
+    """Heartbeat of an agent, which renews its lease."""
 
     generation: int
-    """Of the last desired set that it took."""
+    """Generation of the last desired set that the agent took."""
 
 
 class ObservedWorker(Value, frozen=True, kw_only=True):
-    """One life on the agent's node."""
+    """One incarnation on the agent's node."""
 
     job_id: str
     name: str
@@ -61,21 +61,21 @@ class ObservedWorker(Value, frozen=True, kw_only=True):
     state: WorkerState
     pid: int = 0
     round: int = 0
-    """The round it was last told to run; 0 before any."""
+    """Round that it was last told to run; 0 before any."""
     inbox: Inbox | None = None
     store_port: int | None = None
-    """Of a store host that is READY."""
+    """Port of the TCPStore, of a store host that is READY."""
     progress: Progress | None = None
     failure: Failure | None = None
-    """Of a life that ended badly; a life that EXITED without one ended well."""
+    """Failure of an incarnation that ended badly; one that EXITED without it ended well."""
     log_file: str = ""
-    """Its stderr, on the node."""
+    """Path of its stderr on the node."""
     claims: NameClaims = NameClaims()
-    """The newest it said."""
+    """Newest claims that it said."""
 
 
 class ObservedWorkers(AgentMessage, tag="observed-workers", frozen=True, kw_only=True):
-    """All lives that the agent knows. One that EXITED stays until a desired set leaves it out."""
+    """All incarnations that the agent knows. One that EXITED stays until a desired set leaves it out."""
 
     generation: int
     workers: list[ObservedWorker]
@@ -86,7 +86,7 @@ class LogRead(AgentMessage, tag="log-read", frozen=True, kw_only=True):
 
     data: bytes
     offset: int
-    """Of the first byte of `data`; larger than asked where older bytes were rotated away."""
+    """Offset of the first byte of `data`; larger than asked where older bytes were rotated away."""
     next_offset: int
     size: int
     """Bytes ever written."""
@@ -101,11 +101,11 @@ class AgentLeaving(AgentMessage, tag="agent-leaving", frozen=True, kw_only=True)
 
 
 class MasterOrder(Value, tag_field="type", frozen=True, kw_only=True):
-    """From the master to an agent."""
+    """Base of messages from the master to an agent."""
 
 
 class AgentRegistered(MasterOrder, tag="agent-registered", frozen=True, kw_only=True):
-    """Welcome, and the terms."""
+    """Acceptance of an agent, and the terms."""
 
     lease_s: float
     heartbeat_s: float
@@ -114,7 +114,7 @@ class AgentRegistered(MasterOrder, tag="agent-registered", frozen=True, kw_only=
 
 
 class AgentRefused(MasterOrder, tag="agent-refused", frozen=True, kw_only=True):
-    """Not welcome. With `retry_after_s` None the agent ends with exit code 1 and this reason."""
+    """Refusal of an agent. With `retry_after_s` None it ends with exit code 1 and this reason."""
 
     reason: str
     retry_after_s: float | None = None
@@ -125,7 +125,7 @@ class HeartbeatSeen(MasterOrder, tag="heartbeat-seen", frozen=True, kw_only=True
 
 
 class RegisterAgain(MasterOrder, tag="register-again", frozen=True, kw_only=True):
-    """The master does not know this agent (it restarted, or took it for lost)."""
+    """Demand for a `RegisterAgent`: the master does not know this agent (it restarted, or took it for lost)."""
 
 
 class RunOrder(Value, frozen=True, kw_only=True):
@@ -138,15 +138,15 @@ class RunOrder(Value, frozen=True, kw_only=True):
     """Address of the torch TCPStore; empty for a role that is not elastic."""
     store_port: int = 0
     store_prefix: str = ""
-    """No two rounds share one."""
+    """Prefix of the round's keys; no two rounds share one."""
 
 
 class DesiredWorker(Value, frozen=True, kw_only=True):
-    """One life that shall be. The agent stops what is not desired."""
+    """One incarnation that shall run. The agent stops those that are not desired."""
 
     job_id: str
     name: str
-    """A worker's full name, or ``store`` for the job's store host."""
+    """Full name of a worker, or ``store`` for the job's store host."""
     worker_incarnation: int
     kind: Literal["worker", "store"]
     role: str = ""
@@ -163,22 +163,22 @@ class DesiredWorker(Value, frozen=True, kw_only=True):
 
 
 class DesiredJob(Value, frozen=True, kw_only=True):
-    """What the workers of one job have in common."""
+    """Facts that the workers of one job have in common."""
 
     job_id: str
     spec: JobSpec
     directory: list[DirectoryEntry] = []
-    """Whole, as of now; empty where the agent has been sent all of it already."""
+    """The whole directory, as of now; empty where the agent has been sent all of it already."""
     stop_grace_s: float | None = None
     """Seconds from SIGTERM to SIGKILL for workers that are no longer desired; None: the spec's. 0 kills at once, also
     those whose stop has begun, so a job that is stopped by force stays listed without workers. An agent that itself
     stops gives its workers the spec's, unless this is 0."""
     is_interrupted: bool = False
-    """Somebody pressed Ctrl-C: its workers are stopped by SIGINT and not by SIGTERM."""
+    """True if somebody pressed Ctrl-C: its workers are stopped by SIGINT and not by SIGTERM."""
 
 
 class DesiredWorkers(MasterOrder, tag="desired-workers", frozen=True, kw_only=True):
-    """All that shall run on this node. A lower generation than one already taken is ignored."""
+    """Desired set: all workers that shall run on this node. A lower generation than one already taken is ignored."""
 
     generation: int
     workers: list[DesiredWorker]
@@ -202,7 +202,7 @@ class ReadAgentLog(MasterOrder, tag="read-agent-log", frozen=True, kw_only=True)
     worker_incarnation: int
     stream: Literal["out", "err", "both"]
     offset: int
-    """Negative: that many bytes before the end."""
+    """Offset of the first byte; negative: that many bytes before the end."""
     max_bytes: int
     keep: bool = False
     """Same as `ReadLog.keep`."""

@@ -1,4 +1,4 @@
-"""What an agent and its zygote say to each other, over a Unix socket pair that also passes descriptors."""
+"""Messages between an agent and its zygote, over a Unix socket pair that also passes descriptors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from unified.values import Value
 
 
 class ZygoteOrder(Value, tag_field="type", frozen=True, kw_only=True):
-    """From the agent."""
+    """Base of messages from the agent."""
 
 
 class Fork(ZygoteOrder, tag="fork", frozen=True, kw_only=True):
     """Fork a child. Three descriptors travel with it: its control socket, its stdout, its stderr."""
 
     child: int
-    """A number that the agent never uses twice."""
+    """Number of the child, which the agent never uses twice."""
     fresh: bool = False
     """Replace the child by a new interpreter at once (``start_method="spawn"``)."""
     env: dict[str, str] = {}
@@ -25,16 +25,16 @@ class Fork(ZygoteOrder, tag="fork", frozen=True, kw_only=True):
 
 
 class ZygoteWord(Value, tag_field="type", frozen=True, kw_only=True):
-    """From the zygote."""
+    """Base of messages from the zygote."""
 
 
 class ZygoteUp(ZygoteWord, tag="zygote-up", frozen=True, kw_only=True):
-    """Imports are done; it can fork."""
+    """Readiness of a zygote: its imports are done, and it can fork."""
 
     pid: int
     has_torch: bool
     protocol_version: int = 0
-    """Of the `unified` that its interpreter has; another than the agent's is of no use."""
+    """Protocol version of the `unified` in its interpreter; another than the agent's is of no use."""
 
 
 class Forked(ZygoteWord, tag="forked", frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class ForkFailed(ZygoteWord, tag="fork-failed", frozen=True, kw_only=True):
 
 
 class ChildExited(ZygoteWord, tag="child-exited", frozen=True, kw_only=True):
-    """A child was reaped. `code` is its exit code, or minus the signal that ended it."""
+    """End of a child that was reaped. `code` is its exit code, or minus the signal that ended it."""
 
     child: int
     pid: int

@@ -1,4 +1,4 @@
-"""What a client (driver, CLI, or a worker for its user) and the master say to each other. A request has one answer."""
+"""Messages between a client (driver, CLI, or a worker for its user) and the master. A request has one answer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from unified.values import Value
 
 
 class ClientRequest(Value, tag_field="type", frozen=True, kw_only=True):
-    """From a client. `job` is a job's id, or its name for the newest job of that name."""
+    """Base of requests. `job` is a job's id, or its name for the newest job of that name."""
 
 
 class SubmitJob(ClientRequest, tag="submit-job", frozen=True, kw_only=True):
     spec: JobSpec
     wait: bool = True
-    """False: refuse a job that does not fit now, instead of letting it wait."""
+    """True to let a job wait that does not fit now; else it is refused."""
     joins: bool = False
-    """A living job of this name with the same workers is the one that is meant: torchrun's way, a command a host."""
+    """True to join a living job of this name with the same workers: torchrun's way, a command a host."""
 
 
 class ListJobs(ClientRequest, tag="list-jobs", frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class ListJobs(ClientRequest, tag="list-jobs", frozen=True, kw_only=True):
 
 
 class GetJob(ClientRequest, tag="get-job", frozen=True, kw_only=True):
-    """Answered by `JobStatus`: at once, or when its version is above `after_version`, or when `wait_s` is over."""
+    """Request for a `JobStatus`: at once, or when its version is above `after_version`, or when `wait_s` is over."""
 
     job: str
     after_version: int = -1
@@ -48,38 +48,38 @@ class ListNodes(ClientRequest, tag="list-nodes", frozen=True, kw_only=True):
 
 
 class ReadLog(ClientRequest, tag="read-log", frozen=True, kw_only=True):
-    """Answered by `LogChunk`, at once."""
+    """Request for a `LogChunk`, at once."""
 
     job: str
     worker: str
     incarnation: int | None = None
-    """None: the newest."""
+    """Incarnation; None: the newest."""
     stream: Literal["out", "err", "both"] = "both"
     offset: int = 0
-    """Negative: that many bytes before the end."""
+    """Offset of the first byte; negative: that many bytes before the end."""
     max_bytes: int = 65536
     keep: bool = False
-    """True: whoever asks reads on from `offset` and wants every byte. Until it asks again, for at most 30 s, nothing
-    from there on is rotated away; a worker that prints faster waits once its log is full."""
+    """True to read on from `offset` later and miss no byte. Until the next request, for at most 30 s, nothing from
+    there on is rotated away; a worker that prints faster waits once its log is full."""
 
 
 class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
     job: str
     force: bool = False
-    """True: SIGKILL at once."""
+    """True for SIGKILL at once."""
     reason: str = "asked by the user"
     interrupt: bool = False
-    """Ctrl-C: the workers are stopped by SIGINT and not by SIGTERM."""
+    """True for Ctrl-C: the workers are stopped by SIGINT and not by SIGTERM."""
 
 
 class RestartWorkers(ClientRequest, tag="restart-workers", frozen=True, kw_only=True):
     job: str
     workers: list[str]
-    """Empty: the whole job."""
+    """Workers by full name; empty: the whole job."""
 
 
 class Explain(ClientRequest, tag="explain", frozen=True, kw_only=True):
-    """Answered by `Story`: events of a job, or of one worker of it, oldest first."""
+    """Request for a `Story`: events of a job, or of one worker of it, oldest first."""
 
     job: str
     worker: str = ""
@@ -87,16 +87,15 @@ class Explain(ClientRequest, tag="explain", frozen=True, kw_only=True):
 
 
 class GetDirectory(ClientRequest, tag="get-directory", frozen=True, kw_only=True):
-    """Ask where the workers of a job can be called, for a client that is none of them. Answered by `JobDirectory`, at
-    once."""
+    """Request for a `JobDirectory`, at once, from a client that is no worker of the job and calls its workers."""
 
     job: str
     after_revision: int = -1
-    """The revision that the client has: its entries need not be sent again."""
+    """Revision that the client has: its entries need not be sent again."""
 
 
 class MasterAnswer(Value, tag_field="type", frozen=True, kw_only=True):
-    """From the master."""
+    """Base of answers."""
 
 
 class Accepted(MasterAnswer, tag="accepted", frozen=True, kw_only=True):
@@ -106,7 +105,7 @@ class Accepted(MasterAnswer, tag="accepted", frozen=True, kw_only=True):
 
 
 class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
-    """It was done, or will be."""
+    """Success: the request was carried out, or will be."""
 
     note: str = ""
     lives: dict[str, int] = {}
@@ -114,7 +113,7 @@ class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
 
 
 class Refused(MasterAnswer, tag="refused", frozen=True, kw_only=True):
-    """It was not done. `code`: bad-request, version, not-found, name-taken, does-not-fit, ended,
+    """Refusal. `code`: bad-request, version, not-found, name-taken, does-not-fit, ended,
     unknown-worker (not registered, or lost), replaced (by a newer life of that worker),
     unavailable (who would know cannot be reached), defect (ours)."""
 
@@ -138,9 +137,9 @@ class WorkerStatus(Value, frozen=True, kw_only=True):
     progress: Progress | None = None
     log_file: str = ""
     reason: str = ""
-    """Of the last decision about it."""
+    """Reason of the last decision about it."""
     num_unread_errors: int = 0
-    """Calls of its code, in all its lives, that failed without anybody reading the error."""
+    """Calls of its code, in all incarnations, that failed without anybody reading the error."""
 
 
 class RoleStatus(Value, frozen=True, kw_only=True):
@@ -153,14 +152,14 @@ class RoleStatus(Value, frozen=True, kw_only=True):
 
 
 class EndReport(Value, frozen=True, kw_only=True):
-    """Why a job ended badly."""
+    """Reasons why a job ended badly."""
 
     worker: str
     incarnation: int
     node: str
     failure: Failure
     limit: str = ""
-    """The restart limit that was reached (``max_restart``, …), or what forbade a restart."""
+    """Restart limit that was reached (``max_restart``, …), or the option that forbade a restart."""
     log_file: str = ""
 
 
@@ -171,7 +170,7 @@ class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
     version: int
     exit_code: int | None = None
     reason: str = ""
-    """Of the last decision: why it waits, restarts, stops or ended."""
+    """Reason of the last decision: why it waits, restarts, stops or ended."""
     submitted_at: float = 0.0
     started_at: float | None = None
     ended_at: float | None = None
@@ -206,7 +205,7 @@ class NodeStatus(Value, frozen=True, kw_only=True):
     address: str
     resources: NodeResources
     free: NodeResources
-    """What no job holds; of `devices`, those that are wholly free."""
+    """Resources that no job holds; of `devices`, those that are wholly free."""
     labels: dict[str, str] = {}
     num_workers: int = 0
     seen_s_ago: float = 0.0
@@ -225,22 +224,22 @@ class LogChunk(MasterAnswer, tag="log-chunk", frozen=True, kw_only=True):
     next_offset: int
     size: int
     is_final: bool
-    """The life has ended and nothing follows `next_offset`."""
+    """True if the incarnation has ended and nothing follows `next_offset`."""
     path: str = ""
 
 
 class JobDirectory(MasterAnswer, tag="job-directory", frozen=True, kw_only=True):
-    """The workers of a job, and which of them live where."""
+    """The workers of a job, and the inboxes and nodes of those that live."""
 
     job_id: str
     revision: int
-    """Another number: the entries are others."""
+    """Number that changes with the entries."""
     relay: str
     """Address of the bus relay; empty if there is none."""
     roles: dict[str, list[str]]
     """Full names of each role's workers, by rank."""
     entries: list[DirectoryEntry] | None = None
-    """All of them; None: those of the revision that the client has."""
+    """All entries; None: those of the revision that the client has."""
 
 
 class Story(MasterAnswer, tag="story", frozen=True, kw_only=True):

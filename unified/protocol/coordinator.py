@@ -1,8 +1,8 @@
-"""What workers ask of the master as coordinator of their data, barriers and checkpoints. A request has one answer.
+"""Messages between workers and the master as coordinator of data, barriers and checkpoints. A request has one answer.
 
-Names and fields are those of the reference document's ``coordinator.proto``; what it lacks is marked by its docstring.
-They travel on the control socket of the master, as other requests of clients do. `space` is new everywhere: what is
-asked in one space is not seen in another. Workers of a job use the job's id, scripts outside a job ``UNIFIED_SPACE``,
+Names and fields are those of the reference document's ``coordinator.proto``; what that lacks is marked as new.
+The messages travel on the control socket of the master, as other requests of clients do. `space` is new everywhere:
+one space sees nothing of another. Workers of a job use the job's id, scripts outside a job ``UNIFIED_SPACE``,
 or the empty one.
 """
 
@@ -16,25 +16,25 @@ from unified.values import Value
 
 ReleasedBy = Literal["arrived", "lost", "timeout", "closed"]
 WorkerEvent = Literal["checkpoint-failed", "checkpoint-damaged"]
-"""What a worker can put into the event log: none of the words in which the master tells its own decisions."""
+"""Events that a worker can log: none of the words in which the master tells its own decisions."""
 
 
 class CoordinatorRequest(ClientRequest, frozen=True, kw_only=True):
-    """From a worker."""
+    """Base of requests from a worker."""
 
     space: str = ""
 
 
 class CoordinatorAnswer(MasterAnswer, frozen=True, kw_only=True):
-    """To a worker. What cannot be done is answered by `unified.protocol.client_master.Refused`."""
+    """Base of answers to a worker. A refusal is a `unified.protocol.client_master.Refused`."""
 
 
 class RegisterWorker(CoordinatorRequest, tag="register-worker", frozen=True, kw_only=True):
-    """Again with the same `worker_id` and `session`: the same answer. Another session: a new life of that worker."""
+    """Registration. The same `worker_id` and `session` get the same answer; another session is a new incarnation."""
 
     worker_id: str
     session: str
-    """Of this life of the worker; chosen at random."""
+    """Session of this incarnation, chosen at random."""
     hostname: str = ""
     port: int = 0
     gpu_count: int = 0
@@ -42,21 +42,21 @@ class RegisterWorker(CoordinatorRequest, tag="register-worker", frozen=True, kw_
     metadata: dict[str, str] = {}
     rank: int = -1
     world_size: int = 0
-    """Of this worker; 0: it takes part in no barrier."""
+    """World size of the worker; 0: it takes part in no barrier."""
     timeout_s: float | None = None
-    """It is lost when it was not heard of for so long; None: as the coordinator has it."""
+    """Silence after which the worker is lost; None: the coordinator's."""
     member: str = ""
-    """New: the name of its rank, by which datasets have it, whatever the worker calls itself: in a job the name of the
-    worker there. Empty: its `worker_id`."""
+    """New: the name of its rank, by which datasets have it, whatever its id: in a job the worker's name there. Empty:
+    its `worker_id`."""
 
 
 class WorkerRegistration(CoordinatorAnswer, tag="worker-registration", frozen=True, kw_only=True):
     assigned_id: str
     heartbeat_interval_s: float
     incarnation: int
-    """How many lives of this worker were registered before."""
+    """Number of this worker's incarnations that were registered before."""
     timeout_s: float = 30.0
-    """New: it is lost when it was not heard of for so long."""
+    """New: silence after which the worker is lost."""
 
 
 class WorkerHeartbeat(CoordinatorRequest, tag="coordinator-heartbeat", frozen=True, kw_only=True):
@@ -66,9 +66,9 @@ class WorkerHeartbeat(CoordinatorRequest, tag="coordinator-heartbeat", frozen=Tr
 
 class HeartbeatResponse(CoordinatorAnswer, tag="heartbeat-response", frozen=True, kw_only=True):
     is_known: bool
-    """False: it was lost, or a new life took its place: register again, or end."""
+    """False if the worker was lost, or a new incarnation took its place: register again, or end."""
     revision: int = 0
-    """Counts up with each change of who is there."""
+    """Number that grows with each change of the present workers."""
 
 
 class DeregisterWorker(CoordinatorRequest, tag="deregister-worker", frozen=True, kw_only=True):
@@ -84,7 +84,7 @@ class FileRun(Value, frozen=True, kw_only=True):
 
 
 class RegisterDataset(CoordinatorRequest, tag="register-dataset", frozen=True, kw_only=True):
-    """Again with the same values: nothing happens. With others: refused, with what differs."""
+    """Registration of a dataset. Again with the same values, nothing happens; with others, it is refused."""
 
     dataset_id: str
     path: str
@@ -95,14 +95,14 @@ class RegisterDataset(CoordinatorRequest, tag="register-dataset", frozen=True, k
     seed: int = 0
     metadata: dict[str, str] = {}
     files: list[FileRun] = []
-    """Of which the dataset consists, in order, as its registrar found them. Empty: the files are not known."""
+    """Files of the dataset, in order, as its registrar found them. Empty: the files are not known."""
 
 
 class DatasetRegistration(CoordinatorAnswer, tag="dataset-registration", frozen=True, kw_only=True):
     dataset_id: str
     num_shards: int
     epoch: int
-    """The current one."""
+    """Current epoch."""
 
 
 class ShardAssignment(Value, frozen=True, kw_only=True):
@@ -113,59 +113,58 @@ class ShardAssignment(Value, frozen=True, kw_only=True):
     start_sample: int
     end_sample: int
     first_row: int = 0
-    """New: the row of the first of these files at which the shard begins (see `unified.core.file_layout`); it goes on
+    """New: row of the first of these files at which the shard begins (see `unified.core.file_layout`); it goes on
     through the rest of that file and the files after it, until it has as many rows as samples."""
 
 
 class DataRequest(CoordinatorRequest, frozen=True, kw_only=True):
-    """About the shards of a worker: by itself, or by somebody else."""
+    """Base of requests about the shards of a worker, from itself or somebody else."""
 
     dataset_id: str
     worker_id: str
-    """The name of its rank (`RegisterWorker.member`), or with `is_id` what it calls itself."""
+    """Name of the worker's rank (`RegisterWorker.member`), or with `is_id` its own id."""
     is_id: bool = False
-    """New."""
+    """New: see `worker_id`."""
     session: str = ""
-    """New: of the life that asks, which is refused when another one took its place. Empty: somebody else asks, or the
-    worker registered nowhere."""
+    """New: session of the incarnation that asks, which is refused when another one took its place. Empty: somebody else
+    asks, or the worker registered nowhere."""
     life: int = -1
-    """New: in a job, which life of its worker asks, from 0: the master knows the newest whether it registered or not.
-    -1: somebody else asks."""
+    """New: in a job, number of the incarnation that asks, from 0: the master knows the newest whether it registered or
+    not. -1: somebody else asks."""
 
 
 class GetDataShard(DataRequest, tag="get-data-shard", frozen=True, kw_only=True):
-    """Which unfinished shards of an epoch are this worker's now."""
+    """Request for the unfinished shards of an epoch that are a worker's now."""
 
     epoch: int
     limit: int = 0
-    """New: so many at most, those that are to be read first; 0: all."""
+    """New: most shards to answer, those to read first; 0: all."""
 
 
 class DataShards(CoordinatorAnswer, tag="data-shards", frozen=True, kw_only=True):
     shards: list[ShardAssignment]
-    """In the order in which they are to be read."""
+    """Shards in the order of reading."""
     revision: int
-    """Ask again when the heartbeat, or `ShardsDone`, tells of another one."""
+    """Revision of the space: ask again when a heartbeat, or `ShardsDone`, tells of another one."""
     num_left: int = 0
-    """New: unfinished shards of the epoch, whoever has them. What was asked without a limit may be a little behind."""
+    """New: unfinished shards of the epoch, whoever has them. An answer without a limit may be a little behind."""
 
 
 class GetRankFiles(DataRequest, tag="get-rank-files", frozen=True, kw_only=True):
-    """New: which files of a dataset are a rank's in an epoch, of files that are each given to one rank as a whole.
-    Answered by `RankFiles`."""
+    """New: request for the `RankFiles` of a rank in an epoch, where each file goes to one rank as a whole."""
 
     epoch: int
     rank: int = -1
-    """-1: as the worker registered."""
+    """Rank; -1: that of the worker's registration."""
     world_size: int = 0
-    """Over how many ranks the files are spread; 0: as workers have registered."""
+    """Number of ranks that the files are spread over; 0: as workers have registered."""
 
 
 class RankFiles(CoordinatorAnswer, tag="rank-files", frozen=True, kw_only=True):
-    """New."""
+    """New: files of a rank."""
 
     file_paths: list[str]
-    """In the order in which they are to be read."""
+    """Paths in the order of reading."""
     num_files: int
     """Number of files in the dataset."""
     idle: list[int] = []
@@ -173,61 +172,61 @@ class RankFiles(CoordinatorAnswer, tag="rank-files", frozen=True, kw_only=True):
 
 
 class MarkDone(DataRequest, tag="mark-done", frozen=True, kw_only=True):
-    """New: these shards were read to their end, and are served to nobody again in this epoch. Answered by `ShardsDone`.
+    """New: shards that were read to their end, and are served to nobody again in this epoch. Answered by `ShardsDone`.
 
-    A worker reports each shard before it begins the next: the first unfinished one of its list is its own as long as it
-    is there, those after it may go to others. Nobody else does it for a worker that is registered."""
+    A worker reports each shard before it begins the next: the first unfinished one of its list is its own as long as
+    the worker is there, those after it may go to others. Nobody else reports for a worker that is registered."""
 
     epoch: int
     shard_ids: list[int]
 
 
 class ShardsDone(CoordinatorAnswer, tag="shards-done", frozen=True, kw_only=True):
-    """New."""
+    """New: answer to `MarkDone`."""
 
     shard_ids: list[int]
-    """Of those reported, which count. Reported twice, or read by somebody else after this worker was lost: not."""
+    """Reported shards that count: not those reported twice, or read by somebody else after this worker was lost."""
     revision: int
-    """If it is not that of the worker's `DataShards`, it asks again before it begins another shard."""
+    """Revision of the space. A worker whose `DataShards` has another one asks again before it begins another shard."""
 
 
 class RestorePosition(DataRequest, tag="restore-position", frozen=True, kw_only=True):
-    """New: the data go on from exactly this position: what was read of it is done, and all else comes again.
+    """New: position from which the data go on exactly: its read shards are done, and all else comes again.
 
-    All who train together load the same one. The first of them sets the dataset back; for the others, as long as one
-    that has loaded is there, nothing happens. Another position is refused then."""
+    All who train together load the same position. The first of them sets the dataset back; for the others, as long as
+    one that has loaded is there, nothing happens. Another position is refused then."""
 
     epoch: int
     done: list[int]
     begun: list[tuple[int, int]] = []
-    """Shards that are partly read, each with how many of its samples: the readers pass over those by themselves."""
+    """Shards that are partly read, each with the number of its read samples: readers pass over those by themselves."""
     world: list[str] = []
-    """All who read from now on, as far as it is known: others of whom nobody knows that they run are taken out."""
+    """All who read from now on, as far as it is known: others, unless they are known to run, are taken out."""
     process: str
-    """Of the reader; chosen at random."""
+    """Id of the reader's process, chosen at random."""
     number: int
-    """Counts up from 1 with each position that this process loads, so that one that is asked again is known. 0: only
-    if it has loaded none yet."""
+    """Number of the position among those that this process loads, from 1, so that a request that comes again is known.
+    0: only if it has loaded none yet."""
 
 
 class SetDataWorker(DataRequest, tag="set-data-worker", frozen=True, kw_only=True):
-    """New: a worker joins those that a dataset's shards are spread over, or leaves them."""
+    """New: request that a worker join those that a dataset's shards are spread over, or leave them."""
 
     is_member: bool = True
     is_awaited: bool = False
-    """Somebody else names it as one that will read: if nothing is heard from it for the coordinator's time-out, its
-    shards go to others. False: it is the worker itself that asks."""
+    """True if somebody else names a worker that will read: if nothing is heard from it for the coordinator's time-out,
+    its shards go to others. False if the worker itself asks."""
 
 
 class AdvanceEpoch(CoordinatorRequest, tag="advance-epoch", frozen=True, kw_only=True):
-    """New: make `epoch` the current one; an epoch that is past stays past."""
+    """New: request to make `epoch` the current one; an epoch that is past stays past."""
 
     dataset_id: str
     epoch: int
 
 
 class GetDatasets(CoordinatorRequest, tag="get-datasets", frozen=True, kw_only=True):
-    """New. Answered by `Datasets`."""
+    """New: request for `Datasets`."""
 
 
 class DatasetStatus(Value, frozen=True, kw_only=True):
@@ -241,68 +240,68 @@ class DatasetStatus(Value, frozen=True, kw_only=True):
     num_shards: int
     epoch: int
     num_done: int
-    """Shards of the current epoch."""
+    """Shards of the current epoch that were read."""
     workers: list[str]
-    """Over which its shards are spread, in order; each by what it calls itself, as far as it has registered."""
+    """Workers that its shards are spread over, in order; each by its id, as far as it has registered."""
     metadata: dict[str, str] = {}
 
 
 class Datasets(CoordinatorAnswer, tag="datasets", frozen=True, kw_only=True):
     datasets: list[DatasetStatus]
     workers: list[str]
-    """That are registered and not lost, in order."""
+    """Workers that are registered and not lost, in order."""
 
 
 class WaitBarrier(CoordinatorRequest, tag="wait-barrier", frozen=True, kw_only=True):
-    """Answered by `BarrierResponse` when it is released. Again with the same `arrival`: the same arrival."""
+    """Arrival at a barrier, answered by `BarrierResponse` at its release. An equal `arrival` is the same arrival."""
 
     barrier_id: str
     worker_id: str
     session: str
     arrival: int
-    """Counts up with each arrival of this session."""
+    """Number of the arrival in its session."""
     world_size: int
     timeout_s: float | None = None
     on_loss: Literal["fail", "shrink"] = "fail"
 
 
 class LeaveBarrier(CoordinatorRequest, tag="leave-barrier", frozen=True, kw_only=True):
-    """New: who arrived waits no more, so that nobody is released by an arrival behind which there is nobody. What it
-    asked is answered as ``closed``; the others wait on. If it does not wait there, nothing happens."""
+    """New: end of a wait, so that no arrival behind which there is nobody releases a barrier. The waiting request is
+    answered as ``closed``; the others wait on. If the worker does not wait there, nothing happens."""
 
     barrier_id: str
     worker_id: str
     session: str
     arrival: int
-    """Others of this worker at the same barrier wait on."""
+    """Number of the arrival; others of this worker at the same barrier wait on."""
 
 
 class BarrierResponse(CoordinatorAnswer, tag="barrier-response", frozen=True, kw_only=True):
     released_by: ReleasedBy
     generation: int
-    """How often this barrier was released before."""
+    """Number of the barrier's earlier releases."""
     arrived: list[str] = []
     missing: list[str] = []
-    """Who had not arrived, as far as it is known who should."""
+    """Workers that had not arrived, as far as it is known who should."""
     lost: list[str] = []
     reason: str = ""
 
 
 class NotifyCheckpoint(CoordinatorRequest, tag="notify-checkpoint", frozen=True, kw_only=True):
-    """A checkpoint is complete; answered by `CheckpointResponse`."""
+    """Notice of a complete checkpoint; answered by `CheckpointResponse`."""
 
     worker_id: str
     step: int
     path: str
-    """Of its manifest."""
+    """Path of its manifest."""
     name: str = "default"
-    """Of the series that it belongs to."""
+    """Name of the series that it belongs to."""
     size_bytes: int = 0
     checksum: str = ""
     world_size: int = 1
     metadata: dict[str, str] = {}
     goes_back: bool = False
-    """Training went back to this one: later steps of the series, which were told of before, count no more."""
+    """True if training went back to this one: later steps of the series, of earlier notices, count no more."""
 
 
 class CheckpointResponse(CoordinatorAnswer, tag="checkpoint-response", frozen=True, kw_only=True):
@@ -310,7 +309,7 @@ class CheckpointResponse(CoordinatorAnswer, tag="checkpoint-response", frozen=Tr
 
 
 class GetLatestCheckpoint(CoordinatorRequest, tag="get-latest-checkpoint", frozen=True, kw_only=True):
-    """Answered by `RecoveryInfo`."""
+    """Request for `RecoveryInfo`."""
 
     name: str = "default"
 
@@ -329,13 +328,13 @@ class RecoveryInfo(CoordinatorAnswer, tag="recovery-info", frozen=True, kw_only=
 
 
 class TellEvent(CoordinatorRequest, tag="tell-event", frozen=True, kw_only=True):
-    """New: something that people should find in the event log of the job. Beyond a bound it is not kept, and the answer
+    """New: an event for the log of the job. Beyond a bound it is not kept, and the answer
     `unified.protocol.client_master.Done` has a note that says so."""
 
     worker_id: str
     event: WorkerEvent
     reason: str
-    """A sentence; what is too long of it is cut off."""
+    """Sentence; one that is too long is cut off."""
 
 
 WorkerToCoordinator = (

@@ -1,8 +1,7 @@
 """The outside of a bus message: all that a relay reads, and the first frame of every message.
 
 A message is ``[envelope][body][buffer…]``. What body and buffers hold is `unified.bus.codec.codec`'s business, except
-for
-HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`), which are of this file, and WAITS.
+for HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`), which are of this file, and WAITS.
 """
 
 from __future__ import annotations
@@ -20,45 +19,44 @@ from unified.values import Value
 Bytes = bytes | bytearray | memoryview
 BUS_VERSION = 3
 OUTSIDE = "outside:"
-"""The names of callers that are no workers, such as the driver of a job, begin with it; no worker's can."""
+"""First character of the names of callers that are no workers, such as the driver of a job; no worker's begins so."""
 MAX_ENVELOPE_BYTES = 8192
-"""Names are short; a first frame longer than this is no envelope and is not looked at."""
+"""Longest first frame that is looked at: names are short, and a longer one is no envelope."""
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """Kind of a message."""
 
     CALL = 1
-    """Body: arguments. Ends in one RESULT or ERROR."""
+    """Call. Body: arguments. It ends in one RESULT or ERROR."""
     RESULT = 2
-    """Body: the value."""
+    """Result of a call. Body: the value."""
     ERROR = 3
-    """Body: what was raised."""
+    """Error of a call. Body: the exception."""
     CANCEL = 4
-    """The caller no longer wants the answer to `call_id`."""
+    """Cancellation: the caller no longer wants the answer to `call_id`."""
     UNDELIVERABLE = 5
-    """From a relay: it could not forward a message of the receiver's. Body: `Undelivered`."""
+    """Notice of a relay: it could not forward a message of the receiver's. Body: `Undelivered`."""
     HELLO = 6
     """First message on a new direct connection. Body: the sender's `Inbox`, so that answers find their way back even
     before the directory tells of it."""
     STREAM = 7
-    """Instead of a RESULT: the handler is a generator, and ITEMs follow until a RESULT or an ERROR."""
+    """Begin of a stream: the handler is a generator, and ITEMs follow until a RESULT or an ERROR."""
     ITEM = 8
-    """Body: one value of a stream."""
+    """Item of a stream. Body: one value."""
     MORE = 9
-    """From the caller: it can take `count` more ITEMs."""
+    """Credit from the caller, which can take `count` more ITEMs."""
     WAITS = 10
-    """From the callee: the call does not go on, and what it waits for (`unified.bus.calls.deadlock.graph`). It goes on
-    waiting."""
+    """Notice from the callee that a call does not go on, and what it waits for (`unified.bus.calls.deadlock.graph`)."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """Sender and target are inbox ids, so a message is for one life of one worker and for no other."""
+    """First frame of a message. Sender and target are inbox ids, so it is for one incarnation of one worker alone."""
 
     version: int
     kind: Kind
     call_id: int
-    """Chosen by the caller; with the caller's inbox id it names the call."""
+    """Number chosen by the caller; with the caller's inbox id it names the call."""
     sender: str
     worker: str
     """Name of the sender, for people."""
@@ -67,23 +65,23 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float | None = None
     """Seconds left when it was sent (clocks of two hosts differ); None: no deadline."""
     trace_id: str = ""
-    """The same for a call and for the calls that its handler makes."""
+    """Trace id: the same for a call and for the calls that its handler makes."""
     chain: list[int] = []
-    """Of the calls whose handlers led to this one, oldest first; each number means something to its callee alone."""
+    """Ids of the calls whose handlers led to this one, oldest first; each means something to its callee alone."""
     job: str = ""
-    """Mail of another job is refused."""
+    """Id of the job; messages of another job are refused."""
     shared: list[Any] | None = None
-    """Which buffers lie in shared memory, and where (see `unified.bus.shm.reader`); None: all follow as frames."""
+    """Places of the buffers in shared memory (see `unified.bus.shm.reader`); None: all follow as frames."""
     count: int = 0
-    """Of a CALL: its place among those that its sender has sent, to whomever; the same when it is sent again. Of a
-    MORE: how many more items may come. Of an ITEM: its place. Of a stream's RESULT: how many items came."""
+    """Number of a CALL among those of its sender, to all targets (the same when it is sent again); of the items that a
+    MORE allows; of an ITEM in its stream; of the items that came before a stream's RESULT."""
 
 
 class Undelivered(Value, frozen=True, kw_only=True):
-    """Why a relay did not forward a message."""
+    """Reason why a relay did not forward a message."""
 
     kind: Kind
-    """Of the message that it gave up."""
+    """Kind of the message."""
     target: str
     code: Literal["unknown-target", "overloaded"]
 
@@ -96,7 +94,7 @@ _undelivered = msgspec.msgpack.Decoder(Undelivered)
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
-    """The first frame of a message."""
+    """Return the first frame of a message."""
     return _encoder.encode(envelope)
 
 
@@ -105,7 +103,7 @@ def decode_envelope(frame: Bytes) -> Envelope:
 
     Raises:
         VersionMismatchError: the peer speaks another version of the bus; the error says both.
-        ProtocolError: this is no envelope.
+        ProtocolError: the frame is no envelope.
     """
     size = len(frame)
     if size > MAX_ENVELOPE_BYTES:
@@ -120,12 +118,12 @@ def decode_envelope(frame: Bytes) -> Envelope:
 
 
 def encode_record(record: Inbox | Undelivered) -> bytes:
-    """The body of a HELLO or of an UNDELIVERABLE."""
+    """Return the body of a HELLO or of an UNDELIVERABLE."""
     return _encoder.encode(record)
 
 
 def decode_hello(body: Bytes) -> Inbox:
-    """The body of a HELLO; ProtocolError if it is none."""
+    """Read the body of a HELLO; ProtocolError if it is none."""
     try:
         return _inbox.decode(body)
     except UNREADABLE as error:
@@ -133,7 +131,7 @@ def decode_hello(body: Bytes) -> Inbox:
 
 
 def decode_undelivered(body: Bytes) -> Undelivered:
-    """The body of an UNDELIVERABLE; ProtocolError if it is none."""
+    """Read the body of an UNDELIVERABLE; ProtocolError if it is none."""
     try:
         return _undelivered.decode(body)
     except UNREADABLE as error:

@@ -1,4 +1,4 @@
-"""How control messages become bytes, for ZeroMQ sockets and for byte streams.
+"""Framing of control messages, for ZeroMQ sockets and for byte streams.
 
 Over ZeroMQ a message is two frames: ``[header, body]``. The header is a short MessagePack array
 ``[protocol version, request id]``; an answer carries the request's id, a message that nobody asked for carries 0.
@@ -19,10 +19,9 @@ from unified.errors import ProtocolError, VersionMismatchError
 
 PROTOCOL_VERSION = 1
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises for bytes that are not what they should be: text that is not UTF-8, and nesting without end,
-have errors of their own."""
+"""Errors of msgspec for bytes that cannot be read: text that is not UTF-8, and nesting without end, have their own."""
 MAX_MESSAGE = 64 * 1024 * 1024
-"""Bytes of a message to the master; ZeroMQ ends the connection of who sends more, without a word to either side."""
+"""Most bytes of a message to the master; ZeroMQ closes a connection that sends more, without a word to either side."""
 MAX_STREAM_MESSAGE = 256 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -39,36 +38,36 @@ class Control(NamedTuple, Generic[M]):
 
 
 class Codec(Generic[M]):
-    """Encodes any message, decodes those of one direction of one conversation."""
+    """Codec that encodes any message, and decodes those of one direction of one conversation."""
 
     def __init__(self, union: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
 
     def encode(self, message: object, request_id: int = 0, *, version: int = PROTOCOL_VERSION) -> list[bytes]:
-        """The two frames of a message."""
+        """Return the two frames of a message."""
         return [_encoder.encode((version, request_id)), _encoder.encode(message)]
 
     def encode_header(self, request_id: int = 0) -> bytes:
-        """The first frame alone, for a message whose second is at hand."""
+        """Return the first frame alone, for a message whose second is at hand."""
         return _encoder.encode((PROTOCOL_VERSION, request_id))
 
     def encode_body(self, message: object) -> bytes:
-        """The second frame alone, which may go to many."""
+        """Return the second frame alone, which may go to many."""
         return _encoder.encode(message)
 
     def decode(self, frames: Sequence[bytes]) -> Control[M]:
-        """The message in two frames.
+        """Return the message in two frames.
 
         Raises:
             VersionMismatchError: the peer speaks another version; the error says both.
-            ProtocolError: these are not two frames of a message of this conversation.
+            ProtocolError: the frames are no message of this conversation.
         """
         if len(frames) != 2:
             raise ProtocolError(f"a control message has 2 frames, this one has {len(frames)}.")
         return Control(self.read_header(frames[0]), self.decode_body(frames[1]))
 
     def read_header(self, frame: bytes) -> int:
-        """The request id, after a check of the version."""
+        """Return the request id, after a check of the version."""
         try:
             version, request_id = _header.decode(frame)
         except UNREADABLE as error:
@@ -88,19 +87,19 @@ class Codec(Generic[M]):
 
 
 def encode_stream(message: object) -> bytes:
-    """A message with its length in front, for a byte stream."""
+    """Return a message with its length in front, for a byte stream."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 class StreamBuffer:
-    """Collects bytes of a stream and cuts them into message bodies."""
+    """Buffer that collects bytes of a stream and cuts them into message bodies."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Bodies that are complete now.
+        """Take bytes in; return the bodies that are complete now.
 
         Raises:
             ProtocolError: a length that no message of ours has.

@@ -12,16 +12,16 @@ from unified.values import Value
 
 
 class Stage(StrEnum):
-    """The life of a job."""
+    """Stages of a job."""
 
     INIT = "INIT"
-    """Submitted: waiting for a place, or its workers are starting."""
+    """Submitted: the job waits for a place, or its workers are starting."""
     READY = "READY"
     """Placed, and every worker has answered."""
     RUNNING = "RUNNING"
-    """Its workers have their orders to run, so whoever runs sees this."""
+    """Running: its workers have their orders to run, so all that run see this."""
     STOPPING = "STOPPING"
-    """Its outcome is decided; workers are being stopped."""
+    """Stopping: the outcome is decided, and workers are being stopped."""
     STOPPED = "STOPPED"
 
 
@@ -38,17 +38,17 @@ JOB_MOVES = TransitionTable(
 
 
 class WorkerState(StrEnum):
-    """One life (incarnation) of a worker, as its agent sees it."""
+    """State of one incarnation of a worker, as its agent sees it."""
 
     PENDING = "PENDING"
-    """The life has not begun: the worker waits for a place, or for the end of a back-off. Only the master says so."""
+    """Not begun: the worker waits for a place, or for the end of a back-off. Only the master says so."""
     STARTING = "STARTING"
-    """The process is being made, or has not said hello yet."""
+    """Starting: the process is being made, or has not said hello yet."""
     READY = "READY"
-    """It said hello: it has an inbox and waits for its order to run."""
+    """Ready: the worker said hello, has an inbox and waits for its order to run."""
     RUNNING = "RUNNING"
     FINISHED = "FINISHED"
-    """Its entry point returned, and its program has ended; the process stays to answer calls until it is stopped."""
+    """Finished: the entry point returned, and the program has ended; the process answers calls until it is stopped."""
     STOPPING = "STOPPING"
     EXITED = "EXITED"
 
@@ -68,7 +68,7 @@ WORKER_MOVES = TransitionTable(
 
 
 class WorkerIncarnation(NamedTuple):
-    """One life of one worker, among the workers of its job."""
+    """One incarnation of one worker, among the workers of its job."""
 
     worker: str
     """Full name."""
@@ -76,7 +76,7 @@ class WorkerIncarnation(NamedTuple):
 
 
 class JobWorkerIncarnation(NamedTuple):
-    """One life of one worker, among the workers of all jobs."""
+    """One incarnation of one worker, among the workers of all jobs."""
 
     job_id: str
     worker: str
@@ -88,18 +88,18 @@ class JobWorkerIncarnation(NamedTuple):
 
 
 class NodeState(StrEnum):
-    """What the master believes of a node."""
+    """State of a node, as the master believes it."""
 
     ALIVE = "ALIVE"
     LOST = "LOST"
-    """Its lease ran out, or its agent said goodbye."""
+    """Lost: its lease ran out, or its agent said goodbye."""
 
 
 NODE_MOVES = TransitionTable("node", {NodeState.ALIVE: (NodeState.LOST,), NodeState.LOST: (NodeState.ALIVE,)})
 
 
 class Failure(Value, frozen=True, kw_only=True):
-    """Why a life ended badly: an exception, an exit code, a signal, or a node that was lost."""
+    """Reason why an incarnation ended badly: an exception, an exit code, a signal, or a node that was lost."""
 
     summary: str
     """One line: ``ValueError: no such file``, ``killed by SIGKILL``, ``exited with code 3``, ``node n2 was lost``."""
@@ -111,9 +111,9 @@ class Failure(Value, frozen=True, kw_only=True):
     exit_code: int | None = None
     signal: int | None = None
     is_collateral: bool = False
-    """The worker believes that it failed because a peer did (a broken collective), so it is not the root cause."""
+    """True if the worker believes that it failed because a peer did (a broken collective): it is not the root cause."""
     is_cut: bool = False
-    """The program was ending (threads, `atexit`), and a stop cut that short."""
+    """True if the program was ending (threads, `atexit`), and a stop cut that short."""
 
 
 class Progress(Value, frozen=True, kw_only=True):
@@ -123,62 +123,62 @@ class Progress(Value, frozen=True, kw_only=True):
     total: int | None = None
     metrics: dict[str, float | int | str] = {}
     num_unread_errors: int = 0
-    """Calls that its code made, that failed, and whose errors nobody read, in this life."""
+    """Calls of its code, in this incarnation, that failed and whose errors nobody read."""
 
 
 class Inbox(Value, frozen=True, kw_only=True):
-    """Where one life of a process receives bus messages. The id is never used twice."""
+    """Inbox: where one incarnation of a process receives bus messages. The id is never used twice."""
 
     inbox_id: str
     routes: list[str] = []
-    """Best first: ``ipc:///run/…``, a Unix socket that speaks `unified.bus.transport.framing` (only on the host
-    `host_id`); ``tcp://10.0.0.2:4123``, which speaks ZeroMQ."""
+    """Routes, the best first: ``ipc:///run/…``, a Unix socket that speaks `unified.bus.transport.framing` (on the host
+    `host_id` only); ``tcp://10.0.0.2:4123``, which speaks ZeroMQ."""
     host_id: str = ""
     shm: str = ""
-    """Identity of its shared-memory mount. Empty: it has none, or no use of it. Two inboxes of one `host_id` and one
+    """Identity of its shared-memory mount; empty if it has none, or no use of it. Two inboxes of one `host_id` and one
     `shm` can read each other's segments."""
     gpus: list[str] = []
     """UUIDs of the CUDA devices that its process sees: on one host tensors of those are handed over by handle."""
 
 
 MAX_NAMES = 1000
-"""Names that one worker may claim at a time."""
+"""Most names that one worker may claim at a time."""
 MAX_NAME_LENGTH = 200
-"""Characters of a name."""
+"""Most characters of a name."""
 
 ClaimedName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 
 class NameClaims(Value, frozen=True, kw_only=True):
-    """All names that one life of a worker claims: the whole set, so that saying it again or late changes nothing."""
+    """All names that one incarnation claims: the whole set, so that saying it again or late changes nothing."""
 
     number: int = 0
-    """Of the last claim or withdrawal, from 1 in each life: of two sets the one with the higher number is newer."""
+    """Number of the last claim or withdrawal, from 1 in each incarnation: of two sets the higher is newer."""
     names: Annotated[dict[ClaimedName, int], msgspec.Meta(max_length=MAX_NAMES)] = {}
-    """Each with the number of its claim. A name that is claimed anew has a new number, and gets a new answer."""
+    """Names, each with the number of its claim. A name that is claimed anew has a new number, and gets a new answer."""
 
 
 class NameRefusal(Value, frozen=True, kw_only=True):
     """A claim that the master refused. It stays refused until the claim is withdrawn."""
 
     number: int
-    """Of the claim."""
+    """Number of the claim."""
     holder: str
-    """The worker that held the name then."""
+    """Worker that held the name then."""
 
 
 class Reachability(StrEnum):
-    """What the directory says of a worker."""
+    """State of an incarnation in the directory."""
 
     ALIVE = "alive"
     DEAD = "dead"
-    """This life ended; another may follow, so new calls wait for it."""
+    """Dead: the incarnation ended; another may follow, so new calls wait for it."""
     ENDED = "ended"
-    """This life ended and no other will follow: new calls fail at once."""
+    """Ended: the incarnation ended and no other will follow, so new calls fail at once."""
 
 
 class DirectoryEntry(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """One life of one worker, for whoever wants to call it.
+    """One incarnation of one worker, for all who want to call it.
 
     Entries merge in any order: the higher incarnation wins; of one incarnation, ENDED beats DEAD beats ALIVE, and of
     two that are ALIVE the higher revision wins.
@@ -191,11 +191,11 @@ class DirectoryEntry(Value, frozen=True, kw_only=True, omit_defaults=True):
     node: str = ""
     reason: str = ""
     names: dict[str, int] = {}
-    """Names that this life holds, each with the number of the claim that was granted. Empty once it is over."""
+    """Names that it holds, each with the number of the claim that was granted; empty once it is over."""
     refused: dict[str, NameRefusal] = {}
-    """Its claims that were refused, for the claimant."""
+    """Claims of it that were refused, for the claimant."""
     revision: int = 0
-    """Raised with each change of `names` and `refused` in this life."""
+    """Number that grows with each change of `names` and `refused` of this incarnation."""
 
 
 class Device(Value, frozen=True, kw_only=True):
@@ -210,7 +210,7 @@ class Device(Value, frozen=True, kw_only=True):
 
 
 class NodeResources(Value, frozen=True, kw_only=True):
-    """What a node offers."""
+    """Resources that a node offers."""
 
     cpu: float
     memory_mb: float
@@ -235,5 +235,5 @@ class EventRecord(Value, frozen=True, kw_only=True):
 
 
 def raw(value: msgspec.Struct) -> bytes:
-    """A record as MessagePack, for stores and transcripts."""
+    """Return a record as MessagePack, for stores and transcripts."""
     return msgspec.msgpack.encode(value)

@@ -1,4 +1,4 @@
-"""What a worker process and its agent say to each other, over the socket pair the worker was born with."""
+"""Messages between a worker process and its agent, over the socket pair that the worker inherits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unified.values import Value
 
 
 class AgentOrder(Value, tag_field="type", frozen=True, kw_only=True):
-    """From the agent to one worker."""
+    """Base of messages from the agent to one worker."""
 
 
 class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
-    """First word: who the worker is. Everything it needs to be born is here."""
+    """First message: the worker's identity, and everything that it needs to start."""
 
     job_id: str
     spec: JobSpec
@@ -34,24 +34,24 @@ class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
     node: str
     host_id: str
     address: str
-    """Of this node, for other hosts (and for GLOO_SOCKET_IFNAME)."""
+    """Address of this node for other hosts (and for GLOO_SOCKET_IFNAME)."""
     master: str
     """Control address of the master, for `PrimeMasterApi`."""
     relay: str
     """Address of the bus relay; empty if there is none."""
     run_dir: str
-    """0700; ipc sockets go here."""
+    """Folder of ipc sockets, with mode 0700."""
     log_file: str
     devices: list[Device] = []
     env: dict[str, str] = {}
-    """To be put into `os.environ` before anything of the user's is imported."""
+    """Variables for `os.environ`, put there before anything of the user's is imported."""
     directory: list[DirectoryEntry] = []
     key: ClusterKey | None = None
-    """Of the cluster. It goes this way alone: never through an environment, a command line, or the master."""
+    """Key of the cluster. It goes this way alone: never through an environment, a command line, or the master."""
 
 
 class Run(AgentOrder, tag="run", frozen=True, kw_only=True):
-    """Run the entry point, in this round. A round already begun is not begun again."""
+    """Order to run the entry point, in this round. A round already begun is not begun again."""
 
     order: RunOrder
 
@@ -63,20 +63,20 @@ class DirectoryNews(AgentOrder, tag="directory-news", frozen=True, kw_only=True)
 
 
 class Stop(AgentOrder, tag="stop", frozen=True, kw_only=True):
-    """End, within `grace_s`; then SIGKILL comes."""
+    """Order to end within `grace_s`; then SIGKILL comes."""
 
     grace_s: float
     reason: str
     interrupt: bool = False
-    """Somebody pressed Ctrl-C: the signal that comes with it is SIGINT."""
+    """True if somebody pressed Ctrl-C: the signal that comes with it is SIGINT."""
 
 
 class WorkerWord(Value, tag_field="type", frozen=True, kw_only=True):
-    """From a worker to its agent."""
+    """Base of messages from a worker to its agent."""
 
 
 class Hello(WorkerWord, tag="hello", frozen=True, kw_only=True):
-    """The process is up, its inbox is bound: READY."""
+    """Hello: the process is up, its inbox is bound, and it is READY."""
 
     pid: int
     inbox: Inbox | None = None
@@ -84,31 +84,31 @@ class Hello(WorkerWord, tag="hello", frozen=True, kw_only=True):
 
 
 class Running(WorkerWord, tag="running", frozen=True, kw_only=True):
-    """The order to run was taken."""
+    """Acknowledgement of the order to run."""
 
     round: int
     is_ending: bool = False
-    """Said when a stop comes: the entry point has returned, and the program is ending, which takes time."""
+    """True when a stop comes after the entry point has returned, while the program is ending, which takes time."""
 
 
 class Reported(WorkerWord, tag="reported", frozen=True, kw_only=True):
-    """Progress."""
+    """Progress of a worker."""
 
     progress: Progress
 
 
 class Claimed(WorkerWord, tag="claimed", frozen=True, kw_only=True):
-    """The names that it claims, whole; the answer comes with the directory. An older set than one said is ignored."""
+    """All names that a worker claims; the answer comes with the directory. An older set than one said is ignored."""
 
     claims: NameClaims
 
 
 class Finished(WorkerWord, tag="finished", frozen=True, kw_only=True):
-    """The entry point returned and, unless others may call it, the program has ended; the process stays."""
+    """Good end: the entry point returned and, unless others may call it, the program has ended; the process stays."""
 
 
 class Failed(WorkerWord, tag="failed", frozen=True, kw_only=True):
-    """The entry point raised, or could not be found; the process ends after this."""
+    """Bad end: the entry point raised, or could not be found; the process ends after this."""
 
     failure: Failure
 

@@ -1,11 +1,11 @@
-"""Barriers: all of a world meet, and go on together; or are told why not.
+"""Barriers: all workers of a world meet and go on together, or are told why not.
 
-A barrier is known by its id and can be used again and again; each use is a *generation*. It ends for all who wait in
-it at once: because all arrived, because somebody was lost for whom there is no use to wait, or because the time that
-one of them was ready to wait is over. Who arrives after that is the first of the next generation.
+A barrier is known by its id and can be used again and again; each use is a *generation*. A generation ends
+for all who wait in it at once: because all arrived, because somebody was lost for whom there is no use to wait, or
+because the time that one of them was ready to wait is over. The next arrival is the first of the next generation.
 
-A loss counts for those who were registered when it happened: they may have counted on the lost one. It counts no more
-when the lost one, or somebody else with its rank, has registered.
+A loss counts for those who were registered when it happened, for they may have counted on the lost worker. The loss
+counts no more when that worker, or another with its rank, has registered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from unified.protocol.coordinator import BarrierResponse, LeaveBarrier, Released
 
 
 def wait(step: CoordinatorStep, space: Space, token: Token, request: WaitBarrier) -> None:
-    """A worker arrives, or asks again for the answer of an arrival."""
+    """Handle an arrival, or a worker that asks again for the answer of one."""
     presence = current(space, request.worker_id, request.session)
     if not isinstance(presence, Presence):
         step.refuse(token, *presence)
@@ -57,7 +57,7 @@ def wait(step: CoordinatorStep, space: Space, token: Token, request: WaitBarrier
 
 
 def leave(step: CoordinatorStep, space: Space, token: Token, request: LeaveBarrier) -> None:
-    """An arrival waits no more. If it does not wait here, nothing happens."""
+    """Let an arrival wait no more. If it does not wait here, nothing happens."""
     step.answer(token, Done())
     barrier = space.barriers.get(request.barrier_id)
     waiting = barrier.waiting.get(request.worker_id) if barrier is not None else None
@@ -76,7 +76,7 @@ def leave(step: CoordinatorStep, space: Space, token: Token, request: LeaveBarri
 
 
 def drop_worker(step: CoordinatorStep, space: Space, presence: Presence, released_by: ReleasedBy) -> None:
-    """A life is over, and has been put among the gone: answer what it asked, and see who waited for it."""
+    """Answer what an incarnation asked that is over, and see who waited for it. It is among the gone already."""
     worker = presence.worker
     for barrier_id in sorted(presence.waits_at):
         barrier = space.barriers[barrier_id]
@@ -97,7 +97,7 @@ def drop_worker(step: CoordinatorStep, space: Space, presence: Presence, release
 
 
 def overdue(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
-    """Somebody is not ready to wait any longer."""
+    """End a generation whose deadline has passed."""
     lost = _lost(space, barrier)
     missing = _missing(space, barrier)
     who = [*missing, *(f"{each.worker_id} (gone, as {each.reason})" for each in lost)]
@@ -117,7 +117,7 @@ def overdue(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
 
 
 def close(step: CoordinatorStep, space: Space) -> None:
-    """Nobody will ask here again."""
+    """Answer all who wait: nobody will ask in this space again."""
     for barrier in _open(space):
         answer = BarrierResponse(
             released_by="closed", generation=barrier.past.generation, reason=f"the space {space.name!r} was closed."
@@ -129,7 +129,7 @@ def close(step: CoordinatorStep, space: Space) -> None:
 
 
 def _answered(barrier: Barrier, request: WaitBarrier) -> BarrierResponse | None:
-    """What this arrival was answered, if it was."""
+    """Return the answer that this arrival was given, if it was given one."""
     for release in reversed(barrier.past.releases):
         session, arrival = release.arrivals.get(request.worker_id, ("", -1))
         if session == request.session:
@@ -186,7 +186,7 @@ def _arrive(
 
 
 def _go_on_without(space: Space, barrier: Barrier) -> None:
-    """Somebody waits here no more; what it brought with it counts no more either."""
+    """Take back the options of a worker that waits here no more."""
     if not barrier.waiting:
         _close(space, barrier)
         return
@@ -201,7 +201,7 @@ def _go_on_without(space: Space, barrier: Barrier) -> None:
 
 
 def _settle(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
-    """Release it if there is nothing to wait for."""
+    """Release the barrier if there is nothing to wait for."""
     lost = _lost(space, barrier)
     needed = barrier.world_size - (len(lost) if barrier.on_loss == "shrink" else 0)
     who = ", ".join(f"{each.worker_id} (gone, as {each.reason})" for each in lost)
@@ -253,7 +253,7 @@ def _release(
 
 
 def _close(space: Space, barrier: Barrier) -> None:
-    """Nobody waits here for now."""
+    """Take the barrier's timer away: nobody waits here for now."""
     for waiting in barrier.waiting.values():
         waiting.presence.waits_at.discard(barrier.barrier_id)
     barrier.waiting = {}
@@ -274,13 +274,13 @@ def _forget_idle(step: CoordinatorStep, space: Space) -> None:
 
 
 def _open(space: Space) -> list[Barrier]:
-    """Where somebody waits."""
+    """Return the barriers at which somebody waits."""
     at = {barrier_id for presence in space.present.values() for barrier_id in presence.waits_at}
     return [space.barriers[barrier_id] for barrier_id in sorted(at)]
 
 
 def _lost(space: Space, barrier: Barrier) -> list[RegisteredWorker]:
-    """Workers of this world that are gone since those who wait are there, and whose place nobody has taken."""
+    """Return the workers of this world that went after those who wait had come, and whose rank nobody has taken."""
     lost: list[RegisteredWorker] = []
     for worker in reversed(space.gone.values()):
         if worker.gone_at <= barrier.oldest_came_at:
@@ -298,7 +298,7 @@ def _lost(space: Space, barrier: Barrier) -> list[RegisteredWorker]:
 
 
 def _missing(space: Space, barrier: Barrier) -> list[str]:
-    """Workers of this world that are there and have not arrived."""
+    """Return the workers of this world that are registered and have not arrived."""
     missing = [
         worker_id
         for worker_id, presence in space.present.items()

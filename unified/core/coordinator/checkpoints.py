@@ -1,8 +1,7 @@
-"""Which checkpoint of a series is the latest: the one of the highest step, whoever tells of it, and however often.
+"""The latest checkpoint of each series, and the events that workers tell for the log.
 
-Until somebody tells that training went back: then the one to which it went.
-
-What workers tell for the event log: one of a few words, so many a minute, and no line that breaks the log.
+The latest one has the highest step, whoever tells of it and however often; when training went back, it is the one to
+which training went. An event is one of a few words, and there are so many a minute.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from unified.protocol.coordinator import (
 )
 
 REPORT_S = 60.0
-"""From one checkpoint of a series that is put into the event log to the next, so that those of a job that saves each
-second do not drive out everything else."""
+"""Shortest time between two checkpoints of a series in the event log: a job that saves each second would fill it."""
 
 
 def notify(step: CoordinatorStep, space: Space, token: Token, request: NotifyCheckpoint) -> None:
-    """A checkpoint is complete. Of two with one step the one that was told of last counts: it lies there now."""
+    """Take note of a complete checkpoint. Of two with one step the later notice counts: that one lies there now."""
     if request.step < 0 or not request.path:
         step.refuse(
             token,
@@ -59,7 +57,7 @@ def notify(step: CoordinatorStep, space: Space, token: Token, request: NotifyChe
 
 
 def latest(step: CoordinatorStep, space: Space, token: Token, request: GetLatestCheckpoint) -> None:
-    """Where to go on from."""
+    """Answer with the checkpoint to go on from."""
     checkpoint = space.checkpoints.get(request.name)
     if checkpoint is None:
         step.answer(token, RecoveryInfo(is_found=False))
@@ -81,11 +79,11 @@ def latest(step: CoordinatorStep, space: Space, token: Token, request: GetLatest
 
 MAX_NAME = 200
 MAX_REASON = 500
-"""Characters."""
+"""Longest texts, in characters."""
 
 
 def tell(step: CoordinatorStep, space: Space, token: Token, request: TellEvent) -> None:
-    """Report it, unless there were too many of late."""
+    """Log a worker's event, unless there were too many of late."""
     worker_id = request.worker_id
     if not worker_id or len(worker_id) > MAX_NAME or not worker_id.isprintable():
         step.refuse(token, "bad-request", f"an event is told by a worker_id of 1 to {MAX_NAME} printable characters.")

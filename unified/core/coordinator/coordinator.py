@@ -51,14 +51,14 @@ class CoordinatorCore:
     """Workers, barriers, datasets and checkpoints of any number of spaces: pure and deterministic.
 
     Args:
-        heartbeats: of workers that do not say it themselves.
+        heartbeats: times of workers that do not say their own.
 
     Time is seconds since 1970 on a clock that never goes back while the coordinator lives; it is an argument of each
     call. A step returns at most one `Persist`, then at most one `Forget`, then `LogEvent`s, then `Answer`s.
 
     Codes of refusals: ``bad-request``; ``not-found`` (dataset, epoch, member of a dataset); ``name-taken`` (a dataset
-    with other values, a rank); ``ended`` (an epoch that is past); ``replaced`` (a life that a newer one followed: it
-    should end); ``unknown-worker`` (not registered, or lost: it may register again).
+    with other values, a rank); ``ended`` (an epoch that is past); ``replaced`` (an incarnation that a newer one
+    followed: it should end); ``unknown-worker`` (not registered, or lost: it may register again).
     """
 
     def __init__(self, heartbeats: HeartbeatTimes = HEARTBEAT_TIMES) -> None:
@@ -68,7 +68,7 @@ class CoordinatorCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `CoordinatorTick` is due; None if nothing is awaited."""
+        """Time at which `CoordinatorTick` is due; None if nothing is awaited."""
         return self.timers.next_deadline
 
     def restore(self, now: float, rows: Iterable[Row]) -> None:
@@ -82,7 +82,7 @@ class CoordinatorCore:
         restore(self.spaces, self.timers, now, rows, await_s=self.heartbeats.timeout_s)
 
     def step(self, now: float, event: Event) -> list[Action]:
-        """What to do about an event. Every event has an answer in every state, even if it is nothing."""
+        """Return the actions for an event. Every event has an answer in every state, even if it is nothing."""
         step = CoordinatorStep(now)
         match event:
             case RequestCame(token=token, request=request, lives=lives):
@@ -113,7 +113,7 @@ class CoordinatorCore:
         return step.actions()
 
     def heartbeat(self, now: float, request: WorkerHeartbeat) -> HeartbeatResponse:
-        """As a step would answer it, without the ceremony. It changes nothing that is persisted.
+        """Answer a heartbeat as a step would, without the cost of one. Nothing that is persisted changes.
 
         The answer is the same object until somebody comes or goes, so a shell may keep its encoding.
         """

@@ -1,4 +1,4 @@
-"""One dataset of a space: its files, its progress, and what of it is persisted."""
+"""One dataset of a space: its files, its progress, and the records that persist them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from unified.protocol.coordinator import DatasetStatus, DataShards, RegisterData
 MAX_MARKS = 1000
 """Marks that are persisted one by one before all progress is persisted as a whole."""
 MAX_FILE_LISTS = 4
-"""Epochs and sizes of the world of which it is remembered which files are whose."""
+"""Most pairs of an epoch and a world size for which the files of each rank are remembered."""
 _COMPARED = ("path", "format", "total_samples", "shard_size", "shuffle", "seed", "metadata")
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read since the whole progress was persisted."""
+    """A part of the progress: shards that were read since the whole progress was persisted."""
 
     space: str
     dataset_id: str
     number: int
-    """Counted since then."""
+    """Number of the mark since then, from 1."""
     epoch: int
     shard_ids: list[int]
 
@@ -38,7 +38,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is persisted of a dataset beside its registration."""
+    """The whole progress of a dataset, which is persisted beside its registration."""
 
     space: str
     dataset_id: str
@@ -51,13 +51,13 @@ def mark_key(space: str, dataset_id: str, number: int) -> str:
 
 
 class DatasetState:
-    """As it was registered, and how far it has been read.
+    """A dataset as it was registered, and how far it has been read.
 
     Attributes:
         ready: answers with all shards, by worker and epoch, which hold for one revision of the space until one of them
             is done.
-        position: that it was last set back to; None: it never was.
-        marked: of a job's workers that have read of it since then, which life it was. Not persisted.
+        position: the position that it was last set back to; None: it never was.
+        marked: incarnation of each worker of a job that has read of it since then. Not persisted.
         awaited: members that others have named, and of which nothing was heard yet.
     """
 
@@ -75,10 +75,10 @@ class DatasetState:
 
     @classmethod
     def begin(cls, info: RegisterDataset) -> Self:
-        """A dataset that nobody has read of.
+        """Return a dataset of which nothing was read.
 
         Raises:
-            UsageError: it is none.
+            UsageError: the registration describes none.
         """
         if not info.dataset_id or not info.path:
             raise UsageError("a dataset needs a dataset_id and a path that are not empty.")
@@ -100,7 +100,7 @@ class DatasetState:
         return dataset
 
     def differences(self, info: RegisterDataset) -> list[str]:
-        """In words, what another registration says otherwise. Files are compared where both know them."""
+        """Return, in words, the differences of another registration. Files are compared where both know them."""
         pairs = [(name, getattr(self.info, name), getattr(info, name)) for name in _COMPARED]
         found = [f"{name} is {mine!r}, not {other!r}" for name, mine, other in pairs if mine != other]
         if self.info.files and info.files and self.info.files != info.files:
@@ -108,13 +108,13 @@ class DatasetState:
         return found
 
     def shards(self, epoch: int, shard_ids: list[int], revision: int) -> DataShards:
-        """The answer to a worker that has these shards."""
+        """Return the answer to a worker that has these shards."""
         shards = [self._assignment(shard_id) for shard_id in shard_ids]
         num_left = self.plan.num_shards - self.ledger.num_done(epoch)
         return DataShards(shards=shards, revision=revision, num_left=num_left)
 
     def files_by_rank(self, epoch: int, world_size: int) -> list[list[int]]:
-        """The numbers of the files of each rank in an epoch, as `spread_files` has them; kept for who asks next."""
+        """Return the numbers of each rank's files in an epoch, by `spread_files`, and keep them for the next call."""
         key = (epoch if self.info.shuffle else 0, world_size)
         found = self._files_by_rank.get(key)
         if found is None:
@@ -133,7 +133,7 @@ class DatasetState:
         return found
 
     def mark(self, space: str, epoch: int, shard_ids: list[int]) -> Mark:
-        """To persist that these were read."""
+        """Return a mark that persists that these were read."""
         self.num_marks += 1
         return Mark(
             space=space,
@@ -152,14 +152,14 @@ class DatasetState:
         )
 
     def mark_keys(self, space: str) -> list[str]:
-        """Of the marks that are persisted one by one."""
+        """Return the keys of the marks that are persisted one by one."""
         return [mark_key(space, self.info.dataset_id, number) for number in range(1, self.num_marks + 1)]
 
     def status(self, ids: Mapping[str, str]) -> DatasetStatus:
-        """For people and programs.
+        """Return the dataset's progress for people and programs.
 
         Args:
-            ids: what the worker of a rank calls itself, as far as it has registered.
+            ids: id of each rank's worker, as far as it has registered.
         """
         info, ledger = self.info, self.ledger
         return DatasetStatus(

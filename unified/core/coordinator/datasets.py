@@ -1,4 +1,4 @@
-"""Datasets: which shards of an epoch a worker reads, and which have been read. The spreading itself is `Ledger`'s."""
+"""Datasets: the shards of an epoch that each worker reads, and those that were read. `Ledger` does the spreading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unified.protocol.coordinator import (
 
 
 def register(step: CoordinatorStep, space: Space, token: Token, request: RegisterDataset) -> None:
-    """Make it known; again with the same values, nothing happens."""
+    """Register a dataset; again with the same values, nothing happens."""
     dataset = space.datasets.get(request.dataset_id)
     if dataset is None:
         try:
@@ -50,7 +50,7 @@ def register(step: CoordinatorStep, space: Space, token: Token, request: Registe
 
 
 def shards(step: CoordinatorStep, space: Space, token: Token, request: GetDataShard) -> None:
-    """What a worker has still to read of an epoch."""
+    """Answer with the shards that a worker has still to read of an epoch."""
     dataset = asked(step, space, token, request)
     if dataset is None:
         return
@@ -91,7 +91,7 @@ def shards(step: CoordinatorStep, space: Space, token: Token, request: GetDataSh
 
 
 def mark_done(step: CoordinatorStep, space: Space, token: Token, request: MarkDone) -> None:
-    """A worker read shards to their end."""
+    """Count shards that a worker has read to their end."""
     dataset = asked(step, space, token, request)
     if dataset is None:
         return
@@ -124,7 +124,7 @@ def mark_done(step: CoordinatorStep, space: Space, token: Token, request: MarkDo
 
 
 def rank_files(step: CoordinatorStep, space: Space, token: Token, request: GetRankFiles) -> None:
-    """Which whole files are a rank's: the same answer whoever asks, and whatever was read."""
+    """Answer with the whole files of a rank: the same answer whoever asks, and whatever was read."""
     dataset = asked(step, space, token, request)
     if dataset is None:
         return
@@ -164,7 +164,7 @@ def rank_files(step: CoordinatorStep, space: Space, token: Token, request: GetRa
 
 
 def set_worker(step: CoordinatorStep, space: Space, token: Token, request: SetDataWorker, await_s: float) -> None:
-    """A worker joins or leaves, by its own wish or somebody's. One that somebody else has named is awaited so long."""
+    """Let a worker join or leave, by its own wish or another's. One that another has named is awaited `await_s`."""
     dataset = asked(step, space, token, request)
     if dataset is None:
         return
@@ -213,14 +213,14 @@ def advance(step: CoordinatorStep, space: Space, token: Token, request: AdvanceE
 
 
 def listing(step: CoordinatorStep, space: Space, token: Token) -> None:
-    """What there is, for people and programs."""
+    """Answer with all datasets, for people and programs."""
     ids = {presence.worker.member: worker_id for worker_id, presence in space.present.items()}
     datasets = [space.datasets[dataset_id].status(ids) for dataset_id in sorted(space.datasets)]
     step.answer(token, Datasets(datasets=datasets, workers=sorted(space.present)))
 
 
 def drop_worker(step: CoordinatorStep, space: Space, worker_id: str) -> list[str]:
-    """It is gone: what it has not read is for others. Returns the datasets that it was in."""
+    """Give others what a worker that is gone has not read. Return the datasets that it was in."""
     left = [dataset_id for dataset_id, dataset in space.datasets.items() if worker_id in dataset.ledger.workers]
     for dataset_id in left:
         _set_member(step, space, space.datasets[dataset_id], worker_id, is_member=False)
@@ -228,13 +228,13 @@ def drop_worker(step: CoordinatorStep, space: Space, worker_id: str) -> list[str
 
 
 def hear_everywhere(step: CoordinatorStep, space: Space, member: str) -> None:
-    """The worker of this rank is there: no dataset that counts on it awaits it any more."""
+    """Stop awaiting the worker of this rank in every dataset: it is there."""
     for dataset in space.datasets.values():
         hear(step, space, dataset, member)
 
 
 def give_up(step: CoordinatorStep, space: Space, dataset_id: str, members: list[str], await_s: float) -> None:
-    """Nothing was heard from these in time: what they would have read is for others, if there are any yet."""
+    """Give others, if there are any, the shards of members from which nothing was heard in time."""
     dataset = space.datasets[dataset_id]
     if dataset.awaited.issuperset(dataset.ledger.workers):
         for member in members:
@@ -254,13 +254,13 @@ def give_up(step: CoordinatorStep, space: Space, dataset_id: str, members: list[
 
 
 def rejoin(step: CoordinatorStep, space: Space, dataset_id: str, worker_id: str) -> None:
-    """It is back."""
+    """Let a worker that is back join a dataset again."""
     if dataset_id in space.datasets:
         _set_member(step, space, space.datasets[dataset_id], worker_id, is_member=True)
 
 
 def spread(step: CoordinatorStep, space: Space, dataset_id: str, members: set[str]) -> None:
-    """Whoever joined or left in this step: its unfinished shards are theirs from now on."""
+    """Spread a dataset's unfinished shards over the members that it has at the end of the step."""
     dataset = space.datasets[dataset_id]
     revision = dataset.ledger.revision
     dataset.ledger.set_workers(members)
@@ -268,7 +268,7 @@ def spread(step: CoordinatorStep, space: Space, dataset_id: str, members: set[st
 
 
 def asked(step: CoordinatorStep, space: Space, token: Token, request: DataRequest) -> DatasetState | None:
-    """The dataset, if who asks may; else it is answered."""
+    """Return the dataset that a worker asks about; else refuse the request, and return None."""
     if request.session and (refusal := displaced(space, request.worker_id, request.session)) is not None:
         step.refuse(token, *refusal)
         return None
@@ -327,14 +327,14 @@ def _set_member(step: CoordinatorStep, space: Space, dataset: DatasetState, work
 
 
 def save_changed(step: CoordinatorStep, space: Space, dataset: DatasetState, revision: int) -> None:
-    """Shards may have moved since this revision of the ledger: if so, all ask again for theirs."""
+    """Persist a ledger that has moved shards since this revision of it, and have all workers ask again for theirs."""
     if dataset.ledger.revision != revision:
         space.revision += 1
         _save(step, space, dataset)
 
 
 def _save(step: CoordinatorStep, space: Space, dataset: DatasetState) -> None:
-    """All of its progress, in the place of the marks so far."""
+    """Persist the whole progress, in the place of the marks so far."""
     dataset.ready.clear()
     for mark_key in dataset.mark_keys(space.name):
         step.save(MARK, mark_key, None)

@@ -1,10 +1,7 @@
-"""What can happen to a coordinator: everything its core is ever told, but for heartbeats on their short way.
+"""Events and actions of the coordinator's core, and the step that collects the actions.
 
-What a coordinator's core asks its shell to do.
-
-What a step persists and forgets is one transaction, and on disk before any of the step's answers goes.
-
-One step in the making: what it answers, reports and has to persist.
+The events are everything that the core is told, but for heartbeats on their short way. The rows that a step persists
+and forgets are one transaction, on disk before any of the step's answers goes.
 """
 
 from __future__ import annotations
@@ -16,20 +13,20 @@ from unified.protocol.coordinator import CoordinatorRequest
 from unified.values import Value
 
 Token = tuple[bytes, int]
-"""Names one question that waits for its one answer, such as the connection and the request's id. Opaque here."""
+"""Request id: one question that waits for its answer, such as connection and number of the request. Opaque here."""
 
 
 class RequestCame(Value, frozen=True, kw_only=True):
-    """A worker asks. It is answered in this step, or in a later one if it waits at a barrier."""
+    """A worker's request. It is answered in this step, or in a later one if the worker waits at a barrier."""
 
     token: Token
     request: CoordinatorRequest
     lives: dict[str, int] | None = None
-    """With a `RestorePosition`: which life of each worker of the space runs, from who runs them. None: nobody does."""
+    """With a `RestorePosition`: incarnation of each worker that runs in the space. None: nobody runs them."""
 
 
 class WorkerGone(Value, frozen=True, kw_only=True):
-    """Who runs this worker knows that its life is over: nobody has to wait until its heartbeats are missed."""
+    """The end of an incarnation, known to those who run it: nobody has to wait until its heartbeats are missed."""
 
     space: str
     worker_id: str
@@ -38,20 +35,20 @@ class WorkerGone(Value, frozen=True, kw_only=True):
 
 
 class SpaceClosed(Value, frozen=True, kw_only=True):
-    """Nobody will ask in this space again, as when its job ended: all that is known of it may be forgotten."""
+    """The end of a space, as when its job ended: all that is known of it may be forgotten."""
 
     space: str
 
 
 class CoordinatorTick(Value, frozen=True, kw_only=True):
-    """`CoordinatorCore.next_deadline` has come. Too early or too often does no harm."""
+    """The arrival of `CoordinatorCore.next_deadline`. Too early or too often does no harm."""
 
 
 Event = RequestCame | WorkerGone | SpaceClosed | CoordinatorTick
 
 
 Row = tuple[str, str, bytes]
-"""Kind, key, data: as in the master's store. Kind and key together are unique; kinds begin with ``coordinator-``."""
+"""Kind, key and data, as in the master's store. Kind and key together are unique; kinds begin with ``coordinator-``."""
 
 
 class Persist(Value, frozen=True, kw_only=True):
@@ -87,15 +84,14 @@ Action = Persist | Forget | AnswerRequest | LogEvent
 
 
 class CoordinatorStep:
-    """What the functions of this package write to. A record that is touched twice is persisted once, as it ends up."""
+    """Context of one step. A record that is saved twice in it is persisted once, as it ends up."""
 
     def __init__(self, now: float) -> None:
         self.now = now
         self.members: dict[tuple[str, str], set[str]] = {}
-        """By space and dataset: over whom it is to be spread by the end of the step, if that changes. When many are
-        lost at once, it is spread once."""
+        """Members by space and dataset, where they change: each dataset is spread once, at the end of the step."""
         self._records: dict[tuple[str, str], object] = {}
-        """By kind and key; None: forget it."""
+        """Records by kind and key; None: forget it."""
         self._reports: list[Action] = []
         self._answers: list[Action] = []
 

@@ -1,4 +1,4 @@
-"""A coordinator's state back from what was persisted, and out of it again."""
+"""The coordinator's state read back from its persisted rows, and their removal."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def restore(
 
 
 def forget(step: CoordinatorStep, space: Space) -> None:
-    """Everything of a space."""
+    """Forget all rows of a space."""
     for presence in space.present.values():
         space.timers.leases.drop(presence)
     for worker_id in (*space.present, *space.gone):
@@ -129,7 +129,7 @@ def _worker(space: Space, now: float, worker: RegisteredWorker) -> None:
 
 
 def _marks(spaces: dict[str, Space], marks: list[Mark]) -> None:
-    """Those that the whole progress has in it were dropped in the same step that persisted that."""
+    """Count the marks again. Those in a whole progress were dropped in the step that persisted it."""
     done: dict[tuple[str, str], dict[int, list[int]]] = {}
     for mark in marks:
         done.setdefault((mark.space, mark.dataset_id), {}).setdefault(mark.epoch, []).extend(mark.shard_ids)

@@ -1,4 +1,4 @@
-"""Datasets that go on from a position in a checkpoint: what was read after it comes again, for all who read it."""
+"""Datasets that go on from a position in a checkpoint: samples read after it come again, for all who read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unified.protocol.client_master import Done
 from unified.protocol.coordinator import RestorePosition
 
 Lives = Mapping[str, int] | None
-"""Of a job's workers, which life of each runs; None: it is not known."""
+"""Incarnation of each worker of a job that runs; None: it is not known."""
 
 
 def restore(step: CoordinatorStep, space: Space, token: Token, request: RestorePosition, lives: Lives) -> None:
@@ -59,9 +59,9 @@ def restore(step: CoordinatorStep, space: Space, token: Token, request: RestoreP
 def _joined(
     space: Space, dataset: DatasetState, request: RestorePosition, mine: Load | None, lives: Lives
 ) -> LoadedPosition | None:
-    """The position that others have loaded, who are still there; None if this request is the first of its round.
+    """Return the position that others have loaded, who are still there; None if this request begins a new round.
 
-    Who loads again is the first of a new round: it has gone back once more. A new life of one that had loaded joins
+    A worker that loads again begins one: it has gone back once more. A new incarnation of one that had loaded joins
     only those that are there for certain; where nobody knows, as outside a job, all are taken to have begun again.
     """
     position = dataset.position
@@ -72,7 +72,7 @@ def _joined(
 
 
 def _is_there(space: Space, worker_id: str, load: Load, lives: Lives) -> bool | None:
-    """Whether the life that loaded goes on; None: it is not known."""
+    """Return True if the incarnation that loaded still runs; None: it is not known."""
     if load.life >= 0 and lives is not None:
         return lives.get(worker_id) == load.life
     if load.session:
@@ -82,7 +82,7 @@ def _is_there(space: Space, worker_id: str, load: Load, lives: Lives) -> bool | 
 
 
 def _reading(dataset: DatasetState, request: RestorePosition, lives: Lives) -> list[str]:
-    """Workers that have read on without a position while this one was not reading: they did not go back with it."""
+    """Return the workers that have read on without a position while this one did not read: they did not go back."""
     me = request.worker_id
     if lives is None or request.life < 0 or dataset.marked.get(me) == request.life:
         return []
@@ -102,7 +102,7 @@ def _alone(request: RestorePosition, reading: list[str]) -> str:
 def _set_back(
     step: CoordinatorStep, space: Space, token: Token, dataset: DatasetState, request: RestorePosition, lives: Lives
 ) -> bool:
-    """Whether it could be done; else the request is answered."""
+    """Set the ledger back; if that cannot be, refuse the request and return False."""
     revision = dataset.ledger.revision
     try:
         for shard_id, _ in request.begun:

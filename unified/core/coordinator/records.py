@@ -1,4 +1,4 @@
-"""What a coordinator remembers. All of it is persisted but what waits: those who wait ask again when it comes back."""
+"""The coordinator's records. All are persisted but waiting requests: they come again when the coordinator is back."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ POSITION, AWAITED = "coordinator-position", "coordinator-awaited"
 MAX_GONE = 1000
 """Workers of a space that are gone and still remembered; the oldest are forgotten."""
 MAX_BARRIERS = 1000
-"""Barriers of a space that are remembered; of more, those that were used longest ago are not, if nobody waits there."""
+"""Barriers of a space that are remembered; of more, those without waiting workers go, the least recently used first."""
 MAX_RELEASES = 4
-"""Releases of a barrier of which some answer may have been lost: those of workers that have not arrived since."""
+"""Releases of a barrier that are remembered, as an answer to a worker that has not arrived since may be lost."""
 MAX_EVENTS, EVENTS_WINDOW_S = 20, 60.0
-"""Events that the workers of a space can tell in so many seconds."""
+"""Events that the workers of a space can log in so many seconds."""
 MAX_PAST_SESSIONS = 8
-"""Of a worker: whose lives are over because another one began."""
+"""Sessions of a worker that are over because another one began."""
 
 
 def row_key(space: str, name: str) -> str:
-    """Unique whatever the two contain."""
+    """Return a key that is unique whatever the two contain."""
     return f"{len(space)}/{space}/{name}"
 
 
 class RegisteredWorker(msgspec.Struct, eq=False, kw_only=True):
-    """One life of a worker, there or gone."""
+    """One incarnation of a worker, there or gone."""
 
     info: RegisterWorker
     incarnation: int
     came_at: int
-    """Revision of the space."""
+    """Revision of the space when it registered."""
     timeout_s: float = 30.0
-    """It is lost when it was not heard of for so long."""
+    """Silence after which the worker is lost."""
     gone_at: int = 0
-    """Revision of the space; 0: it is there."""
+    """Revision of the space when it went; 0: the worker is there."""
     reason: str = ""
-    """Why it is gone, as a clause."""
+    """Reason of its going, as a clause."""
     end: str = ""
-    """As the event of its going is called: ``worker-lost``, ``worker-replaced`` or ``worker-left``."""
+    """Event of its going: ``worker-lost``, ``worker-replaced`` or ``worker-left``."""
     past_sessions: list[str] = []
     datasets: list[str] = []
-    """That it is in again when it comes back, as it left them by being lost."""
+    """Datasets that it joins again when it comes back, as it left them by being lost."""
 
     @property
     def worker_id(self) -> str:
@@ -55,69 +55,69 @@ class RegisteredWorker(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def member(self) -> str:
-        """The name of its rank, by which datasets have it."""
+        """Name of the worker's rank, by which datasets have it."""
         return self.info.member or self.info.worker_id
 
     @property
     def rank_slot(self) -> tuple[int, int]:
-        """Its world and its rank there."""
+        """World size and rank."""
         return (self.info.world_size, self.info.rank)
 
 
 class Presence(msgspec.Struct, eq=False):
-    """What is known of a life without being persisted."""
+    """State of a present incarnation that is not persisted."""
 
     worker: RegisteredWorker
     session: str
     seen_at: float
     grace_at: float = -1.0
-    """`seen_at` when a silence was first forgiven."""
+    """Value of `seen_at` when a silence was last forgiven (lease grace)."""
     waits_at: set[str] = set()
-    """Barriers."""
+    """Ids of barriers."""
 
 
 class Release(msgspec.Struct, eq=False, kw_only=True):
-    """The answer of a release, and to whom it may have to be given again."""
+    """The answer of a release, and the workers that may have to be given it again."""
 
     response: BarrierResponse
     arrivals: dict[str, tuple[str, int]]
-    """By worker: session, and its latest arrival that was answered."""
+    """Session and latest answered arrival, by worker."""
 
 
 class PastReleases(msgspec.Struct, eq=False, kw_only=True):
-    """What is persisted of a barrier."""
+    """The persisted part of a barrier."""
 
     space: str
     barrier_id: str
     number: int
-    """Of its last release, counted in the space."""
+    """Number of its last release, counted in the space."""
     generation: int
     releases: list[Release] = []
 
 
 class Waiting(msgspec.Struct, eq=False):
-    """A worker that has arrived; whichever way it asked, and however often, it counts once."""
+    """A worker that has arrived. It counts once, however often and by whichever way it asked."""
 
     presence: Presence
     tokens: dict[int, Token]
-    """By arrival. Asked again, an arrival is answered where it was asked last."""
+    """Request ids by arrival. An arrival that asks again is answered at its last request."""
     deadlines: dict[int, float] = {}
-    """By arrival, of those that do not wait without an end."""
+    """Deadlines by arrival; one that waits without an end has none."""
 
 
 class Barrier(msgspec.Struct, eq=False, kw_only=True):
-    """A barrier, and those who wait for its next release."""
+    """A barrier, and the workers that wait for its next release."""
 
     past: PastReleases
     world_size: int = 0
     on_loss: str = "fail"
     opened_by: str = ""
     oldest_came_at: int = 0
-    """Revision at which the oldest life of those who wait came: losses before that concern nobody here."""
+    """Revision at which the oldest of the waiting incarnations came: losses before that concern nobody here."""
     deadline: float | None = None
-    """The first of those who wait."""
+    """The earliest deadline of those who wait."""
     waiting: dict[str, Waiting] = {}
-    """By worker, in the order of arrival."""
+    """Waiting workers, in the order of arrival."""
 
     @property
     def barrier_id(self) -> str:
@@ -125,7 +125,7 @@ class Barrier(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader loaded a position."""
+    """A reader's load of a position."""
 
     process: str
     number: int
@@ -139,13 +139,13 @@ class LoadedPosition(msgspec.Struct, kw_only=True):
     space: str
     dataset_id: str
     digest: str
-    """Of the position: two that are the same have the same."""
+    """Digest of the position: equal for equal positions."""
     loads: dict[str, Load]
-    """By worker: who has loaded it since."""
+    """Loads of it since, by worker."""
 
 
 class AwaitedMembers(msgspec.Struct, kw_only=True):
-    """Members of a dataset of which nothing was heard yet: others have named them."""
+    """Members of a dataset that others have named, and of which nothing was heard yet."""
 
     space: str
     dataset_id: str
@@ -153,16 +153,16 @@ class AwaitedMembers(msgspec.Struct, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, eq=False, kw_only=True, frozen=True):
-    """The latest of its series."""
+    """The latest checkpoint of a series."""
 
     notice: NotifyCheckpoint
     saved_at: float
     reported_at: float = 0.0
-    """When one of its series was last put into the event log."""
+    """Time of the last checkpoint of the series in the event log."""
 
 
 def names(items: Iterable[str], limit: int = 20) -> str:
-    """``w1, w2 and w3``; of many the first, and how many more."""
+    """Return ``w1, w2 and w3``; for many, the first ones and the number of the others."""
     listed = list(items)
     if len(listed) > limit:
         return f"{', '.join(listed[:limit])} and {len(listed) - limit} more"

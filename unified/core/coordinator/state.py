@@ -1,7 +1,4 @@
-"""A space: everything that is known of one job, or of scripts outside any.
-
-Whether a life of a worker is there, and that it was heard.
-"""
+"""A space: everything that is known of one job, or of scripts outside any, and the presence of its workers."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from unified.protocol.coordinator import HeartbeatResponse
 
 
 class CoordinatorTimers:
-    """What is awaited, in all spaces."""
+    """Deadlines of all spaces."""
 
     def __init__(self) -> None:
         self.leases: LeaseTable[Presence] = LeaseTable(30.0)
         self.barriers: TimerTable[tuple[str, str]] = TimerTable()
-        """By space and barrier."""
+        """Timers by space and barrier."""
         self.awaited: TimerTable[tuple[str, str, str]] = TimerTable()
         """Deadlines of members of which nothing was heard yet, by space, dataset and member."""
 
@@ -31,7 +28,7 @@ class CoordinatorTimers:
 
 
 class Space:
-    """Nothing in it is seen in another."""
+    """State of one space, of which another sees nothing."""
 
     def __init__(self, name: str, timers: CoordinatorTimers) -> None:
         self.name = name
@@ -39,42 +36,42 @@ class Space:
         self.present: dict[str, Presence] = {}
         """Workers that are registered and not lost."""
         self.rank_slots: dict[tuple[int, int], str] = {}
-        """Of those: who has which rank of which world."""
+        """Id of the present worker by world size and rank."""
         self.gone: dict[str, RegisteredWorker] = {}
-        """The others, those that went first first."""
+        """Workers that are registered no more, in the order in which they went."""
         self.ids: dict[str, str] = {}
         """Id of the worker that registered last for each rank, by the name of the rank as datasets have it; a worker
         that left in order has no entry."""
         self.barriers: dict[str, Barrier] = {}
-        """Those at which nobody waits in the order of their last releases."""
+        """Barriers by id. Those at which nobody waits are in the order of their last releases."""
         self.num_releases = 0
         self.datasets: dict[str, DatasetState] = {}
         self.checkpoints: dict[str, Checkpoint] = {}
         self.event_times: deque[float] = deque(maxlen=MAX_EVENTS)
-        """When workers told the last events that were kept."""
+        """Times of the last events of workers that were logged."""
         self._revision = 0
         self.alive = HeartbeatResponse(is_known=True, revision=0)
         self.unknown = HeartbeatResponse(is_known=False, revision=0)
 
     @property
     def is_empty(self) -> bool:
-        """Nothing was ever said in it that has to be remembered."""
+        """True if nothing was ever said in the space that has to be remembered."""
         known = self.present or self.gone or self.barriers or self.datasets or self.checkpoints
         return not (self._revision or known or self.event_times)
 
     def id_of(self, member: str) -> str:
-        """Return what the worker of this rank calls itself."""
+        """Return the id of the worker of this rank."""
         return self.ids.get(member, member)
 
     def member_of(self, worker_id: str) -> str:
-        """The name of the rank of the worker that calls itself so."""
+        """Return the name of the rank of the worker with this id."""
         presence = self.present.get(worker_id)
         worker = presence.worker if presence is not None else self.gone.get(worker_id)
         return worker.member if worker is not None else worker_id
 
     @property
     def revision(self) -> int:
-        """Counts up with each change of who is there, and of which dataset is spread over whom."""
+        """Number that grows with each change of the present workers, and of the members of a dataset."""
         return self._revision
 
     @revision.setter
@@ -88,13 +85,13 @@ REPLACED = "has a newer life, which registered after this one: this one should e
 
 
 def heard(space: Space, presence: Presence, now: float) -> None:
-    """Its life goes on for another `timeout_s`."""
+    """Renew the lease of a worker that was heard, by its `timeout_s`."""
     presence.seen_at = now
     space.timers.leases.renew(presence, now, lease_s=presence.worker.timeout_s)
 
 
 def current(space: Space, worker_id: str, session: str) -> Presence | tuple[str, str]:
-    """This life, if it is there; else what to refuse it with: code and reason."""
+    """Return this incarnation, if it is there; else code and reason of a refusal."""
     presence = space.present.get(worker_id)
     if presence is None:
         return absent(space, worker_id)
@@ -102,7 +99,7 @@ def current(space: Space, worker_id: str, session: str) -> Presence | tuple[str,
 
 
 def displaced(space: Space, member: str, session: str) -> tuple[str, str] | None:
-    """What to refuse a life with that asks about its own shards, if it is over: code and reason.
+    """Return code and reason of the refusal of an incarnation that is over and asks about its own shards, else None.
 
     A session that was never registered here is as none: such a worker is known by its id alone.
     """
@@ -118,7 +115,7 @@ def displaced(space: Space, member: str, session: str) -> tuple[str, str] | None
 
 
 def absent(space: Space, worker_id: str) -> tuple[str, str]:
-    """What to refuse a worker with that is not there: code and reason."""
+    """Return code and reason of the refusal of a worker that is not there."""
     gone = space.gone.get(worker_id)
     if gone is None:
         return "unknown-worker", f"worker {worker_id} is not registered: register it first."

@@ -1,4 +1,4 @@
-"""Who is there: registration, lives that replace each other, silence, and orderly leave."""
+"""Workers: registration, incarnations that replace each other, silence, and orderly leave."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from unified.protocol.client_master import Done
 from unified.protocol.coordinator import DeregisterWorker, RegisterWorker, WorkerRegistration
 
 End = Literal["worker-lost", "worker-replaced", "worker-left"]
-"""How a life ended: as the event is called in the log."""
+"""End of an incarnation, as its event is called in the log."""
 
 
 class HeartbeatTimes(NamedTuple):
-    """What workers are told that do not say it themselves."""
+    """Heartbeat times of workers that do not say their own."""
 
     interval_s: float = 1.0
-    """From one to the next; less for those whose time-out is short."""
+    """Time from one heartbeat to the next; less for workers whose time-out is short."""
     timeout_s: float = 30.0
-    """After so much silence a worker is lost."""
+    """Silence after which a worker is lost."""
 
 
 HEARTBEAT_TIMES = HeartbeatTimes()
@@ -39,7 +39,7 @@ HEARTBEAT_TIMES = HeartbeatTimes()
 def register(
     step: CoordinatorStep, space: Space, token: Token, request: RegisterWorker, heartbeats: HeartbeatTimes
 ) -> None:
-    """A life begins, or says again that it has begun."""
+    """Register an incarnation, which may say again that it has begun."""
     timeout_s = heartbeats.timeout_s if request.timeout_s is None else request.timeout_s
     presence = space.present.get(request.worker_id)
     known = presence.worker if presence is not None else space.gone.get(request.worker_id)
@@ -68,10 +68,10 @@ def register(
 
 
 def silent(step: CoordinatorStep, space: Space, presence: Presence, *, is_late: bool) -> None:
-    """Its lease ran out.
+    """Handle a lease that ran out.
 
-    With `is_late` we were not there to listen (the process was stopped, its disk hung): what the worker said may still
-    be on its way in, so it is given one more lease, once in each silence.
+    With `is_late` nobody was there to listen (the process was stopped, its disk hung): the worker's words may still be
+    on their way in, so it is given one more lease, once in each silence (lease grace).
     """
     if is_late and presence.grace_at != presence.seen_at:
         presence.grace_at = presence.seen_at
@@ -81,7 +81,7 @@ def silent(step: CoordinatorStep, space: Space, presence: Presence, *, is_late: 
 
 
 def deregister(step: CoordinatorStep, space: Space, token: Token, request: DeregisterWorker) -> None:
-    """Asked again, or by a life that is over already: done."""
+    """Deregister an incarnation; asked again, or by one that is over already, nothing happens."""
     presence = space.present.get(request.worker_id)
     if presence is None or presence.session != request.session:
         step.answer(token, Done(note="this life of the worker was not registered any more"))
@@ -91,7 +91,7 @@ def deregister(step: CoordinatorStep, space: Space, token: Token, request: Dereg
 
 
 def remove(step: CoordinatorStep, space: Space, presence: Presence, reason: str, end: End) -> None:
-    """A life is over: nobody waits for it, and its unfinished shards go to others, or to its next life.
+    """End an incarnation: nobody waits for it, and its unfinished shards go to others, or to the next incarnation.
 
     Args:
         reason: a clause, such as ``it deregistered``.

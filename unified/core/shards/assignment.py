@@ -1,8 +1,7 @@
-"""The unfinished shards of one epoch, each with its owner; few change hands when workers come and go.
+"""The assignment of an epoch's unfinished shards to workers, and of whole files to ranks.
 
-How many things each of some holders is to get, or to give, so that they have as many as each other.
-
-Files spread over ranks, each as a whole to one: for readers that take lists of files and no rows of them.
+Loads are balanced by water-filling: shards go to the workers that have least, or come from those that have most. Few
+change hands when workers come and go.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from unified.core.shards.hash_ring import spread
 
 
 def fill_lowest(loads: Mapping[str, int], num_more: int, tie_breaks: Mapping[str, bytes]) -> dict[str, int]:
-    """How many of `num_more` things each holder gets when they go one by one to one who has least.
+    """Return how many of `num_more` things each holder gets when they go one by one to one who has least.
 
     Args:
         loads: what each holder has; at least one holder, unless there is nothing to give out.
-        tie_breaks: of each holder; the lowest is first among those that have as many as each other.
+        tie_breaks: hash of each holder; the lowest is first among those that have as many as each other.
     """
     rising = sorted(loads, key=lambda name: (loads[name], tie_breaks[name]))
     level = total = 0
@@ -36,11 +35,11 @@ def fill_lowest(loads: Mapping[str, int], num_more: int, tie_breaks: Mapping[str
 
 
 def drain_highest(loads: Mapping[str, int], num_less: int, tie_breaks: Mapping[str, bytes]) -> dict[str, int]:
-    """How many of `num_less` things each holder gives when they are taken one by one from one who has most.
+    """Return how many of `num_less` things each holder gives when they are taken one by one from one who has most.
 
     Args:
         loads: what each holder has; `num_less` in all, or more.
-        tie_breaks: of each holder; the lowest is first among those that have as many as each other.
+        tie_breaks: hash of each holder; the lowest is first among those that have as many as each other.
     """
     ceiling = max(loads.values(), default=0)
     return fill_lowest({name: ceiling - load for name, load in loads.items()}, num_less, tie_breaks)
@@ -53,13 +52,13 @@ def _add_one_each(counts: dict[str, int], names: list[str], num_names: int, tie_
 
 
 class Owners:
-    """Lists of shards, one for each worker, and those that nobody has as there is no worker.
+    """The unfinished shards of an epoch: a list for each worker, and the shards that nobody has without workers.
 
     Args:
-        salt: which spreading over the ring this is.
-        num_shards: of the whole dataset.
-        sort_keys: of each shard, by which it is read before others (of equal ones, by its number); None: by its number.
-        is_read: somebody may be reading the first shard of each list, so that it is to stay there.
+        salt: tells this spreading over the ring from others.
+        num_shards: shards of the whole dataset.
+        sort_keys: key of each shard; a list is read by key, then by number. None: by number.
+        is_read: True if somebody may be reading the first shard of each list, which then stays there.
 
     Attributes:
         is_moved: workers came or went since this was new.
@@ -72,9 +71,9 @@ class Owners:
         self._is_read = is_read
         self.is_moved = False
         self.lists: dict[str, array[int]] = {}
-        """Backwards, the shard that is read first at the end: there it is taken off at no cost."""
+        """Shards of each worker backwards: the one to read first is at the end, where it is taken off at no cost."""
         self.orphans: array[int] = array("I")
-        """Not empty only without workers."""
+        """Shards without an owner; there are some only without workers."""
 
     def begin(self, tie_breaks: Mapping[str, bytes]) -> None:
         """Spread all shards of an epoch over these workers."""
@@ -85,11 +84,11 @@ class Owners:
             self.orphans = array("I", range(self._num_shards))
 
     def shards_of(self, worker: str, limit: int = 0) -> list[int]:
-        """As they are to be read; the first so many, or with 0 all."""
+        """Return a worker's shards in the order of reading; the first `limit`, or with 0 all."""
         return self.lists[worker][-limit:][::-1].tolist()
 
     def copy_from(self, other: Owners) -> None:
-        """Begin with what another one has, which orders its lists alike and in which nobody is reading."""
+        """Begin with the lists of another one, which orders them alike and in which nobody is reading."""
         self.lists = {name: shards[:] for name, shards in other.lists.items()}
         self.orphans = other.orphans[:]
 
@@ -103,7 +102,7 @@ class Owners:
         self.lists[worker] = array("I", [shard for shard in shards if shard not in gone])
 
     def discard(self, shard_ids: Collection[int]) -> None:
-        """Take off shards, whoever has them."""
+        """Take shards off all lists."""
         for name, shards in self.lists.items():
             self.lists[name] = array("I", [shard for shard in shards if shard not in shard_ids])
         self.orphans = array("I", [shard for shard in self.orphans if shard not in shard_ids])
@@ -112,10 +111,10 @@ class Owners:
         return [shard_id for shards in [*self.lists.values(), self.orphans] for shard_id in shards]
 
     def change(self, tie_breaks: Mapping[str, bytes]) -> None:
-        """Give everything to these workers, each with a hash that decides between equals.
+        """Give everything to these workers, each with a hash that decides ties.
 
-        What has lost its owner goes to those that have least. Who is new is given what it lacks to the mean, rounded
-        down, by those that have most: of theirs, what they would read last.
+        Shards that have lost their owner go to those that have least. A new worker is filled up to the mean, rounded
+        down, by those that have most, with the shards that they would read last.
         """
         self.is_moved = True
         freed = self.orphans
@@ -140,7 +139,7 @@ class Owners:
         self._hand_out(given, lacking)
 
     def broken_rules(self) -> list[str]:
-        """What is wrong with these lists; nothing, unless there is a defect."""
+        """Return the rules that these lists break; none, unless there is a defect."""
         held = self.all_shards()
         broken = []
         if len(set(held)) < len(held):
@@ -168,10 +167,11 @@ class Owners:
 
 
 def spread_files(sizes: Sequence[int], world_size: int, order: Sequence[int]) -> list[list[int]]:
-    """The numbers of the files of each rank, in the order of reading. Files without rows are nobody's.
+    """Return the numbers of each rank's files, in the order of reading. Files without rows are left out.
 
-    The largest files are given out first, each to the rank that has fewest rows (of equal ones, fewest files). So files
-    of one size go round the ranks, and no rank has more than one file more than another.
+    Each file goes as a whole to one rank, for readers that take lists of files and no rows of them. The largest go
+    first, each to the rank that has fewest rows (of equal ones, fewest files). So files of one size go round the ranks,
+    and no rank has more than one file more than another.
 
     Args:
         sizes: rows of each file.

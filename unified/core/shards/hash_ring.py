@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b, shake_128
 
 POINTS = 4
-"""Of a worker on the ring. More of them even out what comes by at each worker; the limit on its load does the rest."""
+"""Points of a worker on the ring. More would even out the shards that pass each worker; its capacity does the rest."""
 ROWS = 2048
-"""Of a large dataset, or up to twice as many: sorted in a millisecond, and enough for a spread as if by chance."""
+"""Rows of a large dataset, or up to twice as many: sorted in a millisecond, and enough for a spread as if by chance."""
 
 
 def spread(
@@ -24,7 +24,7 @@ def spread(
         num_shards: places on the ring.
 
     Returns:
-        Of each worker with capacity its shards, in no particular order.
+        Shards of each worker with capacity, in no particular order.
     """
     names = sorted(name for name, capacity in capacities.items() if capacity)
     if len(names) < 2:
@@ -54,18 +54,18 @@ def spread(
 
 
 def points_of(worker: str, num_points: int = POINTS) -> array[int]:
-    """Where this worker stands on a ring of 2**32 places: the same on any machine."""
+    """Return the places of a worker on a ring of 2**32 places: the same on any machine."""
     digests = (blake2b(f"{block}/{worker}".encode()).digest() for block in range(-(-num_points // 16)))
     return little_endian("I", b"".join(digests)[: 4 * num_points])
 
 
 def tie_break(dataset_id: str, worker: str) -> bytes:
-    """Decides between workers that are equal otherwise: differently for each dataset, so that none has always more."""
+    """Return the hash that decides between equal workers: another for each dataset, so that none has always more."""
     return blake2b(f"{worker}/{dataset_id}".encode(), digest_size=8).digest()
 
 
 def little_endian(typecode: str, content: bytes) -> array[int]:
-    """Numbers from bytes, the same on any machine."""
+    """Return numbers from bytes, the same on any machine."""
     numbers = array(typecode, content)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -73,9 +73,9 @@ def little_endian(typecode: str, content: bytes) -> array[int]:
 
 
 def along_the_ring(salt: str, shard_ids: Sequence[int], num_shards: int) -> tuple[array[int], list[int] | None]:
-    """These shards in the order of their places on a ring of `num_shards`, and those places; None: it is each of them.
+    """Return shards in the order of their places on a ring of `num_shards`, and those places; None for all places.
 
-    The salt draws the order. Of many shards it is that of rows, each of which is every so manieth shard: rows are put
+    The salt draws the order. Many shards are ordered by rows, each of which is every n-th shard: rows are put
     together a hundred times as fast as shards are sorted.
     """
     draw = shake_128(salt.encode())

@@ -1,6 +1,6 @@
-"""Who reads which shards of a dataset, and what has been read: each shard of an epoch once, whoever comes and goes.
+"""The ledger of a dataset: the shards of each worker, and those that were read; each shard of an epoch once.
 
-A ledger as records for a store; lists of shards are bytes, 4 to a number.
+In its snapshots, records for a store, lists of shards are bytes, 4 to a number.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from unified.values import Value
 
 
 class OwnersSnapshot(Value, frozen=True, kw_only=True):
-    """Who has which unfinished shards of one epoch."""
+    """The unfinished shards of one epoch and their owners, as a record."""
 
     epoch: int
-    """-1: of no epoch, but what each begins with."""
+    """Number of the epoch; -1: the lists with which every epoch begins."""
     lists: list[bytes]
-    """Of each of the ledger's workers, in their order: its shards as they are to be read."""
+    """Shards of each of the ledger's workers, in the order of the workers and of reading."""
     orphans: bytes = b""
-    """Shards that nobody has, as there is no worker."""
+    """Shards without an owner, as there is no worker."""
     is_moved: bool = False
     """Workers came or went since it was opened."""
 
@@ -36,10 +36,10 @@ class LedgerSnapshot(Value, frozen=True, kw_only=True):
     epoch: int
     revision: int
     complete: list[int]
-    """Epochs from the current one on of which everything is done."""
+    """Epochs from the current one on in which everything is done."""
     epochs: list[OwnersSnapshot]
     homes: OwnersSnapshot | None = None
-    """Without `shuffle`: what each epoch begins with."""
+    """The lists with which each epoch begins without `shuffle`."""
 
 
 def take_snapshot(owners: Owners, workers: Iterable[str], epoch: int = -1) -> OwnersSnapshot:
@@ -52,10 +52,10 @@ def take_snapshot(owners: Owners, workers: Iterable[str], epoch: int = -1) -> Ow
 
 
 def restore(owners: Owners, snapshot: OwnersSnapshot, workers: Sequence[str]) -> None:
-    """Fill empty `owners` with what they had.
+    """Fill empty `owners` from a snapshot.
 
     Raises:
-        InvariantError: the snapshot is not of so many shards and these workers.
+        InvariantError: the snapshot has other shards or workers.
     """
     if len(snapshot.lists) != len(workers) or any(len(each) % 4 for each in [*snapshot.lists, snapshot.orphans]):
         raise InvariantError("A snapshot of a dataset's shards is not whole: the store is damaged.")
@@ -73,7 +73,7 @@ def _packed(shard_ids: array[int]) -> bytes:
 
 
 NUM_IDLE = 4
-"""Epochs that were asked for and of which nothing is done yet; of more, the one that comes first is forgotten."""
+"""Most epochs that were asked for and in which nothing is done yet; of more, the first is forgotten."""
 
 
 class _EpochProgress:
@@ -102,8 +102,8 @@ class Ledger:
 
     Args:
         plan: how the dataset is cut.
-        workers: over which its shards are spread at first.
-        epoch: the current one at first.
+        workers: the first owners of its shards.
+        epoch: the first current epoch.
 
     Attributes:
         plan: how the dataset is cut.
@@ -120,9 +120,9 @@ class Ledger:
         self._tickets = self._ticketed(workers)
         self._epochs: dict[int, _EpochProgress] = {}
         self._complete: set[int] = set()
-        """Open epochs of which everything is done; nothing else is kept of them."""
+        """Open epochs in which everything is done; nothing else is kept of them."""
         self._homes: Owners | None = None
-        """Without `shuffle`: what an epoch begins with."""
+        """The lists with which an epoch begins without `shuffle`."""
         if not plan.shuffle:
             self._homes = Owners(f"0/{plan.dataset_id}", plan.num_shards, None, is_read=False)
             self._homes.begin(self._tickets)
@@ -132,23 +132,23 @@ class Ledger:
 
     @property
     def workers(self) -> Sequence[str]:
-        """Over which the shards are spread, in the order of their names."""
+        """Owners of the shards, in the order of their names."""
         return list(self._tickets)
 
     @property
     def open_epochs(self) -> Sequence[int]:
-        """Those of which something is done, or that were asked for lately, in order; complete ones are left out."""
+        """Epochs in which something is done, or that were asked for lately, in order; complete ones are left out."""
         return sorted(self._epochs)
 
     def is_open(self, epoch: int) -> bool:
-        """Somebody has asked for its shards, so that the first ones may be being read; or all of it is done."""
+        """Return True if somebody has asked for an epoch's shards, and may be reading the first; or if all are done."""
         return epoch in self._epochs or epoch in self._complete
 
     def set_workers(self, workers: Iterable[str]) -> bool:
-        """Spread what is unfinished over these. Whether anything changed.
+        """Spread the unfinished shards over these workers; return True if anything changed.
 
-        Shards of workers that left go to those that have the fewest; a worker that joined is given what it lacks to the
-        mean by those that have the most, of theirs what they would read last. Nothing else moves. The order of the
+        Shards of workers that left go to those that have the fewest; a worker that joined is filled up to the mean
+        by those that have the most, with the shards that they would read last. Nothing else moves. The order of the
         workers does not matter.
         """
         tie_breaks = self._ticketed(workers)
@@ -163,7 +163,7 @@ class Ledger:
         return True
 
     def shards_of(self, worker: str, epoch: int, limit: int = 0) -> list[int]:
-        """The unfinished shards of this worker, in the order in which it should read them.
+        """Return the unfinished shards of a worker, in the order of reading.
 
         Args:
             limit: the first so many, which takes a time that does not depend on how many there are; 0: all.
@@ -187,9 +187,9 @@ class Ledger:
         return self._open(epoch).owners.shards_of(worker, limit)
 
     def mark_done(self, epoch: int, worker: str, shard_ids: Iterable[int]) -> list[int]:
-        """This worker read these shards to their end. Those that count, which are the ones that were its own by then.
+        """Count shards that a worker has read to their end; return those that count, which were its own until then.
 
-        What is reported twice, or too late (the epoch is past, the shard was given to another), is left out.
+        Shards reported twice, or too late (the epoch is past, the shard was given to another), are left out.
 
         Raises:
             DatasetError: there is no such shard, or the epoch is below 0.
@@ -214,9 +214,9 @@ class Ledger:
         return counted
 
     def redo(self, epoch: int, shard_ids: Iterable[int]) -> None:
-        """These shards were done, as `mark_done` said once, but are not in the snapshot that this was restored from.
+        """Count shards that `mark_done` has counted since the snapshot that this ledger was restored from.
 
-        It looks through all that is unfinished: give those of an epoch together.
+        All unfinished shards are looked through: give those of an epoch together.
 
         Raises:
             DatasetError: there is no such shard.
@@ -232,7 +232,7 @@ class Ledger:
         self._close_if_complete(epoch)
 
     def advance(self, epoch: int) -> bool:
-        """Make `epoch` the current one, and give up what is unfinished before it. False: it is, or is past.
+        """Make `epoch` the current one, and give up the unfinished shards before it. Return False if it is so, or past.
 
         Raises:
             DatasetError: the epoch is below 0.
@@ -247,7 +247,7 @@ class Ledger:
         return True
 
     def rewind(self, epoch: int, done: Iterable[int]) -> None:
-        """Be at exactly this position: `epoch` is the current one, these of its shards are done and no others, and
+        """Go to exactly this position: `epoch` is the current one, these of its shards are done and no others, and
         nothing is known of any other epoch.
 
         Raises:
@@ -262,13 +262,13 @@ class Ledger:
         self.revision += 1
 
     def num_done(self, epoch: int) -> int:
-        """How many shards of this epoch were read to their end. Of one that is past it is no longer known, and is 0."""
+        """Return the number of an epoch's shards that were read to their end; 0 for a past one, as it is forgotten."""
         if epoch in self._complete:
             return self.plan.num_shards
         return self._epochs[epoch].num_done if epoch in self._epochs else 0
 
     def snapshot(self) -> LedgerSnapshot:
-        """All of it. A store needs a new one when `revision` has changed, and what was done since then for `redo`."""
+        """Return a snapshot. A store needs a new one when `revision` has changed, and later shards for `redo`."""
         return LedgerSnapshot(
             plan=self.plan,
             workers=list(self._tickets),
@@ -281,10 +281,10 @@ class Ledger:
 
     @classmethod
     def restore(cls, snapshot: LedgerSnapshot) -> Ledger:
-        """A ledger that goes on from there.
+        """Return a ledger that goes on from a snapshot.
 
         Raises:
-            InvariantError: it is no snapshot of a ledger, or not a whole one.
+            InvariantError: the snapshot is damaged.
         """
         ledger = cls(snapshot.plan)
         ledger._tickets = {name: tie_break(snapshot.plan.dataset_id, name) for name in snapshot.workers}
@@ -305,7 +305,7 @@ class Ledger:
         return ledger
 
     def check(self) -> list[str]:
-        """Rules of this ledger that its state breaks; none, unless there is a defect."""
+        """Return the rules of a ledger that this one breaks; none, unless there is a defect."""
         broken = [f"epoch {each} is past, and kept" for each in {*self._epochs, *self._complete} if each < self.epoch]
         if list(self._tickets) != sorted(self._tickets):
             broken.append("workers are not in order")
@@ -345,7 +345,7 @@ class Ledger:
         return Owners(salt, self.plan.num_shards, self.plan.sort_keys(epoch), is_read=True)
 
     def _forget_idle(self, asked_for: int) -> None:
-        """Epochs that are only asked for, one after the other, are not to fill the memory."""
+        """Forget the first of too many epochs that were only asked for, so that they do not fill the memory."""
         idle = [each for each in self.open_epochs if not self._epochs[each].num_done and each != asked_for]
         for epoch in idle[: max(len(idle) - NUM_IDLE, 0)]:
             if self._epochs.pop(epoch).owners.is_moved:  # who asks for it again may be told of other shards

@@ -10,18 +10,18 @@ from unified.errors import DatasetError, UsageError
 from unified.values import Value
 
 MAX_SHARDS = 1_000_000
-"""To spread so many takes the coordinator half a second, in which it does nothing else."""
+"""Most shards of a dataset: the coordinator spreads so many in half a second, in which it does nothing else."""
 
 
 class ShardPlan(Value, frozen=True, kw_only=True):
-    """How a dataset is cut: shard `i` is samples ``i * shard_size`` to ``(i + 1) * shard_size``, the last one shorter.
+    """The cut of a dataset: shard `i` is samples ``i * shard_size`` to ``(i + 1) * shard_size``, the last one shorter.
 
     Args:
         dataset_id: its name, which takes part in its order.
         total_samples: 0 or more; a dataset of 0 has no shards.
         shard_size: samples of a shard, 1 or more.
         shuffle: read the shards of each epoch in another order.
-        seed: of that order.
+        seed: seed of that order.
 
     Raises:
         UsageError: a number that is out of its range, or more than a million shards.
@@ -49,7 +49,7 @@ class ShardPlan(Value, frozen=True, kw_only=True):
         return -(-self.total_samples // self.shard_size)
 
     def bounds(self, shard_id: int) -> tuple[int, int]:
-        """Its first sample, and the one after its last.
+        """Return the first sample of a shard, and the one after its last.
 
         Raises:
             DatasetError: there is no such shard.
@@ -64,16 +64,16 @@ class ShardPlan(Value, frozen=True, kw_only=True):
         return start, min(start + self.shard_size, self.total_samples)
 
     def order(self, epoch: int) -> Sequence[int]:
-        """Every shard once, in the order in which this epoch reads them.
+        """Return every shard once, in the order in which this epoch reads them.
 
-        Without `shuffle` this is 0, 1, 2 …; with it, it depends on the seed, the dataset's name and the epoch alone,
-        and is the same for any version of Python and any machine.
+        Without `shuffle` this is 0, 1, 2 …; with it, the order depends on the seed, the dataset's name and the epoch
+        alone, and is the same for any version of Python and any machine.
         """
         keys = self.sort_keys(epoch)
         return range(self.num_shards) if keys is None else sorted(range(self.num_shards), key=keys.__getitem__)
 
     def sort_keys(self, epoch: int) -> Sequence[int] | None:
-        """Of each shard a number: by those (and, of equal ones, by its own) it is read. None: by its own alone."""
+        """Return a sort key of each shard (equal ones go by their numbers); None: shards are read by their numbers."""
         if not self.shuffle:
             return None
         # One digest of the wanted length: a random number for each shard, at the price of a single hash. Of 30 bits,
