@@ -1,4 +1,4 @@
-"""`Dataset`: a source and what is to be done with its items, carried out when it is iterated over.
+"""`Dataset`: a source and the operators on its items, carried out when it is iterated over.
 
 The operators are a few lines of `itertools` each. What there is to borrow was looked at: torchdata's maintainers invest
 in it no more; Hugging Face `datasets` keeps its operators and formats well, but brings a dozen packages, and hands its
@@ -35,8 +35,8 @@ _NAMES = {"json": "jsonl", "feather": "arrow", "ipc": "arrow"}
 
 
 class Dataset(Generic[T]):
-    """Items from a source, and what is done with them. Nothing happens before it is iterated over, and each iteration
-    is the same again. Every method returns a new `Dataset`; this one stays as it is.
+    """A source of items and the operators on them. Nothing happens before it is iterated over, and each iteration is
+    the same again. Every method returns a new `Dataset`; this one stays as it is.
 
         lines = Dataset(range(1000)).shuffle(seed=1).map(load).filter(is_good).batch(32).spread(4)
         for batch in lines: ...
@@ -63,16 +63,16 @@ class Dataset(Generic[T]):
     def from_files(
         paths: str | Sequence[str], kind: str | None = None, columns: Sequence[str] | None = None
     ) -> Dataset[dict[str, Any]]:
-        """Rows of files as dicts, read piece by piece by whoever needs them; records of ``tfrecord`` as bytes.
+        """Read rows of files as dicts, part by part where they are needed; records of ``tfrecord`` as bytes.
 
         Files, formats, compression and order are those of `unified.data.DatasetRegistry.register`.
 
         Args:
             paths: a file, a folder or a glob, here or as ``s3://bucket/…``, or several of them. What a folder or a glob
                 holds comes in natural order (``part-2`` before ``part-10``), several paths in the order given.
-            kind: ``parquet``, ``csv``, ``jsonl`` (or json), ``arrow`` (or feather), ``orc`` or ``tfrecord``; None: what
-                the names of the files tell.
-            columns: which, in this order; None: all. Not for ``tfrecord``.
+            kind: ``parquet``, ``csv``, ``jsonl`` (or json), ``arrow`` (or feather), ``orc`` or ``tfrecord``; None: the
+                names of the files tell.
+            columns: their names, in this order; None: all. Not for ``tfrecord``.
 
         Raises:
             DataFileNotFoundError: nothing is there.
@@ -83,21 +83,21 @@ class Dataset(Generic[T]):
         return Dataset(find_parts(paths, kind, columns)).flat_map(lambda piece: piece.rows())
 
     def map(self, function: Callable[[T], U]) -> Dataset[U]:
-        """`function` of each item."""
+        """Apply `function` to each item."""
         return self._with(Map(function))
 
     def filter(self, predicate: Callable[[T], Any]) -> Dataset[T]:
-        """The items for which `predicate` is true."""
+        """Keep the items for which `predicate` is true."""
         return self._with(Filter(predicate))
 
     def flat_map(self, function: Callable[[T], Iterable[U]]) -> Dataset[U]:
-        """The items of what `function` makes of each item."""
+        """Replace each item by the items of what `function` makes of it."""
         return self._with(FlatMap(function))
 
     def batch(
         self, size: int, *, drop_last: bool = False, collate: Callable[[list[T]], U] | None = None
     ) -> Dataset[Any]:
-        """Lists of `size` items, or what `collate` makes of such a list (torch's ``default_collate``, say).
+        """Make lists of `size` items, or what `collate` makes of such a list (torch's ``default_collate``, say).
 
         Args:
             drop_last: leave a shorter last one out.
@@ -105,7 +105,7 @@ class Dataset(Generic[T]):
         return self._with(Batch(_positive("the size of a batch", size), drop_last, collate))
 
     def shuffle(self, seed: int = 0, buffer: int = 10_000) -> Dataset[T]:
-        """Another order, the same for the same seed; each pass of a later `repeat` has one of its own.
+        """Change the order, to the same for the same seed; each pass of a later `repeat` has one of its own.
 
         Args:
             buffer: items held back to choose among. As the first operator on a source with a length and an index it is
@@ -114,11 +114,11 @@ class Dataset(Generic[T]):
         return self._with(Shuffle(seed, _positive("the buffer of a shuffle", buffer)))
 
     def repeat(self, times: int | None = None) -> Dataset[T]:
-        """All items again and again; None: without an end."""
+        """Repeat all items, `times` times; None: without an end."""
         return self._with(Repeat(times))
 
     def take(self, number: int) -> Dataset[T]:
-        """The first `number` items."""
+        """Keep the first `number` items."""
         return self._with(Take(number))
 
     def spread(
@@ -174,13 +174,13 @@ class FilePart(NamedTuple):
     path: str
     format: str
     start: int
-    """Its first row."""
+    """The first row."""
     end: int
-    """The row after its last one."""
+    """The row after the last one."""
     columns: list[str] | None
 
     def rows(self) -> Iterator[Any]:
-        """Its rows, some of them in memory at a time."""
+        """Yield its rows, some of them in memory at a time."""
         with DataFiles() as files:
             yield from open_format(self.format, self.columns).rows(files.file(self.path), self.start, self.end)
 
@@ -188,7 +188,7 @@ class FilePart(NamedTuple):
 def find_parts(
     paths: str | Sequence[str], kind: str | None = None, columns: Sequence[str] | None = None
 ) -> list[FilePart]:
-    """The pieces of these files, in the order of their names and rows; see `Dataset.from_files`."""
+    """Return the parts of these files, in the order of their names and rows; see `Dataset.from_files`."""
     names = list(columns) if columns is not None else None
     pieces: list[FilePart] = []
     with DataFiles() as files:

@@ -1,4 +1,4 @@
-"""Carries out a schedule: asks places for batches, and hands them to the consumer."""
+"""One epoch of a loader: carries out a schedule, asks workers for batches, and hands them to the consumer."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class _Answer(NamedTuple):
 
 
 class EpochSettings(NamedTuple):
-    """How an epoch is run; see `Schedule`."""
+    """The options of an epoch; see `Schedule`."""
 
     num_streams: int
     depth: int = 2
     in_order: bool = True
     max_retries: int = 3
     timeout_s: float | None = None
-    """For the next batch; None: none."""
+    """Seconds for the next batch; None: no limit."""
 
 
 class Epoch:
     """One pass over the data. Made, used and closed by one thread at a time.
 
     Args:
-        places: where fetching happens.
-        key: of the loader at those places.
+        workers: the processes that fetch.
+        key: the loader's name at those workers.
         tasks: what to fetch, batch by batch.
-        base_seed, number: of the epoch.
+        base_seed, number: the epoch's own.
         unwrap: makes of what came the batch that the consumer gets.
-        thread: on which `unwrap` runs as soon as a batch is here; None: on the consumer's, when it takes the batch.
+        thread: runs `unwrap` as soon as a batch is here; None: the consumer's does, when it takes the batch.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Epoch:
 
     @property
     def is_broken(self) -> bool:
-        """Nothing more will come of it."""
+        """True if nothing more will come of it."""
         return self._broken is not None
 
     def take(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             StopIteration: the epoch is over.
@@ -111,7 +111,7 @@ class Epoch:
         return value.result() if isinstance(value, Future) else self._unwrap(value)
 
     def close(self) -> None:
-        """Give up what was asked for."""
+        """Cancel what was asked for."""
         for future in list(self._asked):
             future.cancel()
         self._values.clear()
@@ -173,5 +173,5 @@ class Epoch:
                 )
 
     def _on_answer(self, fetch: Fetch, future: Future[FetchReply]) -> None:
-        """On whichever thread the answer came."""
+        """Queue an answer, on whichever thread it came."""
         self._answers.put(_Answer(fetch, future))

@@ -1,4 +1,4 @@
-"""What iterating over a `Dataset` does: which operators are carried out here, and which in other processes.
+"""The execution of a `Dataset`: which operators are carried out here, and which in other processes.
 
 Operators that look at one item at a time (map, filter, flat_map) go to workers, chunk by chunk, as *stages*; the others
 need all items in order, and only move them about, here. Where a batch is made of exactly one chunk it is made by the
@@ -57,14 +57,15 @@ class Take(NamedTuple):
 
 
 ItemOperator = Map | Filter | FlatMap
-"""These look at one item at a time, so that any process can carry them out."""
+"""Operators on one item at a time, which any process can carry out."""
 Operator = ItemOperator | Batch | Shuffle | Repeat | Take
 Repetition = tuple[int, ...]
-"""Which pass of the `Repeat`s around it, the innermost first; part of a shuffle's seed, so that no two are alike."""
+"""The number of the pass of each `Repeat` around, the innermost first; part of a shuffle's seed, so that no two are
+alike."""
 
 
 def apply(operators: Sequence[ItemOperator], item: Any) -> list[Any]:
-    """What becomes of one item: nothing, one item, or several."""
+    """Return what becomes of one item: nothing, one item, or several."""
     items = [item]
     for operator in operators:
         match operator:
@@ -78,7 +79,7 @@ def apply(operators: Sequence[ItemOperator], item: Any) -> list[Any]:
 
 
 def in_batches(items: Iterator[Any], batch: Batch) -> Iterator[Any]:
-    """Lists of `size` items; the last one may be shorter, unless it is dropped."""
+    """Yield lists of `size` items; the last one may be shorter, unless it is dropped."""
     while chunk := list(itertools.islice(items, batch.size)):
         if len(chunk) < batch.size and batch.drop_last:
             return
@@ -86,7 +87,7 @@ def in_batches(items: Iterator[Any], batch: Batch) -> Iterator[Any]:
 
 
 def shuffled(items: Iterator[Any], shuffle: Shuffle, repetition: Repetition) -> Iterator[Any]:
-    """Each item is drawn at random from a buffer that is kept full; with room for all of them, a true permutation."""
+    """Yield items drawn at random from a buffer that is kept full; with room for all of them, a true permutation."""
     generator = random.Random(f"{shuffle.seed} {repetition}")
     buffer = list(itertools.islice(items, shuffle.buffer))
     for item in items:
@@ -98,14 +99,14 @@ def shuffled(items: Iterator[Any], shuffle: Shuffle, repetition: Repetition) -> 
 
 
 def permuted(number: int, shuffle: Shuffle, repetition: Repetition) -> Iterator[int]:
-    """The numbers from 0 in random order: shuffles a source with a length without touching what is in it."""
+    """Yield the numbers from 0 in random order: shuffles a source with a length without touching what is in it."""
     numbers = list(range(number))
     random.Random(f"{shuffle.seed} {repetition}").shuffle(numbers)
     return iter(numbers)
 
 
 class Spread(NamedTuple):
-    """How a pipeline is spread over processes."""
+    """The options of a pipeline that is spread over processes."""
 
     num_workers: int | None
     chunk: int | None
@@ -115,7 +116,7 @@ class Spread(NamedTuple):
 
 
 Node = Callable[[Repetition], Iterator[Any]]
-"""Items of one pass."""
+"""A function that yields the items of one pass."""
 
 
 class PipelineRun:
@@ -133,8 +134,8 @@ class PipelineRun:
             stage.close()
 
     def _built(self, source: Any, rest: list[Operator], spread: Spread | None) -> Node:
-        """Sequential operators here, runs of others as stages. A source with an index is looked up by the first stage,
-        and what comes before that moves numbers only."""
+        """Chain sequential operators here, and runs of others as stages. A source with an index is looked up by the
+        first stage, and what comes before that moves numbers only."""
         is_indexed = has_index(source)
         node: Node = _numbers_of(source) if is_indexed else _items_of(source)
         if is_indexed and rest and isinstance(rest[0], Shuffle):
@@ -171,7 +172,7 @@ class PipelineRun:
 
 
 class _Reader:
-    """What a worker does with one key: look it up, if there is a source, and apply the operators."""
+    """A worker's work on one key: a look-up, if there is a source, and the operators."""
 
     def __init__(self, source: Any, operators: list[ItemOperator]) -> None:
         self._source = source
@@ -182,7 +183,7 @@ class _Reader:
 
 
 class _Finisher:
-    """What a worker does with a chunk: make a batch of it, if there is one to be made, and apply what follows."""
+    """A worker's work on a chunk: a batch of it, if there is one to be made, and what follows that."""
 
     def __init__(self, batch: Batch | None, operators: list[ItemOperator]) -> None:
         self._batch = batch
@@ -244,7 +245,7 @@ def _cut_stage(rest: list[Operator]) -> tuple[list[ItemOperator], Batch | None, 
 
 
 def _is_batch_of_source(rest: list[Operator]) -> bool:
-    """A batch that is made of the source itself, and then worked on."""
+    """Return whether a batch is made of the source itself, and then worked on."""
     return isinstance(rest[0], Batch) and len(rest) > 1 and isinstance(rest[1], ItemOperator)
 
 
@@ -284,7 +285,7 @@ def _repeated(node: Node, times: int | None, repetition: Repetition) -> Iterator
 
 
 def has_index(source: Any) -> bool:
-    """Whether a source is read by number."""
+    """Return whether a source is read by number."""
     return isinstance(source, Sized) and hasattr(source, "__getitem__") and not isinstance(source, dict | set | str)
 
 

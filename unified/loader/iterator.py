@@ -150,7 +150,7 @@ class DataLoaderIter(Iterator[Any]):
         return f"DataLoaderIter({self._loader!r}, num_workers={self._settings.num_streams})"
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        """What a `DataLoader` with `persistent_workers` calls for each epoch after the first."""
+        """Begin the next epoch: a `DataLoader` with `persistent_workers` calls this for each one after the first."""
         self.restart()
 
     def _begin(self) -> None:
@@ -193,7 +193,8 @@ def choose_workers(
     local: bool,
     context: BaseContext | None = None,
 ) -> tuple[LoaderWorkers, int]:
-    """Where to fetch, and in how many streams; see `DataLoaderIter` for the rules. `num_workers` may be 0."""
+    """Choose the workers that fetch, and the number of streams, by the rules of `DataLoaderIter`. `num_workers` may be
+    0."""
     try:
         worker: Worker | None = current_worker()
     except NotInWorkerError:
@@ -221,7 +222,7 @@ def _role(worker: Worker | None, role: str | None) -> str | None:
 
 
 def unwrap(value: Any) -> Any:
-    """The batch in what a place sent."""
+    """Return the batch in what a worker sent."""
     if isinstance(value, SerializedValue):
         return decode(value.body, value.buffers)  # once, and nobody else has it: tensors need no copy
     return value
@@ -232,7 +233,7 @@ def _unwrap_and_pin(value: Any) -> Any:
 
 
 class DataLoaderPatch:
-    """What `patch_dataloader_ray` did; `undo` it, or use it as a context manager."""
+    """The change that `patch_dataloader_ray` makes; `undo` it, or use it as a context manager."""
 
     def __init__(self) -> None:
         self._original: Any = None
@@ -272,7 +273,7 @@ _PATCH = DataLoaderPatch()
 
 
 def patch_dataloader_ray(*, leave_single_process: bool = False) -> DataLoaderPatch:
-    """From now on ``iter(loader)`` of a `DataLoader` gives a `DataLoaderIter`.
+    """Have ``iter(loader)`` of every `DataLoader` give a `DataLoaderIter` from now on.
 
     Called early in ``run()``, it moves the loading of data out of this worker without a change elsewhere. With
     `persistent_workers` the iterator is kept from one epoch to the next, as torch does; without it, a loader's own

@@ -27,16 +27,16 @@ from unified.loader.stream_host import LoaderParts, StreamHost
 from unified.threads import start_thread
 
 END_WITHIN_S = 5.0
-"""How long `close` waits for a batch that is being made, before it kills the process that makes it."""
+"""Seconds that `close` waits for a batch that is being made, before it kills the process that makes it."""
 
 
 class LocalWorkers:
-    """One process a stream, started when its stream is opened.
+    """Helper processes, one a stream, each started when its stream is opened.
 
     Args:
-        parts: of the loader. With the `fork` start method they are inherited, and need not be picklable.
+        parts: the loader's. With the `fork` start method they are inherited, and need not be picklable.
         num_streams: how many.
-        context: of `multiprocessing`; None: Python's default.
+        context: a context of `multiprocessing`; None: Python's default.
         owner: name of this process, for messages.
     """
 
@@ -88,7 +88,7 @@ class LocalWorkers:
 
 
 class _Process:
-    """One process, and what it was asked."""
+    """One process, and the futures of what it was asked."""
 
     def __init__(self, context: Any, parts: Any, name: str) -> None:
         self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(parts, name))
@@ -108,7 +108,7 @@ class _Process:
         return future
 
     def close(self) -> int | None:
-        """End the process, and wait for that; its pid if it ever had one."""
+        """End the process, and wait for that; return its pid if it ever had one."""
         asked = list(self._asked)
         for future in asked:
             future.cancel()
@@ -122,7 +122,7 @@ class _Process:
 
 
 class _PackedParts:
-    """Parts on their way to a process that inherits nothing: by value where it must."""
+    """Loader parts on their way to a process that inherits nothing: by value where they must."""
 
     def __init__(self, parts: LoaderParts) -> None:
         self._packed = parts.pack()
@@ -146,7 +146,7 @@ def _begin(parts: LoaderParts, name: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """An executor's process waits for work, and the pipe it waits on does not end with the process that has it."""
+    """End with the parent: an executor's process waits on a pipe that does not end with the process that has it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait_for([parent.sentinel])

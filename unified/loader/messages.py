@@ -1,4 +1,4 @@
-"""What a consumer and the processes that fetch for it say to each other."""
+"""Messages between the consumer of a loader and the processes that fetch for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OpenStream(NamedTuple):
     """Begin an epoch of a stream.
 
     Attributes:
-        base_seed: of the epoch; the stream's own seed is this plus its id.
+        base_seed: the epoch's; the stream's own seed is this plus its id.
         epoch: from 0, as the consumer counts.
         skip: batches of this epoch that were answered elsewhere: an iterable dataset is read past them.
     """
@@ -52,7 +52,7 @@ LoaderMessage = BringParts | OpenStream | FetchBatch | DropLoader
 
 
 class FetchedBatch(NamedTuple):
-    """What the dataset and `collate_fn` made."""
+    """A batch as the dataset and `collate_fn` made it."""
 
     value: Any
 
@@ -73,7 +73,7 @@ class FetchFailure(NamedTuple):
     raised: bytes
 
     def error(self) -> RpcError:
-        """To raise at the consumer: of the class of what was raised, the far traceback in a note."""
+        """Return the error to raise at the consumer: of the class of what was raised, the far traceback in a note."""
         return remote_errors.rebuild(self.raised, self.what)
 
 
@@ -85,10 +85,10 @@ class StreamLostError(LookupError):
 
 
 class LoaderWorkers(Protocol):
-    """Processes that serve streams. Orders to one place are carried out in the order in which they were given.
+    """Processes that serve streams. Messages to one of them are carried out in the order in which they were given.
 
     Attributes:
-        stays: a place that was lost is there again at once, under its number.
+        is_restarted: a worker that was lost is there again at once, under its number.
     """
 
     is_restarted: bool
@@ -96,7 +96,7 @@ class LoaderWorkers(Protocol):
     def __len__(self) -> int: ...
 
     def initial_workers(self, num_streams: int) -> list[int]:
-        """For each stream the place to begin at."""
+        """Return the worker at which each stream begins."""
         ...
 
     def open(self, worker: int, message: OpenStream) -> None:
@@ -108,8 +108,8 @@ class LoaderWorkers(Protocol):
         ...
 
     def lost(self, worker: int, error: BaseException) -> str:
-        """If `error`, which a fetch ended in, means that the place is gone: why, in words; and the place is made ready
-        for new streams. Else an empty string."""
+        """Return why the worker is gone, in words, if `error`, which a fetch ended in, means that, and make it ready
+        for new streams; else an empty string."""
         ...
 
     def close(self) -> None:

@@ -23,11 +23,12 @@ from unified.worker.context import ActorInfo, Worker
 METHOD = "unified.loader"
 SERVICE = EntryPoint(kind="attribute", target="unified.loader.service", attribute="serve")
 NO_DEADLINE_S = 7 * 24 * 3600.0
-"""Above the job's default for calls: how long a batch may take is the loader's `timeout`; a death ends the wait."""
+"""Seconds, above the job's default for calls: the loader's `timeout` says how long a batch may take, and a death ends
+the wait."""
 
 
 def role_that_loads(worker: Worker) -> str | None:
-    """The first role of the job whose entry point is the loader service."""
+    """Return the first role of the job whose entry point is the loader service."""
     for role in worker.roles:
         actors = worker.workers_of(role)
         entry = actors[0].role_spec.entry_point if actors else None
@@ -41,8 +42,8 @@ class RoleWorkers:
 
     Args:
         worker: this process.
-        actors: of the role.
-        key: of the loader, unique in the job.
+        actors: the role's workers.
+        key: the loader's name, unique in the job.
         packed: the loader's parts.
     """
 
@@ -55,19 +56,19 @@ class RoleWorkers:
         self._key = key
         self._packed = packed
         self._brought: dict[int, Future[Any]] = {}
-        """Parts that were sent to a place."""
+        """The futures of parts that were sent to a worker."""
         self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self._names)
 
     def initial_workers(self, num_streams: int) -> list[int]:
-        """In turn, and from another worker on for each rank of the consumer's role."""
+        """Spread streams over workers in turn, and from another one on for each rank of the consumer's role."""
         first = self._rank * num_streams
         return [(first + stream) % len(self._names) for stream in range(num_streams)]
 
     def prepare(self, workers: list[int]) -> None:
-        """Send the parts to these places, encoded once."""
+        """Send the parts to these workers, encoded once."""
         targets = sorted(set(workers) - self._brought.keys())
         if targets:
             names = [self._names[worker] for worker in targets]

@@ -1,8 +1,8 @@
-"""Which batch is fetched where, and which the consumer gets next: decisions only, no I/O.
+"""The schedule of an epoch: which batch is fetched where, and which the consumer gets next; decisions only, no I/O.
 
 Words: a *batch* is numbered from 0 in the order in which the consumer gets it. A *stream* is what torch calls a worker:
 it has an id, a copy of the dataset and random numbers of its own, and answers in the order in which it was asked. A
-*place* is a process in which streams live; it may be lost, with all that its streams had not answered yet.
+*worker* here is a process in which streams live; it may be lost, with all that its streams had not answered yet.
 
 Batches go to streams in turn (0, 1, …, n-1, 0, …), and the end of a stream takes effect when its turn comes, so that
 what the consumer sees depends on neither timing nor losses.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class Open(NamedTuple):
-    """Make a stream at a place; it has answered `skip` batches of this epoch before, elsewhere."""
+    """Make a stream at a worker; it has answered `skip` batches of this epoch before, elsewhere."""
 
     worker: int
     stream: int
@@ -50,14 +50,14 @@ class Fetched(NamedTuple):
 
 
 class StreamFinished(NamedTuple):
-    """In place of a batch: its stream has no more."""
+    """A stream has no more: its answer in place of a batch."""
 
     batch: int
     attempt: int
 
 
 class Lost(NamedTuple):
-    """The place that was to fetch this batch is gone."""
+    """The worker that was to fetch this batch is gone."""
 
     batch: int
     attempt: int
@@ -80,7 +80,8 @@ class _StreamState:
     is_open: bool = False
     is_over: bool = False
     is_tested: bool = False
-    """Asked for one batch alone, since its place was lost: of two lost together it would not show which is to blame."""
+    """True while it is asked for one batch alone, since its worker was lost: of two lost together it would not show
+    which is to blame."""
     num_answered: int = 0
     asked: deque[int] = field(default_factory=deque)
     """Batches that it has not answered yet."""
@@ -104,12 +105,12 @@ class Schedule:
     Args:
         tasks: what to ask for, batch by batch; drawn from only as far as there is room. What it raises ends it, and
             is kept in `failure` for when the batches before it were taken.
-        homes: for each stream the place where it begins.
-        num_places: how many places there are.
+        initial_workers: the worker at which each stream begins.
+        num_workers: how many workers there are.
         depth: batches of one stream that may be on their way or waiting to be taken, from 1.
         in_order: hand batches out in the order of `tasks`; else as they come.
-        max_retries: how often one batch may be lost, above which the epoch ends in `GiveUp`.
-        stays: a place that was lost is there again at once; else its streams move to others, if there are any.
+        max_retries: how often one batch may be lost; above that the epoch ends in `GiveUp`.
+        is_restarted: a worker that was lost is there again at once; else its streams move to others, if there are any.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Schedule:
         self._streams = [_StreamState(worker) for worker in initial_workers]
         self._times_lost = [0] * num_workers
         self._batches: dict[int, _BatchState] = {}
-        """Those that the consumer does not have yet, in order."""
+        """Batches that the consumer does not have yet, in order."""
         self._arrived: deque[int] = deque()
         self._next_batch = 0
         self._turn = 0
@@ -149,11 +150,11 @@ class Schedule:
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left to take, and nothing will come."""
+        """True if nothing is left to take, and nothing will come."""
         return self._has_given_up or not self._batches
 
     def is_current(self, batch: int, attempt: int) -> bool:
-        """Whether an answer to this attempt is still waited for."""
+        """Return whether an answer to this attempt is still waited for."""
         return self._current(batch, attempt) is not None
 
     def start(self) -> list[Action]:
@@ -234,7 +235,7 @@ class Schedule:
         return actions
 
     def _other_worker(self, lost: int) -> int:
-        """Among those that were lost least often, the one with the fewest streams."""
+        """Return, among the workers that were lost least often, the one with the fewest streams."""
         others = [worker for worker in range(len(self._times_lost)) if worker != lost]
         if self._is_restarted or not others:
             return lost
@@ -262,7 +263,7 @@ class Schedule:
         return actions
 
     def _find_turn(self) -> int | None:
-        """The stream that gets the next batch; None while there is no room."""
+        """Return the stream that gets the next batch; None while there is no room."""
         for i in range(len(self._streams)):
             turn = (self._turn + i) % len(self._streams)
             stream = self._streams[turn]
@@ -284,14 +285,14 @@ class Schedule:
         return [*actions, Fetch(stream.worker, batch.stream, number, batch.attempt, batch.task)]
 
     def _pass_ends(self) -> None:
-        """Ends whose turn has come."""
+        """End the streams whose end has its turn."""
         while self._in_order and (first := next(iter(self._batches), None)) is not None:
             if not self._batches[first].is_end:
                 return
             self._end_stream(self._batches[first].stream)
 
     def _end_stream(self, index: int) -> None:
-        """Nothing more comes of it: what it was asked for besides will not be waited for."""
+        """End a stream: what it was asked for besides will not be waited for."""
         stream = self._streams[index]
         stream.is_over = True
         for number in [number for number, batch in self._batches.items() if batch.stream == index]:

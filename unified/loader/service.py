@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class _QueuedMessage(NamedTuple):
-    """An order, in line."""
+    """A message that waits."""
 
     message: LoaderMessage
     owner: Caller | None
@@ -43,14 +43,14 @@ class _QueuedMessage(NamedTuple):
 
 
 _line: queue.SimpleQueue[_QueuedMessage | list[Change] | None] = queue.SimpleQueue()
-"""Orders and changes of the directory, in turn; None: stop."""
+"""Messages and changes of the directory, in turn; None: stop."""
 _dropped: set[str] = set()
-"""Loaders whose consumers are done with them: what is still in line for them need not be made."""
+"""Loaders whose consumers are done with them: what still waits for them need not be made."""
 
 
 @rpc(name=METHOD, inline=True)
 def take_order(message: LoaderMessage) -> Future[Any]:
-    """Line an order up; it is answered when it was carried out."""
+    """Queue a message; it is answered when it was carried out."""
     if isinstance(message, DropLoader):
         _dropped.add(message.key)
     answer: Future[Any] = Future()
@@ -81,7 +81,7 @@ def serve() -> None:
             given.answer.set_exception(error)
         else:
             given.answer.set_result(answer)
-        del given  # what it holds may be large, and the next order may be long in coming
+        del given  # what it holds may be large, and the next message may be long in coming
 
 
 class HostedLoaders:
@@ -89,7 +89,7 @@ class HostedLoaders:
 
     Args:
         worker: full name of this worker.
-        node: where it is.
+        node: id of its node.
     """
 
     def __init__(self, worker: str, node: str) -> None:
@@ -98,7 +98,7 @@ class HostedLoaders:
         self._hosts: dict[str, tuple[StreamHost, Caller | None]] = {}
 
     def handle(self, message: LoaderMessage, owner: Caller | None) -> FetchReply | None:
-        """Do as the consumer `owner` says.
+        """Carry out a message of the consumer `owner`.
 
         Raises:
             StreamLostError: this process has never heard of that loader or stream.
@@ -123,7 +123,7 @@ class HostedLoaders:
         return self._made(host, message)
 
     def learn(self, changes: list[Change]) -> None:
-        """Let go of what consumers had whose lives are over."""
+        """Drop the loaders of consumers whose incarnations are over."""
         for death in (change for change in changes if isinstance(change, IncarnationDied)):
             for key, (_, owner) in list(self._hosts.items()):
                 if owner is None or owner.worker != death.worker:

@@ -1,4 +1,4 @@
-"""In a process that fetches: streams, each with its own copy of a dataset and its own random numbers."""
+"""The streams in a process that fetches, each with its own copy of a dataset and its own random numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unified.loader.messages import (
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 6, 200, 200
-"""What a message says of keys, which may be whole items."""
+"""The length of what a message says of keys, which may be whole items."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +39,8 @@ class LoaderParts:
         worker_init_fn: called with the stream's id in each process that fetches, or None.
         is_iterable: the dataset is iterated over; tasks say nothing.
         has_batches: a task is a list of keys; else one key.
-        batch_size: of an iterable dataset.
-        drop_last: of an iterable dataset.
-        name: of the dataset, for messages.
+        batch_size, drop_last: the loader's, for an iterable dataset.
+        name: the dataset's, for messages.
     """
 
     dataset: Any
@@ -55,7 +54,7 @@ class LoaderParts:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> LoaderParts:
-        """Those of a loader."""
+        """Return the parts of a loader."""
         return cls(
             dataset=loader.dataset,
             collate_fn=loader.collate_fn,
@@ -68,7 +67,8 @@ class LoaderParts:
         )
 
     def pack(self) -> bytes:
-        """As bytes that any process of the job can read: classes and functions of a script, and lambdas, go by value.
+        """Return bytes that any process of the job can read: classes and functions of a script, and lambdas, go by
+        value.
 
         Raises:
             TypeError, pickle.PicklingError: something in it cannot be pickled.
@@ -77,7 +77,7 @@ class LoaderParts:
 
 
 def tasks_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What to ask for in one epoch: the sampler's keys, batch by batch; without an end for an iterable dataset."""
+    """Yield what to ask for in one epoch: the sampler's keys, batch by batch; no end for an iterable dataset."""
     if isinstance(loader.dataset, IterableDataset):
         return itertools.repeat(None)
     keys: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -100,7 +100,7 @@ class RandomState:
 
 
 def seed_as_torch_does(base_seed: int, stream: int) -> int:
-    """Seed this process as torch seeds its data loader worker of this id; the seed."""
+    """Seed this process as torch seeds its data loader worker of this id; return the seed."""
     seed = base_seed + stream
     random.seed(seed)
     torch.manual_seed(seed)
@@ -120,7 +120,7 @@ class StreamHost:
     """
 
     _on_stage: _HostedStream | None = None
-    """The stream whose random numbers and worker info are this process's now, of whichever host."""
+    """The stream of any host whose random numbers and worker info are this process's now."""
 
     def __init__(
         self, load: Callable[[], LoaderParts], *, where: str, node: str = "", is_sent_on: bool = False
@@ -244,7 +244,7 @@ class _HostedStream:
         _utils.worker._worker_info = None
 
     def position(self, message: FetchBatch) -> str:
-        """What was being done when user code raised."""
+        """Return what was being done when user code raised."""
         return f"batch {message.batch}, {self._doing},"
 
     def _look_up(self, parts: LoaderParts, task: Any) -> Any:
