@@ -14,7 +14,9 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet
 
+from unified.core.file_layout import FileLayout
 from unified.data.formats.tfrecord import masked_crc32c
+from unified.protocol.coordinator import FileRun, ShardAssignment
 
 
 def samples(start: int, end: int) -> list[dict[str, Any]]:
@@ -92,3 +94,15 @@ _SCHEMA = pa.schema({"number": pa.int64(), "text": pa.string(), "half": pa.float
 
 def _table(rows: Sequence[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(list(rows), _SCHEMA)
+
+
+def assign_files(runs: Sequence[FileRun], shard_id: int, start: int, end: int) -> ShardAssignment:
+    """Return the assignment of a shard: samples `start` to `end` of a dataset that consists of these files."""
+    found = FileLayout(run.num_samples for run in runs).locate(start, end)
+    return ShardAssignment(
+        shard_id=shard_id,
+        file_paths=[runs[rows.file].path for rows in found],
+        start_sample=start,
+        end_sample=end,
+        first_row=found[0].start if found else 0,
+    )

@@ -1,4 +1,4 @@
-"""Datasets in shards: who reads what, and reading it. The names below are imported at first use."""
+"""Datasets in shards: assigning them to workers, and reading them. The names below are imported at first use."""
 
 from typing import TYPE_CHECKING
 

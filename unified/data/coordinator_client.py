@@ -1,4 +1,4 @@
-"""How a process reaches its coordinator: a master by its address, or one in this process.
+"""The way to a process's coordinator: a master by its address, or one in this process.
 
 A `Coordinator` takes the requests of `unified.protocol.coordinator`, from any thread; each ends in its answer or in one
 error. All of them may be asked twice, so what a lost connection or a master that restarts has swallowed is asked again
@@ -35,22 +35,22 @@ from unified.security.keys import ClusterKey, find_key
 from unified.threads import after_fork
 
 LONGEST_WAIT_S = 1_000_000.0
-"""Eleven days: what "without an end" is to a socket."""
+"""Eleven days: a socket's "without an end"."""
 BARRIER_GRACE_S = 10.0
-"""How much longer than a barrier's own time to wait for its answer."""
+"""Seconds beyond a barrier's own time to wait for its answer."""
 
 A = TypeVar("A")
 
 
 class Coordinator(ABC):
-    """Whoever answers the requests of `unified.protocol.coordinator`. Any thread may use it."""
+    """The receiver of the requests of `unified.protocol.coordinator`. Any thread may use it."""
 
     @abstractmethod
     def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
         """Ask, and do not wait. Cancelling the future gives the answer up; what was asked for may have been done.
 
         Args:
-            expected: of which class the answer will be.
+            expected: the class of the answer.
             timeout_s: seconds until the future fails; None means the coordinator's own time, or some more than that of
                 a barrier, whose end the coordinator tells; one that has none may wait for ever.
 
@@ -64,7 +64,7 @@ class Coordinator(ABC):
         """End what is open here. Requests still waiting fail; a second call does nothing."""
 
     def ask(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> A:
-        """As `submit`, and wait for the answer."""
+        """Make a request as `submit` does, and wait for the answer."""
         return self.submit(request, expected, timeout_s=timeout_s).result()
 
     def __enter__(self) -> Self:
@@ -80,8 +80,8 @@ class RemoteCoordinator(Coordinator):
     """A master as coordinator. The connection is opened with the first request, in each process that makes one.
 
     Args:
-        address: as `unified.config.addresses.parse_coordinator` takes it.
-        key: of the cluster; None looks where clients look (`unified.security.keys.find_key`).
+        address: a master's, in any form that `unified.config.addresses.parse_coordinator` takes.
+        key: the cluster's; None looks where clients look (`unified.security.keys.find_key`).
         timeout_s: how long a request waits for its answer; None: what clients wait (``UNIFIED_CONNECT_S``, 10 s).
 
     Raises:
@@ -141,8 +141,8 @@ class RemoteCoordinator(Coordinator):
 
 
 def barrier_after(request: WaitBarrier, waited_s: float) -> WaitBarrier:
-    """What to ask so many seconds after the arrival. A master that knows of it goes by what it was told then; one that
-    was started since hears of the time only here.
+    """Return what to ask so many seconds after the arrival. A master that knows of it goes by what it was told then;
+    one that was started since hears of the time only here.
 
     That one hears of the others, too, only as each asks again: before it can tell who is missing, they need half of the
     time until this side gives up.
@@ -154,13 +154,13 @@ def barrier_after(request: WaitBarrier, waited_s: float) -> WaitBarrier:
 
 
 def refusal(code: str, reason: str) -> CoordinatorError:
-    """The error that a refusal is."""
+    """Return the error that stands for a refusal."""
     kind = WorkerUnknownError if code in ("replaced", "unknown-worker") else CoordinatorError
     return kind(reason, code=code)
 
 
 def expect(answer: object, expected: type[A]) -> A:
-    """The answer, if it is of this class.
+    """Return the answer, if it is of this class.
 
     Raises:
         CoordinatorError: it is a refusal, or another answer.

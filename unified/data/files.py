@@ -27,16 +27,17 @@ SUFFIXES = {
     "arrow": (".arrow", ".feather", ".ipc"),
     "orc": (".orc",),
 }
-"""Of the files of each format that are taken from a directory; of csv, tfrecord and jsonl also with ``.gz`` after."""
+"""The suffixes of files of each format that are taken from a directory; of csv, tfrecord and jsonl also with ``.gz``
+after."""
 _COMPRESSED = ".gz"
 _NUMBERED = re.compile(r"-\d+-of-\d+$")  # name.tfrecord-00003-of-00016
 
 
 class RowOffsetIndex:
-    """Byte offsets of every `every`-th row, noted while rows are passed in order.
+    """Byte offsets of every `every`-th row, added while rows are passed in order.
 
-    A reader that looks for a row begins at the mark before it and not at the file's first byte: shard after shard of
-    one file is read in one pass over the file, and not in as many as there are shards.
+    A reader that looks for a row begins at the indexed row before it and not at the file's first byte: shard after
+    shard of one file is read in one pass over the file, and not in as many as there are shards.
     """
 
     def __init__(self, every: int = 256) -> None:
@@ -44,12 +45,12 @@ class RowOffsetIndex:
         self._offsets = array("Q")
 
     def note(self, row: int, offset: int) -> None:
-        """`row` begins at byte `offset`. What is not the next row to be marked is passed over."""
+        """Add that `row` begins at byte `offset`. A row that is not the next one to be indexed is passed over."""
         if row == len(self._offsets) * self._every:
             self._offsets.append(offset)
 
     def before(self, row: int, first: int = 0) -> tuple[int, int]:
-        """The last marked row that is not after `row`, and its offset; row 0 at offset `first` if none is."""
+        """Return the last indexed row that is not after `row`, and its offset; row 0 at offset `first` if none is."""
         index = min(row // self._every, len(self._offsets) - 1)
         return (index * self._every, self._offsets[index]) if index >= 0 else (0, first)
 
@@ -59,8 +60,8 @@ class DataFile:
 
     Attributes:
         path: absolute, or ``s3://bucket/key``.
-        marks: where some of its rows begin, as far as they were met.
-        notes: what a format found out about it and needs again.
+        row_offsets: the begin of some of its rows, as far as they were met.
+        notes: facts that a format found out about it and needs again.
     """
 
     def __init__(self, path: str, files: DataFiles) -> None:
@@ -71,11 +72,11 @@ class DataFile:
 
     @property
     def is_mappable(self) -> bool:
-        """Whether it can be mapped into memory."""
+        """True if the file can be mapped into memory."""
         return not is_remote(self.path) and not self.path.endswith(_COMPRESSED)
 
     def open(self) -> BinaryIO:
-        """For reading and seeking; of a ``.gz`` what is in it."""
+        """Open it for reading and seeking; of a ``.gz`` what is in it."""
         raw = self._files.open(self.path)
         return cast(BinaryIO, _DecompressedFile(raw)) if self.path.endswith(_COMPRESSED) else raw
 
@@ -114,13 +115,13 @@ class DataFiles:
             backend.close()
 
     def find(self, path: str, format: str, order: Order = "natural") -> list[str]:  # noqa: A002
-        """The files of a dataset.
+        """Find the files of a dataset.
 
         Args:
             path: a file; a directory: all files in it and below that have a suffix of the format, those and folders
                 excepted whose names begin with ``.`` or ``_``; or a glob, in which ``**`` is any number of folders: all
                 files that match, whatever their suffix. Each of the three here or as ``s3://bucket/…``.
-            order: of the files, and so of the samples: ``"natural"`` sorts ``part-2`` before ``part-10``,
+            order: the files', and so the samples': ``"natural"`` sorts ``part-2`` before ``part-10``,
                 ``"lexical"`` by code points.
 
         Returns:
@@ -138,7 +139,7 @@ class DataFiles:
         return sorted(found, key=natural_key if order == "natural" else None)
 
     def open(self, path: str) -> BinaryIO:
-        """The bytes of one file.
+        """Open the bytes of one file.
 
         Raises:
             OSError: it cannot be read.
@@ -149,7 +150,7 @@ class DataFiles:
         return backend.open_read(key)
 
     def file(self, path: str) -> DataFile:
-        """This file, as formats read it."""
+        """Return this file, as formats read it."""
         return DataFile(path, self)
 
     def _bucket(self, path: str) -> tuple[StorageBackend, str]:
@@ -191,12 +192,12 @@ class DataFiles:
 
 
 def is_remote(path: str) -> bool:
-    """Whether it is in a bucket."""
+    """Return whether a path is in a bucket."""
     return path.startswith("s3://")
 
 
 def absolute(path: str) -> str:
-    """The path as it is from everywhere on this host; ``file://`` is left away, and ``s3://`` stays.
+    """Return the path as it is from everywhere on this host; ``file://`` is left away, and ``s3://`` stays.
 
     Raises:
         UsageError: it is in another kind of store.
@@ -218,7 +219,7 @@ def check_format(format: str) -> None:  # noqa: A002
 
 
 def format_of(path: str) -> str:
-    """The format that a file's name tells.
+    """Return the format that a file's name tells.
 
     Raises:
         DatasetError: it tells none.
@@ -233,7 +234,7 @@ def formats_of(path: str, files: DataFiles) -> dict[str, str]:
     """Return the format of each file that is there, in natural order.
 
     Args:
-        path: as `DataFiles.find` takes it.
+        path: anything that `DataFiles.find` takes.
 
     Raises:
         DataFileNotFoundError: nothing is there, or nothing whose name tells a format.
@@ -260,7 +261,7 @@ def formats_of(path: str, files: DataFiles) -> dict[str, str]:
 
 
 def natural_key(path: str) -> tuple[list[list[tuple[int, int, str]]], str]:
-    """Sorts by folders, and in each by name, numbers in it by value."""
+    """Return a key that sorts by folders, and in each by name, numbers in it by value."""
     pieces = [
         [(0, int(each), "") if each.isdecimal() else (1, 0, each) for each in re.split(r"([0-9]+)", part) if each]
         for part in path.split("/")
@@ -269,9 +270,8 @@ def natural_key(path: str) -> tuple[list[list[tuple[int, int, str]]], str]:
 
 
 def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether these components of a path match those of a glob, as a shell does: ``**`` stands for any number of
-    components, and no wildcard for one that begins with a dot.
-    """
+    """Return whether these components of a path match those of a glob, as a shell does: ``**`` stands for any number of
+    components, and no wildcard for one that begins with a dot."""
     if not pattern:
         return not parts
     if pattern[0] == "**" and matches(parts, pattern[1:]):
@@ -286,7 +286,7 @@ def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def of_format(names: Iterable[str], format: str, directory: str) -> list[str]:  # noqa: A002
-    """Those of the names, each relative to `directory`, that are files of the format.
+    """Return those of the names, each relative to `directory`, that are files of the format.
 
     Raises:
         DataFileNotFoundError: there are none; the message tells of one that is there.
@@ -335,7 +335,7 @@ def _here(path: str, format: str) -> list[str]:  # noqa: A002
 
 
 def _leads_back(folder: str) -> bool:
-    """Whether it is a link to a folder that it is in: what is there would be found again and again."""
+    """Return whether a folder is a link to one that it is in: what is there would be found again and again."""
     if not os.path.islink(folder):
         return False
     real, here = os.path.realpath(folder), os.path.realpath(os.path.dirname(folder))

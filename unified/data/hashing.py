@@ -1,4 +1,4 @@
-"""Which worker reads which shard, for who has no coordinator: a plain ring, and an even spread that follows workers.
+"""Assignment of shards to workers without a coordinator: a plain ring, and an even spread that follows workers.
 
 `DatasetRegistry` does this for you. These are for programs that keep their own list of workers; every process that has
 the same list comes to the same answer.
@@ -23,8 +23,8 @@ class ConsistentHash:
     less even than `ShardManager`: with 256 points a node has the mean ± 6 % (standard deviation), on many shards.
 
     Args:
-        nodes: that are there from the beginning.
-        num_points: of each node on the ring, 1 or more. Four times as many halve the unevenness.
+        nodes: those that are there from the beginning.
+        num_points: points of each node on the ring, 1 or more. Four times as many halve the unevenness.
     """
 
     def __init__(self, nodes: Iterable[str] = (), *, num_points: int = 256) -> None:
@@ -33,25 +33,25 @@ class ConsistentHash:
         self._num_points = num_points
         self._nodes = set(nodes)
         self._ring: tuple[list[int], list[str]] | None = None
-        """Made at the first look-up after a change: nodes mostly come many at a time."""
+        """The sorted ring, made at the first look-up after a change: nodes mostly come many at a time."""
 
     @property
     def nodes(self) -> Sequence[str]:
-        """In the order of their names."""
+        """The nodes in the order of their names."""
         return sorted(self._nodes)
 
     def add_node(self, node: str) -> None:
-        """One that is there already: nothing happens."""
+        """Add a node; one that is there already changes nothing."""
         self._nodes.add(node)
         self._ring = None
 
     def remove_node(self, node: str) -> None:
-        """One that is not there: nothing happens."""
+        """Remove a node; one that is not there changes nothing."""
         self._nodes.discard(node)
         self._ring = None
 
     def get_node_for_shard(self, dataset_id: str, shard_id: int) -> str:
-        """The node that this shard of this dataset belongs to.
+        """Return the node that this shard of this dataset belongs to.
 
         Raises:
             DatasetError: there are no nodes.
@@ -78,10 +78,10 @@ class ShardManager:
     Args:
         dataset_id: its name, on which the spread depends.
         num_shards: 0 to a million.
-        workers: that are there from the beginning.
+        workers: those that are there from the beginning.
         shuffle: spread the shards anew in each epoch, and read them in an order that depends on the seed, the dataset
             and the epoch alone. Default: each worker reads the same in each epoch, by rising number.
-        seed: of that order.
+        seed: the seed of that order.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class ShardManager:
 
     @property
     def workers(self) -> Sequence[str]:
-        """In the order of their names."""
+        """The workers in the order of their names."""
         return self._ledger.workers
 
     def add_worker(self, worker: str) -> None:
-        """One that is there already: nothing happens."""
+        """Add a worker; one that is there already changes nothing."""
         self._ledger.set_workers([*self._ledger.workers, worker])
 
     def remove_worker(self, worker: str) -> None:
-        """Its unfinished shards go to others. One that is not there: nothing happens."""
+        """Remove a worker: its unfinished shards go to others. One that is not there changes nothing."""
         self._ledger.set_workers([name for name in self._ledger.workers if name != worker])
 
     def assign_shards(self, epoch: int, worker: str) -> list[int]:
-        """The shards of an epoch that this worker has yet to read, in that order. A new worker joins the others.
+        """Return the shards of an epoch that this worker has yet to read, in that order. A new worker joins the others.
 
         Raises:
             DatasetError: the epoch is past or below 0.
@@ -114,7 +114,8 @@ class ShardManager:
         return self._ledger.shards_of(worker, epoch)
 
     def mark_done(self, epoch: int, worker: str, shard_ids: Iterable[int]) -> list[int]:
-        """This worker read these shards, and nobody is to read them again. Those that were its own, which count.
+        """Note that this worker read these shards, and nobody is to read them again; return those that were its own,
+        which count.
 
         Raises:
             DatasetError: there is no such shard, or the epoch is below 0.
@@ -122,7 +123,8 @@ class ShardManager:
         return self._ledger.mark_done(epoch, worker, shard_ids)
 
     def advance_epoch(self, epoch: int) -> None:
-        """Forget the epochs before this one; what is unfinished of them is given up. One that is past: nothing happens.
+        """Forget the epochs before this one; what is unfinished of them is given up. An epoch that is past changes
+        nothing.
 
         Raises:
             DatasetError: the epoch is below 0.

@@ -1,4 +1,4 @@
-"""Says at intervals that a worker lives, from a thread of its own: a training step may keep the event loop for long."""
+"""Heartbeats of a worker, from a thread of its own: a training step may keep the event loop for long."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _log = logging.getLogger("unified.data")
 
 
 class Heartbeats:
-    """The thread, from `start` to `stop`; it ends by itself when the coordinator does not know the worker any more.
+    """The thread of a worker's heartbeats; it ends by itself when the coordinator does not know the worker any more.
 
     Args:
-        coordinator: where to say it.
-        message: what to say.
+        coordinator: the receiver.
+        message: the heartbeat.
         interval_s: from one heartbeat to the next.
         timeout_s: after so many seconds without an answer `when_lost` is called, and then the thread goes on trying.
         when_lost: is called in the thread, once each time that the worker must be taken for lost.
@@ -49,7 +49,7 @@ class Heartbeats:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns at once; an answer that is still awaited is of no interest."""
+        """Stop sending, and return at once; an answer that is still awaited is of no interest."""
         self._stopping.set()
         answer = self._answer
         if answer is not None:
@@ -111,8 +111,8 @@ def check_heartbeats(interval_s: float | None, timeout_s: float | None) -> None:
 
 
 def interval_within(worker_id: str, interval_s: float, timeout_s: float) -> float:
-    """The interval, or a third of the time-out if a worker that waits for so long would be taken for lost; the log says
-    so."""
+    """Return the interval, or a third of the time-out if a worker that waits for so long would be taken for lost; the
+    log says so."""
     if interval_s < timeout_s:
         return interval_s
     reason = (
@@ -124,7 +124,7 @@ def interval_within(worker_id: str, interval_s: float, timeout_s: float) -> floa
 
 
 def heartbeat_error(message: WorkerHeartbeat, answer: HeartbeatResponse) -> WorkerUnknownError | None:
-    """What an answer to a heartbeat says against this worker; None: it lives."""
+    """Return what an answer to a heartbeat says against this worker; None: it lives."""
     if answer.is_known:
         return None
     return WorkerUnknownError(

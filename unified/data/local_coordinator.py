@@ -31,7 +31,7 @@ A = TypeVar("A")
 
 
 class EmbeddedCoordinator(Coordinator):
-    """Answers as a master does, in the threads of those who ask; who waits at a barrier waits in its future."""
+    """Answers as a master does, in the threads of those who ask; a worker at a barrier waits in its future."""
 
     def __init__(self) -> None:
         self._core = CoordinatorCore()
@@ -43,7 +43,8 @@ class EmbeddedCoordinator(Coordinator):
         self._is_closed = False
 
     def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
-        """As `Coordinator.submit`. `timeout_s` is of no use here: only barriers wait, and those have their own."""
+        """Make a request, as `Coordinator.submit`. `timeout_s` is of no use here: only barriers wait, and those have
+        their own."""
         future: Future[A] = Future()
         try:
             message = _as_sent(request)
@@ -77,11 +78,11 @@ class EmbeddedCoordinator(Coordinator):
         _resolve((future, closed) for future, *_ in left)
 
     def _now(self) -> float:
-        """Seconds since 1970 that never go back."""
+        """Return seconds since 1970 that never go back."""
         return time.monotonic() + self._offset
 
     def _step(self, event: Event) -> list[tuple[Future[Any], object]]:
-        """Futures that are answered now, to be told once the lock is given back. The lock is held."""
+        """Return futures that are answered now, to be ended once the lock is given back. The lock is held."""
         answers = self._take(self._core.step(self._now(), event))
         due = self._core.next_deadline
         if due is None:
@@ -112,7 +113,8 @@ _shared_lock = threading.Lock()
 
 
 def embedded_coordinator() -> EmbeddedCoordinator:
-    """The one of this process, made when first asked for. A forked child has one of its own, and it is empty."""
+    """Return the coordinator of this process, made when first asked for. A forked child has one of its own, and it is
+    empty."""
     global _shared
     with _shared_lock:
         if _shared is None:
@@ -130,7 +132,7 @@ os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def _as_sent(request: CoordinatorRequest) -> WorkerToCoordinator:
-    """What a master would have read, so that values of the wrong kind are met with the same error here as there."""
+    """Return what a master would have read, so that values of the wrong kind meet the same error here as there."""
     try:
         return worker_to_coordinator.decode_body(_encoder.encode(request))
     except (ProtocolError, TypeError, OverflowError, msgspec.MsgspecError) as error:

@@ -1,4 +1,4 @@
-"""One worker of a training as its coordinator knows it: registered, heard from, meeting the others at barriers."""
+"""`TrainingOrchestrator`: registration, heartbeats, barriers and checkpoint notices of one worker of a training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from unified.protocol.coordinator import (
 
 
 class CheckpointNotices:
-    """Of one space. Made by `TrainingOrchestrator`."""
+    """Notices of complete checkpoints in one space. Made by `TrainingOrchestrator`."""
 
     def __init__(self, coordinator: Coordinator, space: str, worker_id: str, world_size: int) -> None:
         self._coordinator = coordinator
@@ -74,8 +74,8 @@ class CheckpointNotices:
         itself: this is for checkpoints that something else wrote.
 
         Args:
-            path: of its manifest.
-            name: of the series that it belongs to.
+            path: the path of its manifest.
+            name: the series that it belongs to.
             metadata: anything else, kept as text.
 
         Returns:
@@ -99,14 +99,14 @@ class CheckpointNotices:
         return answer.is_latest
 
     async def latest(self, name: str = "default") -> RecoveryInfo | None:
-        """The latest complete checkpoint of a series that anybody told of; None if nobody did."""
+        """Return the latest complete checkpoint of a series that anybody told of; None if nobody did."""
         request = GetLatestCheckpoint(space=self._space, name=name)
         answer = await asyncio.wrap_future(self._coordinator.submit(request, RecoveryInfo))
         return answer if answer.is_found else None
 
 
 class TrainingOrchestrator:
-    """What a training script says of itself, and the barriers where it waits for the others.
+    """A training script's registration with its coordinator, and the barriers where it waits for the others.
 
     Args:
         worker_id: unique in the training; no address. Default: inside a job the worker's name, else
@@ -115,7 +115,7 @@ class TrainingOrchestrator:
             coordinator in this process, which other processes do not see. Default: inside a job its master, else
             ``COORDINATOR_URL``, else ``local``, which has to be said where there are others.
         world_size: how many workers there are. Default: inside a job those of its role, else ``WORLD_SIZE``, else 1.
-        rank: of this one, from 0. Default: as in its role, else ``RANK``, else 0.
+        rank: this worker's, from 0. Default: as in its role, else ``RANK``, else 0.
         heartbeat_interval_s: seconds between heartbeats, fewer than the time-out. Default: ``heartbeat_interval_ms`` of
             the settings here, else of the coordinator's: 1, or less if the time-out is short.
         heartbeat_timeout_s: after so many seconds of silence the coordinator takes this worker for lost. Default:
@@ -156,11 +156,11 @@ class TrainingOrchestrator:
         check_heartbeats(heartbeat_interval_s, heartbeat_timeout_s)
         self.heartbeat_interval_s = heartbeat_interval_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
-        """None: as the coordinator says."""
+        """None: the coordinator's time-out."""
         self._space = identity.space
         self._coordinator, self._is_mine = open_coordinator(coordinator_url)
         self.checkpoints = CheckpointNotices(self._coordinator, self._space, self.worker_id, self.world_size)
-        """Tells of complete checkpoints, and knows the latest."""
+        """Notices of complete checkpoints, and the latest one."""
         self._lock = threading.Lock()
         self._session = secrets.token_hex(8)
         self._is_lost = False
@@ -179,8 +179,8 @@ class TrainingOrchestrator:
         """Say who this worker is; heartbeats begin. A second call corrects what the first one said.
 
         Args:
-            ip: where others may reach it; default: this host's name.
-            port: as `ip`; 0: none.
+            ip: the address at which others may reach it; default: this host's name.
+            port: the port at that address; 0: none.
             gpu_count: accelerators it has.
             memory_bytes: memory it has.
             metadata: anything else, kept as text.
@@ -225,7 +225,7 @@ class TrainingOrchestrator:
         return answer.assigned_id
 
     async def heartbeat(self) -> None:
-        """Say once that this worker lives. It is done by itself, too, from registration on.
+        """Send one heartbeat. From registration on they are sent by themselves, too.
 
         Raises:
             WorkerUnknownError: the coordinator has taken this worker for lost; it may register again.
@@ -348,7 +348,7 @@ class TrainingOrchestrator:
             )
 
     def _leave_barrier(self, request: WaitBarrier) -> None:
-        """Nobody waits behind this arrival any more. Nothing here waits until the coordinator has heard of that."""
+        """Tell the coordinator that nobody waits behind this arrival any more, without waiting until it has heard."""
         with suppress(UnifiedError):
             message = LeaveBarrier(
                 space=request.space,
@@ -373,7 +373,7 @@ class TrainingOrchestrator:
         return WorkerHeartbeat(space=self._space, worker_id=self.worker_id, session=session)
 
     def _lost(self, session: str, error: UnifiedError) -> None:
-        """Whoever waits is told, rather than left to wait for what will never come."""
+        """End what waits in an error, rather than leave it to wait for what will never come."""
         with self._lock:
             if session != self._session:
                 return
@@ -393,7 +393,7 @@ def _first(*values: Any) -> Any:
 
 
 def check_release(barrier_id: str, answer: BarrierResponse) -> None:
-    """Raise what the end of a barrier means to those who waited, if not all had arrived.
+    """Raise the error that the end of a barrier means to those who waited, if not all had arrived.
 
     Raises:
         BarrierTimeoutError: the time of one of them was over.

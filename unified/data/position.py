@@ -1,4 +1,4 @@
-"""How far an epoch's samples were read. No file and no thread here."""
+"""The position of a reader in an epoch, and requests to go on from one. No file and no thread here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reading(NamedTuple):
 
 
 class ReadingPosition:
-    """Which shards of an epoch one reader has read, and how far it is in those that it has begun.
+    """The shards of an epoch that one reader has read, and how far it is in those that it has begun.
 
     It is in the midst of one shard at most, unless it was interrupted and given others to read first.
 
@@ -47,23 +47,22 @@ class ReadingPosition:
         return list(self._done)
 
     def plan(self, assignments: Iterable[ShardAssignment]) -> list[Reading]:
-        """What is to be read of these shards. In their order: the first is this reader's for sure, the others may go
-        to another one until they are first.
-        """
+        """Return what is to be read of these shards, in their order: the first is this reader's for sure, the others
+        may go to another one until they are first."""
         return [Reading(each, self._skip(each.shard_id)) for each in assignments if each.shard_id not in self._done]
 
     def already_done(self, assignments: Iterable[ShardAssignment]) -> list[int]:
-        """Those of these shards that were read to the end, of which whoever assigns them has not heard."""
+        """Return those of these shards that were read to the end, of which whoever assigns them has not heard."""
         return [each.shard_id for each in assignments if each.shard_id in self._done]
 
     def begin(self, reading: Reading) -> None:
-        """Samples of this shard are handed out from now on."""
+        """Begin a shard: its samples are handed out from now on."""
         self._leave()
         self.shard, self.offset = reading.assignment.shard_id, reading.skip
         self._begun.pop(self.shard, None)
 
     def finish(self) -> int:
-        """The shard that was begun has been read to the end; returns it."""
+        """Finish the shard that was begun: it has been read to the end; return it."""
         if self.shard is None:
             raise UsageError("no shard was begun, and so none was finished.")
         finished = self.shard
@@ -72,19 +71,19 @@ class ReadingPosition:
         return finished
 
     def go_to(self, epoch: int) -> None:
-        """To the begin of an epoch; if it is the present one, nothing changes."""
+        """Go to the begin of an epoch; if it is the present one, nothing changes."""
         if epoch != self.epoch:
             self.epoch, self._done, self.shard, self.offset, self._begun = epoch, {}, None, 0, {}
 
     def state(self) -> dict[str, Any]:
-        """What `load` takes: plain values, which JSON can say too."""
+        """Return what `load` takes: plain values, which JSON can say too."""
         begun = dict(self._begun)
         if self.shard is not None:
             begun[self.shard] = self.offset
         return {"epoch": self.epoch, "done": self.done, "begun": [[*each] for each in begun.items()]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Be where another one was.
+        """Load the position of another one.
 
         Raises:
             UsageError: it is no state of a position.
@@ -105,7 +104,7 @@ class ReadingPosition:
 
 
 def merge_positions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The positions of all who read a dataset together as one, which each member of any other world may load.
+    """Merge the positions of all who read a dataset together into one, which each member of any other world may load.
 
     Whoever loads it passes over what any of them had read, wherever that was; so training goes on from a checkpoint
     with more ranks or fewer. It names no dataset, so it can be loaded into the same one under another name.
@@ -138,11 +137,11 @@ def merge_positions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def restore_request(
     dataset_id: str, position: Mapping[str, Any], reader: Mapping[str, Any], *, world: list[str], is_first: bool
 ) -> RestorePosition:
-    """The request.
+    """Make the request that a dataset goes on from a position. Its number says whether it is new, or said again.
 
     Args:
         position: what `ShardedDataset.state_dict` or `merge_positions` gave.
-        reader: of which worker it is: `space`, `worker_id`, `session`, `life`.
+        reader: the worker that asks: `space`, `worker_id`, `session`, `life`.
         world: ids of all who read from now on; empty if they are not known.
         is_first: it counts only if this process has restored none of this dataset for that worker yet.
 
@@ -164,7 +163,7 @@ def restore_request(
 
 
 def _renew_after_fork() -> None:
-    """A worker is a fork of a process that may have imported this already."""
+    """Renew the process's id: a worker is a fork of a process that may have imported this already."""
     global _process
     _process = uuid.uuid4().hex
 

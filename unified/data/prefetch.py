@@ -13,7 +13,7 @@ from unified.errors import UsageError
 from unified.threads import start_thread
 
 SAMPLES_AT_ONCE = 64
-"""That go from thread to thread together."""
+"""The number of samples that go from thread to thread together."""
 
 
 class _PrefetchedShard:
@@ -25,7 +25,7 @@ class _PrefetchedShard:
         self.is_begun = False
         self.is_dropped = False
         self.is_whole = False
-        """Nothing more comes: it was read to its end, or to its error."""
+        """True if nothing more comes: it was read to its end, or to its error."""
         self.error: BaseException | None = None
 
 
@@ -42,12 +42,12 @@ class ShardPrefetcher:
         self._read = read
         self._changed = threading.Condition()
         self._ahead: dict[int, _PrefetchedShard] = {}
-        """By shard, in the order in which they are wanted."""
+        """Wanted shards, in the order in which they are wanted."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def want(self, readings: Sequence[Reading]) -> None:
-        """These and no others, in this order. What was read of others is forgotten."""
+        """Want these and no others, in this order. What was read of others is forgotten."""
         with self._changed:
             wanted = {}
             for each in readings:
@@ -61,7 +61,7 @@ class ShardPrefetcher:
                 self._thread = start_thread("data-prefetch", self._run)
 
     def take(self, shard_id: int) -> Iterator[Any]:
-        """The samples of a wanted shard, as they come.
+        """Yield the samples of a wanted shard, as they come.
 
         Raises:
             DatasetError: and whatever else reading it raised, after the samples before.

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
-from unified.core.file_layout import FileLayout
 from unified.data.files import DataFile, DataFiles, Order, format_of
 from unified.data.formats import open_format
 from unified.errors import DatasetError, UsageError
@@ -16,7 +15,7 @@ _FILES_AT_ONCE = 8
 
 
 def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileRun]:  # noqa: A002
-    """The files of a dataset in their order, each with the number of samples that it has itself.
+    """Find the files of a dataset in their order, each with the number of samples that it has itself.
 
     Args:
         path: a file, a directory or a glob, here or ``s3://``; see `DataFiles.find`.
@@ -46,24 +45,12 @@ def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileR
     return [FileRun(path=each, num_samples=count) for each, count in zip(paths, counts, strict=True)]
 
 
-def assign_files(runs: Sequence[FileRun], shard_id: int, start: int, end: int) -> ShardAssignment:
-    """The assignment of a shard: samples `start` to `end` of a dataset that consists of these files."""
-    found = FileLayout(run.num_samples for run in runs).locate(start, end)
-    return ShardAssignment(
-        shard_id=shard_id,
-        file_paths=[runs[rows.file].path for rows in found],
-        start_sample=start,
-        end_sample=end,
-        first_row=found[0].start if found else 0,
-    )
-
-
 class ShardReader:
     """Reads shards, and remembers of their files what helps to find rows. For one thread at a time.
 
     Args:
-        format: of the files; None: what the name of each tells.
-        columns: which to read, in this order; None: all. Not for ``tfrecord``.
+        format: the files' format; None: the one that each name tells.
+        columns: names of those to read, in this order; None: all. Not for ``tfrecord``.
         verify: check the checksums of ``tfrecord`` samples. Those of their lengths always are.
 
     Raises:
@@ -96,7 +83,7 @@ class ShardReader:
         self._files.close()
 
     def iter_samples(self, assignment: ShardAssignment, skip: int = 0) -> Iterator[Any]:
-        """The samples of a shard in their order: dicts, or bytes of ``tfrecord``.
+        """Yield the samples of a shard in their order: dicts, or bytes of ``tfrecord``.
 
         Args:
             skip: leave out so many samples, from the first on.
@@ -137,12 +124,12 @@ def iter_samples(
     columns: Sequence[str] | None = None,
     verify: bool = False,
 ) -> Iterator[Any]:
-    """The samples of a shard, or of several, exactly those and in their order: dicts, or bytes of ``tfrecord``.
+    """Yield the samples of a shard, or of several, exactly those and in their order: dicts, or bytes of ``tfrecord``.
 
     Args:
         assignment: what `DatasetRegistry.get_assignment` gives, or one of them.
-        format: of the files; None: what their names tell.
-        columns: which to read, in this order; None: all. Not for ``tfrecord``.
+        format: the files' format; None: the one that each name tells.
+        columns: names of those to read, in this order; None: all. Not for ``tfrecord``.
         verify: check the checksums of ``tfrecord`` samples. Those of their lengths always are.
 
     Raises:
@@ -155,7 +142,7 @@ def iter_samples(
 
 
 def dataset_files(path: str, format: str, total_samples: int | None) -> list[FileRun]:  # noqa: A002
-    """The files of a dataset in order, counted unless there is one alone that would have to be read through.
+    """Find the files of a dataset in order, counted unless there is one alone that would have to be read through.
 
     Raises:
         DataFileNotFoundError: nothing is there.

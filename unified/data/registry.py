@@ -1,4 +1,4 @@
-"""`DatasetRegistry`: datasets by name, cut into shards, and which of them are whose."""
+"""`DatasetRegistry`: datasets by name, their shards, and the workers that these are assigned to."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _QueriedWorker(NamedTuple):
     """A worker that is asked about."""
 
     name: str
-    """Name of the worker's rank (see `member_of_rank`), or with `is_id` what the worker calls itself."""
+    """The name of the worker's rank (see `member_of_rank`), or with `is_id` what the worker calls itself."""
     rank: int | None
     """None: not known here."""
     is_id: bool = False
@@ -68,7 +68,7 @@ class DatasetRegistry:
     Args:
         coordinator_url: ``tcp://HOST:PORT``, ``http://HOST:PORT`` or ``HOST:PORT`` of a master; ``local`` for a
             coordinator in this process. Default: inside a job its master, else ``COORDINATOR_URL``, else ``local``.
-        rank: of this process. Default: as in the job, else ``RANK``, else as this process has registered as a
+        rank: this process's. Default: as in the job, else ``RANK``, else as this process has registered as a
             `TrainingOrchestrator`; it may be unknown.
         world_size: over how many workers datasets are spread from the beginning. Default: as in the job, else
             ``WORLD_SIZE``, else as this process has registered. Unknown: over those that ask.
@@ -114,13 +114,13 @@ class DatasetRegistry:
         Args:
             path: a file, a directory or a glob; of this host, or ``s3://bucket/…``.
             format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl``, ``arrow`` or ``orc``.
-            total_samples: what the files hold together. Default: they are counted. It is compared with their count, but
-                for one csv, jsonl or tfrecord file alone, which is not read through then: what that has beyond
-                `total_samples` is never served.
+            total_samples: the number of samples in all files together. Default: they are counted. It is compared with
+                their count, but for one csv, jsonl or tfrecord file alone, which is not read through then: what that
+                has beyond `total_samples` is never served.
             shard_size: samples per shard; the last one may have fewer. Default: ``default_shard_size`` of the settings,
                 which is 10 000.
             shuffle: read the shards in another order in each epoch.
-            seed: of that order; default 0.
+            seed: the seed of that order; default 0.
             metadata: anything else, kept as text.
 
         Raises:
@@ -155,7 +155,7 @@ class DatasetRegistry:
         self._join_world(dataset_id, known.workers if known is not None else [])
 
     def get_shard(self, dataset_id: str, worker_rank: int | str | None = None, epoch: int | None = None) -> list[str]:
-        """The files that a worker reads whole in this epoch, in the order of reading.
+        """Return the files that a worker reads whole in this epoch, in the order of reading.
 
         The lists of all ranks are disjoint, and name each file once together. They depend on the files, the size of the
         world, the epoch and the seed alone: what was read, and who was lost, changes nothing. Ranks have about as many
@@ -168,7 +168,8 @@ class DatasetRegistry:
 
         Raises:
             CoordinatorError: there is no such dataset, the epoch is past, or nobody has said how large the world is.
-            WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
+            WorkerUnknownError: this process is an incarnation of the worker that was lost, or that a newer one
+                replaced.
             UsageError: the rank is not in the world.
         """
         worker = self._worker(worker_rank)
@@ -199,7 +200,7 @@ class DatasetRegistry:
         *,
         limit: int | None = None,
     ) -> list[ShardAssignment]:
-        """A worker's unfinished shards, in the order in which they are to be read.
+        """Return a worker's unfinished shards, in the order in which they are to be read.
 
         Args:
             worker_rank: the worker's rank, or its id. Default: this process's own.
@@ -209,7 +210,8 @@ class DatasetRegistry:
 
         Raises:
             CoordinatorError: there is no such dataset, the epoch is past, or the worker is none of the dataset's.
-            WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
+            WorkerUnknownError: this process is an incarnation of the worker that was lost, or that a newer one
+                replaced.
             UsageError: the rank is not in the world; or `limit` is below 1.
         """
         if limit is not None and limit < 1:
@@ -219,7 +221,7 @@ class DatasetRegistry:
         return self.look_up(dataset_id, worker_rank, epoch, limit=limit or 0).shards
 
     def look_up(self, dataset_id: str, worker_rank: int | str | None, epoch: int, *, limit: int) -> DataShards:
-        """As `get_assignment`, with the revision for which it holds; with `limit` 0 all."""
+        """Look up what `get_assignment` returns, with the revision for which it holds; with `limit` 0 all."""
         worker = self._worker(worker_rank)
         request = GetDataShard(dataset_id=dataset_id, epoch=epoch, limit=limit, **self._of(worker))
         self._join_once(dataset_id, worker)
@@ -240,7 +242,8 @@ class DatasetRegistry:
         Raises:
             CoordinatorError: there is no such dataset or shard; or the worker is registered by another process, which
                 alone knows what it has read.
-            WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
+            WorkerUnknownError: this process is an incarnation of the worker that was lost, or that a newer one
+                replaced.
         """
         ids = [shard_ids] if isinstance(shard_ids, int) else shard_ids
         return self.report_done(dataset_id, worker_rank, epoch, ids).shard_ids
@@ -248,7 +251,7 @@ class DatasetRegistry:
     def report_done(
         self, dataset_id: str, worker_rank: int | str | None, epoch: int, shard_ids: Sequence[int]
     ) -> ShardsDone:
-        """As `mark_done`, with the revision that holds now."""
+        """Report shards as `mark_done` does; return also the revision that holds now."""
         worker = self._worker(worker_rank)
         request = MarkDone(dataset_id=dataset_id, epoch=epoch, shard_ids=list(shard_ids), **self._of(worker))
         return self._ask(request, ShardsDone)
@@ -272,7 +275,8 @@ class DatasetRegistry:
 
         Raises:
             CoordinatorError: there is no such dataset or shard; or others have restored another position, or read on.
-            WorkerUnknownError: this process is a life of the worker that was lost, or that a newer one replaced.
+            WorkerUnknownError: this process is an incarnation of the worker that was lost, or that a newer one
+                replaced.
             UsageError: it is no position.
         """
         worker = self._worker(worker_rank)
@@ -321,7 +325,7 @@ class DatasetRegistry:
         return current
 
     def current_epoch(self, dataset_id: str) -> int:
-        """The current epoch of a dataset.
+        """Return the current epoch of a dataset.
 
         Raises:
             CoordinatorError: there is no such dataset.
@@ -329,7 +333,7 @@ class DatasetRegistry:
         return self._known(dataset_id).epoch
 
     def status(self, dataset_id: str) -> DatasetStatus:
-        """The values, workers and progress of a dataset.
+        """Return the values, workers and progress of a dataset.
 
         Raises:
             CoordinatorError: there is no such dataset.
@@ -337,11 +341,11 @@ class DatasetRegistry:
         return self._known(dataset_id)
 
     def datasets(self) -> list[DatasetStatus]:
-        """All datasets, each with its values, its workers and its progress."""
+        """Return all datasets, each with its values, its workers and its progress."""
         return self._all().datasets
 
     def active_workers(self, dataset_id: str | None = None) -> list[str]:
-        """Ids of the workers that a dataset is spread over; or of all that are registered and not lost.
+        """Return ids of the workers that a dataset is spread over; or of all that are registered and not lost.
 
         Raises:
             CoordinatorError: there is no such dataset.
@@ -349,7 +353,7 @@ class DatasetRegistry:
         return self._all().workers if dataset_id is None else list(self._known(dataset_id).workers)
 
     def shard_source(self, dataset_id: str, worker_rank: int | str | None = None) -> DatasetShards:
-        """A worker's part of a dataset, as `ShardedDataset` reads it.
+        """Return a worker's part of a dataset, as `ShardedDataset` reads it.
 
         Raises:
             CoordinatorError: there is no such dataset.
@@ -393,7 +397,8 @@ class DatasetRegistry:
         return mine[0].rank if len(mine) == 1 else None
 
     def _worker(self, worker_rank: int | str | None) -> _QueriedWorker:
-        """Asked each time: this process may register, under whatever id, after it has asked for its data."""
+        """Find out which worker is meant, each time: this process may register, under whatever id, after it has asked
+        for its data."""
         identity, mine = self._identity, self._rank()
         if isinstance(worker_rank, str):
             known = [each for each in registered(identity.space) if each.worker_id == worker_rank]
@@ -411,7 +416,8 @@ class DatasetRegistry:
         return _QueriedWorker(member_of_rank(identity, rank, self._world()), rank, is_mine=rank == mine)
 
     def _of(self, worker: _QueriedWorker) -> dict[str, Any]:
-        """Of which worker a request is; and of which life of it, if this process is one."""
+        """Return the fields of a request that say which worker it is of; and which incarnation, if this process is
+        one."""
         identity = self._identity
         life = identity.life if worker.name == identity.worker_id else -1
         session = session_of(identity.space, worker.name)
@@ -436,7 +442,7 @@ class DatasetRegistry:
                 self._join_once(dataset_id, self._worker(rank))
 
     def _join_once(self, dataset_id: str, worker: _QueriedWorker) -> None:
-        """Who was taken out is not put in again just by asking."""
+        """Join a dataset at the first request: a worker that was taken out is not put in again just by asking."""
         if (dataset_id, worker.name) not in self._joined:
             self._set_member(dataset_id, worker, True)
 
@@ -479,6 +485,6 @@ def _rebuild(coordinator_url: str | None, rank: int | None, world_size: int | No
 
 
 def _listed(ranks: Sequence[int], limit: int = 20) -> str:
-    """``2, 3``; of many the first, and how many more."""
+    """Return ``2, 3``; of many the first, and how many more."""
     more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
     return ", ".join(map(str, ranks[:limit])) + more

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from unified.protocol.coordinator import DatasetStatus, DataShards, ShardAssignment, ShardsDone
 
 AT_ONCE = 256
-"""Shards that are asked for together, so that an answer is small whatever a worker has."""
+"""The number of shards that are asked for together, so that an answer is small whatever a worker has."""
 
 
 @dataclass
@@ -18,7 +18,7 @@ class _CachedShards:
     shards: list[ShardAssignment]
     revision: int
     is_all: bool
-    """The worker has no more than these."""
+    """True if the worker has no more than these."""
 
 
 class ShardCache:
@@ -37,13 +37,14 @@ class ShardCache:
         self._is_fresh = False
 
     def learn(self, epoch: int, answer: DataShards) -> list[ShardAssignment]:
-        """What the coordinator answered to who asked for `at_once`: what is to be read from now on."""
+        """Keep what the coordinator answered to a request for `at_once` shards; return what is to be read from now
+        on."""
         is_all = len(answer.shards) < self.at_once
         self._known, self._is_fresh = _CachedShards(epoch, answer.shards, answer.revision, is_all), False
         return answer.shards
 
     def finish(self, epoch: int, shard_ids: Collection[int], answer: ShardsDone) -> None:
-        """These were reported as done, whether they counted or not, and that was the answer."""
+        """Note the answer to a report of shards as done, whether they counted or not."""
         known = self._known
         if known is None or (known.epoch, known.revision) != (epoch, answer.revision):
             self._known = None
@@ -53,7 +54,7 @@ class ShardCache:
         self._is_fresh = True
 
     def take(self, epoch: int) -> list[ShardAssignment] | None:
-        """What is to be read from now on, the first of it for sure; None: ask for it.
+        """Return what is to be read from now on, the first of it for sure; None: ask for it.
 
         It is asked for when half of it is left, so that there is always enough to be read ahead.
         """
@@ -83,8 +84,8 @@ class DatasetShards:
     """One worker's part of a dataset. Made by `DatasetRegistry.shard_source`. For one thread at a time.
 
     Attributes:
-        format: of the dataset's files.
-        life: in a job, which life of the worker this process is, from 0; else -1.
+        format: the format of the dataset's files.
+        life: in a job, the incarnation of the worker that this process is, from 0; else -1.
         is_elastic: the workers of its role are started again together.
         num_left: unfinished shards of the epoch, whoever has them, when `shards` was last answered by the coordinator.
     """
@@ -109,7 +110,8 @@ class DatasetShards:
         self._known = ShardCache()
 
     def shards(self, epoch: int) -> list[ShardAssignment]:
-        """As `DatasetRegistry.get_assignment`: the first of them, without asking where `mark_done` has just told."""
+        """Return what `DatasetRegistry.get_assignment` does: the first shards, without asking where `mark_done` has
+        just told."""
         known = self._known.take(epoch)
         if known is not None:
             return known
@@ -118,15 +120,15 @@ class DatasetShards:
         return self._known.learn(epoch, answer)
 
     def mark_done(self, epoch: int, shard_ids: Sequence[int]) -> None:
-        """As `DatasetRegistry.mark_done`."""
+        """Report shards as `DatasetRegistry.mark_done` does."""
         answer = self._registry.report_done(self._dataset_id, self._worker_rank, epoch, shard_ids)
         self._known.finish(epoch, shard_ids, answer)
 
     def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
-        """As `DatasetRegistry.restore_position`."""
+        """Go on from a position as `DatasetRegistry.restore_position` does."""
         self._known = ShardCache()
         self._registry.restore_position(self._dataset_id, position, self._worker_rank, is_first=is_first)
 
     def status(self) -> DatasetStatus:
-        """As `DatasetRegistry.status`."""
+        """Return what `DatasetRegistry.status` does."""
         return self._registry.status(self._dataset_id)

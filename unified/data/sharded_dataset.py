@@ -19,12 +19,12 @@ from unified.errors import CoordinatorError, EpochTimeoutError, UsageError
 from unified.protocol.coordinator import DatasetStatus, ShardAssignment
 
 _SHORTEST_S, _LONGEST_S = 0.05, 2.0
-"""From one look to the next."""
+"""Seconds between two polls."""
 _log = logging.getLogger("unified.data")
 
 
 class WaitPolicy:
-    """When to look again whether an epoch is over, and when to give it up.
+    """The wait for the end of an epoch: when to look again whether it is over, and when to give it up.
 
     Args:
         limit_s: so long it waits without any shard being finished; ``math.inf``: for ever.
@@ -37,9 +37,8 @@ class WaitPolicy:
         self._num_left: int | None = None
 
     def next_poll_s(self, now: float, num_left: int) -> float | None:
-        """Seconds until the next look, if at this one so many shards were left; None: nobody has finished one for too
-        long. The longer it waits, the more seldom it looks.
-        """
+        """Return seconds until the next poll, if at this one so many shards were left; None: nobody has finished one
+        for too long. The longer it waits, the more seldom it looks."""
         if num_left != self._num_left:
             self._num_left, self._moved_at = num_left, now
         spare_s = self._moved_at + self._limit_s - now
@@ -50,37 +49,38 @@ class WaitPolicy:
 
 @runtime_checkable
 class ShardSource(Protocol):
-    """Who knows which shards of one dataset are this worker's."""
+    """The shards of one dataset that are this worker's."""
 
     @property
     def format(self) -> str:
-        """Of the dataset's files."""
+        """The format of the dataset's files."""
         ...
 
     def shards(self, epoch: int) -> list[ShardAssignment]:
-        """Those that are this worker's now and not done, in the order in which they are to be read; of many, the first.
+        """Return the shards that are this worker's now and not done, in the order in which they are to be read; of
+        many, the first.
 
         An epoch after the current one is begun by asking for it.
         """
         ...
 
     def mark_done(self, epoch: int, shard_ids: Sequence[int]) -> None:
-        """They were read to the end. To say so twice does nothing."""
+        """Report shards as read to the end. To say so twice does nothing."""
         ...
 
 
 @runtime_checkable
 class RestorableSource(ShardSource, Protocol):
-    """One that can go back to a position and knows how far others are, as a coordinator does."""
+    """A shard source that can go back to a position and knows how far others are, as a coordinator does."""
 
     @property
     def life(self) -> int:
-        """In a job, which life of the worker reads, from 0; else -1."""
+        """In a job, the incarnation of the worker that reads, from 0; else -1."""
         ...
 
     @property
     def is_elastic(self) -> bool:
-        """All who read are started again together."""
+        """True if all who read are started again together."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class RestorableSource(ShardSource, Protocol):
         ...
 
     def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
-        """What is done is exactly what is done at this position.
+        """Go back to a position: what is done is exactly what is done there.
 
         Args:
             is_first: nothing happens if this process has restored one before.
@@ -97,16 +97,16 @@ class RestorableSource(ShardSource, Protocol):
         ...
 
     def status(self) -> DatasetStatus:
-        """How far the dataset was read."""
+        """Return how far the dataset was read."""
         ...
 
 
 @runtime_checkable
 class ShardRegistry(Protocol):
-    """Who knows datasets by name; `unified.data.DatasetRegistry` does."""
+    """A source of datasets by name, such as `unified.data.DatasetRegistry`."""
 
     def shard_source(self, dataset_id: str) -> ShardSource:
-        """This worker's part of a dataset."""
+        """Return this worker's part of a dataset."""
         ...
 
 
@@ -119,7 +119,7 @@ class ShardedDataset(IterableDataset[Any]):
     epoch for this worker. What another worker leaves behind when it is lost after that is read by nobody, unless
     somebody waits for it: see `wait_for_others`. An iteration that was left before its end is gone on with by the next.
 
-    What is done in an epoch is not served again, also to the next life of a worker. So a life that goes on with an
+    What is done in an epoch is not served again, also to the next incarnation of a worker. So one that goes on with an
     earlier model has to take the data back, too, with `load_state_dict`; if it finds no checkpoint, see `restart`.
 
     Reading ahead is done by a thread of this process, which ends with its iterator. Use it with
@@ -129,8 +129,8 @@ class ShardedDataset(IterableDataset[Any]):
         registry: a `DatasetRegistry`; or the source of the shards itself, without `dataset_id`.
         dataset_id: name of a registered dataset.
         epoch: the first to be read.
-        columns: which to read, in this order; None: all. Not for ``tfrecord``.
-        transform: what is made of each sample; on the thread that reads ahead. None: nothing.
+        columns: names of those to read, in this order; None: all. Not for ``tfrecord``.
+        transform: a function of each sample; called on the thread that reads ahead. None: none.
         prefetch_shards: shards that are read ahead of the one that is handed out; so many and one more are in memory.
             0: none, and no thread. Default: the settings' ``prefetch_shards``, which is 2.
         verify: check the checksums of ``tfrecord`` samples, too.
@@ -188,10 +188,10 @@ class ShardedDataset(IterableDataset[Any]):
         self._position = ReadingPosition(_checked(epoch))
         self._restart = restart
         self._is_placed = False
-        """Where it begins is settled: a position was loaded, or an iteration begun."""
+        """True once the beginning is settled: a position was loaded, or an iteration begun."""
         self._turn: object = None
         self._reader: ShardReader | None = None
-        """Kept from one iteration for the next, as it knows its way about the files by then."""
+        """The reader, kept from one iteration for the next, as it knows its way about the files by then."""
 
     @property
     def epoch(self) -> int:
@@ -204,7 +204,7 @@ class ShardedDataset(IterableDataset[Any]):
         self._turn = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last sample that was handed out; plain values, for a checkpoint."""
+        """Return the position after the last sample that was handed out; plain values, for a checkpoint."""
         return {"dataset_id": self._dataset_id, **self._position.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ class ShardedDataset(IterableDataset[Any]):
             self._source.mark_done(self._position.epoch, self._position.done)
 
     def __iter__(self) -> Iterator[Any]:
-        """See the class.
+        """Iterate over the samples of an epoch, as the class says.
 
         Raises:
             DatasetError: a file cannot be read; names it.
@@ -288,7 +288,7 @@ class ShardedDataset(IterableDataset[Any]):
             yield sample if transform is None else transform(sample)
 
     def _place(self) -> None:
-        """No position was loaded: begin anew, or with what is left, and not without a word."""
+        """Begin anew, or with what is left, where no position was loaded; the log says so."""
         source, epoch = self._source, self._position.epoch
         if not isinstance(source, RestorableSource):
             return
@@ -323,7 +323,7 @@ class ShardedDataset(IterableDataset[Any]):
         return position.plan(assignments)
 
     def _next(self, turn: object) -> list[Reading]:
-        """What is to be read now, once there is something; nothing if this was the end of the epoch."""
+        """Return what is to be read now, once there is something; nothing if this was the end of the epoch."""
         source, epoch = self._source, self._position.epoch
         if not self._wait_for_others or not isinstance(source, RestorableSource):
             return self._plan()

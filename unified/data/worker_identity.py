@@ -1,4 +1,5 @@
-"""Where a process finds its coordinator, and who it is to it: from arguments, from its job, from its environment."""
+"""The identity of a process to its coordinator, and the discovery of both: from arguments, from its job, from its
+environment."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from unified.worker.context import Worker, current_worker
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerIdentity:
-    """What is known without being told."""
+    """The identity of a process, as far as it is known without being told."""
 
     space: str = ""
     """The job's id; outside a job ``UNIFIED_SPACE``, or empty."""
     worker_id: str = ""
-    """Empty: not known."""
+    """The worker's id; empty: not known."""
     life: int = -1
-    """In a job: which life of that worker this is, from 0."""
+    """In a job: the incarnation of that worker, from 0."""
     is_elastic: bool = False
-    """All workers of its role are started again together."""
+    """True if all workers of its role are started again together."""
     rank: int | None = None
     world_size: int | None = None
     workers: tuple[str, ...] = ()
@@ -35,9 +36,9 @@ class WorkerIdentity:
 
 
 def discover(env: Mapping[str, str] | None = None) -> WorkerIdentity:
-    """Inside a job what `current_worker()` says, else ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``.
-    Outside a job what we log here begins from now on at the level that the environment asks for; a job's worker sees to
-    that at its start.
+    """Discover the identity: inside a job what `current_worker()` says, else ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK``
+    and ``WORLD_SIZE``. Outside a job what we log here begins from now on at the level that the environment asks for; a
+    job's worker sees to that at its start.
 
     Raises:
         OptionError: a variable is not what it should be, or the rank is not in the world.
@@ -67,7 +68,7 @@ def discover(env: Mapping[str, str] | None = None) -> WorkerIdentity:
 
 
 def settings() -> RuntimeSettings:
-    """What ``UNIFIED_CONFIG`` and the environment say, but for where this process stands: see `discover`.
+    """Load what ``UNIFIED_CONFIG`` and the environment say, but for the process's identity: see `discover`.
 
     Raises:
         UsageError: a key or a value that cannot be.
@@ -77,7 +78,7 @@ def settings() -> RuntimeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRegistration:
-    """A life of a worker that this process registered."""
+    """An incarnation of a worker that this process registered."""
 
     space: str
     rank: int
@@ -89,18 +90,18 @@ class LocalRegistration:
 
 
 _registered: list[LocalRegistration] = []
-"""The newest last."""
+"""Registrations, the newest last."""
 
 
 def register(me: LocalRegistration) -> None:
     """Remember under which id and session this process speaks for a rank: shards and heartbeats must be of the same
-    life of the same worker."""
+    incarnation of the same worker."""
     deregister(me)
     _registered.append(me)
 
 
 def deregister(me: LocalRegistration) -> None:
-    """It does so no more."""
+    """Forget a registration."""
     if me in _registered:
         _registered.remove(me)
 
@@ -114,13 +115,14 @@ def session_of(space: str, member: str) -> str:
 
 
 def registered(space: str) -> list[LocalRegistration]:
-    """Return the introductions of this process in a space: one, unless it speaks for several ranks."""
+    """Return the registrations of this process in a space: one, unless it speaks for several ranks."""
     return [each for each in _registered if each.space == space]
 
 
 def member_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) -> str:
-    """The name of a rank, by which datasets have it: the same in every process of a world, whatever the worker of that
-    rank calls itself. In a job it is the name of the worker that has this rank in its role, else ``worker-{rank}``.
+    """Return the name of a rank, by which datasets have it: the same in every process of a world, whatever the worker
+    of that rank calls itself. In a job it is the name of the worker that has this rank in its role, else
+    ``worker-{rank}``.
 
     Raises:
         UsageError: the rank is not in the world.
@@ -131,7 +133,7 @@ def member_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) 
 
 
 def worker_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) -> str:
-    """The id of the worker that has this rank, as far as it is known here; else ``worker-{rank}``.
+    """Return the id of the worker that has this rank, as far as it is known here; else ``worker-{rank}``.
 
     Raises:
         UsageError: the rank is not in the world.
@@ -171,7 +173,8 @@ def check_worker_id(worker_id: str, coordinator: str | Coordinator | None) -> No
 
 
 def named_coordinator(given: str | Coordinator | None) -> str | Coordinator | None:
-    """What is given; else the master of the job that this process works in, else ``COORDINATOR_URL``, else None."""
+    """Return what is given; else the master of the job that this process works in, else ``COORDINATOR_URL``, else
+    None."""
     if given:
         return given
     worker = _worker()
@@ -192,7 +195,7 @@ def check_meeting_place(given: str | Coordinator | None, rank: int, world_size: 
 
 
 def open_coordinator(given: str | Coordinator | None) -> tuple[Coordinator, bool]:
-    """The coordinator, and whether its user closes it.
+    """Open the coordinator; return it, and whether its user closes it.
 
     Args:
         given: an address (see `unified.config.addresses.parse_coordinator`), ``local``, or a coordinator; None means

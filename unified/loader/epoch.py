@@ -36,7 +36,7 @@ class Epoch:
     Args:
         workers: the processes that fetch.
         key: the loader's name at those workers.
-        tasks: what to fetch, batch by batch.
+        tasks: one for each batch.
         base_seed, number: the epoch's own.
         unwrap: makes of what came the batch that the consumer gets.
         thread: runs `unwrap` as soon as a batch is here; None: the consumer's does, when it takes the batch.

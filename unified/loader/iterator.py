@@ -175,9 +175,9 @@ class RayDataLoaderIter(DataLoaderIter):
     """`DataLoaderIter` under the name that scripts for Ray use.
 
     Args:
-        dataloader: as `loader` there.
-        num_actors: as `num_workers` there.
-        options: as there.
+        dataloader: the `loader` there.
+        num_actors: the `num_workers` there.
+        options: the others there.
     """
 
     def __init__(self, dataloader: DataLoader[Any], num_actors: int | None = None, **options: Any) -> None:

@@ -65,7 +65,7 @@ class FetchFailure(NamedTuple):
     """The user's code raised.
 
     Attributes:
-        what: which batch and sample.
+        what: the batch and sample, in words.
         raised: the exception, as `unified.bus.calls.remote_errors.describe` writes it down.
     """
 

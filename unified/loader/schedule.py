@@ -35,7 +35,7 @@ class Fetch(NamedTuple):
 
 
 class GiveUp(NamedTuple):
-    """This batch was lost too often; nothing more will come."""
+    """A batch was lost too often; nothing more will come."""
 
     batch: int
     losses: int
@@ -103,7 +103,7 @@ class Schedule:
     """The bookkeeping of one epoch.
 
     Args:
-        tasks: what to ask for, batch by batch; drawn from only as far as there is room. What it raises ends it, and
+        tasks: one for each batch; drawn from only as far as there is room. What it raises ends it, and
             is kept in `failure` for when the batches before it were taken.
         initial_workers: the worker at which each stream begins.
         num_workers: how many workers there are.

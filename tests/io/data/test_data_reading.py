@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.data_files import WRITERS, plain, samples, write_csv, write_jsonl, write_parquet
-from unified.data.reading import ShardReader, assign_files, find_runs, iter_samples
+from tests.support.data_files import WRITERS, assign_files, plain, samples, write_csv, write_jsonl, write_parquet
+from unified.data.reading import ShardReader, find_runs, iter_samples
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError
 from unified.protocol.coordinator import FileRun, ShardAssignment
 

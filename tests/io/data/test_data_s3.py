@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.data_files import WRITERS, plain, samples
+from tests.support.data_files import WRITERS, assign_files, plain, samples
 from tests.support.s3 import S3Server
 from unified.data import ShardReader, find_runs
 from unified.data.files import DataFiles
-from unified.data.reading import assign_files
 from unified.errors import DataFileNotFoundError, DatasetError, StorageError, UsageError
 from unified.storage import open_storage
 

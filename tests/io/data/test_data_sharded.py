@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.support.data_files import samples, write_jsonl, write_parquet, write_tfrecord
+from tests.support.data_files import assign_files, samples, write_jsonl, write_parquet, write_tfrecord
 from unified.data.formats.row_format import RowFormat
 from unified.data.position import Reading
 from unified.data.prefetch import ShardPrefetcher
-from unified.data.reading import assign_files, find_runs
+from unified.data.reading import find_runs
 from unified.data.sharded_dataset import ShardedDataset, ShardSource
 from unified.errors import DatasetError, UsageError
 from unified.protocol.coordinator import ShardAssignment

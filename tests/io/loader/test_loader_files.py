@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.data_files import WRITERS, plain, samples, write_jsonl, write_parquet
+from tests.support.data_files import WRITERS, assign_files, plain, samples, write_jsonl, write_parquet
 from tests.support.s3 import S3Server
 from unified.data import ShardReader, find_runs
 from unified.data.files import DataFiles
-from unified.data.reading import assign_files
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError
 from unified.loader.dataset import Dataset, find_parts
 from unified.storage import open_storage

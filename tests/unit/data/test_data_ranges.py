@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.data_files import assign_files
 from unified.core.file_layout import FileLayout, FileRows
 from unified.data.files import RowOffsetIndex
-from unified.data.reading import assign_files
 from unified.protocol.coordinator import FileRun
 
 SIZES = st.lists(st.integers(0, 12), max_size=12)

@@ -17,10 +17,10 @@ _WITH_COLUMNS: dict[str, type[RowFormat]] = {
 
 
 def open_format(format: str, columns: Sequence[str] | None = None, *, verify: bool = False) -> RowFormat:  # noqa: A002
-    """The reader of a format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl``, ``arrow`` or ``orc``.
+    """Return the reader of a format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl``, ``arrow`` or ``orc``.
 
     Args:
-        columns: which to read, None for all. Not for ``tfrecord``, whose samples are bytes.
+        columns: names of those to read, None for all. Not for ``tfrecord``, whose samples are bytes.
         verify: check the checksums of ``tfrecord`` samples too (those of their lengths always are).
 
     Raises:

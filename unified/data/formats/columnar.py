@@ -13,11 +13,11 @@ from unified.data.files import DataFile
 from unified.data.formats.row_format import RowFormat
 
 ROWS_AT_ONCE = 1024
-"""Rows that are made into Python objects together."""
+"""The number of rows that are made into Python objects together."""
 
 
 def pyarrow(part: str = "") -> Any:
-    """The module ``pyarrow``, or a part of it such as ``"parquet"``.
+    """Import the module ``pyarrow``, or a part of it such as ``"parquet"``.
 
     Raises:
         ImportError: it is not installed; names the extra.
@@ -29,7 +29,7 @@ def pyarrow(part: str = "") -> Any:
 
 
 def dicts(batches: Iterable[Any], start: int, end: int) -> Iterator[dict[str, Any]]:
-    """Rows `start` to `end` of these record batches together."""
+    """Yield rows `start` to `end` of these record batches together."""
     row = 0
     for batch in batches:
         low, high = max(start - row, 0), min(end - row, batch.num_rows)
@@ -46,7 +46,7 @@ class _Columnar(RowFormat):
     is_counted = True
 
     def _in_order(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """With the wanted columns alone, in the order that was asked for."""
+        """Select the wanted columns alone, in the order that was asked for."""
         return batches if self.columns is None else (batch.select(self.columns) for batch in batches)
 
 
@@ -100,7 +100,7 @@ class ArrowFormat(_Columnar):
             yield from dicts(self._in_order(batches), start - base, end - base)
 
     def _from(self, file: DataFile, opened: Any, start: int) -> tuple[int, Iterator[Any]]:
-        """The batches from the one on that has row `start`, and their first row."""
+        """Return the first row of the batch that has row `start`, and the batches from that one on."""
         ends: list[int] = file.notes.setdefault("batch-ends", [])  # of those that were met
         index = bisect_right(ends, start)
 

@@ -1,4 +1,4 @@
-"""The base of every format of data files: how many rows a file has, and rows of it by their numbers."""
+"""The base of every format of data files: the number of rows that a file has, and rows of it by their numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RowFormat(ABC):
     """Reads files of one format. Rows are numbered from 0 in each file.
 
     Args:
-        columns: which to read, in this order; None: all.
+        columns: names of those to read, in this order; None: all.
 
     Raises:
         UsageError: `columns` is no list, or empty.
@@ -27,7 +27,7 @@ class RowFormat(ABC):
 
     name: ClassVar[str]
     is_counted: ClassVar[bool] = False
-    """A file says how many rows it has; else it has to be read through."""
+    """True if a file says how many rows it has; else it has to be read through."""
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         if isinstance(columns, str) or (columns is not None and not columns):
@@ -35,7 +35,7 @@ class RowFormat(ABC):
         self.columns = None if columns is None else list(columns)
 
     def count(self, file: DataFile) -> int:
-        """The number of rows of the file; counted once, and then known.
+        """Return the number of rows of the file; counted once, and then known.
 
         Raises:
             DatasetError: it is empty, cannot be read, or is not of this format.
@@ -56,7 +56,7 @@ class RowFormat(ABC):
             raise DatasetError(f"{file.path} holds no sample: write it again, or take it out of the dataset.")
 
     def rows(self, file: DataFile, start: int, end: int) -> Iterator[Any]:
-        """Rows `start` to `end` (not included) in order; those of them that the file has.
+        """Yield rows `start` to `end` (not included) in order; those of them that the file has.
 
         Raises:
             DatasetError: it cannot be read, or is not of this format.
@@ -68,8 +68,8 @@ class RowFormat(ABC):
                 yield from self._rows(file, start, end)
 
     def pieces(self, file: DataFile) -> list[tuple[int, int]]:
-        """Runs of rows that can be read without those before them, each its first row and the one after its last; of a
-        file whose rows have to be counted it is one without an end.
+        """Return runs of rows that can be read without those before them, each its first row and the one after its
+        last; of a file whose rows have to be counted it is one without an end.
 
         Raises:
             DatasetError: it is empty, cannot be read, or is not of this format.
@@ -107,7 +107,7 @@ class RowFormat(ABC):
 
 @contextmanager
 def named(file: DataFile, format: str) -> Iterator[None]:  # noqa: A002
-    """What goes wrong within is told with the file's name."""
+    """Name the file in errors that are raised within."""
     try:
         yield
     except DatasetError:

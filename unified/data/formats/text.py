@@ -20,7 +20,7 @@ LONGEST_LINE = 256 << 20
 _BLANK = b"\xef\xbb\xbf\r\n"
 """A byte order mark, and ends of lines."""
 _SAMPLE = 1 << 20
-"""Bytes of a CSV file, about, from which the types of its columns are inferred."""
+"""About the bytes of a CSV file from which the types of its columns are inferred."""
 
 
 class JsonLinesFormat(RowFormat):
@@ -101,7 +101,7 @@ class CsvFormat(RowFormat):
             number += len(some)
 
     def _head(self, file: DataFile) -> tuple[int, dict[str, Any]]:
-        """Length of the line of names, and the type of each column."""
+        """Return the length of the line of names, and the type of each column."""
         if "head" not in file.notes:
             with file.open() as opened:
                 names = _next_row(opened, file, is_quoted=True)
@@ -126,10 +126,11 @@ class CsvFormat(RowFormat):
 
 
 def lines(file: DataFile, start: int, *, first: int = 0, is_quoted: bool = False) -> Iterator[bytes]:
-    """The rows of a file from row `start` on, as bytes; blank lines are none. The file's marks are used and noted.
+    """Yield the rows of a file from row `start` on, as bytes; blank lines are none. The file's row offsets are used and
+    added to.
 
     Args:
-        first: where row 0 is, in bytes.
+        first: the byte at which row 0 begins.
         is_quoted: an end of line between double quotes ends no row.
     """
     row, offset = file.row_offsets.before(start, first)
@@ -145,8 +146,8 @@ def lines(file: DataFile, start: int, *, first: int = 0, is_quoted: bool = False
 
 
 def _parse_json(line: bytes) -> Any:
-    """Several times as fast as `json`, which takes what is no JSON by the letter: NaN, Infinity, half of a surrogate, a
-    byte order mark."""
+    """Parse JSON several times as fast as `json`, which is asked where a line is no JSON by the letter: NaN, Infinity,
+    half of a surrogate, a byte order mark."""
     try:
         return msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError):

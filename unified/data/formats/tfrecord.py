@@ -58,7 +58,7 @@ class TFRecordFormat(RowFormat):
                 row += 1
 
     def _length(self, opened: BinaryIO, file: DataFile, row: int, offset: int) -> int | None:
-        """Of the record that begins here; None at the end of the file."""
+        """Return the length of the record that begins here; None at the end of the file."""
         head = opened.read(_HEAD.size)
         if not head:
             return None
@@ -88,13 +88,13 @@ class TFRecordFormat(RowFormat):
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The CRC-32C of the data, masked as TFRecord files have it."""
+    """Return the CRC-32C of the data, masked as TFRecord files have it."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(data: bytes) -> int:
-    """The Castagnoli CRC: zlib has another polynomial.
+    """Return the Castagnoli CRC: zlib has another polynomial.
 
     Raises:
         ImportError: google-crc32c is not installed; names the extra.
