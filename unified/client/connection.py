@@ -114,7 +114,7 @@ class PendingReply:
         self._after = after
         self._asked_at = time.monotonic()
         self.timeout_s = timeout_s
-        self.patience_s = RESEND_S + (message.wait_s if isinstance(message, GetJob) else 0.0)
+        self.resend_after_s = RESEND_S + (message.wait_s if isinstance(message, GetJob) else 0.0)
         self.deadline = self._asked_at + timeout_s
         self.resend_at = float("inf")
         self.is_sent = False
@@ -338,7 +338,7 @@ class MasterConnection:
     def _turn(self, dealer: Dealer, poller: zmq.Poller) -> None:
         socket = dealer.socket
         poller.register(socket, zmq.POLLIN | zmq.POLLOUT if self._outbox else zmq.POLLIN)
-        ready = dict(poller.poll(self._patience_ms()))
+        ready = dict(poller.poll(self._poll_timeout_ms()))
         if self._wake in ready:
             os.eventfd_read(self._wake)
         if dealer.monitor in ready:
@@ -350,7 +350,7 @@ class MasterConnection:
         if self._outbox:
             self._flush(socket)
 
-    def _patience_ms(self) -> int:
+    def _poll_timeout_ms(self) -> int:
         """Milliseconds until something must be sent again, or given up."""
         with self._lock:
             moments = [min(reply.deadline, reply.resend_at) for reply in self._waiting.values()]
@@ -373,7 +373,7 @@ class MasterConnection:
                         return
                     reply.is_sent = True
                     if not isinstance(reply.message, _NOT_TWICE):
-                        reply.resend_at = time.monotonic() + reply.patience_s
+                        reply.resend_at = time.monotonic() + reply.resend_after_s
             self._outbox.popleft()
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:

@@ -118,9 +118,9 @@ def marked_processes(setting: str) -> list[Marked]:
     ]
 
 
-def kill_marked(setting: str, patience_s: float) -> list[Marked]:
+def kill_marked(setting: str, grace_s: float) -> list[Marked]:
     """Wait for marked processes to end by themselves, then kill the others, and return these."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + grace_s
     while left := marked_processes(setting):
         if time.monotonic() > deadline:
             break

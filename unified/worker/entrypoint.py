@@ -29,7 +29,7 @@ from unified.job.spec import EntryPoint
 _RUNTIME = str(Path(__file__).parent)
 
 
-class Entry(ABC):
+class LoadedEntry(ABC):
     """An entry point that was found.
 
     Attributes:
@@ -55,7 +55,7 @@ class Entry(ABC):
         """Run to the end. `config` gives the user's configuration to those that take it."""
 
 
-def load(entry: EntryPoint, *, is_driver: bool) -> Entry:
+def load(entry: EntryPoint, *, is_driver: bool) -> LoadedEntry:
     """Find an entry point: import its module, or compile its file.
 
     Raises:
@@ -71,7 +71,7 @@ def load(entry: EntryPoint, *, is_driver: bool) -> Entry:
 # Functions and classes
 
 
-class _Function(Entry):
+class _Function(LoadedEntry):
     def __init__(self, module: ModuleType, function: Callable[..., Any], what: str) -> None:
         super().__init__(module)
         self._call = _caller(function, what)
@@ -83,7 +83,7 @@ class _Function(Entry):
         self._call(config)
 
 
-class _Class(Entry):
+class _Class(LoadedEntry):
     def __init__(self, module: ModuleType, cls: type, what: str, is_driver: bool) -> None:
         super().__init__(module)
         self._cls = cls
@@ -109,7 +109,7 @@ class _Class(Entry):
             _caller(run, f"{self._what}.run")(config)
 
 
-def _load_attribute(entry: EntryPoint, is_driver: bool) -> Entry:
+def _load_attribute(entry: EntryPoint, is_driver: bool) -> LoadedEntry:
     sys.argv = [entry.target, *entry.argv]  # not those of the process that was started for it
     module = _import(entry.target)
     found: Any = module
@@ -225,7 +225,7 @@ def _user_path() -> list[str]:
 # Scripts and modules
 
 
-class _Program(Entry):
+class _Program(LoadedEntry):
     """Code that runs as `__main__`."""
 
     is_program = True
@@ -253,7 +253,7 @@ class _Program(Entry):
             raise
 
 
-def _load_script(entry: EntryPoint) -> Entry:
+def _load_script(entry: EntryPoint) -> LoadedEntry:
     path = Path(entry.target).absolute()
     if path.is_dir() or zipfile.is_zipfile(path):
         return _load_container(entry, path)
@@ -269,7 +269,7 @@ def _load_script(entry: EntryPoint) -> Entry:
     return _Program(_compile(source, str(path)), module, [entry.target, *entry.argv], str(path.parent))
 
 
-def _load_container(entry: EntryPoint, path: Path) -> Entry:
+def _load_container(entry: EntryPoint, path: Path) -> LoadedEntry:
     """A folder or a zip file, whose `__main__.py` runs and whose modules it may import."""
     spec = importlib.machinery.PathFinder.find_spec("__main__", [str(path)])
     if spec is None or spec.loader is None:
@@ -283,7 +283,7 @@ def _load_container(entry: EntryPoint, path: Path) -> Entry:
     return _Program(code, module, [entry.target, *entry.argv], str(path))
 
 
-def _load_module(entry: EntryPoint) -> Entry:
+def _load_module(entry: EntryPoint) -> LoadedEntry:
     name = entry.target
     try:
         spec = importlib.util.find_spec(name)

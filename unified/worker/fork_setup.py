@@ -159,7 +159,7 @@ def _has_glibc() -> bool:
     return "CS_GNU_LIBC_VERSION" in os.confstr_names and bool(os.confstr("CS_GNU_LIBC_VERSION"))
 
 
-def warm_up(entry_module: str) -> None:
+def preload(entry_module: str) -> None:
     """Import the entry's module, and what it names in `PRELOAD` as far as that is installed.
 
     Raises:
@@ -171,12 +171,12 @@ def warm_up(entry_module: str) -> None:
             _try_import(name)
 
 
-def for_later(entry_module: str) -> list[str]:
+def preload_later(entry_module: str) -> list[str]:
     """Modules worth importing when there are jobs and nobody waits: what `PRELOAD_LATER` names, else torch's own."""
     return list(getattr(sys.modules[entry_module], "PRELOAD_LATER", LATER if "torch" in sys.modules else ()))
 
 
-def import_one(name: str) -> None:
+def import_if_there(name: str) -> None:
     """Import a module if it is there; whatever is wrong with it is no reason not to fork."""
     with _single_threaded():
         _try_import(name)

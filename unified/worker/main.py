@@ -30,7 +30,7 @@ from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Laun
 from unified.worker import environment, process_group
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
-from unified.worker.entrypoint import Entry, load
+from unified.worker.entrypoint import LoadedEntry, load
 from unified.worker.exit import EXIT_CUT, clear_program, cut_after, end_program, exit_fork, exit_process, finish_work
 from unified.worker.failure import describe, exit_code, where, with_written
 from unified.worker.fork_setup import (
@@ -91,7 +91,7 @@ class _WorkerProcess:
         self._reporter = Reporter(self._send_progress)
         self._bus: BusEndpoint | None = None
         self._inbox: Inbox | None = None
-        self._entry: Entry | None = None
+        self._entry: LoadedEntry | None = None
         self._main = ""
         """Name of the entry point's module."""
         self._own_methods: set[str] = set()
@@ -222,7 +222,7 @@ class _WorkerProcess:
         else:
             if not self._only_serves:
                 finish_work()
-            self._tell_unread(settle=True)
+            self._report_unread(settle=True)
         self._stop.finish()
         self._reporter.flush()
         flush_output(within_s=1.0)
@@ -231,7 +231,7 @@ class _WorkerProcess:
             process_group.destroy()
 
     def _end_calls(self) -> None:
-        self._tell_unread(settle=True)
+        self._report_unread(settle=True)
         self._stop.forget_callbacks()
         self._stop.on_stop(self._hasten_end)
 
@@ -253,9 +253,9 @@ class _WorkerProcess:
         """The stop came while the program was ending: it has the grace period for that."""
         if not self._stop.is_finished:
             self._channel.send(Running(round=0, is_ending=True))
-            cut_after(self._stop.left_s, EXIT_CUT, self._say_cut)
+            cut_after(self._stop.left_s, EXIT_CUT, self._report_cut)
 
-    def _say_cut(self, text: str) -> None:
+    def _report_cut(self, text: str) -> None:
         self._channel.send(Failed(failure=Failure(summary=text, is_cut=True)))
 
     def _clear(self) -> None:
@@ -279,7 +279,7 @@ class _WorkerProcess:
                 print(failure.traceback, end="", file=sys.stderr)
             if failure.category == "setup":
                 print(f"unified: {failure.summary}", file=sys.stderr)
-        self._tell_unread(settle=False)
+        self._report_unread(settle=False)
         flush_output(within_s=1.0)
         self._reporter.flush()
         self._channel.send(Failed(failure=failure))
@@ -291,10 +291,10 @@ class _WorkerProcess:
         self._stop.begin_exit()
         last = last or self._close_bus
         if is_stopped:
-            exit_process(code, left_s=self._stop.left_s, last=last, clear=self._clear, on_cut=self._say_cut)
+            exit_process(code, left_s=self._stop.left_s, last=last, clear=self._clear, on_cut=self._report_cut)
         exit_process(code, last=last, clear=self._clear)
 
-    def _tell_unread(self, *, settle: bool) -> None:
+    def _report_unread(self, *, settle: bool) -> None:
         """Have the errors of calls logged and counted that user code never read."""
         if self._bus is None or not self._bus.inbox_id:
             return
@@ -336,7 +336,7 @@ def _show_name(launch: Launch) -> None:
     process.set_command_line(f"unified worker: {launch.name} incarnation {launch.incarnation} of {launch.job_id}")
 
 
-def _export(entry: Entry, late: LateExports | None = None) -> None:
+def _export(entry: LoadedEntry, late: LateExports | None = None) -> None:
     try:
         if late is not None:
             late.close()

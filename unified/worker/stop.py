@@ -141,7 +141,7 @@ class StopState:
     def _serve(self) -> None:
         self._requests.get()
         with self._deciding:
-            if self._nobody_cares():
+            if self._is_unwatched():
                 self._end_now()
         while callbacks := self._take_callbacks():
             for callback in callbacks:
@@ -159,7 +159,7 @@ class StopState:
                 self._settled.set()
         return callbacks
 
-    def _nobody_cares(self) -> bool:
+    def _is_unwatched(self) -> bool:
         return not (
             self._is_watched
             or self.is_finished

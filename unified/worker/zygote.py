@@ -30,7 +30,7 @@ from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteUp, ZygoteWord, agent_to_zygote
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
 from unified.worker.exit import exit_process
-from unified.worker.fork_setup import for_later, give_back_idle, import_one, open_output, warm_up
+from unified.worker.fork_setup import give_back_idle, import_if_there, open_output, preload, preload_later
 
 QUIET_S = 1.0
 """After so long without a fork or an exit the zygote does what is worth having but not worth waiting for."""
@@ -41,7 +41,7 @@ _OWN_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 _SOCKET_FAILED = "zygote: the agent's socket failed: {}"
 
 
-class _AskedToEnd(BaseException):
+class _EndRequested(BaseException):
     """SIGTERM came in the middle of an import, or the agent went away."""
 
 
@@ -54,7 +54,7 @@ class Zygote:
         self._buffer = StreamBuffer()
         self._descriptors: deque[int] = deque()
         self._children: dict[int, Fork] = {}
-        self._later = for_later(self._module)
+        self._later = preload_later(self._module)
         """Modules to be imported once it has forked: an agent that waits for its first job need not hold them."""
         self._idle_work: deque[Callable[[], object]] = deque([give_back_idle])
         self._is_quiet = False
@@ -77,9 +77,9 @@ class Zygote:
         poll.register(self._wake_read, select.POLLIN)
         try:
             has_torch = "torch" in sys.modules
-            self._say(ZygoteUp(pid=os.getpid(), has_torch=has_torch, protocol_version=PROTOCOL_VERSION))
+            self._send(ZygoteUp(pid=os.getpid(), has_torch=has_torch, protocol_version=PROTOCOL_VERSION))
             while not self._is_asked_to_end:
-                self._is_quiet = not poll.poll(self._patience_ms())
+                self._is_quiet = not poll.poll(self._poll_timeout_ms())
                 if self._is_quiet:
                     self._do_idle_work()
                     continue
@@ -92,7 +92,7 @@ class Zygote:
         finally:
             self._kill_all()
 
-    def _patience_ms(self) -> float | None:
+    def _poll_timeout_ms(self) -> float | None:
         if not self._idle_work:
             return None
         return 0 if self._is_quiet else QUIET_S * 1000
@@ -100,16 +100,16 @@ class Zygote:
     def _do_idle_work(self) -> None:
         self._is_importing = True
         try:
-            self._look_amid_import()  # for a signal that came before there was an import to break into
+            self._reap_during_import()  # for a signal that came before there was an import to break into
             self._idle_work.popleft()()
-        except _AskedToEnd:
+        except _EndRequested:
             return
         finally:
             self._is_importing = False
 
     def _plan_imports(self) -> None:
         """Plan, now that there is a job, to import what those that follow will want, as soon as it is quiet."""
-        self._idle_work.extend(partial(import_one, name) for name in self._later)
+        self._idle_work.extend(partial(import_if_there, name) for name in self._later)
         if self._later:
             self._idle_work.append(self._settle)
             self._later = []
@@ -130,9 +130,9 @@ class Zygote:
             self._is_asked_to_end = True
         self._must_look = True
         if self._is_importing and not self._is_reaping:
-            self._look_amid_import()
+            self._reap_during_import()
 
-    def _look_amid_import(self) -> None:
+    def _reap_during_import(self) -> None:
         """Reap workers alone: an import may wait for a program that it has started."""
         self._must_look = True
         while self._must_look and not self._is_asked_to_end:
@@ -145,9 +145,9 @@ class Zygote:
             finally:
                 self._is_reaping = False
         if self._is_asked_to_end:
-            raise _AskedToEnd
+            raise _EndRequested
 
-    def _say(self, word: ZygoteWord) -> None:
+    def _send(self, word: ZygoteWord) -> None:
         self._control.sendall(encode_stream(word))
 
     def _take_orders(self) -> bool:
@@ -179,19 +179,21 @@ class Zygote:
         try:
             pid = os.fork()
             if pid == 0:
-                self._be_child(order.env if is_fresh else None, descriptors, own_pid, mask)
+                self._run_child(order.env if is_fresh else None, descriptors, own_pid, mask)
         except OSError as error:
-            self._say(ForkFailed(child=order.child, error=f"fork: {error.strerror}"))
+            self._send(ForkFailed(child=order.child, error=f"fork: {error.strerror}"))
         else:
             self._children[pid] = order
             self._plan_imports()
-            self._say(Forked(child=order.child, pid=pid))
+            self._send(Forked(child=order.child, pid=pid))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _be_child(self, env: Mapping[str, str] | None, descriptors: list[int], zygote: int, mask: set[int]) -> NoReturn:
+    def _run_child(
+        self, env: Mapping[str, str] | None, descriptors: list[int], zygote: int, mask: set[int]
+    ) -> NoReturn:
         """The forked child's life. Nothing of the zygote's may run after it, so it ends here in every case.
 
         Args:
@@ -264,7 +266,7 @@ class Zygote:
                     if order is None:
                         continue  # an orphan that we had adopted
                     process.signal_group(pid, signal.SIGKILL)
-                    self._say(ChildExited(child=order.child, pid=pid, code=os.waitstatus_to_exitcode(status)))
+                    self._send(ChildExited(child=order.child, pid=pid, code=os.waitstatus_to_exitcode(status)))
                     ended[pid] = order
         if ended:
             kill_remains(ended)  # looks at every process of the host, so that the word is said before
@@ -309,7 +311,7 @@ def main() -> None:
     control.set_inheritable(False)
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]  # put there by `-m`: where the agent happens to stand is no place for a worker's imports
-    warm_up(arguments.entry.partition(":")[0])
+    preload(arguments.entry.partition(":")[0])
     gc.collect()
     gc.freeze()  # a collection in a child must not touch, and so copy, the pages that all share
     Zygote(control, arguments.entry).serve()

@@ -357,11 +357,11 @@ SCAN = """
 import gc, multiprocessing.process, os, random, sys
 from operator import attrgetter
 from unified.worker.fork_setup import LIBRARY_GENERATORS
-from unified.worker.fork_setup import for_later, import_one, warm_up
+from unified.worker.fork_setup import preload_later, import_if_there, preload
 
-warm_up("unified.worker.main")
-for name in for_later("unified.worker.main"):
-    import_one(name)
+preload("unified.worker.main")
+for name in preload_later("unified.worker.main"):
+    import_if_there(name)
 import numpy, torch
 
 known = [random._inst, numpy.random.mtrand._rand, torch.default_generator]

@@ -1,4 +1,4 @@
-"""Entry points: what is found, how it is called, and what is said when it cannot be."""
+"""LoadedEntry points: what is found, how it is called, and what is said when it cannot be."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ import pytest
 
 from unified.errors import EntryPointError
 from unified.job.spec import EntryPoint
-from unified.worker.entrypoint import Entry, load
+from unified.worker.entrypoint import LoadedEntry, load
 from unified.worker.failure import describe
 
 CODE = """
@@ -99,11 +99,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules["__main__"] = before["__main__"]
 
 
-def attribute(name: str, module: str = "wk_entry", *, is_driver: bool = True) -> Entry:
+def attribute(name: str, module: str = "wk_entry", *, is_driver: bool = True) -> LoadedEntry:
     return load(EntryPoint(kind="attribute", target=module, attribute=name), is_driver=is_driver)
 
 
-def run(entry: Entry, config: Any = "config") -> list[Any]:
+def run(entry: LoadedEntry, config: Any = "config") -> list[Any]:
     entry.construct()
     entry.run(lambda: config)
     return list(entry.module.__dict__["seen"])
@@ -220,7 +220,7 @@ def test_module_that_raises_at_import(module: Path, code: str, message: str) -> 
         attribute("run", "wk_raises")
 
 
-def script(path: Path, *argv: str) -> Entry:
+def script(path: Path, *argv: str) -> LoadedEntry:
     return load(EntryPoint(kind="script", target=str(path), argv=list(argv)), is_driver=True)
 
 
@@ -267,7 +267,7 @@ def test_script_whose_import_fails_later_is_its_own_failure(module: Path) -> Non
     assert describe(caught.value).category == "user"
 
 
-def program(name: str, *argv: str) -> Entry:
+def program(name: str, *argv: str) -> LoadedEntry:
     return load(EntryPoint(kind="module", target=name, argv=list(argv)), is_driver=True)
 
 

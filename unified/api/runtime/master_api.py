@@ -91,7 +91,7 @@ def restart_actors(names: Iterable[str] = (), *, actor_names: Iterable[str] = ()
     """
     workers = [actor_named(name).name for name in (*names, *actor_names)]
     if workers:  # to the master an empty list means all
-        restart_workers(_ask, _job_id(), workers, asked=_bury)
+        restart_workers(_ask, _job_id(), workers, asked=_mark_dead)
 
 
 def restart() -> None:
@@ -141,7 +141,7 @@ class PrimeMasterApi:
     wait = MasterCall(wait)
 
 
-def _bury(lives: dict[str, int]) -> None:
+def _mark_dead(lives: dict[str, int]) -> None:
     """Take lives for ended that are about to be, and whose end this worker has not heard of."""
     worker = current_worker()
     dead = [
