@@ -7,92 +7,22 @@ import os
 from typing import TYPE_CHECKING
 
 from unified import lazy
+from unified.api import runtime as _runtime
 
 if TYPE_CHECKING:
     from unified.api.builder import DLJob, DLJobBuilder, RLJob, RLJobBuilder
-    from unified.api.runtime import (
-        ActorInfo,
-        DataLoaderIter,
-        DataQueue,
-        Dataset,
-        FutureSequence,
-        JobInfo,
-        PrimeMasterApi,
-        RayDataLoaderIter,
-        RoleActor,
-        RoleGroup,
-        RpcStream,
-        UserRpcProxy,
-        WeightsReceiver,
-        Worker,
-        create_rpc_proxy,
-        current_worker,
-        export_rpc_instance,
-        export_rpc_method,
-        patch_dataloader_ray,
-        rpc,
-        shared_empty,
-    )
+    from unified.api.runtime import *  # noqa: F403  # all of its names
     from unified.client.handle import JobHandle
     from unified.errors import UnifiedError
 
-__all__ = [
-    "ActorInfo",
-    "DLJob",
-    "DLJobBuilder",
-    "DataLoaderIter",
-    "DataQueue",
-    "Dataset",
-    "FutureSequence",
-    "JobHandle",
-    "JobInfo",
-    "PrimeMasterApi",
-    "RLJob",
-    "RLJobBuilder",
-    "RayDataLoaderIter",
-    "RoleActor",
-    "RoleGroup",
-    "RpcStream",
-    "UnifiedError",
-    "UserRpcProxy",
-    "WeightsReceiver",
-    "Worker",
-    "create_rpc_proxy",
-    "current_worker",
-    "export_rpc_instance",
-    "export_rpc_method",
-    "patch_dataloader_ray",
-    "rpc",
-    "shared_empty",
-]
+__all__ = ["DLJob", "DLJobBuilder", "JobHandle", "RLJob", "RLJobBuilder", "UnifiedError"]
+__all__ += _runtime.__all__
 
 __getattr__, __dir__ = lazy.exports(
     __name__,
     {
         "unified.api.builder": ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder"],
-        "unified.api.runtime": [
-            "ActorInfo",
-            "DataLoaderIter",
-            "DataQueue",
-            "Dataset",
-            "FutureSequence",
-            "JobInfo",
-            "PrimeMasterApi",
-            "RayDataLoaderIter",
-            "RoleActor",
-            "RoleGroup",
-            "RpcStream",
-            "UserRpcProxy",
-            "WeightsReceiver",
-            "Worker",
-            "create_rpc_proxy",
-            "current_worker",
-            "export_rpc_instance",
-            "export_rpc_method",
-            "patch_dataloader_ray",
-            "rpc",
-            "shared_empty",
-        ],
+        "unified.api.runtime": _runtime.__all__,
         "unified.client.handle": ["JobHandle"],
         "unified.errors": ["UnifiedError"],
     },

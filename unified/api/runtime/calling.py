@@ -16,6 +16,7 @@ from unified.worker.context import current_worker
 
 T = TypeVar("T")
 Method = str | Callable[..., Any]
+Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -78,40 +79,39 @@ def begin_all(
     targets: Sequence[str], method: Method, args: Sequence[Any], kwargs: dict[str, Any], options: CallOptions
 ) -> list[RpcFuture[Any]]:
     """Call the same of several workers; the arguments are encoded once."""
-    if options.retries:
-        check_retries(method, options.retries)
+    check_retries(method, options.retries)
     name = method_name(method)
     futures = current_worker().bus.call_many(targets, name, args, kwargs, timeout=options.timeout)
-    if not options.retries:
-        return futures
-    return [
-        _retried(future, target, name, args, kwargs, options) for target, future in zip(targets, futures, strict=True)
-    ]
+    return _all_retried(futures, targets, name, [(args, kwargs)] * len(targets), options)
 
 
 def begin_each(
-    targets: Sequence[str],
-    method: Method,
-    arguments: Sequence[tuple[Sequence[Any], dict[str, Any]]],
-    options: CallOptions,
+    targets: Sequence[str], method: Method, arguments: Sequence[Arguments], options: CallOptions
 ) -> list[RpcFuture[Any]]:
     """Call the same method of several workers with arguments of their own; if one cannot be sent, none is called."""
-    if options.retries:
-        check_retries(method, options.retries)
+    check_retries(method, options.retries)
     name = method_name(method)
     futures = current_worker().bus.call_each(targets, name, arguments, timeout=options.timeout)
-    if not options.retries:
-        return futures
-    return [
-        _retried(future, target, name, args, kwargs, options)
-        for future, target, (args, kwargs) in zip(futures, targets, arguments, strict=True)
-    ]
+    return _all_retried(futures, targets, name, arguments, options)
 
 
 def check_stream(options: CallOptions) -> None:
     """UsageError if a stream is to be retried: what was consumed of it cannot be taken back."""
     if options.retries:
         raise UsageError(f"retries={options.retries} was asked for a stream: begin a new one when one has failed.")
+
+
+def _all_retried(
+    futures: list[RpcFuture[Any]],
+    targets: Sequence[str],
+    name: str,
+    arguments: Sequence[Arguments],
+    options: CallOptions,
+) -> list[RpcFuture[Any]]:
+    if not options.retries:
+        return futures
+    calls = zip(futures, targets, arguments, strict=True)
+    return [_retried(future, target, name, args, kwargs, options) for future, target, (args, kwargs) in calls]
 
 
 def _retried(
