@@ -7,13 +7,15 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from unified.cli.options import add_job, add_json, add_master, at_least, connect
 from unified.client.connection import MasterConnection
 from unified.client.report import (
+    cut,
     duration_text,
     end_lines,
     event_text,
@@ -29,6 +31,7 @@ from unified.job.names import WorkerRef, parse_worker
 from unified.protocol.client_master import (
     Explain,
     GetJob,
+    JobLine,
     JobList,
     JobStatus,
     ListJobs,
@@ -43,8 +46,11 @@ from unified.protocol.records import NodeState, Stage, WorkerState
 REASON_WIDTH = 160
 """Width of the last column, where no terminal says how wide it may be."""
 MAX_ROWS = 40
-HEADER = ["NODE", "STATE", "ADDRESS", "WORKERS", "FREE CPU", "MEMORY", "DEVICES", "ALSO", "SEEN", "REASON"]
+JOB_HEADER = ["JOB", "STAGE", "EXIT", "WORKERS", "SUBMITTED", "ENDED", "REASON"]
+NODE_HEADER = ["NODE", "STATE", "ADDRESS", "WORKERS", "FREE CPU", "MEMORY", "DEVICES", "ALSO", "SEEN", "REASON"]
+WORKER_HEADER = ["WORKER", "LIFE", "STATE", "NODE", "PID", "DEVICES", "FAILED", "PROGRESS", "REASON"]
 SEARCHED_JOBS = 20
+T = TypeVar("T")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> list[str]:
@@ -64,11 +70,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
     widths = [max(len(row[column]) for row in cells) for column in range(len(told))]
     lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in cells]
     return lines if width is None else [cut(line, width) for line in lines]
-
-
-def cut(text: str, width: int) -> str:
-    """The text in so many characters."""
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def terminal_width() -> int | None:
@@ -144,8 +145,9 @@ def _worker_lines(status: JobStatus, width: int | None) -> list[str]:
     workers = status.workers
     odd_first = sorted(workers, key=lambda worker: (worker.state == WorkerState.RUNNING, worker.role, worker.rank))
     shown = odd_first[:MAX_ROWS] if len(workers) > MAX_ROWS else workers
-    header = ["WORKER", "LIFE", "STATE", "NODE", "PID", "DEVICES", "FAILED", "PROGRESS", "REASON"]
-    lines = table(header, [_worker_row(status, worker) for worker in shown], None if width is None else width - 2)
+    lines = table(
+        WORKER_HEADER, [_worker_row(status, worker) for worker in shown], None if width is None else width - 2
+    )
     if len(workers) > len(shown):
         lines.append(f"… {len(workers) - len(shown)} more; --json has them all")
     return lines
@@ -179,54 +181,46 @@ def jobs_arguments(parser: ArgumentParser) -> None:
     add_json(parser)
 
 
+nodes_arguments = jobs_arguments
+
+
 def jobs(master: str | None, json: bool) -> None:
     """List jobs, newest first."""
     with connect(master) as connection:
         found = connection.ask(ListJobs(), JobList).jobs
     found = sorted(found, key=lambda job: job.submitted_at, reverse=True)
-    if json:
-        print_json(found)
-    elif not found:
-        print("no jobs")
-    else:
-        rows = [
-            [
-                job.job_id,
-                job.stage,
-                "-" if job.exit_code is None else job.exit_code,
-                job.num_workers,
-                moment(job.submitted_at),
-                moment(job.ended_at),
-                first_line(job.reason),
-            ]
-            for job in found
-        ]
-        print(
-            "\n".join(
-                table(["JOB", "STAGE", "EXIT", "WORKERS", "SUBMITTED", "ENDED", "REASON"], rows, terminal_width())
-            )
-        )
-
-
-def nodes_arguments(parser: ArgumentParser) -> None:
-    add_master(parser)
-    add_json(parser)
+    _print_list(found, json, "no jobs", JOB_HEADER, _job_row)
 
 
 def nodes(master: str | None, json: bool) -> None:
     """List nodes: what each has, and what of it no job holds."""
     with connect(master) as connection:
-        found = connection.ask(ListNodes(), NodeList).nodes
+        found = sorted(connection.ask(ListNodes(), NodeList).nodes, key=lambda node: node.node)
+    nothing = "no nodes: start `unified-agent --master tcp://HOST:PORT` on a host"
+    _print_list(found, json, nothing, NODE_HEADER, _node_row)
+
+
+def _print_list(
+    found: Sequence[T], json: bool, nothing: str, header: Sequence[str], row: Callable[[T], Sequence[object]]
+) -> None:
     if json:
         print_json(found)
     elif not found:
-        print("no nodes: start `unified-agent --master tcp://HOST:PORT` on a host")
+        print(nothing)
     else:
-        print(
-            "\n".join(
-                table(HEADER, [_node_row(node) for node in sorted(found, key=lambda node: node.node)], terminal_width())
-            )
-        )
+        print("\n".join(table(header, [row(each) for each in found], terminal_width())))
+
+
+def _job_row(job: JobLine) -> list[object]:
+    return [
+        job.job_id,
+        job.stage,
+        "-" if job.exit_code is None else job.exit_code,
+        job.num_workers,
+        moment(job.submitted_at),
+        moment(job.ended_at),
+        first_line(job.reason),
+    ]
 
 
 def _node_row(node: NodeStatus) -> list[object]:

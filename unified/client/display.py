@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from unified.client.logs import LineView, Output
 from unified.client.output import OutputWriter, Prefix, WorkerOutput
-from unified.client.report import RoleSummary, restarts_text, summarise
+from unified.client.report import RoleSummary, first_line, restarts_text, summarise
 from unified.client.terminal import lasting, printable, undecodable_replaced
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus
@@ -222,7 +222,7 @@ class LiveDisplay(Display):
 
 def headline_text(status: JobStatus) -> str:
     """``nanogpt-1  INIT  waits: role trainer needs …``."""
-    reason = status.reason.splitlines()[0] if status.reason else ""
+    reason = first_line(status.reason)
     return f"{status.job_id}  {status.stage}" + (f"  {reason}" if reason else "")
 
 

@@ -123,7 +123,7 @@ class JobHandle:
             MasterUnreachableError: the master was away for 5 minutes, or this handle was closed meanwhile.
             ClusterError: the embedded cluster broke down.
         """
-        status = self._wait_for_end(timeout)
+        status = self._await_end(timeout)
         return 1 if status.exit_code is None else status.exit_code
 
     def logs(self, follow: bool = False, role: str | None = None, rank: int | None = None) -> Iterator[str]:
@@ -215,7 +215,7 @@ class JobHandle:
                 self._outside = OutsideCaller(self.connection, self.job_id)
             return self._outside
 
-    def _wait_for_end(self, timeout: float | None) -> JobStatus:
+    def _await_end(self, timeout: float | None) -> JobStatus:
         deadline = None if timeout is None else time.monotonic() + timeout
         version = -1
         answered_at = time.monotonic()

@@ -115,8 +115,8 @@ def duration_text(seconds: float) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of a text that may have none."""
-    return text.partition("\n")[0]
+    """Return the first line of a text that may have none."""
+    return text.splitlines()[0] if text else ""
 
 
 def size_text(num_bytes: int) -> str:
@@ -197,17 +197,17 @@ def _told_apart(end: EndReport, reason: str) -> tuple[str, str]:
 def _traceback_lines(traceback: str) -> list[str]:
     lines = [line for line in traceback.splitlines() if line.strip()]
     left_out = len(lines) - TRACEBACK_LINES
-    shown = [f"    {_cut(line)}" for line in lines[-TRACEBACK_LINES:]]
+    shown = [f"    {cut(line)}" for line in lines[-TRACEBACK_LINES:]]
     return [f"    … {left_out} lines above, in the log", *shown] if left_out > 0 else shown
 
 
 def _row(label: str, text: str) -> str:
-    first = text.splitlines()[0] if text else ""
-    return f"  {label:<8} {_cut(first, 2 * LINE_WIDTH)}"
+    return f"  {label:<8} {cut(first_line(text), 2 * LINE_WIDTH)}"
 
 
-def _cut(line: str, width: int = LINE_WIDTH) -> str:
-    return line if len(line) <= width else line[: width - 1] + "…"
+def cut(text: str, width: int = LINE_WIDTH) -> str:
+    """Return the text in so many characters."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def event_text(event: EventRecord) -> str:

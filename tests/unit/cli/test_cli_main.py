@@ -11,7 +11,7 @@ import torch
 
 from unified.cli.job_control import parse_arguments, to_json
 from unified.cli.main import guarded, main
-from unified.cli.show import HEADER, _node_row, status_lines, table
+from unified.cli.show import NODE_HEADER, _node_row, status_lines, table
 from unified.cli.submit import load_job
 from unified.errors import ClusterError, RefusedError, UsageError
 from unified.protocol.client_master import JobStatus, NodeStatus, RoleStatus, WorkerStatus
@@ -167,7 +167,7 @@ def node(number: int) -> NodeStatus:
 
 
 def test_a_common_list_of_nodes_fits_80_columns() -> None:
-    lines = table(HEADER, [_node_row(node(number)) for number in (1, 17)], 80)
+    lines = table(NODE_HEADER, [_node_row(node(number)) for number in (1, 17)], 80)
     assert lines[0].split()[-1] == "SEEN"
     assert all(line.endswith("0.4 s ago") for line in lines[1:])
 
