@@ -69,7 +69,6 @@ OLD_NAMES: set[str] = {
     "Pace",
     "Parcel",
     "Unsaid",
-    "lives",
 }
 """Modules and classes that are still to be renamed. Entries may go, never come."""
 

@@ -263,9 +263,18 @@ class BusEndpoint:
             for listener in self._listeners:
                 listener(changes)
 
-    def on_directory(self, listener: Callable[[Sequence[Change]], object]) -> None:
-        """Have `listener(changes)` called with what further news change. It must not block."""
-        self._listeners.append(listener)
+    def on_directory(self, listener: Callable[[Sequence[Change]], object]) -> Callable[[], None]:
+        """Have `listener(changes)` called with what further news change. It must not block.
+
+        Returns:
+            A function that ends the calls.
+        """
+        self._listeners = [*self._listeners, listener]
+
+        def stop() -> None:
+            self._listeners = [each for each in self._listeners if each != listener]
+
+        return stop
 
     def open(self) -> None:
         """The exports are complete: begin with the calls that waited for that."""

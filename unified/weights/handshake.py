@@ -6,21 +6,41 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from random import SystemRandom
 from typing import Any, NamedTuple
 
+from unified.bus.calls.future import RpcFuture
+from unified.bus.endpoint import BusEndpoint
 from unified.bus.shm.pool import default_limit
+from unified.core.backoff import Backoff
 from unified.errors import RpcError, RpcNotFoundError, WeightsError, WeightsTimeoutError, WeightsVersionError
 from unified.protocol.records import WorkerIncarnation
-from unified.weights.lives import GONE, LATE, Failure, LifeCalls, failure_of, method
 from unified.weights.state_dict import OutgoingStateDict
 from unified.weights.transfer_plan import Bucket, TransferPlan, tree
+from unified.weights.versions import GONE, LATE, Failure, failure_of
 
-FIRST_PAUSE_S = 0.005
-LAST_PAUSE_S = 0.25
+AGAIN = Backoff(first_s=0.005, limit_s=0.25, num_free=0)
 ABORT_WITHIN_S = 5.0
 SHARED_FRACTION = 0.25
 """Share of a process's shared memory that one version may take and still stay there until the next: with that one, and
 with one that a slow reader keeps, it leaves a quarter. Receivers copy a larger one as it comes."""
+
+
+def method(name: str, verb: str) -> str:
+    """Return the name under which a receiver's handler is registered."""
+    return f"unified.weights.{name}.{verb}"
+
+
+def call_incarnations(
+    bus: BusEndpoint, targets: Sequence[WorkerIncarnation], method: str, args: Sequence[Any], *, timeout: float
+) -> list[RpcFuture[Any]]:
+    """Call each of these, and no other life of their workers. The arguments are encoded once.
+
+    Raises:
+        RpcTimeoutError: too many bytes were in flight until the deadline.
+    """
+    names, incarnations = [each.worker for each in targets], [each.incarnation for each in targets]
+    return bus.call_many(names, method, args, {}, timeout=timeout, incarnations=incarnations)
 
 
 class Attempt(NamedTuple):
@@ -51,8 +71,8 @@ class Handshake:
         node: of this worker.
     """
 
-    def __init__(self, calls: LifeCalls, name: str, what: str, node: str) -> None:
-        self._calls = calls
+    def __init__(self, bus: BusEndpoint, name: str, what: str, node: str) -> None:
+        self._bus = bus
         self._name = name
         self._what = what
         self._node = node
@@ -136,8 +156,8 @@ class Handshake:
         wanted = set(workers)
         lives = [life for life in attempt.lives if life.worker in wanted]
         with contextlib.suppress(RpcError):
-            self._calls.call_many(
-                lives, method(self._name, "abort"), [attempt.plan.session, reason], timeout=ABORT_WITHIN_S
+            call_incarnations(
+                self._bus, lives, method(self._name, "abort"), [attempt.plan.session, reason], timeout=ABORT_WITHIN_S
             )
 
     def error(self, version: int | None, failures: Mapping[str, Failure]) -> WeightsError:
@@ -150,10 +170,10 @@ class Handshake:
     def _find(self, targets: Sequence[str], deadline: float) -> tuple[dict[str, int], list[WorkerIncarnation]]:
         """The newest version that each worker has, and its life, as soon as each has a receiver."""
         found: dict[str, tuple[int, WorkerIncarnation]] = {}
-        pause_s = FIRST_PAUSE_S
+        num_tries = 0
         while True:
             missing = [worker for worker in targets if worker not in found]
-            calls = self._calls.bus.call_many(missing, method(self._name, "version"), [], {}, timeout=left_s(deadline))
+            calls = self._bus.call_many(missing, method(self._name, "version"), [], {}, timeout=left_s(deadline))
             for worker, call in zip(missing, calls, strict=True):
                 try:
                     version, incarnation = call.result()
@@ -166,6 +186,8 @@ class Handshake:
                         raise self.error(None, {worker: failure}) from error
             if len(found) == len(targets):
                 return {worker: found[worker][0] for worker in targets}, [found[worker][1] for worker in targets]
+            pause_s = AGAIN.delay_s(num_tries, SystemRandom())
+            num_tries += 1
             if time.monotonic() + pause_s >= deadline:
                 names = ", ".join(worker for worker in targets if worker not in found)
                 raise WeightsTimeoutError(
@@ -173,14 +195,13 @@ class Handshake:
                     "Each worker of the role makes one when it starts."
                 )
             time.sleep(pause_s)
-            pause_s = min(pause_s * 2, LAST_PAUSE_S)
 
     def _ask(
         self, lives: Sequence[WorkerIncarnation], verb: str, args: Sequence[Any], deadline: float
     ) -> dict[str, Any]:
         """The answers by worker, or the failure of the call."""
         answers: dict[str, Any] = {}
-        calls = self._calls.call_many(lives, method(self._name, verb), args, timeout=left_s(deadline))
+        calls = call_incarnations(self._bus, lives, method(self._name, verb), args, timeout=left_s(deadline))
         for life, call in zip(lives, calls, strict=True):
             try:
                 answers[life.worker] = call.result()

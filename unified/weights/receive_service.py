@@ -14,14 +14,25 @@ import torch
 
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
-from unified.core.directory import Change
+from unified.core.directory import Change, IncarnationDied
 from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutError
 from unified.memory.host_buffers import BufferPool
 from unified.protocol.records import WorkerIncarnation
-from unified.weights.lives import FAILED, GONE, SUPERSEDED, Failure, LifeCalls, ended_lives, failure_of, method
+from unified.weights.handshake import call_incarnations, method
 from unified.weights.state_dict import VersionedStateDict, assemble, check_bucket
 from unified.weights.transfer_plan import TransferPlan
-from unified.weights.versions import BucketVerdict, SessionEnd, SessionOutcome, TransferOffer, VersionTable
+from unified.weights.versions import (
+    FAILED,
+    GONE,
+    SUPERSEDED,
+    BucketVerdict,
+    Failure,
+    SessionEnd,
+    SessionOutcome,
+    TransferOffer,
+    VersionTable,
+    failure_of,
+)
 
 GRACE_S = 5.0
 """Seconds for which a receiver keeps a session alive longer than its sender."""
@@ -91,7 +102,7 @@ class ReceiveService:
         self._buffers = BufferPool(one_size=True, max_idle=MAX_IDLE)
         self._changed = threading.Condition(threading.Lock())
         self._is_closed = False
-        self._calls = LifeCalls(bus, also=self._learn)
+        self._stop_listening = bus.on_directory(self._learn)
         handlers: dict[str, Callable[..., Any]] = {
             "version": self._answer_version,
             "begin": self._begin,
@@ -138,6 +149,7 @@ class ReceiveService:
         """Receive no more and let everything go; a second time changes nothing."""
         for verb in self._verbs:
             self._bus.registry.unregister(method(self.name, verb))
+        self._stop_listening()
         with self._changed:
             if self._is_closed:
                 return
@@ -196,8 +208,8 @@ class ReceiveService:
             return self._kept(session, index, tensors)
         left_s = max(coming.expires_at - time.monotonic(), 0.001)
         try:
-            passed_on = self._calls.call_many(
-                children, method(self.name, "bucket"), [session, index, tensors], timeout=left_s
+            passed_on = call_incarnations(
+                self._bus, children, method(self.name, "bucket"), [session, index, tensors], timeout=left_s
             )
         except RpcError as error:  # no room on the way to them
             return self._kept(session, index, tensors) | {child.worker: failure_of(error) for child in children}
@@ -244,8 +256,10 @@ class ReceiveService:
         self._settle(self._locked(self._versions.abort, session, reason))
 
     def _learn(self, changes: Sequence[Change]) -> None:
-        for life, reason in ended_lives(changes):
-            self._settle(self._locked(self._versions.life_over, life, reason))
+        for change in changes:
+            if isinstance(change, IncarnationDied):
+                dead = WorkerIncarnation(change.worker, change.incarnation)
+                self._settle(self._locked(self._versions.life_over, dead, change.reason))
 
     def _locked(self, do: Callable[..., list[SessionEnd]], *args: object) -> list[SessionEnd]:
         with self._changed:

@@ -6,11 +6,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from random import SystemRandom
 from typing import Any, NamedTuple
 
 import torch
 
+from unified.bus.calls.future import RpcFuture
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import (
     RpcError,
@@ -23,10 +24,10 @@ from unified.errors import (
 from unified.memory.host_buffers import BufferPool, HostCopy, is_lazy, stage
 from unified.protocol.records import WorkerIncarnation
 from unified.threads import start_thread
-from unified.weights.handshake import FIRST_PAUSE_S, LAST_PAUSE_S, Attempt, Handshake, left_s
-from unified.weights.lives import GONE, LATE, SUPERSEDED, Failure, LifeCalls, failure_of, method
+from unified.weights.handshake import AGAIN, Attempt, Handshake, call_incarnations, left_s, method
 from unified.weights.state_dict import OutgoingStateDict, is_replicated
 from unified.weights.transfer_plan import Bucket, TransferPlan
+from unified.weights.versions import GONE, LATE, SUPERSEDED, Failure, failure_of
 from unified.worker.context import ActorInfo, current_worker
 from unified.worker.rank_group import Alone, MeshGroup, Ranks, WholeGroup, lead
 
@@ -101,8 +102,7 @@ class WeightsSender:
         self._bus = bus
         self._name = name
         self._what = f"weights {name!r} for group {group!r}"
-        self._calls = LifeCalls(bus)
-        self._handshake = Handshake(self._calls, name, self._what, node)
+        self._handshake = Handshake(bus, name, self._what, node)
         self._pool = BufferPool()
         self._streams: dict[torch.device, Any] = {}
         self._last = 0
@@ -154,12 +154,12 @@ class WeightsSender:
     def _send(self, task: _SendTask, targets: Mapping[str, str]) -> int:
         """Make attempts until all have the version; the later ones are for workers that died on the way."""
         version = task.options.version
-        pause_s = FIRST_PAUSE_S
+        num_tries = 0
         while True:
             attempt = self._begin(task, targets, version)
             version = attempt.plan.version
             self._last = max(self._last, version)
-            pipeline = BucketPipeline(self._calls, self._name, attempt.plan, attempt.roots, task.deadline)
+            pipeline = BucketPipeline(self._bus, self._name, attempt.plan, attempt.roots, task.deadline)
             if not task.options.wait:
                 self._send_later(task, attempt, pipeline)
                 return version
@@ -169,8 +169,8 @@ class WeightsSender:
             if not again:
                 raise self._handshake.error(version, failures)
             targets = {worker: node for worker, node in targets.items() if worker in failures}
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, LAST_PAUSE_S)
+            time.sleep(AGAIN.delay_s(num_tries, SystemRandom()))
+            num_tries += 1
 
     def _begin(self, task: _SendTask, targets: Mapping[str, str], version: int | None) -> Attempt:
         def begin() -> Attempt:
@@ -267,20 +267,20 @@ class BucketPipeline:
 
     def __init__(
         self,
-        calls: LifeCalls,
+        bus: BusEndpoint,
         name: str,
         plan: TransferPlan,
         roots: Sequence[WorkerIncarnation],
         deadline: float,
     ) -> None:
         self.failures: dict[str, Failure] = {}
-        self._calls = calls
+        self._bus = bus
         self._method = method(name, "bucket")
         self._plan = plan
         self._roots = roots
         self._deadline = deadline
         self._superseded: set[str] = set()
-        self._under_way: deque[tuple[HostCopy, dict[WorkerIncarnation, Future[Any]]]] = deque()
+        self._under_way: deque[tuple[HostCopy, dict[WorkerIncarnation, RpcFuture[Any]]]] = deque()
 
     def put(self, index: int, staged: HostCopy) -> None:
         """Send a bucket as soon as there is room."""
@@ -289,10 +289,10 @@ class BucketPipeline:
         staged.wait()
         done = self.failures.keys() | self._superseded
         roots = [root for root in self._roots if root.worker not in done]
-        futures: list[Future[Any]] = []
+        futures: list[RpcFuture[Any]] = []
         try:
-            futures = self._calls.call_many(
-                roots, self._method, [self._plan.session, index, staged.value], timeout=self._left_s()
+            futures = call_incarnations(
+                self._bus, roots, self._method, [self._plan.session, index, staged.value], timeout=self._left_s()
             )
         except RpcTimeoutError as error:
             for root in roots:

@@ -12,6 +12,14 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
+from unified.errors import (
+    BusOverloadedError,
+    RouteLostError,
+    RpcCancelledError,
+    RpcNotFoundError,
+    RpcTimeoutError,
+    WorkerDiedError,
+)
 from unified.protocol.records import WorkerIncarnation
 from unified.values import Value
 
@@ -19,6 +27,31 @@ MAX_OPEN = 2
 """Sessions at a time: their memory is a model each."""
 MAX_REMEMBERED = 64
 """Sessions that are over, whose end can still be asked for."""
+
+
+GONE, LATE, FAILED, SUPERSEDED = "gone", "late", "failed", "superseded"
+
+
+class Failure(NamedTuple):
+    """The reason why one receiver did not get a version."""
+
+    kind: str
+    """`GONE`: the next life of it, or the next attempt, may. `LATE`: time was up. `FAILED`: trying again is no use.
+    `SUPERSEDED`: it has a newer one, which is as good."""
+    text: str
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what an error of a call means for the worker that was called."""
+    match error:
+        case WorkerDiedError(is_final=is_final):
+            return Failure(FAILED if is_final else GONE, str(error))
+        case RpcTimeoutError():
+            return Failure(LATE, str(error))
+        case RpcCancelledError() | RouteLostError() | RpcNotFoundError() | BusOverloadedError():
+            return Failure(GONE, str(error))
+        case _:
+            return Failure(FAILED, f"{type(error).__name__}: {error}")
 
 
 class TransferOffer(Value, frozen=True, kw_only=True):

@@ -18,10 +18,11 @@ from unified.errors import (
 )
 from unified.protocol.records import Reachability, WorkerIncarnation
 from unified.testing import eventually
-from unified.weights.lives import SUPERSEDED, method
+from unified.weights.handshake import method
 from unified.weights.receiver import WeightsReceiver
 from unified.weights.state_dict import OutgoingStateDict
 from unified.weights.transfer_plan import TransferPlan
+from unified.weights.versions import SUPERSEDED
 
 
 def test_versions_reach_everybody_and_get_into_models(cast: Cast) -> None:
