@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from unified.errors import QueueNotFoundError, UnifiedError
-from unified.threads import start_thread
+from unified.threads import call_guarded, start_thread
 
 logger = logging.getLogger(__name__)
 LATER_S = 1.0
@@ -46,6 +46,9 @@ class _HandleGone(NamedTuple):
 
 
 _News = _ConsumerGone | _HandleGone | threading.Event
+_ORDER = (_ConsumerGone, _HandleGone, threading.Event)
+"""An object and its threads may be collected together, in any order: the owner gives back what a handle still has when
+it goes, so that goes after the consumers."""
 
 
 class CleanupNotifications:
@@ -55,7 +58,7 @@ class CleanupNotifications:
         self._news: SimpleQueue[_News] = SimpleQueue()
         self._later: list[_ConsumerGone] = []
         """Consumers of durable queues whose owner is between two incarnations."""
-        self._told: list[Future[Any]] = []
+        self._answers: list[Future[Any]] = []
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
@@ -81,23 +84,13 @@ class CleanupNotifications:
             heard = threading.Event()
             self._news.put(heard)
             heard.wait(timeout_s)
-            wait(self._told, max(until - time.monotonic(), 0.0))
+            wait(self._answers, max(until - time.monotonic(), 0.0))
 
     def _run(self) -> None:
         while True:
             news = self._gather()
-            # An object and its threads may be collected together, in any order: the owner gives back what a handle
-            # still has when it goes, so that goes last.
-            for each in sorted(news, key=lambda each: isinstance(each, _HandleGone)):
-                try:
-                    self._tell(each)
-                except UnifiedError as error:
-                    logger.debug("event=queue-cleanup-lost reason=%r", str(error))
-                except BaseException:  # SystemExit too: of a callback of somebody whom the owner here told of it
-                    logger.exception("event=queue-cleanup-failed: the others go on")
-            for each in news:
-                if isinstance(each, threading.Event):
-                    each.set()
+            for each in sorted(news, key=lambda each: _ORDER.index(type(each))):
+                call_guarded("queue-cleanup-failed", self._notify, each)
             del news, each
 
     def _gather(self) -> list[_News]:
@@ -110,24 +103,25 @@ class CleanupNotifications:
         self._later = []
         return news
 
-    def _tell(self, news: _News) -> None:
-        told: object = None
-        match news:
-            case _ConsumerGone(lookup, consumer, received, noticed_at):
-                try:
-                    told = lookup.end_consumer(consumer, received, noticed_at)
-                except QueueNotFoundError:
-                    self._later.append(news)
-            case _HandleGone(endpoint, handle):
-                told = endpoint.tell("leave", handle)
-        self._told = [each for each in self._told if not each.done()]
-        if isinstance(told, Future):
-            told.add_done_callback(_ignore)  # it has to leave, though nobody waits for its answer
-            self._told.append(told)
-
-
-def _ignore(told: Future[Any]) -> None:
-    told.exception()
+    def _notify(self, news: _News) -> None:
+        answer: object = None
+        try:
+            match news:
+                case _ConsumerGone(lookup, consumer, received, noticed_at):
+                    answer = lookup.end_consumer(consumer, received, noticed_at)
+                case _HandleGone(endpoint, handle):
+                    answer = endpoint.tell("leave", handle)
+                case threading.Event():
+                    news.set()
+        except QueueNotFoundError:
+            if isinstance(news, _ConsumerGone):
+                self._later.append(news)
+        except UnifiedError as error:
+            logger.debug("event=queue-cleanup-lost reason=%r", str(error))
+        self._answers = [each for each in self._answers if not each.done()]
+        if isinstance(answer, Future):
+            answer.add_done_callback(Future.exception)  # it has to leave, though nobody waits for its answer
+            self._answers.append(answer)
 
 
 CLEANUP = CleanupNotifications()

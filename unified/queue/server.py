@@ -141,9 +141,8 @@ class QueueService:
         weighed = None if items is None else packed.weighed(items)
         if self._journal is not None and weighed is not None:
             self._journal.check(weighed)
-        request_id = next(self._request_ids)
         event = PutAsked(
-            request_id=request_id,
+            request_id=next(self._request_ids),
             handle=handle,
             number=number,
             below=below,
@@ -151,13 +150,12 @@ class QueueService:
             wait_s=wait_s,
             is_last=is_last,
         )
-        return self._ask(event, request_id)
+        return self._ask(event)
 
     @rpc(inline=True)
     def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Any:
-        request_id = next(self._request_ids)
         event = GetAsked(
-            request_id=request_id,
+            request_id=next(self._request_ids),
             handle=handle,
             consumer=consumer,
             number=number,
@@ -165,7 +163,7 @@ class QueueService:
             max_items=max_items,
             wait_s=wait_s,
         )
-        return self._ask(event, request_id)
+        return self._ask(event)
 
     @rpc(inline=True)
     def done(self, handle: int, consumer: int, number: int, count: int | None) -> Any:
@@ -206,14 +204,14 @@ class QueueService:
         if self._journal is not None:
             self._journal.close()
 
-    def _ask(self, event: Event, request_id: int) -> Any:
+    def _ask(self, event: PutAsked | GetAsked) -> Any:
         """Return the answer, or a future of it."""
         with self._lock:
             actions = self._step(event)
             if self._journal is not None:
-                future, answers = self._hold_back(self._journal, actions, request_id)
+                future, answers = self._hold_back(self._journal, actions, event.request_id)
             else:
-                future, answers = self._sort(actions, request_id)
+                future, answers = self._sort(actions, event.request_id)
         self._set_timer()
         self._answer(answers)
         return future
