@@ -260,21 +260,13 @@ class BusEndpoint:
         """
         with self._learning:  # listeners are told of changes in the order in which they came about
             changes = self._desk.learn(entries)
-            for listener in self._listeners:
+            for listener in [*self._listeners]:
                 listener(changes)
 
     def on_directory(self, listener: Callable[[Sequence[Change]], object]) -> Callable[[], None]:
-        """Have `listener(changes)` called with what further news change. It must not block.
-
-        Returns:
-            A function that ends the calls.
-        """
-        self._listeners = [*self._listeners, listener]
-
-        def stop() -> None:
-            self._listeners = [each for each in self._listeners if each != listener]
-
-        return stop
+        """Have `listener(changes)` called with what further news change; return what ends that. It must not block."""
+        self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     def open(self) -> None:
         """The exports are complete: begin with the calls that waited for that."""

@@ -149,10 +149,10 @@ class ReceiveService:
         """Receive no more and let everything go; a second time changes nothing."""
         for verb in self._verbs:
             self._bus.registry.unregister(method(self.name, verb))
-        self._stop_listening()
         with self._changed:
             if self._is_closed:
                 return
+            self._stop_listening()
             self._is_closed = True
             ended = [
                 each
