@@ -52,7 +52,7 @@ layers: setup
 	$(BIN)/lint-imports --verbose
 
 unit: setup ## the tests without I/O
-	$(PYTEST) tests/unit tests/sim tests/benchmarks
+	$(PYTEST) tests/unit tests/sim tests/benchmarks tests/soak
 
 fix: setup ## format, and mend what the linter can mend
 	$(BIN)/ruff check --fix
@@ -81,7 +81,7 @@ bench-scale: setup ## what 1 000 and 5 000 inboxes cost the master, and a call b
 peers: $(PEERS)/ray/.installed $(PEERS)/xoscar/.installed $(PEERS)/monarch/.installed ## what bench-bus compares with
 
 soak: setup ## random calls, queue traffic and killed workers for SECONDS=600
-	$(BIN)/python benchmarks/soak.py --seconds $(SECONDS)
+	$(BIN)/python -m tests.soak.run --seconds $(SECONDS)
 
 docs: setup ## write the generated pages anew and check that the snippets work
 	$(BIN)/python docs/generate.py

@@ -22,6 +22,7 @@ PAGES = sorted(
         *(ROOT / "benchmarks").glob("*.md"),
         *(ROOT / "agent").glob("*.md"),
         *(ROOT / "master").glob("*.md"),
+        *(ROOT / "tests").rglob("*.md"),
     ]
 )
 FENCE = re.compile(r"^```(?P<language>\w*)(?P<note>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""Hours in minutes: calls of every kind, queues, large payloads, and workers that are killed. See benchmarks/README.md.
+"""Hours in minutes: calls of every kind, queues, large payloads, and workers that are killed. See tests/soak/README.md.
 
 Everything is accounted for: each call ends once, in a way that it may, within its deadline; each queue item is consumed
 once; memory and descriptors do not grow; nothing is left behind. Exit code 1 if any of that is not so.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import shutil
 import signal
@@ -20,14 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import soak_accounts
-import soak_health
-import soak_journal
-import soak_report
-from launch import command_of, machine
-from soak_accounts import Kill
-from soak_journal import Life
+import psutil
 
+from tests.soak import health, journal
+from tests.soak.accounts import Accounts, Kill, close, named, plot, show
+from tests.soak.journal import Life
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.bus.shm.files import GRACE_S
 from unified.client.embedded import CLUSTER_VARIABLE, EmbeddedCluster
@@ -73,10 +71,10 @@ class Soak:
         self.route = route
         self.rng = random.Random(seed)
         self.kills: list[Kill] = []
-        self.samples: list[soak_health.Sample] = []
+        self.samples: list[health.Sample] = []
         self.wrong: list[str] = []
         self.began_at = 0.0
-        self.tail = soak_journal.Tail(folder)
+        self.tail = journal.Tail(folder)
 
     def run(self) -> dict[str, Any]:
         cluster = EmbeddedCluster(NODES, 8, home=self.folder / "cluster")
@@ -118,12 +116,12 @@ class Soak:
         names = {cluster.master_pid: "master"}
         for number, agent in enumerate(cluster.agent_pids, 1):
             names[agent] = f"agent {number}"
-            names |= {child: f"zygote {number}" for child in children(agent) if "zygote" in command_of(child)}
+            names |= {child.pid: f"zygote {number}" for child in psutil.Process(agent).children() if is_zygote(child)}
         status = handle.status()
         names |= {worker.pid: worker.role for worker in status.workers if worker.role in ("keeper", "elder")}
         if status.stage is Stage.STOPPED:
             raise SystemExit(f"the job ended during the soak: {status.reason}")
-        found = soak_health.look(at, f"{CLUSTER_VARIABLE}={cluster.cluster_id}", names, self.tail.inboxes)
+        found = health.look(at, f"{CLUSTER_VARIABLE}={cluster.cluster_id}", names, self.tail.inboxes)
         self.samples.append(found)
         print(
             f"{at:5.0f}/{self.seconds:.0f} s  {len(self.kills)} killed  {found.num_processes} processes  "
@@ -152,7 +150,7 @@ class Soak:
             try:
                 os.kill(victim.pid, signal.SIGKILL)
             except ProcessLookupError:
-                self.wrong.append(f"{soak_accounts.named(life_of(victim))} had died by itself")
+                self.wrong.append(f"{named(life_of(victim))} had died by itself")
             else:
                 self.kills.append(Kill(at, life_of(victim)))
 
@@ -187,19 +185,19 @@ class Soak:
     def left_in_memory(self) -> list[str]:
         self.tail.read()
         inboxes = self.tail.inboxes
-        return [f"{path.name} of {inboxes[path.name.split('-')[1]]}" for path in soak_health.shared_files(inboxes)]
+        return [f"{path.name} of {inboxes[path.name.split('-')[1]]}" for path in health.shared_files(inboxes)]
 
     def sign(self, name: str) -> None:
         (self.folder / name).touch()
 
     def result(self) -> dict[str, Any]:
-        accounts = soak_accounts.close(soak_journal.read(self.folder), self.kills, self.began_at)
-        growths, growing = soak_health.judge(self.samples, self.steady_after_s)
+        accounts = close(journal.read(self.folder), self.kills, self.began_at)
+        growths, growing = health.judge(self.samples, self.steady_after_s)
         wrong = [*self.wrong, *growing, *accounts.wrong, *self.idleness(accounts)]
         rate = accounts.num_calls / self.seconds
         by_second = sorted((second - self.began_at, count) for second, count in accounts.calls_by_second.items())
         return {
-            "machine": machine(),
+            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load_1min": os.getloadavg()[0]},
             "seconds": self.seconds,
             "passed": not wrong,
             "wrong": wrong,
@@ -217,7 +215,7 @@ class Soak:
             "samples": [sample._asdict() for sample in self.samples],
         }
 
-    def idleness(self, accounts: soak_accounts.Accounts) -> Iterator[str]:
+    def idleness(self, accounts: Accounts) -> Iterator[str]:
         """A soak in which little happened proves nothing."""
         if accounts.num_calls < FEWEST_CALLS_A_SECOND * self.seconds:
             yield f"only {accounts.num_calls} calls were made"
@@ -247,8 +245,8 @@ def main() -> int:
             shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("*.sqlite*"))
     (args.out / "soak.json").write_text(json.dumps(result, indent=1))
     kills = [at for at, *_ in result["kills"]]
-    soak_report.plot(soak.samples, result["calls_by_second"], kills, args.out / "soak.svg")
-    soak_report.show(result)
+    plot(soak.samples, result["calls_by_second"], kills, args.out / "soak.svg")
+    show(result)
     return 0 if result["passed"] else 1
 
 
@@ -257,7 +255,7 @@ def job(folder: Path, route: str) -> DLJob:
     builder = builder.global_env({"UNIFIED_BUS_ROUTE": route})
     roles = {"keeper": ("Keeper", 1), "vault": ("Vault", 1), "elder": ("Elder", 1), "peer": ("Peer", PEERS)}
     for name, (cls, total) in roles.items():
-        role = builder.role(name).run(f"soak_job.{cls}").total(total).resource(cpu=0.01)
+        role = builder.role(name).run(f"tests.soak.job.{cls}").total(total).resource(cpu=0.01)
         role = role.restart_alone().max_restart(ALWAYS).per_node_max_failure(ALWAYS)
         builder = (role if name == "keeper" else role.not_driver()).end()
     return builder.build()
@@ -271,8 +269,11 @@ def life_of(worker: WorkerStatus) -> Life:
     return Life(f"{worker.role}-{worker.rank}", worker.incarnation)
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def is_zygote(process: psutil.Process) -> bool:
+    try:
+        return any("zygote" in argument for argument in process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
 
 
 if __name__ == "__main__":

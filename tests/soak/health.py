@@ -9,11 +9,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import bus_work as work
-
 from unified.client.daemons import marked_processes
 
 SHARED_MEMORY = Path("/dev/shm")
+MIB = 1 << 20
 BUCKETS = 24
 """At most; of each, only the least counts: what is in use for a moment is no growth."""
 FEWEST_BUCKETS = 6
@@ -87,7 +86,7 @@ def _shared_mib(inboxes: Collection[str]) -> float:
             total += path.stat().st_blocks * 512
         except OSError:
             continue
-    return total / work.MIB
+    return total / MIB
 
 
 def judge(samples: Sequence[Sample], since_s: float) -> tuple[dict[str, Growth], list[str]]:

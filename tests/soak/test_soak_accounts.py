@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from soak_accounts import Accounts, Kill, close
-from soak_health import Sample, growth, judge
-from soak_journal import Fact, Journal, Life, Tail, read
+
+from tests.soak.accounts import Accounts, Kill, close
+from tests.soak.health import Sample, growth, judge
+from tests.soak.journal import Fact, Journal, Life, Tail, read
 
 A, B, C = Life("peer-0", 0), Life("peer-1", 0), Life("peer-2", 0)
 PUT = [(1.0, A, "put?"), (1.1, A, "put!")]

@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import soak_payload as payload
-from soak_calls import Books, Caller
-from soak_journal import Journal, Life
-from soak_queue import Consumer, Producer
-
+from tests.soak import payload
+from tests.soak.calls import Books, Caller
+from tests.soak.journal import Journal, Life
+from tests.soak.queues import Consumer, Producer
 from unified import RoleGroup, current_worker, rpc
 from unified.api.runtime import DataQueue
 from unified.errors import RouteLostError, WorkerDiedError

@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import soak_payload as payload
-from soak_journal import Journal
-
+from tests.soak import payload
+from tests.soak.journal import Journal
 from unified import RoleActor, RoleGroup
 from unified.errors import (
     RemoteError,

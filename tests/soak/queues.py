@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import soak_payload as payload
-from soak_journal import Journal, Life
-
+from tests.soak import payload
+from tests.soak.journal import Journal, Life
 from unified.api.runtime import DataQueue
 
 Stop = Callable[[], bool]
