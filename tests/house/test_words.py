@@ -60,7 +60,6 @@ OLD_NAMES: set[str] = {
     "Circles",
     "Courier",
     "Course",
-    "Drained",
     "Encoded",
     "Gate",
     "Halted",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unified.config import settings
-from unified.process import describe_end, every_process, has_environment
+from unified.process import describe_end, every_process, has_environment, kill_until_none
 
 LAST_LINES = 5
 
@@ -125,16 +125,9 @@ def kill_marked(setting: str, grace_s: float) -> list[Marked]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)
-    killed = left
-    while left:
-        for process in left:
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.01)
-        left = marked_processes(setting)
-    return killed
+    if left:
+        kill_until_none(lambda: [process.pid for process in marked_processes(setting)])
+    return left
 
 
 def _command(pid: int) -> str:

@@ -138,11 +138,11 @@ class Interrupted(NamedTuple):
     signal_number: int
 
 
-class Drained(NamedTuple):
+class OutputEnded(NamedTuple):
     """No more output will come."""
 
 
-News = StatusChanged | OutputRead | MasterSilent | MasterAnswers | FollowFailed | Interrupted | Drained
+News = StatusChanged | OutputRead | MasterSilent | MasterAnswers | FollowFailed | Interrupted | OutputEnded
 
 
 class Follower:
@@ -225,7 +225,7 @@ class Follower:
                 self.news.put(FollowFailed(error))
                 break
             self._stop.wait(max(reader.pause_s(), MIN_PAUSE_S))
-        self.news.put(Drained())
+        self.news.put(OutputEnded())
 
     def _put(self, reader: LogReader, outputs: list[Output]) -> None:
         renew_at = time.monotonic() + RENEW_S
@@ -339,7 +339,7 @@ class Watch:
                 raise error
             case Interrupted(number):
                 self._interrupt(number)
-            case Drained():
+            case OutputEnded():
                 self._is_drained = True
 
     def _show_status(self, status: JobStatus) -> None:
