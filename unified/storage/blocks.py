@@ -38,13 +38,13 @@ def write_pieces(descriptor: int, pieces: Iterable[memoryview]) -> None:
     """
     with contextlib.ExitStack() as stack:
         block = mmap.mmap(-1, BLOCK_NBYTES)
-        writer: _Writer | None = None
+        writer: _BlockWriter | None = None
         filled = start = 0
         for piece in pieces:
             taken = 0
             while taken < len(piece):
                 if filled == BLOCK_NBYTES:
-                    writer = writer or stack.enter_context(_Writer(descriptor))
+                    writer = writer or stack.enter_context(_BlockWriter(descriptor))
                     block = writer.exchange(block, start)
                     start, filled = start + BLOCK_NBYTES, 0
                 count = min(len(piece) - taken, BLOCK_NBYTES - filled, COPY_NBYTES)
@@ -55,7 +55,7 @@ def write_pieces(descriptor: int, pieces: Iterable[memoryview]) -> None:
         _write_at(descriptor, memoryview(block)[:filled], start)
 
 
-class _Writer:
+class _BlockWriter:
     """Writes whole blocks in threads of its own."""
 
     def __init__(self, descriptor: int) -> None:
@@ -66,7 +66,7 @@ class _Writer:
         with contextlib.suppress(OSError):  # tmpfs and others have no direct writes
             self._set_direct(_DIRECT)
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> _BlockWriter:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
