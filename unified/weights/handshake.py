@@ -17,7 +17,7 @@ from unified.errors import RpcError, RpcNotFoundError, WeightsError, WeightsTime
 from unified.protocol.records import WorkerIncarnation
 from unified.weights.state_dict import OutgoingStateDict
 from unified.weights.transfer_plan import Bucket, TransferPlan, tree
-from unified.weights.versions import GONE, LATE, Failure, failure_of
+from unified.weights.versions import GONE, LATE, TransferFailure, failure_of
 
 AGAIN = Backoff(first_s=0.005, limit_s=0.25, num_free=0)
 ABORT_WITHIN_S = 5.0
@@ -51,14 +51,14 @@ class Attempt(NamedTuple):
     """Workers that the buckets are sent to."""
     lives: tuple[WorkerIncarnation, ...]
     """All that will have them."""
-    failures: dict[str, Failure]
+    failures: dict[str, TransferFailure]
     """Failures of workers that were lost meanwhile."""
 
 
 class Verdict(NamedTuple):
     """The result of an attempt."""
 
-    failures: dict[str, Failure]
+    failures: dict[str, TransferFailure]
     again: bool
     """Another attempt may reach those that failed."""
 
@@ -128,7 +128,7 @@ class Handshake:
         attempt = Attempt(plan, tuple(roots), tuple(lives), {})
         refusals: dict[str, str] = {}
         for worker, answer in self._ask(lives, "begin", [plan], deadline).items():
-            if isinstance(answer, Failure):
+            if isinstance(answer, TransferFailure):
                 attempt.failures[worker] = answer
             elif answer:
                 refusals[worker] = answer
@@ -141,13 +141,13 @@ class Handshake:
             )
         return attempt
 
-    def finish(self, attempt: Attempt, failures: Mapping[str, Failure], deadline: float) -> Verdict:
+    def finish(self, attempt: Attempt, failures: Mapping[str, TransferFailure], deadline: float) -> Verdict:
         """Have the version published by all that have it whole, once every bucket was answered."""
         failed = dict(failures)
         self.abort(attempt, failed, "its sender could not deliver all of it")
         whole = [life for life in attempt.lives if life.worker not in failed]
         answers = self._ask(whole, "commit", [attempt.plan.session], deadline)
-        failed |= {worker: answer for worker, answer in answers.items() if isinstance(answer, Failure)}
+        failed |= {worker: answer for worker, answer in answers.items() if isinstance(answer, TransferFailure)}
         may_come = all(failure.kind == GONE for failure in failed.values())
         return Verdict(failed, bool(failed) and may_come and time.monotonic() < deadline)
 
@@ -160,7 +160,7 @@ class Handshake:
                 self._bus, lives, method(self._name, "abort"), [attempt.plan.session, reason], timeout=ABORT_WITHIN_S
             )
 
-    def error(self, version: int | None, failures: Mapping[str, Failure]) -> WeightsError:
+    def error(self, version: int | None, failures: Mapping[str, TransferFailure]) -> WeightsError:
         """Says who did not get it, and why."""
         what = self._what if version is None else f"version {version} of {self._what}"
         texts = "".join(f"\n  {worker}: {failure.text}" for worker, failure in failures.items())

@@ -26,9 +26,9 @@ from unified.weights.versions import (
     GONE,
     SUPERSEDED,
     BucketVerdict,
-    Failure,
     SessionEnd,
     SessionOutcome,
+    TransferFailure,
     TransferOffer,
     VersionTable,
     failure_of,
@@ -98,7 +98,7 @@ class ReceiveService:
         self._spare: VersionedStateDict | None = None
         """The one before, kept until the next begins to come: its sender would give memory that lies idle back to the
         system, and sends five times as slowly into fresh memory."""
-        self._awaited: dict[str, list[Future[Failure | None]]] = {}
+        self._awaited: dict[str, list[Future[TransferFailure | None]]] = {}
         self._buffers = BufferPool(one_size=True, max_idle=MAX_IDLE)
         self._changed = threading.Condition(threading.Lock())
         self._is_closed = False
@@ -215,7 +215,7 @@ class ReceiveService:
             return self._kept(session, index, tensors) | {child.worker: failure_of(error) for child in children}
         return _all_of(self._kept(session, index, tensors), children, passed_on)
 
-    def _kept(self, session: str, index: int, tensors: Sequence[object]) -> dict[str, Failure]:
+    def _kept(self, session: str, index: int, tensors: Sequence[object]) -> dict[str, TransferFailure]:
         with self._changed:
             coming = self._coming.get(session)
             take = self._versions.take(session, index)
@@ -223,7 +223,9 @@ class ReceiveService:
         if take is BucketVerdict.DUPLICATE:
             return {}
         if coming is None or take is BucketVerdict.UNWANTED:
-            return {self._me: self._as_failure(outcome) or Failure(SUPERSEDED, "")} if outcome is not None else {}
+            return (
+                {self._me: self._as_failure(outcome) or TransferFailure(SUPERSEDED, "")} if outcome is not None else {}
+            )
         try:
             kept = coming.kept(index, check_bucket(coming.plan, index, tensors))
         except Exception as error:
@@ -237,9 +239,9 @@ class ReceiveService:
         self._settle(ended)
         return {}
 
-    def _commit(self, session: str) -> Future[Failure | None]:
+    def _commit(self, session: str) -> Future[TransferFailure | None]:
         """Return a future of the session's end: None, or the reason why its version was not published."""
-        future: Future[Failure | None] = Future()
+        future: Future[TransferFailure | None] = Future()
         with self._changed:
             ended = self._versions.commit(session)
             self._publish(ended)
@@ -284,25 +286,27 @@ class ReceiveService:
             if each.how is SessionOutcome.PUBLISHED:
                 self._on_published(each.version)
 
-    def _as_failure(self, ended: SessionEnd) -> Failure | None:
+    def _as_failure(self, ended: SessionEnd) -> TransferFailure | None:
         """Return the end of a session, for its sender. A superseded one is as good as delivered."""
         if ended.how in (SessionOutcome.PUBLISHED, SessionOutcome.SUPERSEDED):
             return None
         if ended.how is SessionOutcome.UNKNOWN:
-            return Failure(GONE, "this life of it never heard of the attempt")
-        return Failure(GONE if self._is_closed else FAILED, ended.reason)
+            return TransferFailure(GONE, "this life of it never heard of the attempt")
+        return TransferFailure(GONE if self._is_closed else FAILED, ended.reason)
 
 
 def _all_of(
-    own: dict[str, Failure], children: Sequence[WorkerIncarnation], passed_on: Sequence[Future[dict[str, Failure]]]
-) -> Future[dict[str, Failure]]:
+    own: dict[str, TransferFailure],
+    children: Sequence[WorkerIncarnation],
+    passed_on: Sequence[Future[dict[str, TransferFailure]]],
+) -> Future[dict[str, TransferFailure]]:
     """Return the failures of all, once all calls have ended."""
-    whole: Future[dict[str, Failure]] = Future()
+    whole: Future[dict[str, TransferFailure]] = Future()
     failures = dict(own)
     lock = threading.Lock()
     left = len(passed_on)
 
-    def ended(child: str, future: Future[dict[str, Failure]]) -> None:
+    def ended(child: str, future: Future[dict[str, TransferFailure]]) -> None:
         nonlocal left
         try:
             found = future.result()

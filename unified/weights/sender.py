@@ -27,7 +27,7 @@ from unified.threads import start_thread
 from unified.weights.handshake import AGAIN, Attempt, Handshake, call_incarnations, left_s, method
 from unified.weights.state_dict import OutgoingStateDict, is_replicated
 from unified.weights.transfer_plan import Bucket, TransferPlan
-from unified.weights.versions import GONE, LATE, SUPERSEDED, Failure, failure_of
+from unified.weights.versions import GONE, LATE, SUPERSEDED, TransferFailure, failure_of
 from unified.worker.context import ActorInfo, current_worker
 from unified.worker.rank_group import Alone, MeshGroup, Ranks, WholeGroup, lead
 
@@ -273,7 +273,7 @@ class BucketPipeline:
         roots: Sequence[WorkerIncarnation],
         deadline: float,
     ) -> None:
-        self.failures: dict[str, Failure] = {}
+        self.failures: dict[str, TransferFailure] = {}
         self._bus = bus
         self._method = method(name, "bucket")
         self._plan = plan
@@ -296,7 +296,7 @@ class BucketPipeline:
             )
         except RpcTimeoutError as error:
             for root in roots:
-                self._fail(root, Failure(LATE, str(error)))
+                self._fail(root, TransferFailure(LATE, str(error)))
         self._under_way.append((staged, dict(zip(roots, futures, strict=False))))
 
     def drain(self) -> None:
@@ -321,7 +321,7 @@ class BucketPipeline:
         if is_over:
             staged.release()  # else a message that reads it may still be waiting: the memory goes with it
 
-    def _learn(self, root: WorkerIncarnation, failures: dict[str, Failure]) -> None:
+    def _learn(self, root: WorkerIncarnation, failures: dict[str, TransferFailure]) -> None:
         """Note a root's answer, which is about itself and its children."""
         self.failures |= {worker: failure for worker, failure in failures.items() if failure.kind != SUPERSEDED}
         own = failures.get(root.worker)
@@ -329,17 +329,17 @@ class BucketPipeline:
             return
         if own.kind == SUPERSEDED:
             self._superseded.add(root.worker)
-            own = Failure(GONE, "it has a newer version")
+            own = TransferFailure(GONE, "it has a newer version")
         self._lose_children(root, own)
 
-    def _fail(self, root: WorkerIncarnation, failure: Failure) -> None:
+    def _fail(self, root: WorkerIncarnation, failure: TransferFailure) -> None:
         self.failures[root.worker] = failure
         self._lose_children(root, failure)
 
-    def _lose_children(self, root: WorkerIncarnation, failure: Failure) -> None:
+    def _lose_children(self, root: WorkerIncarnation, failure: TransferFailure) -> None:
         for child in self._plan.children.get(root.worker, ()):
             text = f"worker {root.worker}, which passes buckets on to it, did not: {failure.text}"
-            self.failures.setdefault(child.worker, Failure(failure.kind, text))
+            self.failures.setdefault(child.worker, TransferFailure(failure.kind, text))
 
     def _left_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)

@@ -32,7 +32,7 @@ MAX_REMEMBERED = 64
 GONE, LATE, FAILED, SUPERSEDED = "gone", "late", "failed", "superseded"
 
 
-class Failure(NamedTuple):
+class TransferFailure(NamedTuple):
     """The reason why one receiver did not get a version."""
 
     kind: str
@@ -41,17 +41,17 @@ class Failure(NamedTuple):
     text: str
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> TransferFailure:
     """Return what an error of a call means for the worker that was called."""
     match error:
         case WorkerDiedError(is_final=is_final):
-            return Failure(FAILED if is_final else GONE, str(error))
+            return TransferFailure(FAILED if is_final else GONE, str(error))
         case RpcTimeoutError():
-            return Failure(LATE, str(error))
+            return TransferFailure(LATE, str(error))
         case RpcCancelledError() | RouteLostError() | RpcNotFoundError() | BusOverloadedError():
-            return Failure(GONE, str(error))
+            return TransferFailure(GONE, str(error))
         case _:
-            return Failure(FAILED, f"{type(error).__name__}: {error}")
+            return TransferFailure(FAILED, f"{type(error).__name__}: {error}")
 
 
 class TransferOffer(Value, frozen=True, kw_only=True):
