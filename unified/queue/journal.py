@@ -278,7 +278,7 @@ class Journal:
         self._event = f"journal-answer-failed queue={queue}"
         self._changed = threading.Condition()
         self._records: list[Record] = []
-        self._told: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
         self._is_writing = False
         self._is_broken = False
         self._is_closing = False
@@ -287,7 +287,7 @@ class Journal:
     @property
     def is_idle(self) -> bool:
         """True if everything that was given to `write` is committed."""
-        return not (self._told or self._is_writing)
+        return not (self._callbacks or self._is_writing)
 
     def check(self, items: Iterable[tuple[packed.Packed, int]]) -> None:
         """Check that the file can hold the items, before they are in the queue: a commit that fails is the end of that.
@@ -312,7 +312,7 @@ class Journal:
         """
         with self._changed:
             self._records += records
-            self._told.append(then)
+            self._callbacks.append(then)
             self._changed.notify()
 
     def close(self) -> None:
@@ -333,11 +333,11 @@ class Journal:
     def _turn(self) -> bool:
         """Commit what has come; False when there will be no more."""
         with self._changed:
-            while not self._told and not self._is_closing:
+            while not self._callbacks and not self._is_closing:
                 self._changed.wait()
             records, self._records = self._records, []
-            told, self._told = self._told, []
-            self._is_writing = bool(told)
+            callbacks, self._callbacks = self._callbacks, []
+            self._is_writing = bool(callbacks)
         if records and not self._is_broken:
             try:
                 self._file.commit(records)
@@ -345,9 +345,9 @@ class Journal:
                 self._is_broken = True
                 call_guarded(self._event, self._on_failure, self._as_failure(error))
         self._is_writing = False
-        for then in told:
+        for then in callbacks:
             call_guarded(self._event, then)
-        return bool(told)
+        return bool(callbacks)
 
     def _as_failure(self, error: BaseException) -> QueueJournalError:
         if isinstance(error, QueueJournalError):

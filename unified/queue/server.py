@@ -193,7 +193,7 @@ class QueueService:
             found: dict[str, Any] = msgspec.to_builtins(self._core.stats(time.monotonic()))
         return found
 
-    def life_ended(self, worker: str, incarnation: int) -> None:
+    def incarnation_ended(self, worker: str, incarnation: int) -> None:
         """End the handles of this incarnation and of every one before it."""
         with suppress(QueueJournalError):  # whoever asks for something is told
             self._tell(IncarnationEnded(worker=worker, incarnation=incarnation))
@@ -404,16 +404,16 @@ class QueueHost:
 
     def _reap(self, service: QueueService) -> None:
         """End incarnations that a journal knows and that ended while nobody listened, this worker's own among them."""
-        service.life_ended(self._bus.worker, self._bus.incarnation - 1)
+        service.incarnation_ended(self._bus.worker, self._bus.incarnation - 1)
         for entry in self._bus.directory.entries:
             if (over := self._bus.directory.newest_over(entry.worker)) >= 0:
-                service.life_ended(entry.worker, over)
+                service.incarnation_ended(entry.worker, over)
 
     def _on_directory(self, changes: Sequence[Change]) -> None:
         for change in changes:
             if isinstance(change, IncarnationDied):
                 for service in list(self._services.values()):
-                    service.life_ended(change.worker, change.incarnation)
+                    service.incarnation_ended(change.worker, change.incarnation)
 
 
 _hosts: WeakValueDictionary[str, QueueHost] = WeakValueDictionary()

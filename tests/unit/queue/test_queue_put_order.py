@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.support.queue_sites import DIED, PATIENCE_S, WAITING, Finder, OwnerEndpoint, puts, putter
+from tests.support.queue_endpoints import DIED, PATIENCE_S, WAITING, FakeEndpoint, FakeLookup, producer_of, puts
 from unified.errors import QueueClosedError, QueueJournalError
 from unified.queue.core.messages import Outcome
 from unified.queue.owner_lookup import OwnerLookup
@@ -18,11 +18,11 @@ from unified.queue.producer import QueueProducer
 from unified.testing import eventually
 
 
-def dying(num_puts: int) -> tuple[QueueProducer, Any, OwnerEndpoint, OwnerEndpoint, list[Future[None]]]:
-    """So many puts are on their way to an owner of which it is known that it died; with it the lookup, both lives, and
-    the futures. Their calls have ended, and whoever waits for them is about to be told."""
-    old, new = OwnerEndpoint(*["later"] * num_puts, is_durable=True), OwnerEndpoint(is_durable=True)
-    lookup = Finder(old, new)
+def dying(num_puts: int) -> tuple[QueueProducer, Any, FakeEndpoint, FakeEndpoint, list[Future[None]]]:
+    """So many puts are on their way to an owner of which it is known that it died; with it the lookup, both endpoints,
+    and the futures. Their calls have ended, and whoever waits for them is about to be told."""
+    old, new = FakeEndpoint(*["later"] * num_puts, is_durable=True), FakeEndpoint(is_durable=True)
+    lookup = FakeLookup(old, new)
     ours = QueueProducer(cast(OwnerLookup, lookup))
     futures = puts(ours, num_puts)
     lookup.detach(old)
@@ -88,8 +88,8 @@ def test_those_on_their_way_come_back_one_by_one() -> None:
 
 
 def test_a_put_that_is_cancelled_while_it_waits_for_room_is_not_asked_for_again() -> None:
-    endpoint = OwnerEndpoint("later", "later")
-    ours = putter(endpoint)
+    endpoint = FakeEndpoint("later", "later")
+    ours = producer_of(endpoint)
     first, second = puts(ours, 2)
     first.cancel()
     endpoint.later[0].succeed(WAITING)
@@ -103,8 +103,8 @@ def test_a_put_that_is_cancelled_while_it_waits_for_room_is_not_asked_for_again(
 
 
 def test_a_put_that_is_cancelled_just_before_it_is_sent_is_not_sent() -> None:
-    endpoint = OwnerEndpoint()
-    lookup: Any = Finder(None, endpoint)
+    endpoint = FakeEndpoint()
+    lookup: Any = FakeLookup(None, endpoint)
     ours = QueueProducer(cast(OwnerLookup, lookup))
     ask, cancelled = ours._ask, threading.Event()
 
@@ -122,8 +122,8 @@ def test_a_put_that_is_cancelled_just_before_it_is_sent_is_not_sent() -> None:
 
 
 def test_puts_go_on_when_the_system_has_a_thread_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoint = OwnerEndpoint()
-    ours = putter(None, endpoint)
+    endpoint = FakeEndpoint()
+    ours = producer_of(None, endpoint)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _no_thread)
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -136,7 +136,7 @@ def test_puts_go_on_when_the_system_has_a_thread_again(monkeypatch: pytest.Monke
 
 
 def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_puts() -> None:
-    lookup: Any = Finder(None, OwnerEndpoint([int(Outcome.CLOSED), 0]))
+    lookup: Any = FakeLookup(None, FakeEndpoint([int(Outcome.CLOSED), 0]))
     is_there, attach = threading.Event(), lookup.attach
 
     def slow_attach(until: float | None = None) -> Any:
@@ -155,7 +155,7 @@ def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_puts() -> None
 
 
 def test_an_owner_in_this_process_that_fails_ends_the_put_and_no_other() -> None:
-    endpoint: Any = OwnerEndpoint()
+    endpoint: Any = FakeEndpoint()
     put, errors = endpoint.put, [QueueJournalError("the disk is full")]
 
     def put_here(*question: Any) -> Any:
@@ -164,7 +164,7 @@ def test_an_owner_in_this_process_that_fails_ends_the_put_and_no_other() -> None
         return put(*question)
 
     endpoint.put = put_here
-    ours = putter(None, endpoint)
+    ours = producer_of(None, endpoint)
     first, second = puts(ours, 2)
     with pytest.raises(QueueJournalError):
         first.result(PATIENCE_S)

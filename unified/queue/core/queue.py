@@ -71,7 +71,7 @@ class QueueCore:
             TakeDone: self._on_done,
             TakeReturned: self._on_returned,
             ConsumerEnded: self._on_consumer_ended,
-            IncarnationEnded: self._on_life_ended,
+            IncarnationEnded: self._on_incarnation_ended,
             CloseAsked: self._on_close,
             QueueTick: self._on_time,
         }
@@ -118,7 +118,7 @@ class QueueCore:
             return  # of a dead one, whatever it asks is answered with UNKNOWN
         state.handles[event.handle] = Handle(event.handle, event.worker, event.incarnation)
         state.save(SaveHandle(handle=event.handle, worker=event.worker, incarnation=event.incarnation))
-        self._end_lives(now, event.worker, event.incarnation - 1)
+        self._end_incarnations(now, event.worker, event.incarnation - 1)
 
     def _on_handle_closed(self, now: float, event: HandleClosed) -> None:
         handle = self.state.handles.get(event.handle)
@@ -126,8 +126,8 @@ class QueueCore:
             self._drop(handle)
             self._settle(now)
 
-    def _on_life_ended(self, now: float, event: IncarnationEnded) -> None:
-        self._end_lives(now, event.worker, event.incarnation)
+    def _on_incarnation_ended(self, now: float, event: IncarnationEnded) -> None:
+        self._end_incarnations(now, event.worker, event.incarnation)
 
     def _on_put(self, now: float, event: PutAsked) -> None:
         put = self.producers.ask(now, event)
@@ -194,7 +194,7 @@ class QueueCore:
         handle = self.state.handles.get(event.handle)
         return handle.consumers.get(event.consumer) if handle is not None else None
 
-    def _end_lives(self, now: float, worker: str, incarnation: int) -> None:
+    def _end_incarnations(self, now: float, worker: str, incarnation: int) -> None:
         """End this incarnation of a worker, and every one before it."""
         if incarnation <= self._dead.get(worker, -1):
             return

@@ -9,7 +9,17 @@ from typing import Any, cast
 
 import pytest
 
-from tests.support.queue_sites import DIED, LOST, PATIENCE_S, UNKNOWN, WAITING, Finder, OwnerEndpoint, puts, putter
+from tests.support.queue_endpoints import (
+    DIED,
+    LOST,
+    PATIENCE_S,
+    UNKNOWN,
+    WAITING,
+    FakeEndpoint,
+    FakeLookup,
+    producer_of,
+    puts,
+)
 from unified.errors import (
     QueueClosedError,
     QueueFullError,
@@ -26,8 +36,8 @@ from unified.testing import eventually
 
 
 def test_all_is_well() -> None:
-    endpoint = OwnerEndpoint()
-    ours = putter(endpoint)
+    endpoint = FakeEndpoint()
+    ours = producer_of(endpoint)
     ours.put([b"a", b"b"], None)
     ours.put([b"c"], None)
     assert endpoint.asked == [(7, 0, 0, [b"a", b"b"], SLICE_S, False), (7, 1, 1, [b"c"], SLICE_S, False)]
@@ -35,8 +45,8 @@ def test_all_is_well() -> None:
 
 
 def test_what_is_open_is_what_the_owner_has_to_remember() -> None:
-    endpoint = OwnerEndpoint("later", "later")
-    ours = putter(endpoint)
+    endpoint = FakeEndpoint("later", "later")
+    ours = producer_of(endpoint)
     first, second, third = puts(ours, 3)
     third.result(PATIENCE_S)
     endpoint.later[1].succeed(None)
@@ -50,8 +60,8 @@ def test_what_is_open_is_what_the_owner_has_to_remember() -> None:
 
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_a_full_queue_is_asked_again_without_the_items(how: str) -> None:
-    endpoint = OwnerEndpoint(WAITING, WAITING)
-    ours = putter(endpoint)
+    endpoint = FakeEndpoint(WAITING, WAITING)
+    ours = producer_of(endpoint)
     if how == "put":
         ours.put([b"a"], None)
     else:
@@ -61,14 +71,14 @@ def test_a_full_queue_is_asked_again_without_the_items(how: str) -> None:
 
 
 def test_a_large_put_waits_shortly_while_its_items_count_as_being_on_their_way() -> None:
-    endpoint = OwnerEndpoint(WAITING)
-    putter(endpoint).put([bytes(LARGE_BYTES + 1)], None)
+    endpoint = FakeEndpoint(WAITING)
+    producer_of(endpoint).put([bytes(LARGE_BYTES + 1)], None)
     assert [question[4] for question in endpoint.asked] == [LARGE_SLICE_S, SLICE_S]
 
 
 def test_a_put_with_a_timeout_says_when_it_gives_up() -> None:
-    endpoint = OwnerEndpoint(WAITING, [int(Outcome.FULL), 1])
-    ours = putter(endpoint)
+    endpoint = FakeEndpoint(WAITING, [int(Outcome.FULL), 1])
+    ours = producer_of(endpoint)
     with pytest.raises(QueueFullError, match="1 of 2 items") as caught:
         ours.put([b"a", b"b"], SLICE_S + 0.5)
     assert caught.value.num_put == 1
@@ -82,7 +92,7 @@ def test_a_put_with_a_timeout_says_when_it_gives_up() -> None:
 
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_a_closed_queue(how: str) -> None:
-    ours = putter(OwnerEndpoint([int(Outcome.CLOSED), 0]))
+    ours = producer_of(FakeEndpoint([int(Outcome.CLOSED), 0]))
     act: Callable[[], None] = {
         "put": lambda: ours.put([b"a"], None),
         "put_async": lambda: ours.put_async([b"a"]).result(PATIENCE_S),
@@ -95,8 +105,8 @@ def test_a_closed_queue(how: str) -> None:
 @pytest.mark.parametrize("trouble", [LOST, UNKNOWN])
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_a_lost_answer_is_asked_for_again_under_the_same_number(trouble: Any, how: str) -> None:
-    endpoint = OwnerEndpoint(trouble, trouble)
-    ours = putter(endpoint, endpoint, endpoint)
+    endpoint = FakeEndpoint(trouble, trouble)
+    ours = producer_of(endpoint, endpoint, endpoint)
     if how == "put":
         ours.put([b"a"], None)
     else:
@@ -107,14 +117,14 @@ def test_a_lost_answer_is_asked_for_again_under_the_same_number(trouble: Any, ho
 
 
 def test_an_owner_that_forgot_is_given_the_items_again() -> None:
-    endpoint = OwnerEndpoint(WAITING, UNKNOWN)
-    putter(endpoint, endpoint).put([b"a"], None)
+    endpoint = FakeEndpoint(WAITING, UNKNOWN)
+    producer_of(endpoint, endpoint).put([b"a"], None)
     assert [question[3] for question in endpoint.asked] == [[b"a"], None, [b"a"]]
 
 
 def test_puts_keep_their_order_over_the_owners_death() -> None:
-    old, new = OwnerEndpoint(*["later"] * 4, is_durable=True), OwnerEndpoint(is_durable=True)
-    ours = putter(old, new)
+    old, new = FakeEndpoint(*["later"] * 4, is_durable=True), FakeEndpoint(is_durable=True)
+    ours = producer_of(old, new)
     futures = puts(ours, 4)
     for call in old.later:  # a death ends calls in the order in which they were made
         call.fail(DIED)
@@ -126,8 +136,8 @@ def test_puts_keep_their_order_over_the_owners_death() -> None:
 
 
 def test_what_is_put_meanwhile_stays_behind_what_waits() -> None:
-    old, new = OwnerEndpoint("later", is_durable=True), OwnerEndpoint("later", is_durable=True)
-    lookup = Finder(old, new)
+    old, new = FakeEndpoint("later", is_durable=True), FakeEndpoint("later", is_durable=True)
+    lookup = FakeLookup(old, new)
     ours = QueueProducer(cast(OwnerLookup, lookup))
     first = ours.put_async([b"0"])
     attach, arrived = lookup.attach, []
@@ -146,8 +156,8 @@ def test_what_is_put_meanwhile_stays_behind_what_waits() -> None:
 
 
 def test_a_queue_that_is_lost_ends_all_of_its_puts() -> None:
-    endpoint = OwnerEndpoint("later", "later", "later")
-    ours = putter(endpoint)
+    endpoint = FakeEndpoint("later", "later", "later")
+    ours = producer_of(endpoint)
     futures = puts(ours, 3)
     for call in endpoint.later:
         call.fail(DIED)
@@ -158,7 +168,7 @@ def test_a_queue_that_is_lost_ends_all_of_its_puts() -> None:
 
 
 def test_no_owner_in_time_ends_all_that_have_waited() -> None:
-    ours = putter(None)
+    ours = producer_of(None)
     for future in puts(ours, 5):
         with pytest.raises(QueueNotFoundError):
             future.result(PATIENCE_S)
@@ -169,8 +179,8 @@ def test_no_owner_in_time_ends_all_that_have_waited() -> None:
 
 @pytest.mark.parametrize("before", [[], [LOST]], ids=["straight", "asked again"])
 def test_a_put_to_a_silent_owner_ends_with_its_time(before: list[Any]) -> None:
-    endpoint = OwnerEndpoint(*before, RpcTimeoutError("no answer"))
-    lookup: Any = Finder(endpoint)
+    endpoint = FakeEndpoint(*before, RpcTimeoutError("no answer"))
+    lookup: Any = FakeLookup(endpoint)
     lookup.pause = lambda num_failed, until: time.sleep(max(until - time.monotonic(), 0.0))
     ours = QueueProducer(cast(OwnerLookup, lookup))
     with pytest.raises(QueueNotFoundError, match=r"a is silent\. What was put may be in the queue, or go in yet"):
@@ -183,8 +193,8 @@ def test_a_put_to_a_silent_owner_ends_with_its_time(before: list[Any]) -> None:
 def test_a_put_has_no_more_time_behind_one_that_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is parked first waits for an owner for ever, as for the next life of a durable queue's."""
     monkeypatch.setattr(owner_lookup, "GRACE_S", 0.05)
-    endpoint, found = OwnerEndpoint(), threading.Event()
-    lookup: Any = Finder(None, endpoint)
+    endpoint, found = FakeEndpoint(), threading.Event()
+    lookup: Any = FakeLookup(None, endpoint)
     attach = lookup.attach
 
     def slow_attach(until: float | None = None) -> Any:
@@ -203,15 +213,15 @@ def test_a_put_has_no_more_time_behind_one_that_has(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_error_of_the_owner_is_not_tried_again() -> None:
-    endpoint = OwnerEndpoint(RpcError("the disk is full"))
+    endpoint = FakeEndpoint(RpcError("the disk is full"))
     with pytest.raises(RpcError, match="the disk is full"):
-        putter(endpoint).put([b"a"], None)
+        producer_of(endpoint).put([b"a"], None)
     assert endpoint.numbers == [0]
 
 
 def test_a_put_that_is_cancelled_while_it_waits_for_an_owner_is_not_made() -> None:
-    old, new = OwnerEndpoint("later", is_durable=True), OwnerEndpoint(is_durable=True)
-    lookup = Finder(old, new)
+    old, new = FakeEndpoint("later", is_durable=True), FakeEndpoint(is_durable=True)
+    lookup = FakeLookup(old, new)
     ours = QueueProducer(cast(OwnerLookup, lookup))
     kept = ours.put_async([b"0"])
     attach, cancelled = lookup.attach, []

@@ -27,7 +27,7 @@ LOST = RouteLostError("the connection broke")
 DIED = WorkerDiedError("killed")
 
 
-class OwnerEndpoint:
+class FakeEndpoint:
     """Notes the questions. To one after the other it says what its script says, an answer, an error, or "later", and in
     the end always DONE."""
 
@@ -57,32 +57,32 @@ class OwnerEndpoint:
         return [question[1] for question in self.asked]
 
 
-class Finder:
-    """Has the sites one after the other; None in between means that `attach` finds no owner."""
+class FakeLookup:
+    """Has the endpoints one after the other; None in between means that `attach` finds no owner."""
 
     handle = 7
     queue = "q"
     worker = SimpleNamespace(bus=None)
 
-    def __init__(self, *sites: OwnerEndpoint | None) -> None:
-        self.sites = list(sites)
-        self.endpoint = self.sites.pop(0)
+    def __init__(self, *endpoints: FakeEndpoint | None) -> None:
+        self.endpoints = list(endpoints)
+        self.endpoint = self.endpoints.pop(0)
         self.num_pauses = 0
 
     def check_process(self) -> None:
         pass
 
     def attach(self, until: float | None = None) -> Any:
-        self.endpoint = self.sites.pop(0) if self.sites else None
+        self.endpoint = self.endpoints.pop(0) if self.endpoints else None
         if self.endpoint is None:
             raise QueueNotFoundError("nobody has made it")
         return self.endpoint
 
-    def detach(self, endpoint: OwnerEndpoint) -> None:
+    def detach(self, endpoint: FakeEndpoint) -> None:
         if self.endpoint is endpoint:
             self.endpoint = None
 
-    def failed(self, endpoint: OwnerEndpoint, error: RpcError) -> None:
+    def failed(self, endpoint: FakeEndpoint, error: RpcError) -> None:
         if isinstance(error, RouteLostError | RpcTimeoutError):
             return
         if not isinstance(error, WorkerDiedError):
@@ -98,8 +98,8 @@ class Finder:
         self.num_pauses += 1
 
 
-def putter(*sites: OwnerEndpoint | None) -> QueueProducer:
-    return QueueProducer(cast(OwnerLookup, Finder(*sites)))
+def producer_of(*endpoints: FakeEndpoint | None) -> QueueProducer:
+    return QueueProducer(cast(OwnerLookup, FakeLookup(*endpoints)))
 
 
 def puts(which: QueueProducer, count: int) -> list[Future[None]]:
