@@ -13,8 +13,6 @@ TECHNICAL_KINDS = {"classes", "enums", "interfaces", "models"}
 ALLOWED = {ROOT / "unified/api"}  # `unified.api.builder` and `unified.api.runtime` are what users already import
 OF_THE_DOCUMENTS = ("CheckpointManager", "ShardManager")  # names that users of the reference documents import
 STAND_FOR_SEVERAL = {
-    "Entry",
-    "Failure",
 }
 """Class names that are still to be told apart. Entries may go, never come."""
 EMPTY_SUFFIXES = ("Manager", "Base", "Helper", "Util", "Utils", "Impl")

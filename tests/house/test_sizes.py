@@ -26,7 +26,6 @@ NAMED = {
 }
 """Modules of less than `SMALLEST` lines that have a reason."""
 TOO_SMALL = {
-    "unified/checkpoint/options.py",
     "unified/compat/children.py",
     "unified/extras.py",
     "unified/job/node_range.py",
@@ -40,7 +39,6 @@ LONG_CONSTRUCTORS = {
     "BusEndpoint": 13,
     "CallDesk": 10,
     "CallService": 9,
-    "CheckpointManager": 20,
     "ConnectionTable": 15,
     "Courier": 11,
     "LineWatch": 9,

@@ -1,9 +1,4 @@
-"""The shell of the queue of saves: a thread that lives while there is something to write.
-
-What becomes known of saves that were not written: lines in the log, and the error of the next call.
-
-Saves that are under way when the program ends are written before it does.
-"""
+"""The background saver: a thread that writes saves in order while there are some, and reports those that failed."""
 
 from __future__ import annotations
 
@@ -14,11 +9,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from unified.checkpoint.coordinator_notify import Announcer
-from unified.checkpoint.save_queue import Failure, Save, SaveQueue
+from unified.checkpoint.coordinator_notify import CoordinatorNotifier
+from unified.checkpoint.save_queue import FailedSave, QueuedSave, SaveQueue
 from unified.errors import (
     CheckpointExistsError,
     CheckpointRankError,
@@ -28,74 +22,84 @@ from unified.errors import (
     NotInWorkerError,
     UsageError,
 )
+from unified.threads import start_thread
 from unified.worker.context import current_worker
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class SaveWriter(Protocol[T_contra]):
+    """The part that knows how a save is written."""
+
+    def write(self, item: T_contra) -> object:
+        """Write one save. An error is a failed try."""
+        ...
+
+    def release(self, item: T_contra) -> None:
+        """Give back the memory of a save that was written, failed or was superseded."""
+        ...
+
+
+class Closing(Protocol):
+    """A manager whose saves are finished at the program's end."""
+
+    def close(self) -> None: ...
+    def wait(self) -> None: ...
 
 
 class BackgroundSaver(Generic[T]):
     """Writes saves in order. Safe for threads.
 
     Args:
-        queue: decides.
-        write: carries one save out; what it raises is a failed try.
-        release: gives back what a save holds, once it was written, failed or gave way.
-        on_given_way: a save was not written because newer ones came.
-        on_failed: a save is not tried again.
+        queue: decides which save is next.
+        writer: writes them.
+        notifier: is notified of saves that are not tried again.
+        place: the place of the checkpoints, for messages.
     """
 
-    def __init__(
-        self,
-        queue: SaveQueue[T],
-        write: Callable[[Save[T]], object],
-        release: Callable[[T], object],
-        *,
-        on_given_way: Callable[[Save[T]], object],
-        on_failed: Callable[[Failure], object],
-    ) -> None:
+    def __init__(self, queue: SaveQueue[T], writer: SaveWriter[T], notifier: CoordinatorNotifier, place: str) -> None:
         self._queue = queue
-        self._write = write
-        self._release = release
-        self._on_given_way = on_given_way
-        self._on_failed = on_failed
+        self._writer = writer
+        self._notifier = notifier
+        self._place = place
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     @property
     def steps(self) -> list[int]:
-        """Of saves that are being written or wait."""
+        """The steps of saves that are being written or wait."""
         with self._changed:
             return self._queue.steps
 
     def make_room(self, step: int, nbytes: int) -> None:
-        """Until a save of so many bytes would be accepted, let others give way, or wait."""
+        """Supersede older saves, or wait, until a save of so many bytes would be accepted."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue.has_room(nbytes))
-            given_way = self._queue.make_room(step, nbytes)
-        self._let_go(given_way)
+            superseded = self._queue.make_room(step, nbytes)
+        self._let_go(superseded)
 
-    def submit(self, save: Save[T]) -> None:
+    def submit(self, save: QueuedSave[T]) -> None:
         """Accept a save, to be written soon.
 
         Raises:
             UsageError: this process was forked from the one whose saver it is.
         """
-        self._check_process()
+        if os.getpid() != self._pid:
+            raise UsageError("This checkpoint manager was made before a fork; make one in the process that saves.")
         with self._changed:
             self._changed.wait_for(lambda: self._queue.has_room(save.nbytes))
-            given_way = self._queue.offer(save)
+            superseded = self._queue.offer(save)
             if self._thread is None:
-                # A daemon, so that a program's end does not hang on it; its manager waits at exit.
-                self._thread = threading.Thread(target=self._run, name="checkpoint-saver", daemon=True)
-                self._thread.start()
+                self._thread = start_thread("checkpoint-saver", self._run)
             self._changed.notify_all()
-        self._let_go(given_way)
+        self._let_go(superseded)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until everything that was accepted is written or failed.
+        """Wait until everything that was accepted is written or failed.
 
         Args:
             timeout: seconds; None: as long as it takes, which retries bound.
@@ -115,15 +119,15 @@ class BackgroundSaver(Generic[T]):
         if thread is not None:
             thread.join()
 
-    def take_failures(self) -> list[Failure]:
-        """Those that nobody was told of yet."""
+    def take_failures(self) -> list[FailedSave]:
+        """Return the failed saves that nobody was told of yet."""
         with self._changed:
             return self._queue.take_failures()
 
     def _run(self) -> None:
         while (save := self._next()) is not None:
             try:
-                self._write(save)
+                self._writer.write(save.item)
             except Exception as error:
                 is_over = not self._failed(save, error)
             else:
@@ -132,11 +136,11 @@ class BackgroundSaver(Generic[T]):
                     self._queue.succeeded()
                     self._changed.notify_all()
             if is_over:
-                self._release(save.item)
+                self._writer.release(save.item)
             del save  # its bytes must not stay until the next one comes
 
-    def _next(self) -> Save[T] | None:
-        """The save to try now; None: there is none, and the thread is no more."""
+    def _next(self) -> QueuedSave[T] | None:
+        """Return the save to try now; None: there is none, and the thread ends."""
         with self._changed:
             while (save := self._queue.next()) is not None:
                 delay_s = self._queue.try_at - time.monotonic()
@@ -148,7 +152,7 @@ class BackgroundSaver(Generic[T]):
             self._changed.notify_all()
             return None
 
-    def _failed(self, save: Save[T], error: Exception) -> bool:
+    def _failed(self, save: QueuedSave[T], error: Exception) -> bool:
         with self._changed:
             is_tried_again = self._queue.failed(time.monotonic(), error, is_final=is_final(error))
             delay_s = self._queue.try_at - time.monotonic()
@@ -158,50 +162,30 @@ class BackgroundSaver(Generic[T]):
             logger.warning(
                 "event=checkpoint-retry step=%d in_s=%.1f error=%s: %s", save.step, delay_s, type(error).__name__, error
             )
-        for failure in failures:
-            self._on_failed(failure)
+        for each in failures:
+            text = f"{type(each.error).__name__}: {each.error}"
+            self._notifier.event(
+                "checkpoint-failed",
+                f"step {each.step} was not saved in {self._place} (tries: {each.num_tries}): {text}",
+            )
+            logger.error("event=checkpoint-failed step=%d tries=%d error=%s", each.step, each.num_tries, text)
         return is_tried_again
 
-    def _let_go(self, given_way: list[Save[T]]) -> None:
-        for save in given_way:
-            self._on_given_way(save)
-            self._release(save.item)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise UsageError("This checkpoint manager was made before a fork; make one in the process that saves.")
+    def _let_go(self, superseded: list[QueuedSave[T]]) -> None:
+        for save in superseded:
+            logger.warning("event=checkpoint-skipped step=%d: a newer one came before it could be written", save.step)
+            self._writer.release(save.item)
 
 
 def is_final(error: Exception) -> bool:
-    """Whether trying again would end the same way: what was asked is wrong, not allowed, or in no bucket there is."""
+    """Return whether trying again would end the same way: the save is wrong, not allowed, or for no bucket there is."""
     return isinstance(
         error,
         UsageError | CheckpointExistsError | CheckpointRankError | PermissionError | NotFoundError | ImportError,
     )
 
 
-def tell_of_given_way(save: Save[Any]) -> None:
-    """Log that a save gave way to newer ones."""
-    logger.warning("event=checkpoint-skipped step=%d: a newer one came before it could be written", save.step)
-
-
-def tell_of_failed(failure: Failure, place: str, announcer: Announcer) -> None:
-    """Log that a save is not tried again, and tell the coordinator."""
-    announcer.event(
-        "checkpoint-failed",
-        f"step {failure.step} was not saved in {place} (tries: {failure.num_tries}): "
-        f"{type(failure.error).__name__}: {failure.error}",
-    )
-    logger.error(
-        "event=checkpoint-failed step=%d tries=%d error=%s: %s",
-        failure.step,
-        failure.num_tries,
-        type(failure.error).__name__,
-        failure.error,
-    )
-
-
-def report(failures: list[Failure], place: str) -> None:
+def raise_failures(failures: list[FailedSave], place: str) -> None:
     """Raise for saves that failed since the last report, if any did.
 
     Raises:
@@ -218,17 +202,12 @@ def report(failures: list[Failure], place: str) -> None:
     ) from failures[-1].error
 
 
-class Closing(Protocol):
-    def close(self) -> None: ...
-    def wait(self) -> None: ...
-
-
 _open: weakref.WeakSet[Closing] = weakref.WeakSet()
 _is_registered = False
 
 
 def close_at_exit(manager: Closing) -> None:
-    """Have `manager` closed at the program's end, unless it is garbage by then."""
+    """Have `manager` closed at the program's end, so that its saves are written, unless it is garbage by then."""
     global _is_registered
     if not _is_registered:
         # Ordinary handlers run after thread pools were shut down, which a store may need for its uploads.
@@ -241,7 +220,7 @@ def close_at_exit(manager: Closing) -> None:
 
 
 def forget(manager: Closing) -> None:
-    """It was closed."""
+    """Note that a manager was closed."""
     _open.discard(manager)
 
 

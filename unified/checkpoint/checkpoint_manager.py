@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the class that users meet. It wires the parts of this package together and decides nothing."""
+"""`CheckpointManager`: the class that users meet. It wires the parts of this package together."""
 
 from __future__ import annotations
 
@@ -6,58 +6,35 @@ import asyncio
 import logging
 import os
 import secrets
-import threading
-import time
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
-from random import SystemRandom
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from unified.checkpoint.background import (
-    BackgroundSaver,
-    close_at_exit,
-    forget,
-    report,
-    tell_of_failed,
-    tell_of_given_way,
-)
-from unified.checkpoint.coordinator_notify import Announcer
-from unified.checkpoint.going_back import Course
-from unified.checkpoint.load import LoadReport
-from unified.checkpoint.loads import Loads
-from unified.checkpoint.location import is_local, open_place, this_writer
-from unified.checkpoint.manifest import Kind, Manifest, check_step
-from unified.checkpoint.options import FROM_SETTINGS, FromSettings, check_counts
-from unified.checkpoint.payload import BytesPayload, Payload, check_compression
-from unified.checkpoint.retention import LEFTOVER_AFTER_S
-from unified.checkpoint.run_directory import checked_metadata
-from unified.checkpoint.save_queue import Save, SaveQueue, WhenFull
-from unified.checkpoint.store import Order
+from unified.checkpoint.background import close_at_exit, forget
+from unified.checkpoint.coordinator_notify import CoordinatorNotifier
+from unified.checkpoint.load import CheckpointReader, LoadReport, Wanted
+from unified.checkpoint.location import joined, open_location, this_writer
+from unified.checkpoint.manifest import Kind, Manifest, check_step, checked_metadata
+from unified.checkpoint.options import CheckpointOptions, completed, with_options
+from unified.checkpoint.payload import BytesPayload
+from unified.checkpoint.run_directory import CONFIG_NAME, RunDirectory, file_payloads
+from unified.checkpoint.save import CheckpointSaver
+from unified.checkpoint.store import CheckpointStore, SaveRequest
 from unified.config.runtime import RuntimeSettings
-from unified.core.backoff import Backoff
-from unified.data.coordinator_client import Coordinator
-from unified.errors import UsageError
 from unified.extras import needed_by
+from unified.worker.rank_group import Alone, ranks_here
 
 if TYPE_CHECKING:
-    from unified.checkpoint.sharded.save import ShardSaves
     from unified.memory.host_buffers import BufferPool
     from unified.storage.backend import StorageBackend
 
 logger = logging.getLogger(__name__)
 
-BACKOFF = Backoff(first_s=0.5, limit_s=10.0)
-MAX_TRIES = 4
-MAX_WAITING = 64
-MAX_WAITING_BYTES = 256 << 20
-RANK_TIMEOUT_S = 300.0
 
-Listener = Callable[[Manifest], object]
-
-
-class CheckpointManager(Loads):
+class CheckpointManager:
     """Saves checkpoints in the background, and loads them. Safe for threads.
 
     A save returns when its data are in memory of the manager's; writing goes on meanwhile, one save after another. A
@@ -93,9 +70,6 @@ class CheckpointManager(Loads):
             saved.
         on_saved: called from the saving thread with the manifest of each checkpoint that was written.
 
-    Attributes:
-        last_load: how the last load of this manager went: which step, and what was skipped because it is damaged.
-
     Raises:
         UsageError: an argument that cannot be, or a setting (an OptionError).
         ImportError: S3 or the compression needs an extra.
@@ -104,74 +78,44 @@ class CheckpointManager(Loads):
     def __init__(
         self,
         storage_path: str | os.PathLike[str],
-        backend: Literal["local", "s3"] | StorageBackend | FromSettings = FROM_SETTINGS,
-        *,
-        keep_last_n: int | FromSettings | None = FROM_SETTINGS,
-        compression: str | FromSettings | None = FROM_SETTINGS,
-        interval_steps: int | FromSettings | None = FROM_SETTINGS,
-        run_id: str | None = None,
-        framework: str | None = None,
-        bucket: str | None = None,
-        max_waiting: int = MAX_WAITING,
-        max_waiting_bytes: int = MAX_WAITING_BYTES,
-        when_full: WhenFull = "newest",
-        max_tries: int = MAX_TRIES,
-        backoff: Backoff = BACKOFF,
-        rank: int | None = None,
-        world_size: int | None = None,
-        process_group: Any = None,
-        rank_timeout: float = RANK_TIMEOUT_S,
-        coordinator_url: str | Coordinator | None = None,
-        series: str = "default",
-        on_saved: Listener | None = None,
+        backend: Literal["local", "s3"] | StorageBackend | None = None,
+        **options: Unpack[CheckpointOptions],
     ) -> None:
-        runtime = RuntimeSettings.load_shared()
-        settings = runtime.checkpoint
-        keep_last_n = settings.keep_last_n if keep_last_n is FROM_SETTINGS else keep_last_n
-        compression = settings.compression if compression is FROM_SETTINGS else compression
-        interval_steps = settings.interval_steps if interval_steps is FROM_SETTINGS else interval_steps
-        check_counts(keep_last_n=keep_last_n, interval_steps=interval_steps, max_tries=max_tries)
-        if when_full not in ("newest", "wait"):
-            raise UsageError(f"when_full is 'newest' or 'wait', not {when_full!r}.")
-        if not 0 < rank_timeout < LEFTOVER_AFTER_S:
-            raise UsageError(f"rank_timeout is above 0 and below {LEFTOVER_AFTER_S:g} s, not {rank_timeout!r}.")
-        self.keep_last_n = keep_last_n
-        self.interval_steps = interval_steps
-        self.last_load: LoadReport | None = None
-        self._compression = check_compression(compression)
-        self._on_saved = on_saved
-        writer = this_writer(rank, world_size)
-        place = open_place(storage_path, backend, bucket, run_id, framework, runtime.storage)
-        self._owns_storage = place.is_own
-        super().__init__(place, writer, is_run=run_id is not None)
-        announcer = self._announcer = Announcer(coordinator_url, series, writer, self.store.place)
-        self.store.on_damage = partial(announcer.event, "checkpoint-damaged")
-        self._course = Course()
-        self._sweeping = threading.Lock()
-        queue: SaveQueue[Order] = SaveQueue(
-            max_waiting=max_waiting,
-            max_waiting_bytes=max_waiting_bytes,
-            when_full=when_full,
-            max_tries=max_tries,
-            backoff=backoff,
-            rng=SystemRandom(),
-        )
-        on_failed = partial(tell_of_failed, place=self.store.place, announcer=announcer)
-        self._saver = BackgroundSaver(queue, self._write, _release, on_given_way=tell_of_given_way, on_failed=on_failed)
-        self._process_group = process_group
-        self._rank_timeout_s = rank_timeout
-        self._retries: dict[str, Any] = {"max_tries": max_tries, "backoff": backoff, "on_failed": on_failed}
-        self._shards: ShardSaves | None = None
+        settings = RuntimeSettings.load_shared()
+        options = self._options = completed(options, settings.checkpoint)
+        writer = this_writer(options["rank"], options["world_size"])
+        location = open_location(storage_path, backend, options, settings.storage)
+        within = "checkpoints" if options["run_id"] is not None else ""
+        place = joined(location.text, within)
+        self.store = CheckpointStore(location.storage, joined(location.prefix, within), writer, place=place)
+        self._owns_storage = location.is_own
+        self._notifier = CoordinatorNotifier(options["coordinator_url"], options["series"], writer, place)
+        self._saver = CheckpointSaver(self.store, options, self._notifier)
+        self._reader = CheckpointReader(self.store, self._notifier)
+        self._run = RunDirectory(self.store, location.prefix)
         self._pool: BufferPool | None = None
-        self._asking = threading.Lock()
-        self._has_passed_over = self._is_closed = False
-        if is_local(place.storage):  # a bucket is looked at when it is used: to make a manager asks no network
+        if location.is_local:  # a bucket is looked at when it is used: to make a manager asks no network
             with suppress(OSError):
                 self.store.stored()
         close_at_exit(self)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.store.place!r}, keep_last_n={self.keep_last_n})"
+
+    @property
+    def keep_last_n(self) -> int | None:
+        """The number of good checkpoints that stay; None: all."""
+        return self._saver.keep_last_n
+
+    @property
+    def interval_steps(self) -> int | None:
+        """The interval of steps that are saved; None: whenever asked."""
+        return self._saver.interval_steps
+
+    @property
+    def last_load(self) -> LoadReport | None:
+        """The report of the last load: its step, and the newer ones that were skipped because they are damaged."""
+        return self._reader.last
 
     # --- saving
 
@@ -191,9 +135,13 @@ class CheckpointManager(Loads):
     def save_bytes(
         self, data: bytes, step: int, *, metadata: Mapping[str, Any] | None = None, force: bool = False
     ) -> bool:
-        """As `save_async`, for code that is not async. False: it is not at `interval_steps`, and nothing was done."""
+        """Save bytes as `save_async` does, from code that is not async.
+
+        Returns:
+            False: `step` is not at `interval_steps`, and nothing was done.
+        """
         payload = BytesPayload(data)
-        return self._save("bytes", step, lambda: payload, payload.nbytes, metadata, force)
+        return self._saver.save("bytes", step, payload.nbytes, lambda: payload, metadata=metadata, force=force)
 
     @needed_by("CheckpointManager.save()")
     def save(
@@ -233,18 +181,23 @@ class CheckpointManager(Loads):
         from unified.memory.host_buffers import BufferPool, nbytes_of, stage_state
 
         if sharded or (sharded is None and is_sharded(state)):
-            return self._save_together(state, step, metadata, force)
+            return self._saver.save_together(state, step, metadata=metadata, force=force)
         pool = self._pool = self._pool or BufferPool(one_size=True)
-        return self._save(
-            "state", step, lambda: StatePayload(stage_state(state, pool)), nbytes_of(state), metadata, force
+        return self._saver.save(
+            "state",
+            step,
+            nbytes_of(state),
+            lambda: StatePayload(stage_state(state, pool)),
+            metadata=metadata,
+            force=force,
         )
 
     def should_save(self, step: int) -> bool:
-        """Whether `step` is at `interval_steps`, so that a state is to be gathered for it."""
-        return self.interval_steps is None or check_step(step) % self.interval_steps == 0
+        """Return whether `step` is at `interval_steps`, so that a state is to be gathered for it."""
+        return self._saver.should_save(step)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until every save that was accepted is written.
+        """Wait until every save that was accepted is written.
 
         Args:
             timeout: seconds; None: as long as it takes, which `max_tries` bounds.
@@ -253,31 +206,214 @@ class CheckpointManager(Loads):
             CheckpointSaveError: some failed; each is reported once.
             CheckpointTimeoutError: it took longer than `timeout`. The saves go on.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for saver in self._savers:
-            saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        self._report()
+        self._saver.wait(timeout)
+        self._saver.report()
 
     async def wait_async(self) -> None:
-        """As `wait`."""
+        """Wait as `wait` does."""
         await asyncio.to_thread(self.wait)
 
     def close(self, timeout: float | None = None) -> None:
         """`wait`, and save nothing from now on. Can be called twice."""
-        with self._asking:
-            was_closed, self._is_closed = self._is_closed, True
+        was_closed = self._saver.close()
         try:
             self.wait(timeout)
         finally:
             if not was_closed:
                 forget(self)
-                self._announcer.close()
+                self._notifier.close()
                 if self._pool is not None:
                     self._pool.trim()
-                if self._shards is not None:
-                    self._shards.clear()
-                if self._owns_storage and not any(saver.steps for saver in self._savers):
+                self._saver.clear()
+                if self._owns_storage and self._saver.is_idle:
                     self.store.backend.close()
+
+    # --- loading
+
+    async def load(self, step: Wanted = None, *, exact: bool = False) -> bytes:
+        """The data of a checkpoint; saves under way here are awaited first.
+
+        Args:
+            step: None, ``"latest"``, and 0 too, as the reference document has it: the newest.
+            exact: that step and no other: 0 means step 0, and no older one is loaded instead of one that is damaged.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or none of that step (a FileNotFoundError).
+            CheckpointCorruptError: it is damaged, and so are all before it. Where only it is damaged, the newest good
+                one before it is loaded, with a `CheckpointFallbackWarning`, and `last_load` says so.
+        """
+        return await asyncio.to_thread(self.load_bytes, step, exact=exact)
+
+    def load_bytes(self, step: Wanted = None, *, exact: bool = False) -> bytes:
+        """Load bytes as `load` does, from code that is not async."""
+        self._before_load()
+        return self._reader.load_bytes(step, exact=exact)
+
+    @needed_by("CheckpointManager.load_state()")
+    def load_state(
+        self, step: Wanted = None, *, exact: bool = False, map_location: Any = "cpu", weights_only: bool = True
+    ) -> Any:
+        """A state dict that `save` saved, or ``torch.save`` into bytes that were saved. Steps and errors as for `load`.
+
+        Of one that several ranks saved, this process gets all of it: whole tensors, in dicts whose keys are text.
+
+        Args:
+            map_location, weights_only: as for ``torch.load``.
+
+        Raises:
+            CheckpointError: torch cannot load it.
+        """
+        self._before_load()
+        return self._reader.load_state(step, exact=exact, map_location=map_location, weights_only=weights_only)
+
+    @needed_by("CheckpointManager.load_state_into()")
+    def load_state_into(
+        self,
+        state: dict[str, Any],
+        step: Wanted = None,
+        *,
+        exact: bool = False,
+        weights_only: bool = True,
+        sharded: bool | None = None,
+    ) -> int:
+        """Fill a state dict in place from what any number of ranks saved: each rank reads what its tensors need.
+
+        Where torch.distributed is set up all ranks call this together, with the same arguments, and load the same step.
+
+        Args:
+            state: tensors are filled, everything else is replaced; modules and optimizers at the top are given their
+                state. All that it names must be in the checkpoint.
+            weights_only: as for ``torch.load``, of what is no tensor.
+            sharded: False: this rank loads by itself.
+
+        Returns:
+            The step that was loaded.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit `state`, or another rank failed. `state` may be filled in part
+                after this and after a CheckpointCorruptError. Steps and other errors as for `load`.
+        """
+        self._before_load()
+        ranks = Alone() if sharded is False else ranks_here(self._options["process_group"])
+        report = self._reader.load_into(state, step, exact=exact, weights_only=weights_only, ranks=ranks)
+        return report.step
+
+    def discard_after(self, step: int) -> list[int]:
+        """Delete all checkpoints after that of `step`: training goes back to it, and what it saves now is the latest.
+
+        Without this they stay, and the next load without a step takes the highest of them. Saves under way here are
+        awaited first. Where torch.distributed is set up all ranks call this together; otherwise one process does,
+        before any of them saves.
+
+        Returns:
+            The steps that were deleted, in order.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint of `step`. Nothing was deleted, nor after the next.
+            CheckpointCorruptError: it is damaged, as far as can be seen without reading all of it.
+        """
+        check_step(step)
+        self._before_load()
+        ranks = ranks_here(self._options["process_group"]) if "torch" in sys.modules else Alone()
+        return self._saver.discard_after(step, ranks)
+
+    async def list_checkpoints(self) -> list[int]:
+        """Return the steps of all checkpoints, in order; saves under way here are awaited first."""
+        return await asyncio.to_thread(self.steps)
+
+    def steps(self) -> list[int]:
+        """Return the steps as `list_checkpoints` does, from code that is not async."""
+        self._before_load()
+        return self.store.steps()
+
+    # --- runs
+
+    def save_checkpoint(
+        self,
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Manifest:
+        """Record that there is a checkpoint of `step`: ``step-000001.json`` and, if given, the files of a directory.
+
+        Args:
+            metadata: kept in the manifest; plain numbers, text, lists and dicts.
+            directory: whose files belong to the checkpoint. `materialize_checkpoint` brings them back.
+
+        Raises:
+            UsageError: metadata that JSON cannot say, or a directory that is none or empty.
+            CheckpointExistsError: another run writes the same step here.
+            OSError: the storage does not take it.
+        """
+        kept = checked_metadata(check_step(step), metadata)
+        payloads = {} if directory is None else file_payloads(directory, step)
+        kind: Kind = "files" if payloads else "metadata"
+        request = SaveRequest(int(step), secrets.token_hex(6), payloads, kind, metadata=kept)
+        return self._saver.write(request)
+
+    def checkpoint(self, step: int) -> Manifest:
+        """Return the manifest of one checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: there is none of that step.
+            CheckpointCorruptError: its manifest cannot be read.
+        """
+        self._before_load()
+        return self.store.manifest(check_step(step))
+
+    def latest_checkpoint(self) -> Manifest | None:
+        """Return the newest checkpoint that looks whole: readable, its parts there in full size; else None."""
+        self._before_load()
+        return self._reader.latest()
+
+    @needed_by("CheckpointManager.materialize_checkpoint()")
+    def materialize_checkpoint(
+        self, checkpoint: Manifest | Wanted = None, directory: str | os.PathLike[str] | None = None
+    ) -> Path:
+        """Bring a checkpoint to the local disk.
+
+        Args:
+            checkpoint: as `latest_checkpoint` gives it, or a step; None: the latest that is whole.
+            directory: where to make ``checkpoint-<step>``; by default a new temporary one, which is the caller's.
+
+        Returns:
+            The directory of the checkpoint: its files, or ``data.bin`` or ``state.pt``, and its manifest. It is there
+            as a whole or not at all; one that is there already is replaced.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointCorruptError: it is damaged.
+        """
+        self._before_load()
+        return self._run.materialize(self._reader.find(checkpoint), directory)
+
+    def persist_config(self, config: object, name: str = CONFIG_NAME) -> str:
+        """Keep the configuration of a run as ``config/run.json``, and make ``logs/``.
+
+        Args:
+            config: a mapping, a pydantic or dataclass object, an OmegaConf config, or an argparse namespace. What JSON
+                cannot say is kept as text.
+
+        Returns:
+            Its key in the storage.
+        """
+        return self._run.persist_config(config, name)
+
+    def sync_directory(self, directory: str | os.PathLike[str], name: str | None = None) -> list[str]:
+        """Copy the files of a local directory to the run's storage, those alone that changed since the last time.
+
+        Args:
+            name: of the directory there, such as ``"logs"``; by default that of `directory`.
+
+        Returns:
+            The keys that were written. Files that are gone here stay there.
+
+        Raises:
+            UsageError: `directory` is none.
+            OSError: a file cannot be read, or the storage does not take it.
+        """
+        return self._run.sync(directory, name)
 
     # --- life
 
@@ -297,122 +433,8 @@ class CheckpointManager(Loads):
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    # --- inside
-
-    def _save(
-        self,
-        kind: Kind,
-        step: int,
-        make: Callable[[], Payload],
-        nbytes: int,
-        metadata: Mapping[str, Any] | None,
-        force: bool,
-    ) -> bool:
-        step = check_step(step)
-        if not force and self._passes_over(step):
-            return False
-        kept = checked_metadata(step, metadata)
-        with self._asking:
-            self._check_open(step)
-            # Before the copy is made, so that it takes the memory of those that give way.
-            self._saver.make_room(step, nbytes)
-            payload = make()
-            order = Order(
-                step=step,
-                token=secrets.token_hex(6),
-                payloads={"": payload},
-                kind=kind,
-                compression=self._compression,
-                metadata=kept,
-            )
-            failures = self._saver.take_failures()  # of earlier saves alone
-            self._saver.submit(Save(step, payload.nbytes, order))
-        report(failures, self.store.place)
-        return True
-
-    def _save_together(self, state: Any, step: int, metadata: Mapping[str, Any] | None, force: bool) -> bool:
-        step = check_step(step)
-        if not force and self._passes_over(step):
-            return False
-
-        def prepare() -> dict[str, Any]:
-            self._check_open(step)
-            return checked_metadata(step, metadata)
-
-        with self._asking:
-            if self._shards is None:
-                from unified.checkpoint.sharded.save import ShardSaves
-
-                self._shards = ShardSaves(
-                    self.store,
-                    process_group=self._process_group,
-                    compression=self._compression,
-                    rank_timeout_s=self._rank_timeout_s,
-                    after_save=self._after_save,
-                    **self._retries,
-                )
-            failures = self._shards.save(state, step, prepare)
-        report(failures, self.store.place)
-        return True
-
-    def _passes_over(self, step: int) -> bool:
-        """Whether it is not at `interval_steps`: the first time that is said."""
-        if self.should_save(step):
-            return False
-        if not self._has_passed_over:
-            self._has_passed_over = True
-            logger.warning(
-                "event=checkpoint-passed-over step=%d: it is not saved, nor is any that is no multiple of "
-                "interval_steps=%d, unless with force=True",
-                step,
-                self.interval_steps,
-            )
-        self._report()
-        return True
-
-    def _check_open(self, step: int) -> None:
-        if self._is_closed:
-            raise UsageError(f"{self!r} is closed; the checkpoint of step {step} was not saved.")
-
-    @property
-    def _savers(self) -> list[BackgroundSaver[Any]]:
-        return [self._saver] if self._shards is None else [self._shards.saver, self._saver]
-
-    def _report(self) -> None:
-        report([each for saver in self._savers for each in saver.take_failures()], self.store.place)
-
-    def _write(self, save: Save[Order]) -> None:
-        started_at = time.monotonic()
-        manifest = self.store.write(save.item)
-        logger.info(
-            "event=checkpoint-saved step=%d bytes=%d seconds=%.3f",
-            save.step,
-            manifest.size_bytes,
-            time.monotonic() - started_at,
-        )
-        self._after_save(manifest)
-
-    def _after_save(self, manifest: Manifest) -> None:
-        self._announcer.written(manifest)
-        try:
-            if self._on_saved is not None:
-                self._on_saved(manifest)
-        except Exception as error:  # the checkpoint is safe
-            logger.warning("event=on-saved-failed step=%d error=%s", manifest.step, error)
-        try:
-            with self._sweeping:
-                kept = self._course.saved(manifest.step, self.keep_last_n)
-                others = self.store.sweep(self.keep_last_n, kept)
-                for remark in self._course.remarks(manifest.step, others):
-                    logger.warning(remark)
-        except Exception as error:  # it is tried again with the next one
-            logger.warning("event=checkpoint-sweep-failed step=%d error=%s", manifest.step, error)
-
     def _before_load(self) -> None:
-        for saver in self._savers:
-            saver.wait()
+        self._saver.wait()
 
 
-def _release(order: Order) -> None:
-    for payload in order.payloads.values():
-        payload.release()
+CheckpointManager.__init__.__signature__ = with_options(CheckpointManager.__init__)  # type: ignore[attr-defined]

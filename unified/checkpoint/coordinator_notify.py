@@ -1,7 +1,4 @@
-"""Tells the coordinator of checkpoints that were written, and of those that were not, while training goes on.
-
-What a coordinator has still to be told of checkpoints. Pure.
-"""
+"""Notifications to the coordinator of checkpoints written, failed or damaged, delivered while training goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from unified.checkpoint.location import Writer
+from unified.checkpoint.location import WriterIdentity
 from unified.checkpoint.manifest import Manifest, manifest_name
 from unified.config.addresses import parse_coordinator
 from unified.data.coordinator_client import Coordinator
@@ -22,14 +19,19 @@ from unified.data.worker_identity import discover, named_coordinator, open_coord
 from unified.errors import CoordinatorError
 from unified.protocol.client_master import Done, MasterAnswer
 from unified.protocol.coordinator import CheckpointResponse, NotifyCheckpoint, TellEvent, WorkerEvent
+from unified.threads import start_thread
 
+logger = logging.getLogger(__name__)
+
+CLOSE_WITHIN_S = 2.0
+"""Seconds for which the end of a manager waits until all is delivered."""
 MAX_EVENTS = 16
 
-Word = NotifyCheckpoint | TellEvent
+Notification = NotifyCheckpoint | TellEvent
 
 
-class Unsaid:
-    """At most one checkpoint, the latest, as no other matters to who asks for that; and some events, in order."""
+class PendingNotifications:
+    """The notifications that are still to be delivered: the latest checkpoint, and some events in order. Pure."""
 
     def __init__(self) -> None:
         self._notice: NotifyCheckpoint | None = None
@@ -38,97 +40,93 @@ class Unsaid:
     def __bool__(self) -> bool:
         return self._notice is not None or bool(self._events)
 
-    def add(self, word: Word) -> None:
-        """To be said. Of two checkpoints of one step the later counts; of too many events the newest."""
-        if isinstance(word, TellEvent):
-            self._events.append(word)
-        elif self._notice is None or word.goes_back:
-            self._notice = word
-        elif word.step >= self._notice.step:
-            self._notice = replace(word, goes_back=self._notice.goes_back)
+    def add(self, notification: Notification) -> None:
+        """Add one. Of two checkpoints of one step the later counts; of too many events the newest."""
+        if isinstance(notification, TellEvent):
+            self._events.append(notification)
+        elif self._notice is None or notification.goes_back:
+            self._notice = notification
+        elif notification.step >= self._notice.step:
+            self._notice = replace(notification, goes_back=self._notice.goes_back)
 
-    def take(self) -> Word | None:
-        """What to say next."""
+    def take(self) -> Notification | None:
+        """Return the next one to deliver."""
         if self._events:
             return self._events.popleft()
         notice, self._notice = self._notice, None
         return notice
 
-    def put_back(self, word: Word) -> None:
-        """It could not be said: it comes before what was added meanwhile."""
-        if isinstance(word, TellEvent):
+    def put_back(self, notification: Notification) -> None:
+        """Put one back that could not be delivered, before those that were added meanwhile."""
+        if isinstance(notification, TellEvent):
             if len(self._events) < MAX_EVENTS:
-                self._events.appendleft(word)
+                self._events.appendleft(notification)
         elif self._notice is None:
-            self._notice = word
-        elif word.goes_back:
+            self._notice = notification
+        elif notification.goes_back:
             self._notice = replace(self._notice, goes_back=True)
-        elif word.step > self._notice.step and not self._notice.goes_back:
-            self._notice = word
+        elif notification.step > self._notice.step and not self._notice.goes_back:
+            self._notice = notification
 
 
-logger = logging.getLogger(__name__)
+class CoordinatorNotifier:
+    """Takes notifications and returns at once; a thread that lives while there are some delivers them. Whatever goes
+    wrong, no save or load notices: it is logged once, and the notification delivered with the next.
 
-CLOSING_S = 2.0
-"""How long the end of a manager waits until all is told."""
-
-
-class Announcer:
-    """Takes what is to be told, and returns at once; a thread that lives while there is something says it. Whatever
-    goes wrong, no save or load notices.
-
-    What could not be said, as when the master is being started again, is logged once and said with the next.
+    The thread is no `SerialWorker`, since saves that go on after `close` are still notified.
 
     Args:
-        coordinator_url: as `CheckpointManager` takes it.
-        series: of the checkpoints.
-        writer: whose they are.
-        place: where they are, as a path or address.
+        coordinator_url: see `CheckpointManager`.
+        series: the name under which the coordinator knows the checkpoints.
+        writer: the manager that writes them.
+        place: the path or address where they are.
 
     Raises:
         UsageError: it is no address of a coordinator.
     """
 
-    def __init__(self, coordinator_url: str | Coordinator | None, series: str, writer: Writer, place: str) -> None:
+    def __init__(
+        self, coordinator_url: str | Coordinator | None, series: str, writer: WriterIdentity, place: str
+    ) -> None:
         self._coordinator = named_coordinator(coordinator_url)
         if isinstance(self._coordinator, str):
             parse_coordinator(self._coordinator)
         self._series = series
         self._writer = writer
         self._place = place
-        self._unsaid = Unsaid()
+        self._pending = PendingNotifications()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_speaking = False
+        self._is_delivering = False
         self._is_failing = False
         self._pid = os.getpid()
 
     def written(self, manifest: Manifest) -> None:
-        """There is a checkpoint. Of one that another rank wrote that rank tells."""
+        """Notify of a checkpoint, unless another rank wrote it, which notifies of it itself."""
         if manifest.writer == self._writer.name:
-            self._say_where(manifest)
+            self._checkpoint(manifest)
 
-    def went_back_to(self, manifest: Manifest) -> None:
-        """The checkpoints after this one, whoever wrote it, were discarded."""
-        self._say_where(manifest, goes_back=True)
+    def rolled_back(self, manifest: Manifest) -> None:
+        """Notify that the checkpoints after this one, whoever wrote it, were discarded."""
+        self._checkpoint(manifest, goes_back=True)
 
     def event(self, event: WorkerEvent, reason: str) -> None:
-        """Something went wrong, for the event log of the job."""
-        self._say(lambda space, worker_id: TellEvent(space=space, worker_id=worker_id, event=event, reason=reason))
+        """Notify of something that went wrong, for the event log of the job."""
+        self._add(lambda space, worker_id: TellEvent(space=space, worker_id=worker_id, event=event, reason=reason))
 
-    def close(self, timeout_s: float = CLOSING_S) -> None:
-        """Wait, but not for long, until all is told; what could not be told before is tried once more."""
+    def close(self, timeout_s: float = CLOSE_WITHIN_S) -> None:
+        """Wait, but not for long, until all is delivered; a notification that failed before is tried once more."""
         if os.getpid() != self._pid:
             return
         with self._lock, suppress(RuntimeError):  # no thread begins at the interpreter's end
-            if self._unsaid:
+            if self._pending:
                 self._begin()
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
 
-    def _say_where(self, manifest: Manifest, *, goes_back: bool = False) -> None:
-        self._say(
+    def _checkpoint(self, manifest: Manifest, *, goes_back: bool = False) -> None:
+        self._add(
             lambda space, worker_id: NotifyCheckpoint(
                 space=space,
                 worker_id=worker_id,
@@ -142,34 +140,34 @@ class Announcer:
             )
         )
 
-    def _say(self, make: Callable[[str, str], Word]) -> None:
+    def _add(self, make: Callable[[str, str], Notification]) -> None:
         if self._coordinator is None or os.getpid() != self._pid:
             return
         try:
             identity = discover()
-            word = make(identity.space, worker_of_rank(identity, self._writer.rank, self._writer.world_size))
+            worker_id = worker_of_rank(identity, self._writer.rank, self._writer.world_size)
+            notification = make(identity.space, worker_id)
             with self._lock:
-                self._unsaid.add(word)
+                self._pending.add(notification)
                 self._begin()
         except Exception as error:  # a rank that changed, no thread at the interpreter's end: the save is safe
             self._failed(error)
 
     def _begin(self) -> None:
-        """The lock is held."""
-        if not self._is_speaking:
-            self._thread = threading.Thread(target=self._run, name="checkpoint-announcer", daemon=True)
-            self._thread.start()
-            self._is_speaking = True
+        """Called under the lock."""
+        if not self._is_delivering:
+            self._thread = start_thread("checkpoint-notifier", self._run)
+            self._is_delivering = True
 
     def _run(self) -> None:
         coordinator: Coordinator | None = None
         is_own = is_reached = True
-        while (word := self._next(is_reached)) is not None:
+        while (notification := self._next(is_reached)) is not None:
             try:
                 if coordinator is None:
                     coordinator, is_own = open_coordinator(self._coordinator)
-                expected: type[MasterAnswer] = Done if isinstance(word, TellEvent) else CheckpointResponse
-                coordinator.ask(word, expected)
+                expected: type[MasterAnswer] = Done if isinstance(notification, TellEvent) else CheckpointResponse
+                coordinator.ask(notification, expected)
                 self._is_failing = False
             except Exception as error:
                 self._failed(error)
@@ -177,15 +175,15 @@ class Announcer:
                     continue  # it would be refused again
                 is_reached = False
                 with self._lock:
-                    self._unsaid.put_back(word)
+                    self._pending.put_back(notification)
         if coordinator is not None and is_own:
             coordinator.close()
 
-    def _next(self, is_reached: bool) -> Word | None:
+    def _next(self, is_reached: bool) -> Notification | None:
         with self._lock:
-            word = self._unsaid.take() if is_reached else None
-            self._is_speaking = word is not None
-            return word
+            notification = self._pending.take() if is_reached else None
+            self._is_delivering = notification is not None
+            return notification
 
     def _failed(self, error: Exception) -> None:
         if not self._is_failing:

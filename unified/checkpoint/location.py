@@ -1,7 +1,4 @@
-"""From what a user writes to a storage and a key prefix in it.
-
-Who writes checkpoints, and who gives way when two write the same step. Pure.
-"""
+"""Locations: from a path that a user writes to a storage and a key prefix in it, and who writes there."""
 
 from __future__ import annotations
 
@@ -14,52 +11,63 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from unified.checkpoint.manifest import Manifest
-from unified.checkpoint.options import FromSettings
-from unified.config.runtime import StorageSettings
 from unified.data.worker_identity import check_rank, discover
 from unified.errors import UsageError
 from unified.values import Value
 
 if TYPE_CHECKING:
+    from unified.checkpoint.options import CheckpointOptions
+    from unified.config.runtime import StorageSettings
     from unified.storage.backend import StorageBackend
-
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.=+@-]*")
 
+Resolution = Literal["write", "leave", "refuse"]
 
-class Place(NamedTuple):
-    """Where a manager keeps its objects."""
+
+class CheckpointLocation(NamedTuple):
+    """The storage of a manager, and the place of its objects there."""
 
     storage: StorageBackend
     prefix: str
-    """Of its keys there, without a slash at the end."""
+    """Prefix of its keys there, without a slash at the end."""
     text: str
-    """For people."""
+    """The place in words."""
     is_own: bool
     """The storage was opened here, and is to be closed."""
+    is_local: bool
+    """The storage is a directory."""
 
 
-def open_place(
+class WriterIdentity(Value, frozen=True, kw_only=True):
+    """One life of a manager, as manifests name it."""
+
+    name: str
+    """Host, process and a random word: no other life has it."""
+    rank: int = 0
+    world_size: int = 1
+
+
+def open_location(
     storage_path: str | os.PathLike[str],
-    backend: str | StorageBackend | FromSettings,
-    bucket: str | None,
-    run_id: str | None,
-    framework: str | None,
+    backend: str | StorageBackend | None,
+    options: CheckpointOptions,
     settings: StorageSettings,
-) -> Place:
-    """Open the storage of a manager. `settings` stand in for what is not given.
+) -> CheckpointLocation:
+    """Open the storage of a manager. `settings` stand in for a backend or bucket that is not given.
 
     Raises:
         UsageError: a backend, a bucket or a name of a run that cannot be.
     """
-    path = os.fspath(storage_path)
-    within = run_prefix(run_id, framework)
-    backend = settings.backend if isinstance(backend, FromSettings) else backend
-    if not isinstance(backend, str):
-        prefix = joined(path.strip("/"), within)
-        return Place(backend, prefix, joined(repr(backend), prefix), False)
     from unified.storage import LocalBackend, open_storage
 
+    path = os.fspath(storage_path)
+    within = run_prefix(options["run_id"], options["framework"])
+    backend = settings.backend if backend is None else backend
+    if not isinstance(backend, str):
+        prefix = joined(path.strip("/"), within)
+        is_local = isinstance(backend, LocalBackend)
+        return CheckpointLocation(backend, prefix, joined(repr(backend), prefix), False, is_local)
     if backend not in ("local", "s3"):
         raise UsageError(f"There is no storage backend {backend!r}; there are 'local' and 's3'.")
     if backend == "local" and not path.startswith("s3://"):
@@ -70,10 +78,10 @@ def open_place(
             raise UsageError("Checkpoints are kept in a directory, and '' is none.")
         local = LocalBackend(path)
         _check_can_be_made(local.root)
-        return Place(local, within, joined(str(local.root), within), True)
+        return CheckpointLocation(local, within, joined(str(local.root), within), True, True)
     if not path.startswith("s3://"):
         _check_no_address(path)
-        bucket = bucket or settings.bucket
+        bucket = options["bucket"] or settings.bucket
         if not bucket:
             raise UsageError(
                 f"The S3 path {path!r} names no bucket. Write s3://BUCKET/PREFIX, give bucket=, or set "
@@ -81,40 +89,12 @@ def open_place(
             )
         path = f"s3://{bucket}/{path.strip('/')}"
     storage, prefix = open_storage(path, region=settings.region or None)
-    return Place(storage, joined(prefix.strip("/"), within), joined(path.rstrip("/"), within), True)
-
-
-def _check_no_address(path: str) -> None:
-    if "://" in path:
-        raise UsageError(
-            f"Checkpoints are kept in a directory or a bucket (s3://BUCKET/PREFIX), and {path!r} is neither."
-        )
-
-
-def is_local(storage: StorageBackend) -> bool:
-    """Whether it is a directory."""
-    from unified.storage import LocalBackend
-
-    return isinstance(storage, LocalBackend)
-
-
-def _check_can_be_made(root: Path) -> None:
-    """UsageError if checkpoints can never be kept there. Leaves nothing behind; one that is there may be read-only."""
-    above = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
-    if not above.is_dir():
-        raise UsageError(f"Checkpoints are kept in a directory, and {str(above)!r} is none.")
-    if above != root:
-        try:
-            os.rmdir(tempfile.mkdtemp(prefix=".unified-", dir=above))
-        except OSError as error:
-            raise UsageError(
-                f"Checkpoints cannot be kept in {root}, which is not there: no folder can be made in {above} "
-                f"({error.strerror})."
-            ) from error
+    prefix = joined(prefix.strip("/"), within)
+    return CheckpointLocation(storage, prefix, joined(path.rstrip("/"), within), True, False)
 
 
 def run_prefix(run_id: str | None, framework: str | None) -> str:
-    """``RUN_ID/framework=FRAMEWORK``, or nothing.
+    """Return ``RUN_ID/framework=FRAMEWORK``, or nothing.
 
     Raises:
         UsageError: one without the other, or a name that would lead elsewhere.
@@ -132,24 +112,28 @@ def run_prefix(run_id: str | None, framework: str | None) -> str:
 
 
 def joined(*parts: str) -> str:
-    """Parts of a key, without the empty ones."""
+    """Return the key that parts make, without the empty ones."""
     return "/".join(part for part in parts if part)
 
 
-Judgement = Literal["write", "leave", "refuse"]
+def this_writer(rank: int | None, world_size: int | None) -> WriterIdentity:
+    """Return a new life of a manager in this process.
+
+    Rank and world size that are not given are those of the job, else of ``RANK`` and ``WORLD_SIZE``, else 0 and 1.
+
+    Raises:
+        UsageError: a rank that the world has not.
+    """
+    identity = discover()
+    rank = next(each for each in (rank, identity.rank, 0) if each is not None)
+    world_size = next(each for each in (world_size, identity.world_size, 1) if each is not None)
+    check_rank(rank, world_size)
+    name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+    return WriterIdentity(name=name, rank=rank, world_size=world_size)
 
 
-class Writer(Value, frozen=True, kw_only=True):
-    """One life of a manager."""
-
-    name: str
-    """Host, process and a random word: no other life has it."""
-    rank: int = 0
-    world_size: int = 1
-
-
-def judge(existing: Manifest | None, writer: Writer, *, is_older: bool) -> Judgement:
-    """What a writer does with a step that may be there already.
+def resolve(existing: Manifest | None, writer: WriterIdentity, *, is_older: bool) -> Resolution:
+    """Return what a writer does with a step that may be there already. Pure.
 
     A run that went back to an older checkpoint saves the steps since then again: they replace those that an earlier
     life left, and its own. Data-parallel ranks that all save the same step have the same state: the first one's stays.
@@ -165,19 +149,23 @@ def judge(existing: Manifest | None, writer: Writer, *, is_older: bool) -> Judge
     return "refuse"
 
 
-def this_writer(rank: int | None, world_size: int | None) -> Writer:
-    """A new life of a manager in this process. What is not given is as in the job, else as ``RANK`` and ``WORLD_SIZE``
-    say, else 0 and 1.
+def _check_no_address(path: str) -> None:
+    if "://" in path:
+        raise UsageError(
+            f"Checkpoints are kept in a directory or a bucket (s3://BUCKET/PREFIX), and {path!r} is neither."
+        )
 
-    Raises:
-        UsageError: a rank that the world has not.
-    """
-    identity = discover()
-    rank = next(each for each in (rank, identity.rank, 0) if each is not None)
-    world_size = next(each for each in (world_size, identity.world_size, 1) if each is not None)
-    check_rank(rank, world_size)
-    return Writer(
-        name=f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
-        rank=rank,
-        world_size=world_size,
-    )
+
+def _check_can_be_made(root: Path) -> None:
+    """Raise UsageError if checkpoints can never be kept there; a directory that is there may be read-only."""
+    above = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
+    if not above.is_dir():
+        raise UsageError(f"Checkpoints are kept in a directory, and {str(above)!r} is none.")
+    if above != root:
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".unified-", dir=above))
+        except OSError as error:
+            raise UsageError(
+                f"Checkpoints cannot be kept in {root}, which is not there: no folder can be made in {above} "
+                f"({error.strerror})."
+            ) from error

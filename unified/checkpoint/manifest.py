@@ -1,4 +1,4 @@
-"""What a checkpoint is: its manifest, which says what belongs to it. Pure: names, records, and their bytes.
+"""The manifest of a checkpoint, which names its parts. Pure: names, records, and their bytes.
 
 A checkpoint exists when its manifest does. The manifest of step 1 is ``step-000001.json``; what it describes, its
 *parts*, was written before it under names that no other save uses, ``step-000001.TOKEN.bin``. So one rename (or one
@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -20,10 +20,10 @@ from unified.errors import CheckpointCorruptError, UsageError
 from unified.values import Value
 
 FORMAT = 1
-"""Of manifests. One with a higher number was written by a later version."""
+"""Format of manifests. One with a higher number was written by a later version."""
 
 Kind = Literal["bytes", "state", "sharded", "files", "metadata"]
-"""`bytes`: as the user gave them. `state`: a state dict, as ``torch.save`` writes it. `sharded`: of several ranks.
+"""`bytes`: the user's. `state`: a state dict, written by ``torch.save``. `sharded`: the state of several ranks.
 `files`: a directory. `metadata`: nothing but the manifest."""
 
 Compression = Literal["gzip", "zstd"]
@@ -36,13 +36,13 @@ class Part(Value, frozen=True, kw_only=True):
     """One stored object."""
 
     key: str
-    """Relative to the place of the manifests."""
+    """Key relative to the place of the manifests."""
     size_bytes: int
-    """As stored, so after compression."""
+    """Size as stored, so after compression."""
     checksum: str
-    """Of what is stored: ``crc32:`` and eight hexadecimal digits."""
+    """Checksum of the stored bytes: ``crc32:`` and eight hexadecimal digits."""
     name: str = ""
-    """Of a file in its directory."""
+    """Name of a file in its directory."""
 
 
 class Manifest(Value, frozen=True, kw_only=True):
@@ -51,24 +51,24 @@ class Manifest(Value, frozen=True, kw_only=True):
     step: int
     kind: Kind = "bytes"
     size_bytes: int = 0
-    """Of all parts, as stored."""
+    """Size of all parts, as stored."""
     checksum: str = ""
-    """Of its one part; of several, a checksum over theirs."""
+    """Checksum of its one part; of several, a checksum over theirs."""
     compression: Compression | None = None
     rank: int = 0
-    """Who wrote it."""
+    """Rank that wrote it."""
     world_size: int = 1
     saved_at: float = 0.0
     writer: str = ""
-    """Names the life of the manager that wrote it."""
+    """Name of the manager's life that wrote it."""
     parts: list[Part] = []
     metadata: dict[str, Any] = {}
-    """As the user gave it."""
+    """The user's."""
     format: int = FORMAT
 
 
 def make_manifest(parts: Iterable[Part], *, step: int, **fields: Any) -> Manifest:
-    """A manifest whose size and checksum are those of its parts."""
+    """Return a manifest whose size and checksum are those of its parts."""
     parts = list(parts)
     if len(parts) == 1:
         checksum = parts[0].checksum
@@ -82,8 +82,17 @@ def make_manifest(parts: Iterable[Part], *, step: int, **fields: Any) -> Manifes
     )
 
 
+def checked_metadata(step: int, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a user's metadata, refused before anything is written if they cannot be kept."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise UsageError(f"A checkpoint's metadata are a dict, not {type(metadata).__name__}.")
+    made = dict(metadata or {})
+    encode(make_manifest([], step=step, metadata=made))
+    return made
+
+
 def encode(manifest: Manifest) -> bytes:
-    """As it is stored: JSON that people can read.
+    """Return a manifest as it is stored: JSON that people can read.
 
     Raises:
         UsageError: the metadata holds what JSON cannot say.
@@ -102,7 +111,7 @@ def decode(data: bytes, name: str) -> Manifest:
     """Read a manifest.
 
     Args:
-        name: of the file, for errors; its step must be the one inside.
+        name: the name of the file, for errors; its step must be the one inside.
 
     Raises:
         CheckpointCorruptError: it is cut short, is none, or was written by a later version.
@@ -121,17 +130,17 @@ def decode(data: bytes, name: str) -> Manifest:
 
 
 def manifest_name(step: int) -> str:
-    """``step-000001.json``; steps of more than six digits have longer names."""
+    """Return ``step-000001.json``; steps of more than six digits have longer names."""
     return f"step-{step:06d}.json"
 
 
 def part_name(step: int, token: str, name: str = "") -> str:
-    """Of what one save stores: one payload, or the file `name` of several."""
+    """Return the name of a part that one save stores: one payload, or the file `name` of several."""
     return f"step-{step:06d}.{token}." + (f"parts/{name}" if name else "bin")
 
 
 def step_of(name: str) -> int | None:
-    """Of a manifest's name; None: it is no manifest. ``step-1.json`` is none, so that a step has one name alone."""
+    """Return the step in a manifest's name; None: it is none, as ``step-1.json``, so that a step has one name alone."""
     found = _MANIFEST.fullmatch(name)
     if found is None or manifest_name(int(found[1])) != name:
         return None
@@ -139,13 +148,13 @@ def step_of(name: str) -> int | None:
 
 
 def part_of(key: str) -> tuple[int, str] | None:
-    """The step and the token in a part's key; None: it is none of ours."""
+    """Return the step and the token in a part's key; None: it is none of ours."""
     found = _PART.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
 
 
 def check_step(step: object) -> int:
-    """A step as users may give it.
+    """Return a step as users may give it.
 
     Raises:
         UsageError: it is no whole number from 0 up.
@@ -157,7 +166,7 @@ def check_step(step: object) -> int:
 
 
 class Checksum:
-    """CRC-32 of a stream: made to find what a disk, a network or a cut write has done, not an attacker."""
+    """CRC-32 of a stream, which finds damage by a disk, a network or a cut write, not by an attacker."""
 
     def __init__(self) -> None:
         self._value = 0

@@ -1,7 +1,4 @@
-"""What a save writes: a stream that can be read again for another try, and what is measured of it on its way.
-
-Streams of chunks, compressed and back.
-"""
+"""Payloads: the bytes of a save as a stream of chunks that can be read again, and their compression."""
 
 from __future__ import annotations
 
@@ -14,98 +11,29 @@ from unified.errors import CheckpointCorruptError, UsageError, nearest
 
 Chunk = bytes | bytearray | memoryview
 
+CHUNK_BYTES = 4 << 20
+"""Size of a chunk: small enough to be in the processor's cache still when it is written, after its checksum."""
 GZIP_LEVEL = 1
 """Weights hardly get smaller with a higher one, and the writing thread would be busy for several times as long."""
 ZSTD_LEVEL = 3
 _GZIP_WINDOW = 31  # 15 bits of window, and a gzip header
 
 
-def check_compression(name: str | None) -> Compression | None:
-    """What a user asked for; ``"none"`` and an empty string mean None.
-
-    Raises:
-        UsageError: there is no such compression.
-        ImportError: it needs a package that is not installed.
-    """
-    if name in (None, "", "none"):
-        return None
-    if name not in get_args(Compression):
-        known = ", ".join(map(repr, get_args(Compression)))
-        raise UsageError(
-            f"There is no compression {name!r}; there are {known} and None.{nearest(name, get_args(Compression))}"
-        )
-    if name == "zstd":
-        _zstd()
-    return name  # type: ignore[return-value]
-
-
-def compressed(chunks: Iterable[Chunk], compression: Compression | None) -> Iterator[Chunk]:
-    """The stream of `chunks` in as few bytes as that gives."""
-    if compression is None:
-        yield from chunks
-        return
-    compressor: Any
-    if compression == "gzip":
-        compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
-    else:
-        compressor = _zstd().ZstdCompressor(level=ZSTD_LEVEL).compressobj()
-    for chunk in chunks:
-        if made := compressor.compress(chunk):
-            yield made
-    yield compressor.flush()
-
-
-def decompress(data: Chunk, compression: Compression | None) -> Chunk:
-    """What was compressed.
-
-    Raises:
-        CheckpointCorruptError: it is no such stream, or ends too early.
-    """
-    if compression is None:
-        return data
-    if compression == "gzip":
-        reader: Any = zlib.decompressobj(_GZIP_WINDOW)
-        failure: type[Exception] = zlib.error
-    else:
-        reader, failure = _zstd().ZstdDecompressor().decompressobj(), _zstd().ZstdError
-    try:
-        plain: bytes = reader.decompress(data)
-    except failure as error:
-        raise CheckpointCorruptError(f"what is stored is no {compression} stream: {error}") from error
-    if not reader.eof:
-        raise CheckpointCorruptError(f"the {compression} stream that is stored ends too early")
-    return plain
-
-
-def _zstd() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ImportError(
-            "compression='zstd' needs the package zstandard: pip install 'unified-runtime[zstd]'"
-        ) from error
-    return zstandard
-
-
-CHUNK_BYTES = 4 << 20
-"""Small enough to be in the processor's cache still when it is written, after its checksum was computed."""
-
-
 class Payload(Protocol):
     """Bytes to be saved.
 
     Attributes:
-        nbytes: in memory, held until `release`.
+        nbytes: size in memory, held until `release`.
     """
 
     nbytes: int
 
     def chunks(self) -> Iterator[Chunk]:
-        """From the beginning, at every call."""
+        """Yield the bytes from the beginning, at every call."""
         ...
 
     def release(self) -> None:
-        """It is not needed any more. Can be called twice."""
+        """Let go of the bytes. Can be called twice."""
         ...
 
 
@@ -137,7 +65,7 @@ class BytesPayload:
         self._view = memoryview(b"")
 
 
-class Measured:
+class MeasuredStream:
     """A payload on its way into the store: compressed, and with its checksum once it was read to its end."""
 
     def __init__(self, payload: Payload, compression: Compression | None) -> None:
@@ -153,6 +81,73 @@ class Measured:
 
 
 def slices(view: memoryview) -> Iterator[memoryview]:
-    """A view in chunks."""
+    """Yield a view in chunks."""
     for start in range(0, view.nbytes, CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
+
+
+def check_compression(name: str | None) -> Compression | None:
+    """Return the compression that a user asked for; ``"none"`` and an empty string mean None.
+
+    Raises:
+        UsageError: there is no such compression.
+        ImportError: it needs a package that is not installed.
+    """
+    if name in (None, "", "none"):
+        return None
+    if name not in get_args(Compression):
+        known = ", ".join(map(repr, get_args(Compression)))
+        raise UsageError(
+            f"There is no compression {name!r}; there are {known} and None.{nearest(name, get_args(Compression))}"
+        )
+    if name == "zstd":
+        _zstd()
+    return name  # type: ignore[return-value]
+
+
+def compressed(chunks: Iterable[Chunk], compression: Compression | None) -> Iterator[Chunk]:
+    """Yield the stream of `chunks`, compressed."""
+    if compression is None:
+        yield from chunks
+        return
+    compressor: Any
+    if compression == "gzip":
+        compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
+    else:
+        compressor = _zstd().ZstdCompressor(level=ZSTD_LEVEL).compressobj()
+    for chunk in chunks:
+        if made := compressor.compress(chunk):
+            yield made
+    yield compressor.flush()
+
+
+def decompress(data: Chunk, compression: Compression | None) -> Chunk:
+    """Return the bytes that were compressed.
+
+    Raises:
+        CheckpointCorruptError: it is no such stream, or ends too early.
+    """
+    if compression is None:
+        return data
+    if compression == "gzip":
+        reader: Any = zlib.decompressobj(_GZIP_WINDOW)
+        failure: type[Exception] = zlib.error
+    else:
+        reader, failure = _zstd().ZstdDecompressor().decompressobj(), _zstd().ZstdError
+    try:
+        plain: bytes = reader.decompress(data)
+    except failure as error:
+        raise CheckpointCorruptError(f"what is stored is no {compression} stream: {error}") from error
+    if not reader.eof:
+        raise CheckpointCorruptError(f"the {compression} stream that is stored ends too early")
+    return plain
+
+
+def _zstd() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ImportError(
+            "compression='zstd' needs the package zstandard: pip install 'unified-runtime[zstd]'"
+        ) from error
+    return zstandard

@@ -1,6 +1,6 @@
-"""Which stored objects may go: checkpoints past the number to keep, and what crashed saves left. Pure.
+"""Retention: which stored objects may go, checkpoints past the number to keep and orphans of crashed saves. Pure.
 
-Order matters to whoever carries a plan out: a manifest goes before its parts, so that a crash between them leaves
+Order matters where a plan is carried out: a manifest goes before its parts, so that a crash between them leaves
 parts without a manifest, which the next sweep finds, and never a manifest without its parts.
 """
 
@@ -11,34 +11,34 @@ from collections.abc import Collection, Iterable, Mapping
 from unified.checkpoint.manifest import Manifest, manifest_name, part_of, step_of
 from unified.values import Value
 
-LEFTOVER_AFTER_S = 600.0
-"""A part without a manifest is left over when it is so old. A save writes its manifest right after its parts, or after
-some tries; another writer's save that takes longer between the two than this would be taken for dead."""
+ORPHANED_AFTER_S = 600.0
+"""Age at which a part without a manifest is an orphan. A save writes its manifest right after its parts, or after some
+tries; another writer's save that takes longer between the two than this would be taken for dead."""
 
 
-class Stored(Value, frozen=True, kw_only=True):
+class StoredObject(Value, frozen=True, kw_only=True):
     """One object in the store."""
 
     key: str
-    """Relative to the place of the manifests."""
+    """Key relative to the place of the manifests."""
     size_bytes: int
     modified_at: float
-    """Seconds since 1970."""
+    """Time in seconds since 1970."""
     etag: str = ""
-    """Another one after each write."""
+    """Entity tag, a new one after each write."""
 
 
-class Sweep(Value, frozen=True, kw_only=True):
+class SweepPlan(Value, frozen=True, kw_only=True):
     """Keys to delete, in this order."""
 
     manifests: list[str] = []
     parts: list[str] = []
     steps: list[int] = []
-    """Whose checkpoints go."""
+    """Steps of the checkpoints that go."""
 
 
 def plan_sweep(
-    stored: Iterable[Stored],
+    stored: Iterable[StoredObject],
     manifests: Mapping[int, Manifest],
     *,
     keep_last_n: int | None,
@@ -46,9 +46,9 @@ def plan_sweep(
     protected: Collection[int] = (),
     known_bad: Collection[int] = (),
     writing: Collection[str] = (),
-    leftover_after_s: float = LEFTOVER_AFTER_S,
-) -> Sweep:
-    """What to delete.
+    orphaned_after_s: float = ORPHANED_AFTER_S,
+) -> SweepPlan:
+    """Plan what to delete.
 
     Only checkpoints that look whole count towards the number to keep: the manifest can be read, and every part is
     there with its size. So a newer one that is damaged never pushes out the last good one.
@@ -61,7 +61,7 @@ def plan_sweep(
         protected: steps that stay: those just saved.
         known_bad: steps whose checksum did not match.
         writing: tokens of saves that are under way here.
-        leftover_after_s: age of a part without a manifest.
+        orphaned_after_s: age of a part without a manifest.
     """
     stored = list(stored)
     sizes = {each.key: each.size_bytes for each in stored}
@@ -82,14 +82,35 @@ def plan_sweep(
         found = part_of(each.key)
         if found is None or each.key in in_use or found[1] in writing:
             continue
-        # A manifest that cannot be read may name it: whether it is left over is not known.
+        # A manifest that cannot be read may name it: whether it is an orphan is not known.
         if found[0] in unreadable:
             continue
-        if each.key in named_by_gone or now - each.modified_at > leftover_after_s:
+        if each.key in named_by_gone or now - each.modified_at > orphaned_after_s:
             parts.append(each.key)
-    return Sweep(manifests=[manifest_name(step) for step in going], parts=sorted(parts), steps=going)
+    return SweepPlan(manifests=[manifest_name(step) for step in going], parts=sorted(parts), steps=going)
 
 
 def is_whole(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
-    """Whether every part is there with its size; what they hold is not looked at."""
+    """Return whether every part is there with its size; their bytes are not looked at."""
     return all(sizes.get(part.key) == part.size_bytes for part in manifest.parts)
+
+
+class SaveHistory:
+    """The steps that this life of a manager has saved. Pure. Not safe for threads."""
+
+    def __init__(self) -> None:
+        self._saved: list[int] = []
+
+    def saved(self, step: int, keep_last_n: int | None) -> list[int]:
+        """Note that a checkpoint was written.
+
+        Returns:
+            The last so many steps of this life. They stay, even if an earlier life's are higher.
+        """
+        saved = [*(each for each in self._saved if each != step), step]
+        self._saved = saved[-(keep_last_n or 1) :]
+        return self._saved
+
+    def rolled_back(self, step: int) -> None:
+        """Note that later checkpoints were discarded."""
+        self._saved = [each for each in self._saved if each <= step]

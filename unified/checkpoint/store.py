@@ -1,15 +1,15 @@
-"""Checkpoints in a store: written so that a crash at any byte changes nothing, read so that damage is noticed."""
+"""The checkpoint store: writes so that a crash at any byte changes nothing, and reads so that damage is noticed."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unified.checkpoint.location import Judgement, Writer, judge
+from unified.checkpoint.location import Resolution, WriterIdentity, resolve
 from unified.checkpoint.manifest import (
     Checksum,
     Compression,
@@ -24,9 +24,15 @@ from unified.checkpoint.manifest import (
     part_name,
     step_of,
 )
-from unified.checkpoint.payload import Chunk, Measured, Payload, decompress
-from unified.checkpoint.retention import Stored, plan_sweep
-from unified.errors import CheckpointCorruptError, CheckpointExistsError, CheckpointNotFoundError
+from unified.checkpoint.payload import Chunk, MeasuredStream, Payload, decompress
+from unified.checkpoint.retention import StoredObject, is_whole, plan_sweep
+from unified.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from unified.storage.backend import StorageBackend
@@ -34,29 +40,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 8
+RANK_ERRORS = (CheckpointError, CheckpointCorruptError, CheckpointNotFoundError, UsageError)
+"""Errors of rank 0 that the other ranks raise as they are."""
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class SaveRequest:
     """A checkpoint that is to be written."""
 
     step: int
     token: str
-    """In the names of its parts; no other save has it."""
+    """A word in the names of its parts; no other save has it."""
     payloads: dict[str, Payload] = field(default_factory=dict)
-    """By the part's name, which is empty where there is only one."""
+    """Payloads by the part's name, which is empty where there is only one."""
     kind: Kind = "bytes"
     compression: Compression | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     world_size: int | None = None
-    """How many ranks write it together; None: as many as its writer says that there are."""
+    """Number of ranks that write it together; None: the world size of its writer."""
 
 
 class Existing(NamedTuple):
-    """What there is of a step that is to be saved."""
+    """The checkpoint that is there of a step that is to be saved."""
 
     etag: str
-    """Of the manifest, as the storage knows it."""
+    """Entity tag of the manifest in the storage."""
     manifest: Manifest | None
     """None: it cannot be read."""
 
@@ -65,32 +73,32 @@ class CheckpointStore:
     """One series of checkpoints at one place. Safe for threads.
 
     Args:
-        backend: of the storage.
-        prefix: of all its keys, without a slash at the end; empty: the root of the backend.
-        writer: who writes here.
+        backend: the storage.
+        prefix: the prefix of all its keys, without a slash at the end; empty: the root of the backend.
+        writer: the manager that writes here.
         place: the same place in words.
     """
 
-    def __init__(self, backend: StorageBackend, prefix: str, writer: Writer, *, place: str = "the storage") -> None:
+    def __init__(
+        self, backend: StorageBackend, prefix: str, writer: WriterIdentity, *, place: str = "the storage"
+    ) -> None:
         self.backend = backend
         self.prefix = prefix
         self.writer = writer
         self.place = place
         self.known_bad: set[int] = set()
         """Steps whose checkpoint was damaged when it was loaded."""
-        self.on_damage: Callable[[str], object] = lambda text: None
-        """Is told when an older checkpoint is used instead of damaged ones."""
         self._found: dict[str, str] | None = None
-        """The manifests that were there at the first look, by name, with their etags: those of earlier lives."""
+        """Manifests that were there at the first look, by name, with their etags: those of earlier lives."""
         self._read_before: dict[str, tuple[str, Manifest]] = {}
         self._writing: set[str] = set()
         self._lock = threading.Lock()
 
     def key(self, name: str) -> str:
-        """In the backend."""
+        """Return the key in the backend."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
-    def write(self, order: Order) -> Manifest:
+    def write(self, request: SaveRequest) -> Manifest:
         """Write a checkpoint: its parts, then its manifest.
 
         Returns:
@@ -100,30 +108,31 @@ class CheckpointStore:
             CheckpointExistsError: somebody else writes the same step here.
             OSError: the store does not take it.
         """
-        existing = self._existing(order.step)
-        if (kept := self._kept(existing, order.step)) is not None:
+        existing = self._existing(request.step)
+        if (kept := self._kept(existing, request.step)) is not None:
             return kept
-        self.begin(order.token)
+        self.begin(request.token)
         try:
             parts = [
-                self.write_part(order, name, payload, order.compression) for name, payload in order.payloads.items()
+                self.write_part(request, name, payload, request.compression)
+                for name, payload in request.payloads.items()
             ]
-            return self.publish(order, parts, existing)
+            return self.publish(request, parts, existing)
         finally:
-            self.end(order.token)
+            self.end(request.token)
 
     def begin(self, token: str) -> None:
-        """No sweep takes parts with this token for left over, until its `end`."""
+        """Keep sweeps from taking parts with this token for orphans, until its `end`."""
         with self._lock:
             self._writing.add(token)
 
     def end(self, token: str) -> None:
-        """Of a save that began. Can be called twice."""
+        """Note the end of a save that began. Can be called twice."""
         with self._lock:
             self._writing.discard(token)
 
     def replaceable(self, step: int) -> Existing | None:
-        """What a save of that step by several ranks would replace; None: there is nothing.
+        """Return the checkpoint that a save of that step by several ranks would replace; None: there is none.
 
         Raises:
             CheckpointExistsError: it is not this writer's.
@@ -136,64 +145,66 @@ class CheckpointStore:
             )
         return existing
 
-    def write_part(self, order: Order, name: str, payload: Payload, compression: Compression | None = None) -> Part:
+    def write_part(
+        self, request: SaveRequest, name: str, payload: Payload, compression: Compression | None = None
+    ) -> Part:
         """Write one part, which belongs to nothing before `publish`."""
-        measured = Measured(payload, compression)
-        key = part_name(order.step, order.token, name)
+        measured = MeasuredStream(payload, compression)
+        key = part_name(request.step, request.token, name)
         self.backend.write(self.key(key), measured)
         checksum = measured.checksum
         return Part(key=key, size_bytes=checksum.nbytes, checksum=checksum.text, name=name)
 
-    def publish(self, order: Order, parts: Iterable[Part], existing: Existing | None = None) -> Manifest:
+    def publish(self, request: SaveRequest, parts: Iterable[Part], existing: Existing | None = None) -> Manifest:
         """Make a checkpoint of parts that are written: the last step of `write`, which see.
 
         Args:
-            existing: what there is of that step and may be replaced.
+            existing: the checkpoint of that step that may be replaced.
         """
         manifest = make_manifest(
             parts,
-            step=order.step,
-            kind=order.kind,
-            compression=order.compression,
+            step=request.step,
+            kind=request.kind,
+            compression=request.compression,
             rank=self.writer.rank,
-            world_size=self.writer.world_size if order.world_size is None else order.world_size,
+            world_size=self.writer.world_size if request.world_size is None else request.world_size,
             saved_at=time.time(),
             writer=self.writer.name,
-            metadata=order.metadata,
+            metadata=request.metadata,
         )
         data = encode(manifest)
         try:
-            self._put(order.step, data, existing)
+            self._put(request.step, data, existing)
         except FileExistsError:  # another writer was faster
-            existing = self._existing(order.step)
+            existing = self._existing(request.step)
             try:
-                kept = self._kept(existing, order.step)
+                kept = self._kept(existing, request.step)
             except CheckpointExistsError:
                 self.delete(part.key for part in manifest.parts)
                 raise
             if kept is not None:
                 self.delete(part.key for part in manifest.parts)
                 return kept
-            self._put(order.step, data, existing)
-        self.known_bad.discard(order.step)
+            self._put(request.step, data, existing)
+        self.known_bad.discard(request.step)
         if existing is not None and existing.manifest is not None:
             ours = {part.key for part in manifest.parts}
             self.delete(part.key for part in existing.manifest.parts if part.key not in ours)
         return manifest
 
     def steps(self) -> list[int]:
-        """Of every checkpoint there is, in order."""
+        """Return the steps of all checkpoints, in order."""
         return sorted(step for each in self.stored() if (step := step_of(each.key)) is not None)
 
-    def stored(self, prefix: str = "step-") -> list[Stored]:
-        """Every object at this place whose key, relative to it, begins so.
+    def stored(self, prefix: str = "step-") -> list[StoredObject]:
+        """Return every object at this place whose key, relative to it, begins so.
 
-        Of all checkpoints that the first call finds this writer takes it that an earlier life has left them.
+        All checkpoints that the first call finds count as those of an earlier life.
         """
         start = self.key(prefix)
         cut = len(start) - len(prefix)
         found = [
-            Stored(key=stat.key[cut:], size_bytes=stat.nbytes, modified_at=stat.modified_at, etag=stat.etag)
+            StoredObject(key=stat.key[cut:], size_bytes=stat.nbytes, modified_at=stat.modified_at, etag=stat.etag)
             for stat in self.backend.list(start)
         ]
         with self._lock:
@@ -202,7 +213,7 @@ class CheckpointStore:
         return found
 
     def manifest(self, step: int) -> Manifest:
-        """Of one checkpoint.
+        """Read the manifest of one checkpoint.
 
         Raises:
             CheckpointNotFoundError: there is none; the message names those there are.
@@ -217,7 +228,7 @@ class CheckpointStore:
             ) from error
 
     def read(self, manifest: Manifest) -> Chunk:
-        """The data of a checkpoint of one part, as they were given to be saved.
+        """Read the data of a checkpoint of one part, as they were given to be saved.
 
         Raises:
             CheckpointCorruptError: they are not what was saved.
@@ -225,7 +236,7 @@ class CheckpointStore:
         return decompress(self.read_part(manifest.parts[0]), manifest.compression)
 
     def read_part(self, part: Part) -> bytearray:
-        """What is stored of one part.
+        """Read one part as it is stored.
 
         Raises:
             CheckpointCorruptError: it is not what was saved, or gone.
@@ -241,12 +252,8 @@ class CheckpointStore:
         check_part(part, num_read, checksum.text)
         return data
 
-    def sweep(self, keep_last_n: int | None, protected: Collection[int]) -> list[Manifest]:
-        """Delete what `unified.checkpoint.retention` says may go.
-
-        Returns:
-            Of those that stay, the ones that an earlier life or another run has written.
-        """
+    def sweep(self, keep_last_n: int | None, protected: Collection[int]) -> None:
+        """Delete the objects that `plan_sweep` of `unified.checkpoint.retention` names."""
         stored = self.stored()
         manifests = {}
         for each in stored:
@@ -266,14 +273,34 @@ class CheckpointStore:
         self.delete(plan.parts)
         there = {each.key for each in stored}.difference(plan.manifests)
         self._read_before = {key: known for key, known in self._read_before.items() if key in there}
-        return [
-            manifest
-            for etag, manifest in self._read_before.values()
-            if manifest.writer != self.writer.name and self._judge(Existing(etag, manifest), manifest.step) != "leave"
-        ]
+
+    def discard_after(self, step: int) -> tuple[Manifest, list[int]]:
+        """Delete every checkpoint after that of `step`, the newest first: a crash on the way leaves those before.
+
+        Returns:
+            The manifest of `step`, and the steps that were deleted, in order.
+
+        Raises:
+            CheckpointNotFoundError: there is none of `step`. Nothing was deleted, nor after the next.
+            CheckpointCorruptError: it is damaged, as far as can be seen without reading all of it.
+        """
+        manifest = self.manifest(step)
+        if not is_whole(manifest, {each.key: each.size_bytes for each in self.stored()}):
+            raise CheckpointCorruptError(
+                f"Parts of the checkpoint of step {step} in {self.place} are gone or cut short; those after it were "
+                "kept."
+            )
+        later = [each for each in self.steps() if each > step]
+        for each in reversed(later):
+            try:
+                parts = [part.key for part in self.manifest(each).parts]
+            except (CheckpointNotFoundError, CheckpointCorruptError):
+                parts = []  # a sweep takes them for orphans
+            self.delete([manifest_name(each), *parts])
+        return manifest, later
 
     def _existing(self, step: int) -> Existing | None:
-        """What a new checkpoint would replace."""
+        """Return the checkpoint that a new one would replace."""
         if self._found is None:
             self.stored()  # the first look
         name = manifest_name(step)
@@ -289,26 +316,26 @@ class CheckpointStore:
             return Existing(etag, None)
 
     def _put(self, step: int, data: bytes, existing: Existing | None) -> None:
-        """Write a manifest; FileExistsError: there is another one than was seen."""
+        """Write a manifest; raise FileExistsError if there is another one than was seen."""
         key = self.key(manifest_name(step))
         if existing is None:
             self.backend.write(key, data, if_absent=True)
         else:
             self.backend.replace(key, data, existing.etag)
 
-    def _judge(self, existing: Existing | None, step: int) -> Judgement:
+    def _resolve(self, existing: Existing | None, step: int) -> Resolution:
         if existing is None:
             return "write"
         is_older = (self._found or {}).get(manifest_name(step)) == existing.etag
-        return judge(existing.manifest, self.writer, is_older=is_older)
+        return resolve(existing.manifest, self.writer, is_older=is_older)
 
     def _kept(self, existing: Existing | None, step: int) -> Manifest | None:
-        """Another rank's checkpoint, which stays; None: this writer writes that step."""
-        judgement = self._judge(existing, step)
+        """Return another rank's checkpoint, which stays; None: this writer writes that step."""
+        resolution = self._resolve(existing, step)
         manifest = existing.manifest if existing is not None else None
-        if manifest is None or judgement == "write":
+        if manifest is None or resolution == "write":
             return None
-        if judgement == "leave":
+        if resolution == "leave":
             logger.info("event=checkpoint-shared step=%d: rank %d has saved it", step, manifest.rank)
             return manifest
         raise CheckpointExistsError(
@@ -317,7 +344,7 @@ class CheckpointStore:
             "Give each run a storage_path of its own; nothing of the other's was changed."
         )
 
-    def _read_once(self, each: Stored, step: int) -> Manifest | None:
+    def _read_once(self, each: StoredObject, step: int) -> Manifest | None:
         known = self._read_before.get(each.key)
         if known is not None and known[0] == each.etag:
             return known[1]
@@ -329,13 +356,13 @@ class CheckpointStore:
         return manifest
 
     def delete(self, names: Iterable[str]) -> None:
-        """Objects by their keys relative to this place."""
+        """Delete objects by their keys relative to this place."""
         for name in names:
             self.backend.delete(self.key(name))
 
 
 def describe(steps: list[int]) -> str:
-    """Which checkpoints there are, in words."""
+    """Return the checkpoints that there are, in words."""
     if not steps:
         return "there is none at all"
     more = f" and {len(steps) - MAX_NAMED} before" if len(steps) > MAX_NAMED else ""

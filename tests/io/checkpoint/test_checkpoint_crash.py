@@ -64,15 +64,15 @@ class Crashing(LocalBackend):
 
 def run_until_crash(root: Path, crash_at: int) -> list[int]:
     """Save three steps, the third one again, keeping two; steps whose save returned before the crash."""
-    from unified.checkpoint.location import Writer
+    from unified.checkpoint.location import WriterIdentity
     from unified.checkpoint.payload import BytesPayload
-    from unified.checkpoint.store import CheckpointStore, Order
+    from unified.checkpoint.store import CheckpointStore, SaveRequest
 
-    store = CheckpointStore(Crashing(root, crash_at), "", Writer(name="w"))
+    store = CheckpointStore(Crashing(root, crash_at), "", WriterIdentity(name="w"))
     done: list[int] = []
     for token, step in enumerate((1, 2, 3, 3)):
         try:
-            store.write(Order(step=step, token=f"t{token}", payloads={"": BytesPayload(STATES[step])}))
+            store.write(SaveRequest(step=step, token=f"t{token}", payloads={"": BytesPayload(STATES[step])}))
             done.append(step)
             store.sweep(2, {step})
         except Crash:

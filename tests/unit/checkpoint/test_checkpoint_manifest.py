@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified.checkpoint import manifest as m
-from unified.checkpoint.payload import BytesPayload, Measured, check_compression, compressed, decompress
+from unified.checkpoint.payload import BytesPayload, MeasuredStream, check_compression, compressed, decompress
 from unified.errors import CheckpointCorruptError, UsageError
 
 JSON = st.recursive(
@@ -104,7 +104,7 @@ def test_a_payload_streams_twice_and_comes_back(compression: m.Compression | Non
     if compression == "zstd":
         pytest.importorskip("zstandard")
     data = bytes(range(256)) * 40_000  # more than one chunk
-    measured = Measured(BytesPayload(data), compression)
+    measured = MeasuredStream(BytesPayload(data), compression)
     stored = [b"".join(measured) for _ in range(2)]
     assert stored[0] == stored[1]
     assert measured.checksum.text == f"crc32:{zlib.crc32(stored[0]):08x}"

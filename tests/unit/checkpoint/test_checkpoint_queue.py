@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified.checkpoint.save_queue import Save, SaveQueue, WhenFull
+from unified.checkpoint.save_queue import QueuedSave, SaveQueue, WhenFull
 from unified.core.backoff import Backoff
 from unified.errors import InvariantError
 
@@ -23,7 +23,7 @@ def make_queue(when_full: WhenFull = "newest", max_waiting: int = 2, max_waiting
 
 def test_the_oldest_waiting_save_gives_way_and_the_one_being_written_does_not() -> None:
     queue = make_queue()
-    saves = [Save(step, 1, step) for step in range(4)]
+    saves = [QueuedSave(step, 1, step) for step in range(4)]
     queue.offer(saves[0])
     assert queue.next() is saves[0]
     assert [queue.offer(save) for save in saves[1:]] == [[], [], [saves[1]]]
@@ -33,7 +33,7 @@ def test_the_oldest_waiting_save_gives_way_and_the_one_being_written_does_not() 
 
 def test_bytes_are_bounded_but_one_save_of_any_size_may_wait() -> None:
     queue = make_queue()
-    small, large = Save(1, 4, 1), Save(2, 1000, 2)
+    small, large = QueuedSave(1, 4, 1), QueuedSave(2, 1000, 2)
     queue.offer(small)
     assert queue.offer(large) == [small]
     assert queue.waiting_bytes == 1000
@@ -41,7 +41,7 @@ def test_bytes_are_bounded_but_one_save_of_any_size_may_wait() -> None:
 
 def test_a_save_of_the_same_step_takes_the_place_of_the_one_that_waits() -> None:
     queue = make_queue("wait")
-    first, second = Save(1, 1, 1), Save(1, 1, 2)
+    first, second = QueuedSave(1, 1, 1), QueuedSave(1, 1, 2)
     queue.offer(first)
     assert queue.offer(second) == [first]
     assert queue.next() is second
@@ -49,7 +49,7 @@ def test_a_save_of_the_same_step_takes_the_place_of_the_one_that_waits() -> None
 
 def test_with_wait_there_is_no_room_until_one_is_begun() -> None:
     queue = make_queue("wait", max_waiting=1)
-    queue.offer(Save(1, 1, 1))
+    queue.offer(QueuedSave(1, 1, 1))
     assert not queue.has_room(1)
     queue.next()
     assert queue.has_room(1)
@@ -57,7 +57,7 @@ def test_with_wait_there_is_no_room_until_one_is_begun() -> None:
 
 def test_a_failed_save_is_tried_again_later_and_later_and_then_reported_once() -> None:
     queue = make_queue()
-    queue.offer(Save(7, 1, 7))
+    queue.offer(QueuedSave(7, 1, 7))
     error = OSError("full")
     for now, try_at in ((0.0, 1.0), (1.0, 3.0)):
         assert queue.next() is not None
@@ -71,7 +71,7 @@ def test_a_failed_save_is_tried_again_later_and_later_and_then_reported_once() -
 
 def test_a_final_failure_is_not_tried_again() -> None:
     queue = make_queue()
-    queue.offer(Save(7, 1, 7))
+    queue.offer(QueuedSave(7, 1, 7))
     queue.next()
     assert not queue.failed(0.0, PermissionError("no"), is_final=True)
     assert queue.is_idle
@@ -102,7 +102,7 @@ def test_every_save_ends_in_exactly_one_way(
         current = queue.next() if move != "offer" else None
         if move == "offer" and queue.has_room(nbytes):
             offered.append(len(offered))
-            given_way += [save.item for save in queue.offer(Save(step, nbytes, offered[-1]))]
+            given_way += [save.item for save in queue.offer(QueuedSave(step, nbytes, offered[-1]))]
             assert offered[-1] not in given_way
         elif move == "ok" and current is not None:
             queue.succeeded()

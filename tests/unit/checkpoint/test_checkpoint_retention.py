@@ -6,24 +6,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified.checkpoint.manifest import Manifest, Part, make_manifest, manifest_name, part_name
-from unified.checkpoint.retention import LEFTOVER_AFTER_S, Stored, Sweep, plan_sweep
+from unified.checkpoint.retention import ORPHANED_AFTER_S, StoredObject, SweepPlan, plan_sweep
 
 NOW = 10_000.0
-OLD = NOW - LEFTOVER_AFTER_S - 1
+OLD = NOW - ORPHANED_AFTER_S - 1
 
 
 def checkpoint(
     step: int, *, token: str = "t", size: int = 10, stored: int | None = 10
-) -> tuple[Manifest, list[Stored]]:
+) -> tuple[Manifest, list[StoredObject]]:
     """A checkpoint and its objects; `stored` is how many bytes are there of its part, None: it is gone."""
     part = Part(key=part_name(step, token), size_bytes=size, checksum="crc32:00000000")
-    objects = [Stored(key=manifest_name(step), size_bytes=100, modified_at=OLD)]
+    objects = [StoredObject(key=manifest_name(step), size_bytes=100, modified_at=OLD)]
     if stored is not None:
-        objects.append(Stored(key=part.key, size_bytes=stored, modified_at=OLD))
+        objects.append(StoredObject(key=part.key, size_bytes=stored, modified_at=OLD))
     return make_manifest([part], step=step), objects
 
 
-def sweep(*checkpoints: tuple[Manifest, list[Stored]], more: list[Stored] | None = None, **options: object) -> Sweep:
+def sweep(
+    *checkpoints: tuple[Manifest, list[StoredObject]], more: list[StoredObject] | None = None, **options: object
+) -> SweepPlan:
     stored = [each for _, objects in checkpoints for each in objects] + (more or [])
     manifests = {manifest.step: manifest for manifest, _ in checkpoints}
     return plan_sweep(stored, manifests, now=NOW, **{"keep_last_n": 2, **options})  # type: ignore[arg-type]
@@ -37,12 +39,12 @@ def test_older_checkpoints_go_manifest_and_parts() -> None:
 
 
 def test_none_keeps_all() -> None:
-    assert sweep(*map(checkpoint, range(4)), keep_last_n=None) == Sweep()
+    assert sweep(*map(checkpoint, range(4)), keep_last_n=None) == SweepPlan()
 
 
 def test_damaged_ones_do_not_count_and_so_the_only_good_one_stays() -> None:
-    assert sweep(checkpoint(1), checkpoint(2, stored=3), checkpoint(3, stored=None), keep_last_n=1) == Sweep()
-    assert sweep(checkpoint(1), checkpoint(2), keep_last_n=1, known_bad={2}) == Sweep()
+    assert sweep(checkpoint(1), checkpoint(2, stored=3), checkpoint(3, stored=None), keep_last_n=1) == SweepPlan()
+    assert sweep(checkpoint(1), checkpoint(2), keep_last_n=1, known_bad={2}) == SweepPlan()
 
 
 def test_a_protected_step_stays_whatever_is_newer() -> None:
@@ -50,18 +52,18 @@ def test_a_protected_step_stays_whatever_is_newer() -> None:
 
 
 def test_parts_without_a_manifest_go_when_they_are_old_and_nobody_writes_them() -> None:
-    left = Stored(key=part_name(9, "dead"), size_bytes=5, modified_at=OLD)
-    fresh = Stored(key=part_name(9, "young"), size_bytes=5, modified_at=NOW)
-    mine = Stored(key=part_name(9, "mine"), size_bytes=5, modified_at=OLD)
-    theirs = Stored(key="README", size_bytes=5, modified_at=OLD)
+    left = StoredObject(key=part_name(9, "dead"), size_bytes=5, modified_at=OLD)
+    fresh = StoredObject(key=part_name(9, "young"), size_bytes=5, modified_at=NOW)
+    mine = StoredObject(key=part_name(9, "mine"), size_bytes=5, modified_at=OLD)
+    theirs = StoredObject(key="README", size_bytes=5, modified_at=OLD)
     plan = sweep(checkpoint(1), more=[left, fresh, mine, theirs], writing={"mine"})
-    assert plan == Sweep(parts=[left.key])
+    assert plan == SweepPlan(parts=[left.key])
 
 
 def test_parts_of_a_manifest_that_cannot_be_read_stay() -> None:
-    broken = Stored(key=manifest_name(9), size_bytes=5, modified_at=OLD)
-    part = Stored(key=part_name(9, "t"), size_bytes=5, modified_at=OLD)
-    assert sweep(checkpoint(1), more=[broken, part]) == Sweep()
+    broken = StoredObject(key=manifest_name(9), size_bytes=5, modified_at=OLD)
+    part = StoredObject(key=part_name(9, "t"), size_bytes=5, modified_at=OLD)
+    assert sweep(checkpoint(1), more=[broken, part]) == SweepPlan()
 
 
 @settings(max_examples=200, deadline=None)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from unified.checkpoint.load import RANK_ERRORS
 from unified.checkpoint.manifest import Part, make_manifest, part_name
 from unified.checkpoint.sharded import index as s
 from unified.checkpoint.sharded.index import MAX_GAP_BYTES, MAX_RUN_BYTES, runs
 from unified.checkpoint.sharded.plan import SMALL_BYTES, shared_out
+from unified.checkpoint.store import RANK_ERRORS
 from unified.errors import CheckpointCorruptError, CheckpointError, UsageError
 from unified.worker.rank_group import Alone, each_does, lead
 
@@ -28,9 +28,9 @@ def shard(start: int, nbytes: int) -> s.Shard:
 def test_the_names_in_the_store_say_how_far_a_save_is() -> None:
     keys = [part_name(4, "t", name) for name in (s.data_name(0), s.data_name(1), s.note_name(1), s.failed_name(12))]
     others = [part_name(4, "other", s.note_name(2)), part_name(3, "t", s.note_name(3)), "step-000003.json"]
-    found = s.standing(keys + others, 4, "t")
-    assert found == s.Standing(written=frozenset({1}), failed=frozenset({12}), has_manifest=False)
-    assert s.standing(["step-000004.json"], 4, "t").has_manifest
+    found = s.progress_of(keys + others, 4, "t")
+    assert found == s.SaveProgress(written=frozenset({1}), failed=frozenset({12}), has_manifest=False)
+    assert s.progress_of(["step-000004.json"], 4, "t").has_manifest
 
 
 def test_a_manifest_is_of_the_save_whose_index_it_names() -> None:
@@ -40,16 +40,16 @@ def test_a_manifest_is_of_the_save_whose_index_it_names() -> None:
 
 
 def test_index_and_notes_come_back() -> None:
-    entries = {"a.0": s.Entry(path=["a", 0], dtype="float32", size=[2, 3]), "n": s.Entry(path=["n"])}
+    entries = {"a.0": s.IndexEntry(path=["a", 0], dtype="float32", size=[2, 3]), "n": s.IndexEntry(path=["n"])}
     part = Part(key="k", size_bytes=9, checksum="crc32:00000000")
     notes = [
-        s.Note(part=part, shards={"a.0": [shard(0, 4)], "n": [shard(64, 1)]}),
-        s.Note(part=part, shards={"a.0": [shard(8, 4)]}),
+        s.RankNote(part=part, shards={"a.0": [shard(0, 4)], "n": [shard(64, 1)]}),
+        s.RankNote(part=part, shards={"a.0": [shard(8, 4)]}),
     ]
     assert s.decode_note(s.encode_note(notes[0])) == notes[0]
     found = s.decode_index(s.encode_index(s.with_shards(entries, notes)))
     assert found["a.0"].shards == [shard(0, 4), shard(8, 4)]
-    assert found["n"] == s.Entry(path=["n"], shards=[shard(64, 1)])
+    assert found["n"] == s.IndexEntry(path=["n"], shards=[shard(64, 1)])
     for broken in (b"", b"\xc1"):
         with pytest.raises(CheckpointCorruptError):
             s.decode_index(broken)

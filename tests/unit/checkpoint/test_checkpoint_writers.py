@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from unified.checkpoint.going_back import Course
-from unified.checkpoint.location import Judgement, Writer, judge
+from unified.checkpoint.location import Resolution, WriterIdentity, resolve
 from unified.checkpoint.manifest import Manifest
+from unified.checkpoint.retention import SaveHistory
 
-US = Writer(name="us", rank=1, world_size=2)
+US = WriterIdentity(name="us", rank=1, world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -24,25 +24,14 @@ US = Writer(name="us", rank=1, world_size=2)
     ],
 )
 def test_what_was_there_at_the_first_look_is_replaced_whatever_the_clocks_say(
-    existing: Manifest | None, is_older: bool, expected: Judgement
+    existing: Manifest | None, is_older: bool, expected: Resolution
 ) -> None:
-    assert judge(existing, US, is_older=is_older) == expected
+    assert resolve(existing, US, is_older=is_older) == expected
 
 
 def test_a_life_keeps_what_it_saved_last_in_the_order_of_its_saves() -> None:
-    course = Course()
-    assert [course.saved(step, 2) for step in (9, 3, 4, 3)] == [[9], [9, 3], [3, 4], [4, 3]]
-    course.went_back_to(3)
-    assert course.saved(5, 2) == [3, 5]
-    assert course.saved(6, None) == [6], "all stay, and nothing needs to be kept in mind"
-
-
-def test_each_remark_is_made_once() -> None:
-    course = Course()
-    course.saved(3, 2)
-    others = [Manifest(step=3, writer="other"), Manifest(step=8, writer="old")]
-    assert [remark.split()[:2] for remark in course.remarks(3, others)] == [
-        ["event=checkpoint-below-latest", "step=3:"],
-        ["event=checkpoint-replaced", "step=3:"],
-    ]
-    assert course.remarks(3, others) == []
+    history = SaveHistory()
+    assert [history.saved(step, 2) for step in (9, 3, 4, 3)] == [[9], [9, 3], [3, 4], [4, 3]]
+    history.rolled_back(3)
+    assert history.saved(5, 2) == [3, 5]
+    assert history.saved(6, None) == [6], "all stay, and nothing needs to be kept in mind"

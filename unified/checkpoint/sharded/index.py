@@ -1,9 +1,7 @@
-"""What is where in a sharded checkpoint. Pure: records, their bytes, and the names of what ranks leave for each other.
+"""The index of a sharded checkpoint: records, their bytes, the names of ranks' objects, and reading its pieces.
 
 Each rank writes one part, ``rank-00003.bin``, and beside it a note of what is in it, ``rank-00003.note``; or, if it
 cannot, ``rank-00003.failed``, which says why. Rank 0 makes the *index* of the notes, and then the manifest.
-
-Pieces of one part, read in few requests: those that lie side by side together.
 """
 
 from __future__ import annotations
@@ -31,44 +29,44 @@ class Shard(Value, frozen=True, kw_only=True):
 
     rank: int
     start: int
-    """Bytes from the part's beginning."""
+    """Offset in the part, in bytes."""
     nbytes: int
-    """As stored, so after compression."""
+    """Size as stored, so after compression."""
     checksum: str
-    """Of what is stored."""
+    """Checksum of the stored bytes."""
     offsets: list[int] | None = None
-    """Of its beginning in the whole tensor; None: an object."""
+    """Indices of its beginning in the whole tensor; None: an object."""
     sizes: list[int] = []
     is_raw: bool = True
     """The tensor's memory; otherwise as ``torch.save`` writes it."""
 
 
-class Entry(Value, frozen=True, kw_only=True):
+class IndexEntry(Value, frozen=True, kw_only=True):
     """A tensor or an object of a state dict."""
 
     path: list[str | int]
     """Keys of dicts and positions in lists that lead to it."""
     dtype: str = ""
-    """As torch names it, such as ``float32``; empty: it is an object."""
+    """Name of the dtype in torch, such as ``float32``; empty: an object."""
     size: list[int] = []
     shards: list[Shard] = []
 
 
-class Note(Value, frozen=True, kw_only=True):
-    """What one rank wrote."""
+class RankNote(Value, frozen=True, kw_only=True):
+    """The pieces that one rank wrote."""
 
     part: Part
     shards: dict[str, list[Shard]]
-    """By the name of the entry."""
+    """Pieces by the name of the entry."""
 
 
-class Standing(Value, frozen=True, kw_only=True):
-    """How far a save of several ranks is, by what lies in the store."""
+class SaveProgress(Value, frozen=True, kw_only=True):
+    """The progress of a save of several ranks, read from the keys in the store."""
 
     written: frozenset[int]
     failed: frozenset[int]
     has_manifest: bool
-    """There is one of that step; whether it is this save's is not known."""
+    """A manifest of that step is there; whether it is this save's is not known."""
 
 
 def data_name(rank: int) -> str:
@@ -83,8 +81,8 @@ def failed_name(rank: int) -> str:
     return f"rank-{rank:05d}.failed"
 
 
-def standing(keys: Iterable[str], step: int, token: str) -> Standing:
-    """Read from the keys at the place of the manifests."""
+def progress_of(keys: Iterable[str], step: int, token: str) -> SaveProgress:
+    """Read the progress from the keys at the place of the manifests."""
     written, failed = set[int](), set[int]()
     has_manifest = False
     start = part_name(step, token, "_").removesuffix("_")
@@ -93,16 +91,16 @@ def standing(keys: Iterable[str], step: int, token: str) -> Standing:
             has_manifest = True
         elif key.startswith(start) and (found := _LEFT.fullmatch(key[len(start) :])):
             (written if found[2] == "note" else failed).add(int(found[1]))
-    return Standing(written=frozenset(written), failed=frozenset(failed), has_manifest=has_manifest)
+    return SaveProgress(written=frozenset(written), failed=frozenset(failed), has_manifest=has_manifest)
 
 
 def is_of(manifest: Manifest, token: str) -> bool:
-    """Whether a manifest is that of the save with this token."""
+    """Return whether a manifest is that of the save with this token."""
     return any(part.key == part_name(manifest.step, token, INDEX) for part in manifest.parts)
 
 
-def with_shards(entries: dict[str, Entry], notes: Iterable[Note]) -> dict[str, Entry]:
-    """The entries of a state dict, each with where it is."""
+def with_shards(entries: dict[str, IndexEntry], notes: Iterable[RankNote]) -> dict[str, IndexEntry]:
+    """Return the entries of a state dict, each with its pieces."""
     found: dict[str, list[Shard]] = {name: [] for name in entries}
     for note in notes:
         for name, shards in note.shards.items():
@@ -110,38 +108,38 @@ def with_shards(entries: dict[str, Entry], notes: Iterable[Note]) -> dict[str, E
     return {name: msgspec.structs.replace(entry, shards=found[name]) for name, entry in entries.items()}
 
 
-def encode_index(entries: dict[str, Entry]) -> bytes:
+def encode_index(entries: dict[str, IndexEntry]) -> bytes:
     return msgspec.msgpack.encode(entries)
 
 
-def decode_index(data: bytes) -> dict[str, Entry]:
-    """Raises CheckpointCorruptError for what is no index."""
+def decode_index(data: bytes) -> dict[str, IndexEntry]:
+    """Decode an index; raise CheckpointCorruptError if it is none."""
     try:
-        return msgspec.msgpack.decode(data, type=dict[str, Entry])
+        return msgspec.msgpack.decode(data, type=dict[str, IndexEntry])
     except msgspec.DecodeError as error:
         raise CheckpointCorruptError(f"its index cannot be read: {error}") from error
 
 
-def encode_note(note: Note) -> bytes:
+def encode_note(note: RankNote) -> bytes:
     return msgspec.msgpack.encode(note)
 
 
-def decode_note(data: bytes) -> Note:
-    """Raises CheckpointCorruptError for what is no note."""
+def decode_note(data: bytes) -> RankNote:
+    """Decode a note; raise CheckpointCorruptError if it is none."""
     try:
-        return msgspec.msgpack.decode(data, type=Note)
+        return msgspec.msgpack.decode(data, type=RankNote)
     except msgspec.DecodeError as error:
         raise CheckpointCorruptError(f"what a rank noted cannot be read: {error}") from error
 
 
 MAX_GAP_BYTES = 1 << 20
-"""Reading so much for nothing is cheaper than another request."""
+"""Gap up to which pieces are read together: reading so much for nothing is cheaper than another request."""
 MAX_RUN_BYTES = 32 << 20
-"""Of several pieces; one alone may be larger."""
+"""Size of several pieces that are read together; one alone may be larger."""
 
 
 def runs(shards: Iterable[Shard]) -> list[list[Shard]]:
-    """Pieces in the order in which they lie, in groups that are read at once."""
+    """Return pieces in the order in which they lie, in groups that are read at once."""
     found: list[list[Shard]] = []
     for shard in sorted(shards, key=lambda each: (each.start, each.nbytes)):
         if found:
@@ -155,7 +153,7 @@ def runs(shards: Iterable[Shard]) -> list[list[Shard]]:
 
 
 def read_shards(store: CheckpointStore, part: Part, shards: Iterable[Shard]) -> Iterator[tuple[Shard, bytearray]]:
-    """What is stored of each piece, in any order.
+    """Yield each piece as it is stored, in any order.
 
     Raises:
         CheckpointCorruptError: a piece is not what was saved, or the part is gone or of another size.

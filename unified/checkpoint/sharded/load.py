@@ -1,4 +1,4 @@
-"""A state dict filled from a checkpoint, whatever ranks wrote it and whatever ranks load it."""
+"""Loading into a state dict, whichever ranks wrote the checkpoint and whichever load it."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
 
-from unified.checkpoint.load import RANK_ERRORS
 from unified.checkpoint.manifest import Kind, Manifest
 from unified.checkpoint.payload import decompress
-from unified.checkpoint.sharded.index import INDEX, Entry, Shard, data_name, decode_index, read_shards
+from unified.checkpoint.sharded.index import INDEX, IndexEntry, Shard, data_name, decode_index, read_shards
 from unified.checkpoint.sharded.payload import restored
 from unified.checkpoint.sharded.plan import expanded
 from unified.checkpoint.state_stream import load_state
-from unified.checkpoint.store import CheckpointStore
+from unified.checkpoint.store import RANK_ERRORS, CheckpointStore
 from unified.errors import CheckpointCorruptError, CheckpointError
 from unified.worker.rank_group import Ranks, each_does, lead
 
 
 class Origin(Protocol):
-    """What a state is filled from.
+    """A source that a state is filled from.
 
     Attributes:
-        metadata: what there is.
+        metadata: the tensors and objects that it has.
     """
 
     metadata: Metadata
 
     def fetch(self, wanted: Collection[MetadataIndex]) -> Iterator[tuple[MetadataIndex, Any]]:
-        """Pieces of tensors, and objects, in any order."""
+        """Yield pieces of tensors, and objects, in any order."""
         ...
 
 
@@ -50,12 +49,12 @@ class ShardOrigin:
     """A sharded checkpoint.
 
     Args:
-        index: of it.
-        weights_only: as for ``torch.load``, of its objects.
+        index: its index.
+        weights_only: see ``torch.load``; for its objects.
     """
 
     def __init__(
-        self, store: CheckpointStore, manifest: Manifest, index: Mapping[str, Entry], *, weights_only: bool
+        self, store: CheckpointStore, manifest: Manifest, index: Mapping[str, IndexEntry], *, weights_only: bool
     ) -> None:
         self._store = store
         self._manifest = manifest
@@ -67,7 +66,7 @@ class ShardOrigin:
         self.metadata = Metadata({name: _storage(entry) for name, entry in index.items()})
 
     def fetch(self, wanted: Collection[MetadataIndex]) -> Iterator[tuple[MetadataIndex, Any]]:
-        """Raises CheckpointCorruptError for a piece that is not what was saved."""
+        """Yield pieces and objects; raise CheckpointCorruptError for one that is not what was saved."""
         parts = {part.name: part for part in self._manifest.parts}
         by_rank: dict[int, list[MetadataIndex]] = {}
         for index in wanted:
@@ -107,7 +106,7 @@ class TreeOrigin:
 
 
 class _FillPlanner(DefaultLoadPlanner):
-    """Puts objects where they belong, as they are."""
+    """A planner that puts objects where they belong, as they are."""
 
     def set_object(self, item: ReadItem, value: Any) -> None:
         *path, last = self.mappings[item.dest_index.fqn]
@@ -120,7 +119,7 @@ class _FillPlanner(DefaultLoadPlanner):
 def load_into(
     store: CheckpointStore, state: dict[str, Any], ranks: Ranks, *, weights_only: bool
 ) -> dict[Kind, Callable[[Manifest], None]]:
-    """Readers for `unified.checkpoint.load.load` that fill a state dict in place. Each is a collective."""
+    """Return readers for `CheckpointReader.load` that fill a state dict in place. Each is a collective."""
     expanded(state)  # or raise, before anything is read
 
     def fill(manifest: Manifest, origin: Origin) -> dict[str, Any]:
@@ -150,7 +149,7 @@ def load_into(
 
 
 def whole_state(store: CheckpointStore, manifest: Manifest, *, map_location: Any, weights_only: bool) -> dict[str, Any]:
-    """All of a sharded checkpoint in this process: a nest of dicts and lists, with whole tensors.
+    """Load all of a sharded checkpoint in this process: a nest of dicts and lists, with whole tensors.
 
     Raises:
         CheckpointCorruptError: it is not what was saved.
@@ -176,7 +175,7 @@ def whole_state(store: CheckpointStore, manifest: Manifest, *, map_location: Any
 
 
 def _prepare(optimizer: torch.optim.Optimizer, has_state: bool) -> None:
-    """A new optimizer has no tensors to fill until its first step: have it take one that changes nothing."""
+    """Have a new optimizer take a step that changes nothing: it has no tensors to fill before the first."""
     if has_state and not optimizer.state:
         _init_optim_state(optimizer)
 
@@ -209,7 +208,7 @@ def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[in
     return tensor
 
 
-def _storage(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
+def _storage(entry: IndexEntry) -> TensorStorageMetadata | BytesStorageMetadata:
     if not entry.dtype:
         return BytesStorageMetadata()
     return TensorStorageMetadata(
@@ -229,7 +228,7 @@ def _index_data(store: CheckpointStore, manifest: Manifest) -> bytes:
 
 
 def _own_key(node: Any, key: str | int) -> Any:
-    """The planner has made texts of all keys of dicts: the key that became this one."""
+    """Return the key of a dict of which the planner made this text."""
     if isinstance(node, Mapping) and key not in node:
         return next((each for each in node if str(each) == key), key)
     return key

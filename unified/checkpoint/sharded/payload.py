@@ -1,4 +1,4 @@
-"""The pieces that one rank writes of a sharded checkpoint, as a stream, and where each came to lie in it."""
+"""The payload of one rank of a sharded checkpoint: its pieces as a stream, and the place of each in it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ import torch
 from unified.checkpoint.manifest import Checksum, Compression
 from unified.checkpoint.payload import Chunk, compressed, slices
 from unified.checkpoint.sharded.index import Shard
-from unified.checkpoint.sharded.plan import Piece
+from unified.checkpoint.sharded.plan import PlannedPiece
 from unified.memory.host_buffers import ALIGN, BufferPool, stage_state
 
 
 class ShardPayload:
-    """Pieces copied into memory of ours; see `unified.checkpoint.payload.Payload`.
+    """Copies of pieces; see `unified.checkpoint.payload.Payload`.
 
-    Each piece is compressed by itself and has a checksum of its own, so that who loads reads what it needs alone.
+    Each piece is compressed by itself and has a checksum of its own, so that a load reads only the pieces it needs.
 
     Args:
         rank: the rank that writes them.
         pool: gives the memory, and takes it back at `release`.
     """
 
-    def __init__(self, pieces: list[Piece], rank: int, pool: BufferPool, compression: Compression | None) -> None:
+    def __init__(
+        self, pieces: list[PlannedPiece], rank: int, pool: BufferPool, compression: Compression | None
+    ) -> None:
         self._rank = rank
         self._compression = compression
         self._pieces = [(piece.name, piece.offsets, piece.sizes) for piece in pieces]
         self._copy = stage_state([piece.data for piece in pieces], pool)
         self.nbytes = self._copy.nbytes
         self.shards: dict[str, list[Shard]] = {}
-        """By the name of the entry, once `chunks` was read to its end."""
+        """Shards by the name of the entry, once `chunks` was read to its end."""
 
     def chunks(self) -> Iterator[Chunk]:
         self._copy.wait()
@@ -65,7 +67,7 @@ class ShardPayload:
 
 
 def restored(data: Chunk, shard: Shard, dtype: torch.dtype | None, *, weights_only: bool) -> Any:
-    """The tensor or object that was stored as these bytes; a sparse tensor as a dense one.
+    """Return the tensor or object that was stored as these bytes; a sparse tensor as a dense one.
 
     Args:
         data: memory of its own, which the tensor goes on to use.

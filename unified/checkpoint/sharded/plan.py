@@ -1,4 +1,4 @@
-"""Which rank writes what of a state that several ranks save together: torch.distributed.checkpoint plans."""
+"""The plan of a save by several ranks, made by torch.distributed.checkpoint: the pieces that each rank writes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 
-from unified.checkpoint.sharded.index import Entry
+from unified.checkpoint.sharded.index import IndexEntry
 from unified.errors import UsageError
 from unified.worker.rank_group import Ranks
 
 SMALL_BYTES = 1 << 20
-"""Of what several ranks have, pieces up to here are written by the first of them, so that a load finds them together.
-The larger ones are spread."""
+"""Size up to which a piece that several ranks have is written by the first, so that a load finds such pieces together;
+larger ones are spread."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Something that this rank writes."""
+class PlannedPiece:
+    """A tensor or an object that this rank writes."""
 
     name: str
     offsets: list[int] | None
-    """Of its beginning in the whole tensor; None: an object."""
+    """Indices of its beginning in the whole tensor; None: an object."""
     sizes: list[int]
     data: torch.Tensor | bytes
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A plan, for as long as no rank's state has another layout."""
+class _CachedPlan:
+    """A plan that is used again while no rank's state has another layout."""
 
     number: int
     place: tuple[int, int]
     local: SavePlan
     mine: SavePlan
-    entries: dict[str, Entry]
+    entries: dict[str, IndexEntry]
 
 
 class ShardPlanner:
@@ -51,7 +51,7 @@ class ShardPlanner:
     """
 
     def __init__(self) -> None:
-        self._known: _Known | None = None
+        self._cached: _CachedPlan | None = None
         self._planner = DefaultSavePlanner()
         self._local = SavePlan([])
 
@@ -64,61 +64,61 @@ class ShardPlanner:
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(expanded(state), is_coordinator=ranks.rank == 0)
         self._local = self._planner.create_local_plan()
-        known = self._known
-        is_same = known is not None and known.place == (ranks.rank, ranks.size) and known.local == self._local
-        return known.number if known is not None and is_same else None
+        cached = self._cached
+        is_same = cached is not None and cached.place == (ranks.rank, ranks.size) and cached.local == self._local
+        return cached.number if cached is not None and is_same else None
 
     def settle(self, numbers: list[int | None], ranks: Ranks) -> None:
-        """Agree on the plan: the known one, if all ranks know it by the same number. A collective.
+        """Agree on the plan: the cached one, if all ranks know it by the same number. A collective.
 
         Raises:
             ValueError: what the ranks have does not make up whole tensors.
         """
         if numbers[0] is not None and len(set(numbers)) == 1:
             return
-        self._known = None
+        self._cached = None
         plans = shared_out(ranks.gather(self._local))
         plans, metadata = self._planner.create_global_plan(plans)
         number = max((number for number in numbers if number is not None), default=-1) + 1
-        self._known = _Known(number, (ranks.rank, ranks.size), self._local, plans[ranks.rank], _entries(metadata))
+        self._cached = _CachedPlan(number, (ranks.rank, ranks.size), self._local, plans[ranks.rank], _entries(metadata))
 
-    def pieces(self) -> list[Piece]:
-        """What this rank writes: tensors as they are in the state, objects as bytes."""
-        assert self._known is not None
-        return [self._piece(item) for item in self._known.mine.items]
+    def pieces(self) -> list[PlannedPiece]:
+        """Return the pieces that this rank writes: tensors of the state, objects as bytes."""
+        assert self._cached is not None
+        return [self._piece(item) for item in self._cached.mine.items]
 
-    def entries(self) -> dict[str, Entry]:
-        """Everything that is in the state, on any rank."""
-        assert self._known is not None
-        return self._known.entries
+    def entries(self) -> dict[str, IndexEntry]:
+        """Return the entries of the whole state, of all ranks."""
+        assert self._cached is not None
+        return self._cached.entries
 
     def forget_state(self) -> None:
         """Hold the user's tensors no longer."""
         self._planner = DefaultSavePlanner()
 
-    def _piece(self, item: WriteItem) -> Piece:
+    def _piece(self, item: WriteItem) -> PlannedPiece:
         data = self._planner.resolve_data(item)
         if isinstance(data, io.BytesIO):
-            return Piece(item.index.fqn, None, [], data.getvalue())
+            return PlannedPiece(item.index.fqn, None, [], data.getvalue())
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
-        return Piece(item.index.fqn, list(chunk.offsets), list(chunk.sizes), data.detach())
+        return PlannedPiece(item.index.fqn, list(chunk.offsets), list(chunk.sizes), data.detach())
 
 
-def _entries(metadata: Metadata) -> dict[str, Entry]:
+def _entries(metadata: Metadata) -> dict[str, IndexEntry]:
     found = {}
     for name, kind in metadata.state_dict_metadata.items():
         path = list(metadata.planner_data[name])
         if isinstance(kind, TensorStorageMetadata):
             dtype = str(kind.properties.dtype).removeprefix("torch.")
-            found[name] = Entry(path=path, dtype=dtype, size=list(kind.size))
+            found[name] = IndexEntry(path=path, dtype=dtype, size=list(kind.size))
         else:
-            found[name] = Entry(path=path)
+            found[name] = IndexEntry(path=path)
     return found
 
 
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict in which modules and optimizers at the top have given place to theirs.
+    """Return a state dict in which modules and optimizers at the top are replaced by theirs.
 
     Raises:
         UsageError: it is no dict.
@@ -129,7 +129,7 @@ def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_out(plans: list[SavePlan]) -> list[SavePlan]:
-    """Plans in which what several ranks have is in one alone."""
+    """Return plans in which an item that several ranks have is in one alone."""
     holders: dict[Any, list[int]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:

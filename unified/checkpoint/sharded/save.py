@@ -1,9 +1,8 @@
 """Saves by several ranks together: they agree and copy while training stands still, and write while it goes on.
 
-The background half of a save by several ranks: each writes its part, then rank 0 the manifest.
-
-The ranks meet in the store, where nothing is needed that a save does not need anyway: no process group is used from a
-second thread, or after the program has destroyed it, and a rank that died is one whose note does not come.
+In the background each rank writes its part, then rank 0 the manifest. The ranks meet in the store, where nothing is
+needed that a save does not need anyway: no process group is used from a second thread, or after the program has
+destroyed it, and a rank that died is one whose note does not come.
 """
 
 from __future__ import annotations
@@ -14,19 +13,20 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from random import SystemRandom
 from typing import Any, NamedTuple
 
-from unified.checkpoint.background import BackgroundSaver, is_final, tell_of_given_way
-from unified.checkpoint.manifest import Compression, Manifest, Part, part_name
-from unified.checkpoint.payload import BytesPayload
-from unified.checkpoint.save_queue import Failure, Save, SaveQueue
+from unified.checkpoint.background import BackgroundSaver, is_final
+from unified.checkpoint.coordinator_notify import CoordinatorNotifier
+from unified.checkpoint.manifest import Manifest, Part, part_name
+from unified.checkpoint.options import CheckpointOptions
+from unified.checkpoint.payload import BytesPayload, check_compression
+from unified.checkpoint.save_queue import FailedSave, QueuedSave, SaveQueue
 from unified.checkpoint.sharded.index import (
     INDEX,
-    Entry,
-    Note,
-    Standing,
+    IndexEntry,
+    RankNote,
+    SaveProgress,
     data_name,
     decode_note,
     encode_index,
@@ -34,12 +34,12 @@ from unified.checkpoint.sharded.index import (
     failed_name,
     is_of,
     note_name,
-    standing,
+    progress_of,
     with_shards,
 )
 from unified.checkpoint.sharded.payload import ShardPayload
 from unified.checkpoint.sharded.plan import ShardPlanner
-from unified.checkpoint.store import CheckpointStore, Order
+from unified.checkpoint.store import CheckpointStore, SaveRequest
 from unified.core.backoff import Backoff
 from unified.errors import (
     CheckpointCorruptError,
@@ -54,37 +54,37 @@ from unified.worker.rank_group import Ranks, ranks_here
 
 logger = logging.getLogger(__name__)
 
-LOOK = Backoff(first_s=0.02, limit_s=1.0)
-"""Between two looks at what the other ranks have written."""
+POLL = Backoff(first_s=0.02, limit_s=1.0)
+"""Delays between two looks at the parts of the other ranks."""
 MAX_NAMED = 8
 
 
 @dataclass(eq=False)
-class SharedSave:
+class RankShare:
     """This rank's share in a save."""
 
-    order: Order
-    """Without payloads: the same on every rank."""
+    request: SaveRequest
+    """The save, without payloads: the same on every rank."""
     rank: int
     size: int
     payload: ShardPayload
-    entries: dict[str, Entry] = field(default_factory=dict)
-    """Of the whole state; on rank 0 alone."""
+    entries: dict[str, IndexEntry] = field(default_factory=dict)
+    """Entries of the whole state; on rank 0 alone."""
     num_tries: int = 0
     part: Part | None = None
     """This rank's, once it is written."""
     deadline: float = 0.0
     is_published: bool = False
     """The manifest was begun, so that parts may belong to it."""
-    notes: dict[int, Note] = field(default_factory=dict)
+    notes: dict[int, RankNote] = field(default_factory=dict)
 
 
-class ShardCommit:
-    """Carries shares out.
+class ShardedCommit:
+    """Writes shares; see `SaveWriter`.
 
     Args:
-        rank_timeout_s: how long to wait for the other ranks after this one's part was written.
-        max_tries: how often `write` is called for one share.
+        rank_timeout_s: time to wait for the other ranks after this one's part was written.
+        max_tries: number of times that `write` is called for one share.
         after_save: called with the manifest, on rank 0.
     """
 
@@ -101,8 +101,8 @@ class ShardCommit:
         self._max_tries = max_tries
         self._after_save = after_save
 
-    def write(self, share: SharedSave) -> None:
-        """Returns when the checkpoint exists. Can be called again after it failed.
+    def write(self, share: RankShare) -> None:
+        """Write a share, and return when the checkpoint exists. Can be called again after it failed.
 
         Raises:
             CheckpointRankError: other ranks failed, or did not write in time.
@@ -114,56 +114,63 @@ class ShardCommit:
         except Exception as error:
             share.num_tries += 1
             if is_final(error) or share.num_tries >= self._max_tries:
-                self.give_up(share.order, share.rank, share.size, error, is_published=share.is_published)
+                self.give_up(share.request, share.rank, share.size, error, is_published=share.is_published)
             raise
 
-    def give_up(self, order: Order, rank: int, size: int, error: BaseException, *, is_published: bool = False) -> None:
-        """Tell the other ranks that this save comes to nothing. Of what was written, rank 0 removes what is large.
+    def release(self, share: RankShare) -> None:
+        """Give back the memory of a share."""
+        self._store.end(share.request.token)
+        share.payload.release()
+
+    def give_up(
+        self, request: SaveRequest, rank: int, size: int, error: BaseException, *, is_published: bool = False
+    ) -> None:
+        """Tell the other ranks that this save comes to nothing; rank 0 removes the parts that were written.
 
         Args:
             is_published: nothing is removed, as there may be a manifest.
         """
         if size > 1:
             with contextlib.suppress(Exception):  # they will notice that nothing comes
-                self._write_word(order, failed_name(rank), f"{type(error).__name__}: {error}".encode())
+                self._write_word(request, failed_name(rank), f"{type(error).__name__}: {error}".encode())
         if rank == 0 and not is_published:
             with contextlib.suppress(Exception):  # they are swept when they are old
-                self._store.delete(part_name(order.step, order.token, data_name(each)) for each in range(size))
+                self._store.delete(part_name(request.step, request.token, data_name(each)) for each in range(size))
 
-    def _write(self, share: SharedSave) -> None:
+    def _write(self, share: RankShare) -> None:
         leads = share.rank == 0
-        existing = self._store.replaceable(share.order.step) if leads else None
+        existing = self._store.replaceable(share.request.step) if leads else None
         if share.part is None:
-            share.part = self._store.write_part(share.order, data_name(share.rank), share.payload)
+            share.part = self._store.write_part(share.request, data_name(share.rank), share.payload)
             share.deadline = time.monotonic() + self._rank_timeout_s
-        note = Note(part=share.part, shards=share.payload.shards)
+        note = RankNote(part=share.part, shards=share.payload.shards)
         if not leads:
-            self._write_word(share.order, note_name(share.rank), encode_note(note))
+            self._write_word(share.request, note_name(share.rank), encode_note(note))
             self._wait(share, lambda found: found.has_manifest and self._is_done(share))
             return
         share.notes[0] = note
         self._wait(share, lambda found: self._has_all(share, found))
         notes = [share.notes[rank] for rank in range(share.size)]
         index = encode_index(with_shards(share.entries, notes))
-        part = self._store.write_part(share.order, INDEX, BytesPayload(index))
+        part = self._store.write_part(share.request, INDEX, BytesPayload(index))
         share.is_published = True
-        manifest = self._store.publish(share.order, [*(each.part for each in notes), part], existing)
-        if not is_of(manifest, share.order.token):
+        manifest = self._store.publish(share.request, [*(each.part for each in notes), part], existing)
+        if not is_of(manifest, share.request.token):
             raise CheckpointExistsError(
-                f"The checkpoint of step {share.order.step} in {self._store.place} was saved meanwhile by another rank."
+                f"The checkpoint of step {manifest.step} in {self._store.place} was saved meanwhile by another rank."
             )
         with contextlib.suppress(OSError):  # they are swept when they are old
             names = [note_name(rank) for rank in range(1, share.size)]
-            self._store.delete(part_name(share.order.step, share.order.token, name) for name in names)
+            self._store.delete(part_name(share.request.step, share.request.token, name) for name in names)
         logger.info("event=checkpoint-saved step=%d bytes=%d ranks=%d", manifest.step, manifest.size_bytes, share.size)
         self._after_save(manifest)
 
-    def _wait(self, share: SharedSave, is_done: Callable[[Standing], bool]) -> None:
+    def _wait(self, share: RankShare, is_done: Callable[[SaveProgress], bool]) -> None:
         """Look at the store until all is there, a rank has failed, or time is up."""
         num_looks = 0
         while True:
-            keys = [each.key for each in self._store.stored(f"step-{share.order.step:06d}.")]
-            found = standing(keys, share.order.step, share.order.token)
+            keys = [each.key for each in self._store.stored(f"step-{share.request.step:06d}.")]
+            found = progress_of(keys, share.request.step, share.request.token)
             if is_done(found):
                 return
             if failed := sorted(found.failed - {share.rank}):
@@ -171,20 +178,20 @@ class ShardCommit:
             if time.monotonic() >= share.deadline:
                 raise CheckpointRankError(self._who_is_missing(share, found))
             num_looks += 1
-            time.sleep(LOOK.delay_s(num_looks, SystemRandom()))
+            time.sleep(POLL.delay_s(num_looks, SystemRandom()))
 
-    def _has_all(self, share: SharedSave, found: Standing) -> bool:
+    def _has_all(self, share: RankShare, found: SaveProgress) -> bool:
         for rank in sorted(found.written - share.notes.keys()):
-            share.notes[rank] = decode_note(self._read_word(share.order, note_name(rank)))
+            share.notes[rank] = decode_note(self._read_word(share.request, note_name(rank)))
         return len(share.notes) == share.size
 
-    def _is_done(self, share: SharedSave) -> bool:
+    def _is_done(self, share: RankShare) -> bool:
         try:
-            return is_of(self._store.manifest(share.order.step), share.order.token)
+            return is_of(self._store.manifest(share.request.step), share.request.token)
         except (CheckpointNotFoundError, CheckpointCorruptError):
             return False
 
-    def _who_is_missing(self, share: SharedSave, found: Standing) -> str:
+    def _who_is_missing(self, share: RankShare, found: SaveProgress) -> str:
         missing = sorted(set(range(share.size)) - found.written - {0, share.rank})
         if share.rank and not missing:
             return f"rank 0 did not write the manifest within {self._rank_timeout_s:g} s; is it alive?"
@@ -192,21 +199,21 @@ class ShardCommit:
         names = ", ".join(map(str, missing[:MAX_NAMED])) + more
         return f"after {self._rank_timeout_s:g} s there is no part of ranks {names}; are they alive?"
 
-    def _reason(self, share: SharedSave, rank: int) -> str:
+    def _reason(self, share: RankShare, rank: int) -> str:
         try:
-            return self._read_word(share.order, failed_name(rank)).decode(errors="replace")
+            return self._read_word(share.request, failed_name(rank)).decode(errors="replace")
         except OSError as error:
             return f"why cannot be read: {error}"
 
-    def _write_word(self, order: Order, name: str, data: bytes) -> None:
-        self._store.backend.write(self._store.key(part_name(order.step, order.token, name)), data)
+    def _write_word(self, request: SaveRequest, name: str, data: bytes) -> None:
+        self._store.backend.write(self._store.key(part_name(request.step, request.token, name)), data)
 
-    def _read_word(self, order: Order, name: str) -> bytes:
-        return self._store.backend.read(self._store.key(part_name(order.step, order.token, name)))
+    def _read_word(self, request: SaveRequest, name: str) -> bytes:
+        return self._store.backend.read(self._store.key(part_name(request.step, request.token, name)))
 
 
-class _Hello(NamedTuple):
-    """What the ranks tell each other at the beginning of a save."""
+class _Proposal(NamedTuple):
+    """A rank's message to the others at the beginning of a save."""
 
     step: int
     token: str
@@ -214,76 +221,69 @@ class _Hello(NamedTuple):
     problem: str | None
 
 
-class ShardSaves:
-    """The queue of such saves. None gives way to a newer one, as another rank may have written it already: one is
-    being written, one waits, and the next waits for that.
+class ShardedSaver:
+    """Saves together with the other ranks. None is superseded by a newer one, as another rank may have written it: one
+    is being written, one waits, and the next waits for that.
 
     Args:
-        process_group: of the ranks; None: the default one.
-        rank_timeout_s, after_save: as of `ShardCommit`.
-        on_failed: as of `BackgroundSaver`.
+        options: those of the manager.
+        notifier: is notified of saves that are not tried again.
+        after_save: called with the manifest, on rank 0.
     """
 
     def __init__(
         self,
         store: CheckpointStore,
-        *,
-        process_group: Any,
-        compression: Compression | None,
-        rank_timeout_s: float,
-        max_tries: int,
-        backoff: Backoff,
+        options: CheckpointOptions,
+        notifier: CoordinatorNotifier,
         after_save: Callable[[Manifest], object],
-        on_failed: Callable[[Failure], object],
     ) -> None:
-        queue: SaveQueue[SharedSave] = SaveQueue(
+        queue: SaveQueue[RankShare] = SaveQueue(
             max_waiting=1,
             max_waiting_bytes=0,
             when_full="wait",
-            max_tries=max_tries,
-            backoff=backoff,
+            max_tries=options["max_tries"],
+            backoff=options["backoff"],
             rng=SystemRandom(),
         )
-        self._commit = ShardCommit(store, rank_timeout_s=rank_timeout_s, max_tries=max_tries, after_save=after_save)
-        self.saver = BackgroundSaver(
-            queue,
-            lambda save: self._commit.write(save.item),
-            partial(_release, store),
-            on_given_way=tell_of_given_way,
-            on_failed=on_failed,
+        self._commit = ShardedCommit(
+            store, rank_timeout_s=options["rank_timeout"], max_tries=options["max_tries"], after_save=after_save
         )
+        self.saver = BackgroundSaver(queue, self._commit, notifier, store.place)
         self._store = store
-        self._process_group = process_group
-        self._compression: Compression | None = compression
+        self._process_group = options["process_group"]
+        self._compression = check_compression(options["compression"])
         self._pool = BufferPool(one_size=True)
         self._planner = ShardPlanner()
 
-    def save(self, state: Mapping[str, Any], step: int, prepare: Callable[[], dict[str, Any]]) -> list[Failure]:
+    def save(self, state: Mapping[str, Any], step: int, prepare: Callable[[], dict[str, Any]]) -> list[FailedSave]:
         """Plan and copy a state. A collective.
 
         Args:
-            prepare: gives the metadata, or raises, and then no rank saves.
+            prepare: returns the metadata; if it raises, no rank saves.
 
         Returns:
             Earlier saves that failed, of which nobody was told.
         """
         ranks = ranks_here(self._process_group)
         try:
-            order = self._agree(state, step, prepare, ranks)
-            share = self._share(order, ranks)
+            request = self._agree(state, step, prepare, ranks)
+            share = self._share(request, ranks)
         finally:
             self._planner.forget_state()
         failures = self.saver.take_failures()
-        self._store.begin(share.order.token)
-        self.saver.submit(Save(step, share.payload.nbytes, share))
+        self._store.begin(share.request.token)
+        self.saver.submit(QueuedSave(step, share.payload.nbytes, share))
         return failures
 
     def clear(self) -> None:
         """Give memory back."""
         self._pool.trim()
 
-    def _agree(self, state: Mapping[str, Any], step: int, prepare: Callable[[], dict[str, Any]], ranks: Ranks) -> Order:
-        """Raises on every rank where it raises on one."""
+    def _agree(
+        self, state: Mapping[str, Any], step: int, prepare: Callable[[], dict[str, Any]], ranks: Ranks
+    ) -> SaveRequest:
+        """Agree on a save. A collective, which raises on every rank where it raises on one."""
         error: Exception | None = None
         plan, metadata = None, dict[str, Any]()
         try:
@@ -292,40 +292,35 @@ class ShardSaves:
         except Exception as caught:
             error = caught
         problem = f"{type(error).__name__}: {error}" if error is not None else None
-        hellos: list[_Hello] = ranks.gather(_Hello(step, secrets.token_hex(6), plan, problem))
+        proposals: list[_Proposal] = ranks.gather(_Proposal(step, secrets.token_hex(6), plan, problem))
         if error is not None:
             raise error
-        for rank, hello in enumerate(hellos):
-            if hello.problem is not None:
-                raise CheckpointError(f"Rank {rank} could not save step {step}, so no rank does: {hello.problem}")
-        if len({hello.step for hello in hellos}) > 1:
-            steps = ", ".join(f"rank {rank} {hello.step}" for rank, hello in enumerate(hellos))
+        for rank, proposal in enumerate(proposals):
+            if proposal.problem is not None:
+                raise CheckpointError(f"Rank {rank} could not save step {step}, so no rank does: {proposal.problem}")
+        if len({proposal.step for proposal in proposals}) > 1:
+            steps = ", ".join(f"rank {rank} {proposal.step}" for rank, proposal in enumerate(proposals))
             raise UsageError(f"All ranks save the same step together, and these are different: {steps}.")
         try:
-            self._planner.settle([hello.plan for hello in hellos], ranks)
+            self._planner.settle([proposal.plan for proposal in proposals], ranks)
         except (ValueError, AssertionError) as wrong:  # on every rank the same
             raise UsageError(f"What the ranks have does not make up one state: {wrong}") from wrong
-        return Order(
+        return SaveRequest(
             step=step,
-            token=hellos[0].token,
+            token=proposals[0].token,
             kind="sharded",
             compression=self._compression,
             metadata=metadata,
             world_size=ranks.size,
         )
 
-    def _share(self, order: Order, ranks: Ranks) -> SharedSave:
+    def _share(self, request: SaveRequest, ranks: Ranks) -> RankShare:
         try:
             # Before the copy is made, so that it takes the memory of the save before.
-            self.saver.make_room(order.step, 0)
+            self.saver.make_room(request.step, 0)
             payload = ShardPayload(self._planner.pieces(), ranks.rank, self._pool, self._compression)
             entries = self._planner.entries() if ranks.rank == 0 else {}
-            return SharedSave(order, ranks.rank, ranks.size, payload, entries)
+            return RankShare(request, ranks.rank, ranks.size, payload, entries)
         except BaseException as error:
-            self._commit.give_up(order, ranks.rank, ranks.size, error)
+            self._commit.give_up(request, ranks.rank, ranks.size, error)
             raise
-
-
-def _release(store: CheckpointStore, share: SharedSave) -> None:
-    store.end(share.order.token)
-    share.payload.release()

@@ -97,7 +97,7 @@ def test_no_save_waits_for_the_coordinator_or_fails_with_it(
         for step in (4, 5):
             manager.save_bytes(b"x", step)
             manager.wait()
-            manager._announcer.close(10)
+            manager._notifier.close(10)
         assert caplog.text.count("event=checkpoint-not-told") == 1
         heard.is_away = False
     assert heard.steps == [5], "the end of the manager tells what was lost"
@@ -108,11 +108,11 @@ def test_a_lost_notice_is_repeated_with_the_next(heard: Heard, tmp_path: Path) -
         heard.is_away = True
         manager.save_bytes(b"x", 9)
         manager.wait()
-        manager._announcer.close(10)
+        manager._notifier.close(10)
         heard.is_away = False
         manager.save_bytes(b"x", 2)
         manager.wait()
-        manager._announcer.close(10)
+        manager._notifier.close(10)
         assert latest(heard).step == 9
 
 
@@ -158,7 +158,7 @@ def test_without_a_coordinator_nobody_is_told_and_a_wrong_one_is_refused(
     with CheckpointManager(tmp_path) as manager:
         manager.save_bytes(b"x", 1)
         manager.wait()
-        assert manager._announcer._thread is None
+        assert manager._notifier._thread is None
     monkeypatch.setenv("COORDINATOR_URL", "ftp://there")
     with pytest.raises(UsageError, match="ftp://there"):
         CheckpointManager(tmp_path)
@@ -173,7 +173,7 @@ def test_a_master_that_was_started_again_knows_it_and_keeps_its_log(
         monkeypatch.setenv("COORDINATOR_URL", address.replace("tcp", "http"))
         with CheckpointManager(tmp_path / "saved") as manager:
             manager.save_bytes(b"x", 6)
-            manager._announcer.event("checkpoint-failed", "one that failed")
+            manager._notifier.event("checkpoint-failed", "one that failed")
         master.kill()
         master = MasterProcess(tmp_path, bind=address)
         with RemoteCoordinator(address) as remote:

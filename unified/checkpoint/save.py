@@ -1,0 +1,208 @@
+"""Saving: a save is queued with its copy of the data and written in the background; retention follows."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from random import SystemRandom
+from typing import TYPE_CHECKING, Any
+
+from unified.checkpoint.background import BackgroundSaver, raise_failures
+from unified.checkpoint.coordinator_notify import CoordinatorNotifier
+from unified.checkpoint.manifest import Kind, Manifest, check_step, checked_metadata
+from unified.checkpoint.options import CheckpointOptions
+from unified.checkpoint.payload import Payload, check_compression
+from unified.checkpoint.retention import SaveHistory
+from unified.checkpoint.save_queue import QueuedSave, SaveQueue
+from unified.checkpoint.store import RANK_ERRORS, CheckpointStore, SaveRequest
+from unified.errors import UsageError
+from unified.worker.rank_group import Ranks, lead
+
+if TYPE_CHECKING:
+    from unified.checkpoint.sharded.save import ShardedSaver
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointSaver:
+    """Saves by one rank and by several together, and carries retention out. Safe for threads.
+
+    Args:
+        options: those of the manager.
+        notifier: is notified of checkpoints that were written, and of saves that failed.
+
+    Attributes:
+        keep_last_n, interval_steps: see `CheckpointManager`.
+    """
+
+    def __init__(self, store: CheckpointStore, options: CheckpointOptions, notifier: CoordinatorNotifier) -> None:
+        self.keep_last_n = options["keep_last_n"]
+        self.interval_steps = options["interval_steps"]
+        self._store = store
+        self._options = options
+        self._compression = check_compression(options["compression"])
+        self._notifier = notifier
+        self._history = SaveHistory()
+        self._sweeping = threading.Lock()
+        """Held while checkpoints are deleted, and for `_history`."""
+        queue: SaveQueue[SaveRequest] = SaveQueue(
+            max_waiting=options["max_waiting"],
+            max_waiting_bytes=options["max_waiting_bytes"],
+            when_full=options["when_full"],
+            max_tries=options["max_tries"],
+            backoff=options["backoff"],
+            rng=SystemRandom(),
+        )
+        self._alone = BackgroundSaver(queue, self, notifier, store.place)
+        self._together: ShardedSaver | None = None
+        self._asking = threading.Lock()
+        self._has_passed_over = self._is_closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """No save is being written, and none waits."""
+        return not any(saver.steps for saver in self._savers)
+
+    def should_save(self, step: int) -> bool:
+        """Return whether `step` is at `interval_steps`."""
+        return self.interval_steps is None or check_step(step) % self.interval_steps == 0
+
+    def save(
+        self,
+        kind: Kind,
+        step: int,
+        nbytes: int,
+        make: Callable[[], Payload],
+        *,
+        metadata: Mapping[str, Any] | None,
+        force: bool,
+    ) -> bool:
+        """Queue a save by this rank. For the rest see `CheckpointManager.save`.
+
+        Args:
+            nbytes: the size of its payload.
+            make: copies the data, once there is room.
+        """
+        step = check_step(step)
+        if not force and self._passes_over(step):
+            return False
+        kept = checked_metadata(step, metadata)
+        with self._asking:
+            self._check_open(step)
+            # Before the copy is made, so that it takes the memory of those that are superseded.
+            self._alone.make_room(step, nbytes)
+            payload = make()
+            request = SaveRequest(step, secrets.token_hex(6), {"": payload}, kind, self._compression, kept)
+            failures = self._alone.take_failures()  # of earlier saves alone
+            self._alone.submit(QueuedSave(step, payload.nbytes, request))
+        raise_failures(failures, self._store.place)
+        return True
+
+    def save_together(self, state: Any, step: int, *, metadata: Mapping[str, Any] | None, force: bool) -> bool:
+        """Queue this rank's share of a save by all ranks. A collective. For the rest see `CheckpointManager.save`."""
+        step = check_step(step)
+        if not force and self._passes_over(step):
+            return False
+
+        def prepare() -> dict[str, Any]:
+            self._check_open(step)
+            return checked_metadata(step, metadata)
+
+        with self._asking:
+            if self._together is None:
+                from unified.checkpoint.sharded.save import ShardedSaver
+
+                self._together = ShardedSaver(self._store, self._options, self._notifier, self.after_save)
+            failures = self._together.save(state, step, prepare)
+        raise_failures(failures, self._store.place)
+        return True
+
+    def write(self, request: SaveRequest) -> Manifest:
+        """Write a checkpoint of this rank now, and carry retention out."""
+        started_at = time.monotonic()
+        manifest = self._store.write(request)
+        seconds = time.monotonic() - started_at
+        logger.info("event=checkpoint-saved step=%d bytes=%d seconds=%.3f", request.step, manifest.size_bytes, seconds)
+        self.after_save(manifest)
+        return manifest
+
+    def release(self, request: SaveRequest) -> None:
+        """Give back the memory of a save."""
+        for payload in request.payloads.values():
+            payload.release()
+
+    def after_save(self, manifest: Manifest) -> None:
+        """Notify of a checkpoint that was written, and delete those past the number to keep."""
+        self._notifier.written(manifest)
+        try:
+            if (on_saved := self._options["on_saved"]) is not None:
+                on_saved(manifest)
+        except Exception as error:  # the checkpoint is safe
+            logger.warning("event=on-saved-failed step=%d error=%s", manifest.step, error)
+        try:
+            with self._sweeping:
+                self._store.sweep(self.keep_last_n, self._history.saved(manifest.step, self.keep_last_n))
+        except Exception as error:  # it is tried again with the next one
+            logger.warning("event=checkpoint-sweep-failed step=%d error=%s", manifest.step, error)
+
+    def discard_after(self, step: int, ranks: Ranks) -> list[int]:
+        """Delete all checkpoints after that of `step`; see `CheckpointManager.discard_after`. A collective."""
+        ranks.gather(None)  # nobody's save is under way any more
+        with self._sweeping:
+            manifest, gone = lead(ranks, lambda: self._store.discard_after(step), RANK_ERRORS)
+            self._history.rolled_back(step)
+        if ranks.rank == 0:
+            self._notifier.rolled_back(manifest)
+        return gone
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every save that was accepted is written or failed.
+
+        Raises:
+            CheckpointTimeoutError: it took longer than `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for saver in self._savers:
+            saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def report(self) -> None:
+        """Raise CheckpointSaveError if saves failed since the last report."""
+        raise_failures([each for saver in self._savers for each in saver.take_failures()], self._store.place)
+
+    def close(self) -> bool:
+        """Accept no save from now on; return whether it was closed before."""
+        with self._asking:
+            was_closed, self._is_closed = self._is_closed, True
+        return was_closed
+
+    def clear(self) -> None:
+        """Give idle memory back."""
+        if self._together is not None:
+            self._together.clear()
+
+    @property
+    def _savers(self) -> list[BackgroundSaver[Any]]:
+        return [self._alone] if self._together is None else [self._together.saver, self._alone]
+
+    def _passes_over(self, step: int) -> bool:
+        """Return whether it is not at `interval_steps`; the first time, log it."""
+        if self.should_save(step):
+            return False
+        if not self._has_passed_over:
+            self._has_passed_over = True
+            logger.warning(
+                "event=checkpoint-passed-over step=%d: it is not saved, nor is any that is no multiple of "
+                "interval_steps=%d, unless with force=True",
+                step,
+                self.interval_steps,
+            )
+        self.report()
+        return True
+
+    def _check_open(self, step: int) -> None:
+        if self._is_closed:
+            manager = f"CheckpointManager({self._store.place!r}, keep_last_n={self.keep_last_n})"
+            raise UsageError(f"{manager} is closed; the checkpoint of step {step} was not saved.")
