@@ -11,7 +11,8 @@ EXTRA_OF = {
     "pyarrow": "data",
     "google_crc32c": "data",
     "botocore": "s3",
-    "zstandard": "zstd",
+    "backports": "zstd",
+    "xxhash": "xxhash",
 }
 """Module → extra."""
 

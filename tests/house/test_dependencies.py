@@ -21,7 +21,9 @@ OF_ITS_CALLER = {"unified/testing.py": {"pytest"}}
 """A plugin is imported by what it is a plugin of."""
 
 
-STANDARD = sys.stdlib_module_names | {"annotationlib"}
+IN_NAMESPACE = {"backports": "backports.zstd"}
+"""The distribution of a module, where it need not be installed to be told."""
+STANDARD = sys.stdlib_module_names | {"annotationlib", "compression"}
 """Of the newest Python, whichever runs this."""
 
 
@@ -64,7 +66,7 @@ def having() -> Mapping[str, Sequence[str]]:
 
 
 def distributions(module: str) -> set[str]:
-    return {normal(name) for name in having().get(module, [module])}
+    return {normal(name) for name in having().get(module, [IN_NAMESPACE.get(module, module)])}
 
 
 USED = [*PROJECT["optional-dependencies"].keys() - FOR_DEVELOPERS - NOT_YET]

@@ -7,9 +7,11 @@ put) makes a checkpoint, or replaces one by another of the same step, and a cras
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -19,8 +21,9 @@ import msgspec
 from unified.errors import CheckpointCorruptError, UsageError
 from unified.values import Value
 
-FORMAT = 1
-"""Format of manifests. One with a higher number was written by a later version."""
+FORMAT = 2
+"""Newest format of manifests: 2 where a checksum is XXH3, else 1. A higher number is of a later version."""
+XXH3 = "xxh3_64:"
 
 Kind = Literal["bytes", "state", "sharded", "files", "metadata"]
 """`bytes`: the user's. `state`: a state dict, written by ``torch.save``. `sharded`: the state of several ranks.
@@ -40,7 +43,7 @@ class Part(Value, frozen=True, kw_only=True):
     size_bytes: int
     """Size as stored, so after compression."""
     checksum: str
-    """Checksum of the stored bytes: ``crc32:`` and eight hexadecimal digits."""
+    """Checksum of the stored bytes: ``xxh3_64:`` and 16 hexadecimal digits, or ``crc32:`` and eight."""
     name: str = ""
     """Name of a file in its directory."""
 
@@ -64,7 +67,7 @@ class Manifest(Value, frozen=True, kw_only=True):
     parts: list[Part] = []
     metadata: dict[str, Any] = {}
     """The user's."""
-    format: int = FORMAT
+    format: int = 1
 
 
 def make_manifest(parts: Iterable[Part], *, step: int, **fields: Any) -> Manifest:
@@ -77,9 +80,9 @@ def make_manifest(parts: Iterable[Part], *, step: int, **fields: Any) -> Manifes
         checksum = "sha256:" + hashlib.sha256(joined.encode()).hexdigest()
     else:
         checksum = ""
-    return Manifest(
-        step=step, parts=parts, size_bytes=sum(part.size_bytes for part in parts), checksum=checksum, **fields
-    )
+    fields.setdefault("format", 2 if any(part.checksum.startswith(XXH3) for part in parts) else 1)
+    size_bytes = sum(part.size_bytes for part in parts)
+    return Manifest(step=step, parts=parts, size_bytes=size_bytes, checksum=checksum, **fields)
 
 
 def checked_metadata(step: int, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -165,20 +168,58 @@ def check_step(step: object) -> int:
     return int(step)  # type: ignore[call-overload, no-any-return]
 
 
-class Checksum:
-    """CRC-32 of a stream, which finds damage by a disk, a network or a cut write, not by an attacker."""
+class CheckpointUnverifiedWarning(UserWarning):
+    """A checkpoint was loaded, but its checksums could not be compared."""
 
-    def __init__(self) -> None:
-        self._value = 0
+
+class Checksum:
+    """Checksum of a stream, which finds damage by a disk, a network or a cut write, not by an attacker.
+
+    It is XXH3 of 64 bits where the package xxhash is installed, else CRC-32, which takes several times as long.
+
+    Args:
+        expected: the checksum that was saved, in text, whose algorithm is taken. If that is not installed, `text` is
+            `expected`, and a CheckpointUnverifiedWarning says so.
+    """
+
+    def __init__(self, expected: str = "") -> None:
         self.nbytes = 0
+        self._crc = 0
+        self._unverified = ""
+        wants_xxh3 = expected.startswith(XXH3) or not expected
+        module = _xxhash() if wants_xxh3 else None
+        self._xxh3 = None if module is None else module.xxh3_64()
+        if expected and wants_xxh3 and self._xxh3 is None:
+            self._unverified = expected
+            warnings.warn(
+                "A checkpoint is loaded of which only the sizes are compared: its checksums need the package xxhash: "
+                "pip install 'unified-runtime[xxhash]'",
+                CheckpointUnverifiedWarning,
+                stacklevel=2,
+            )
 
     def update(self, chunk: bytes | bytearray | memoryview) -> None:
-        self._value = zlib.crc32(chunk, self._value)
         self.nbytes += len(chunk)
+        if self._xxh3 is not None:
+            self._xxh3.update(chunk)
+        elif not self._unverified:
+            self._crc = zlib.crc32(chunk, self._crc)
 
     @property
     def text(self) -> str:
-        return f"crc32:{self._value:08x}"
+        if self._xxh3 is not None:
+            return f"{XXH3}{self._xxh3.hexdigest()}"
+        return self._unverified or f"crc32:{self._crc:08x}"
+
+
+@functools.cache
+def _xxhash() -> Any:
+    """Return the package; None: it is not installed."""
+    try:
+        import xxhash
+    except ImportError:
+        return None
+    return xxhash
 
 
 def check_part(part: Part, nbytes: int, checksum: str) -> None:

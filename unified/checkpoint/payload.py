@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, get_args
@@ -114,7 +115,7 @@ def compressed(chunks: Iterable[Chunk], compression: Compression | None) -> Iter
     if compression == "gzip":
         compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
     else:
-        compressor = _zstd().ZstdCompressor(level=ZSTD_LEVEL).compressobj()
+        compressor = _zstd().ZstdCompressor(level=ZSTD_LEVEL)
     for chunk in chunks:
         if made := compressor.compress(chunk):
             yield made
@@ -133,7 +134,7 @@ def decompress(data: Chunk, compression: Compression | None) -> Chunk:
         reader: Any = zlib.decompressobj(_GZIP_WINDOW)
         failure: type[Exception] = zlib.error
     else:
-        reader, failure = _zstd().ZstdDecompressor().decompressobj(), _zstd().ZstdError
+        reader, failure = _zstd().ZstdDecompressor(), _zstd().ZstdError
     try:
         plain: bytes = reader.decompress(data)
     except failure as error:
@@ -144,10 +145,13 @@ def decompress(data: Chunk, compression: Compression | None) -> Chunk:
 
 
 def _zstd() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ImportError(
-            "compression='zstd' needs the package zstandard: pip install 'unified-runtime[zstd]'"
-        ) from error
-    return zstandard
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        try:
+            from backports import zstd
+        except ImportError as error:
+            raise ImportError(
+                "compression='zstd' needs the package backports.zstd: pip install 'unified-runtime[zstd]'"
+            ) from error
+    return zstd

@@ -120,7 +120,7 @@ class RunDirectory:
                 path.write_bytes(self._store.read(manifest))
 
     def _copy(self, part: Part, path: Path) -> None:
-        checksum = Checksum()
+        checksum = Checksum(part.checksum)
         try:
             with self._backend.open_read(self._store.key(part.key)) as source, path.open("wb") as file:
                 while chunk := source.read(CHUNK_BYTES):

@@ -247,7 +247,7 @@ class CheckpointStore:
             num_read = self.backend.read_into(self.key(part.key), data)
         except FileNotFoundError as error:
             raise CheckpointCorruptError(f"{part.key} is gone") from error
-        checksum = Checksum()
+        checksum = Checksum(part.checksum)
         checksum.update(data)
         check_part(part, num_read, checksum.text)
         return data

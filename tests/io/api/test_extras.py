@@ -71,7 +71,7 @@ def test_public_names_that_need_torch_say_so() -> None:
     assert not [line for line in told if not line.endswith(TORCH)]
 
 
-@pytest.mark.parametrize("absent", [{"pyarrow"}, {"botocore", "boto3"}, {"zstandard"}])
+@pytest.mark.parametrize("absent", [{"pyarrow"}, {"botocore", "boto3"}, {"backports"}, {"xxhash"}])
 def test_no_public_name_needs_another_extra(absent: set[str]) -> None:
     assert run(EACH_NAME.format(packages=PACKAGES), absent) == []
 

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager, Manifest
+from unified.checkpoint import (
+    CheckpointFallbackWarning,
+    CheckpointManager,
+    CheckpointUnverifiedWarning,
+    Manifest,
+    manifest,
+)
 from unified.core.backoff import Backoff
 from unified.errors import (
     CheckpointCorruptError,
@@ -67,6 +74,12 @@ def payload_of(path: Path, step: int) -> Path:
     return found
 
 
+def checksum_of(data: bytes) -> str:
+    checksum = manifest.Checksum()
+    checksum.update(data)
+    return checksum.text
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -90,16 +103,40 @@ def test_a_manifest_says_what_there_is(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, rank=2, world_size=4) as manager:
         manager.save_bytes(b"abc", 1, metadata={"loss": 0.5})
     found = json.loads((tmp_path / "step-000001.json").read_text())
-    assert (found["step"], found["size_bytes"], found["checksum"]) == (1, 3, "crc32:352441c2")
+    assert (found["step"], found["size_bytes"], found["checksum"]) == (1, 3, checksum_of(b"abc"))
     assert (found["rank"], found["world_size"], found["metadata"]) == (2, 4, {"loss": 0.5})
     assert found["saved_at"] > 1.7e9
     assert payload_of(tmp_path, 1).read_bytes() == b"abc"
 
 
+def test_a_checkpoint_is_read_with_and_without_the_package_of_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xxhash")
+    with CheckpointManager(tmp_path) as manager:
+        manager.save_bytes(b"of xxh3", 1)
+        manager.wait()
+        monkeypatch.setattr(manifest, "_xxhash", lambda: None)
+        manager.save_bytes(b"of crc32", 2)
+        manager.wait()
+        assert [manager.checkpoint(step).checksum.partition(":")[0] for step in (1, 2)] == ["xxh3_64", "crc32"]
+        assert manager.load_bytes(2) == b"of crc32"
+        with pytest.warns(CheckpointUnverifiedWarning, match=r"pip install 'unified-runtime\[xxhash\]'"):
+            assert manager.load_bytes(1) == b"of xxh3"
+        payload_of(tmp_path, 1).write_bytes(b"cut")
+        with pytest.raises(CheckpointCorruptError, match="3 bytes"):
+            manager.load_bytes(1, exact=True)
+        monkeypatch.undo()
+        assert manager.load_bytes(2) == b"of crc32"
+        payload_of(tmp_path, 1).write_bytes(b"of XXH3")
+        with pytest.raises(CheckpointCorruptError, match="xxh3_64"):
+            manager.load_bytes(1, exact=True)
+
+
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])
 def test_compressed_data_come_back_whatever_the_reader_was_set_to(tmp_path: Path, compression: str) -> None:
-    if compression == "zstd":
-        pytest.importorskip("zstandard")
+    if compression == "zstd" and sys.version_info < (3, 14):
+        pytest.importorskip("backports.zstd")
     data = b"weights " * 100_000
     with CheckpointManager(tmp_path, compression=compression) as manager:
         manager.save_bytes(data, 1)

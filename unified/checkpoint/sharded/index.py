@@ -177,7 +177,7 @@ def read_shards(store: CheckpointStore, part: Part, shards: Iterable[Shard]) -> 
 
 
 def _check(part: Part, shard: Shard, piece: bytearray, num_read: int) -> None:
-    checksum = Checksum()
+    checksum = Checksum(shard.checksum)
     checksum.update(piece)
     if num_read < shard.nbytes or checksum.text != shard.checksum:
         where = f"{part.key}, bytes {shard.start} to {shard.start + shard.nbytes},"
