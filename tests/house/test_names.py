@@ -12,8 +12,7 @@ SAY_NOTHING = {"api", "base", "common", "helper", "helpers", "impl", "manager", 
 TECHNICAL_KINDS = {"classes", "enums", "interfaces", "models"}
 ALLOWED = {ROOT / "unified/api"}  # `unified.api.builder` and `unified.api.runtime` are what users already import
 OF_THE_DOCUMENTS = ("CheckpointManager", "ShardManager")  # names that users of the reference documents import
-STAND_FOR_SEVERAL = {
-}
+STAND_FOR_SEVERAL: set[str] = set()
 """Class names that are still to be told apart. Entries may go, never come."""
 EMPTY_SUFFIXES = ("Manager", "Base", "Helper", "Util", "Utils", "Impl")
 
