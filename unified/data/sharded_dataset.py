@@ -54,7 +54,6 @@ class ShardSource(Protocol):
     @property
     def format(self) -> str:
         """The format of the dataset's files."""
-        ...
 
     def shards(self, epoch: int) -> list[ShardAssignment]:
         """Return the shards that are this worker's now and not done, in the order in which they are to be read; of
@@ -62,11 +61,9 @@ class ShardSource(Protocol):
 
         An epoch after the current one is begun by asking for it.
         """
-        ...
 
     def mark_done(self, epoch: int, shard_ids: Sequence[int]) -> None:
         """Report shards as read to the end. To say so twice does nothing."""
-        ...
 
 
 @runtime_checkable
@@ -76,17 +73,14 @@ class RestorableSource(ShardSource, Protocol):
     @property
     def life(self) -> int:
         """In a job, the incarnation of the worker that reads, from 0; else -1."""
-        ...
 
     @property
     def is_elastic(self) -> bool:
         """True if all who read are started again together."""
-        ...
 
     @property
     def num_left(self) -> int:
         """Unfinished shards of the epoch, whoever has them; by the last answer to `shards`."""
-        ...
 
     def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
         """Go back to a position: what is done is exactly what is done there.
@@ -94,11 +88,9 @@ class RestorableSource(ShardSource, Protocol):
         Args:
             is_first: nothing happens if this process has restored one before.
         """
-        ...
 
     def status(self) -> DatasetStatus:
         """Return how far the dataset was read."""
-        ...
 
 
 @runtime_checkable
@@ -107,7 +99,6 @@ class ShardRegistry(Protocol):
 
     def shard_source(self, dataset_id: str) -> ShardSource:
         """Return this worker's part of a dataset."""
-        ...
 
 
 class ShardedDataset(IterableDataset[Any]):

@@ -97,21 +97,16 @@ class LoaderWorkers(Protocol):
 
     def initial_workers(self, num_streams: int) -> list[int]:
         """Return the worker at which each stream begins."""
-        ...
 
     def open(self, worker: int, message: OpenStream) -> None:
         """Make a stream; what goes wrong with it is the answer to its first fetch."""
-        ...
 
     def fetch(self, worker: int, message: FetchBatch) -> Future[FetchReply]:
         """Ask for a batch."""
-        ...
 
     def lost(self, worker: int, error: BaseException) -> str:
         """Return why the worker is gone, in words, if `error`, which a fetch ended in, means that, and make it ready
         for new streams; else an empty string."""
-        ...
 
     def close(self) -> None:
         """Let go of the processes, or of what they hold for this loader."""
-        ...
