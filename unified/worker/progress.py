@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from unified.protocol.records import Progress
-from unified.threads import start_thread
+from unified.threads import TimerThread
 
 INTERVAL_S = 0.1
 _MAX_TEXT = 200
@@ -28,10 +29,10 @@ class Reporter:
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._has_news = threading.Event()
         self._newest = Progress()
         self._sent = self._newest
-        self._is_serving = False
+        self._next_at = 0.0
+        self._timer = TimerThread("unified-progress", self._ring, stays=True)
 
     def report(self, step: Any, total: Any, metrics: dict[str, Any]) -> None:
         """Merge into the newest progress: what is not named keeps its last value.
@@ -58,10 +59,7 @@ class Reporter:
     def _change(self, change: Callable[[Progress], Progress]) -> None:
         with self._lock:
             self._newest = change(self._newest)
-            if not self._is_serving:
-                self._is_serving = True
-                start_thread("unified-progress", self._serve)
-        self._has_news.set()
+        self._timer.set(self._next_at)
 
     def flush(self) -> None:
         """Send the newest progress now, unless it was sent already. Blocks until it is out."""
@@ -71,13 +69,9 @@ class Reporter:
                 self._sent = newest
                 self._send(newest)
 
-    def _serve(self) -> None:
-        pause = threading.Event()
-        while True:
-            self._has_news.wait()
-            self._has_news.clear()
-            self.flush()
-            pause.wait(self._interval_s)
+    def _ring(self) -> None:
+        self._next_at = time.monotonic() + self._interval_s
+        self.flush()
 
 
 def _plain(name: str, value: Any) -> float | int | str:
