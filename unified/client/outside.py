@@ -26,7 +26,7 @@ from unified.job.names import parse_worker
 from unified.protocol.client_master import GetDirectory, JobDirectory
 from unified.protocol.envelope import OUTSIDE
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
-from unified.threads import start_thread
+from unified.threads import TimerThread
 
 DEADLINE_S = 60.0
 """Deadline of a call that names none."""
@@ -120,8 +120,8 @@ class OutsideCaller:
         self._directory: JobDirectory | None = None
         self._asked_at = 0.0
         self._bus: BusEndpoint | None = None
-        self._has_calls = threading.Event()
-        self._is_closed = threading.Event()
+        self._timer = TimerThread("unified-outside", self._refresh)
+        self._is_closed = False
         self._open: set[Future[Any]] = set()
 
     def has_role(self, role: str) -> bool:
@@ -184,15 +184,15 @@ class OutsideCaller:
         for future in futures:
             self._open.add(future)
             future.on_end(self._open.discard)
-        self._has_calls.set()
+        self._timer.set(time.monotonic() + REFRESH_S)
         return futures
 
     def close(self) -> None:
         """End what is open, with RpcCancelledError. The connection is its owner's."""
         with self._lock:
             bus, self._bus = self._bus, None
-            self._is_closed.set()
-            self._has_calls.set()
+            self._is_closed = True
+        self._timer.close(timeout_s=0.0)
         if bus is not None:
             bus.close()
 
@@ -216,7 +216,7 @@ class OutsideCaller:
 
     def _started(self) -> BusEndpoint:
         with self._lock:
-            if self._is_closed.is_set():
+            if self._is_closed:
                 raise UsageError("this JobHandle was closed: calls need one that is open.")
             is_fresh = time.monotonic() - self._asked_at < REFRESH_S
             found = self._directory if self._directory is not None and is_fresh else self._asked()
@@ -244,23 +244,17 @@ class OutsideCaller:
                 raise
             bus.update_directory(found.entries or [])
             self._bus = bus
-            start_thread("unified-outside", self._watch)
             return bus
 
-    def _watch(self) -> None:
+    def _refresh(self) -> None:
         """While calls are open, hear of the deaths and new lives of those who were called."""
-        while not self._is_closed.is_set():
-            self._has_calls.wait()
-            if not self._open:
-                self._has_calls.clear()
-                if not self._open:
-                    continue
-            if self._is_closed.wait(REFRESH_S):
-                return
-            try:
-                self._known()
-            except UnifiedError as error:  # the job has ended, or the master is away: deadlines do the rest
-                self._on_no_news(error)
+        if not self._open:
+            return
+        try:
+            self._known()
+        except UnifiedError as error:  # the job has ended, or the master is away: deadlines do the rest
+            self._on_no_news(error)
+        self._timer.set(time.monotonic() + REFRESH_S)
 
     def _on_no_news(self, error: UnifiedError) -> None:
         bus, found = self._bus, self._directory
