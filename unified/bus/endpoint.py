@@ -253,11 +253,8 @@ class BusEndpoint:
         return self._sockets.inbox
 
     def update_directory(self, entries: Iterable[DirectoryEntry]) -> None:
-        """Take news of the job's directory in, from any thread.
-
-        When an incarnation is over, its calls have all ended before a listener is told of that, and before any other
-        incarnation is called.
-        """
+        """Take news of the job's directory in, from any thread. The calls of an incarnation that is over have all ended
+        before a listener is told of that, and before any other incarnation is called."""
         with self._learning:  # listeners are told of changes in the order in which they came about
             changes = self._desk.learn(entries)
             for listener in [*self._listeners]:
