@@ -1,7 +1,5 @@
-"""Handlers that may not all run at once, and the order in which calls start. Pure, but for who calls.
-
-The caller of these methods holds the service's lock.
-"""
+"""Concurrency limits of methods, per-sender order of calls, and the inline policy. Pure: the call server calls these
+methods, and holds its lock meanwhile."""
 
 from __future__ import annotations
 
@@ -21,21 +19,21 @@ class QueuedCall(Protocol):
 
     @property
     def waits(self) -> Sequence[object]:
-        """What threads and tasks of its handler wait for now."""
+        """Calls and streams that threads and tasks of the handler wait for now."""
 
     @property
     def token(self) -> int:
-        """Its name in the chains of the calls that its handler makes."""
+        """Name of the call in the chains of the calls that its handler makes."""
 
 
 CallT = TypeVar("CallT", bound=QueuedCall)
 
 
 class Gate(Generic[CallT]):
-    """Lets at most `limit` calls in at once; the others wait in line.
+    """Limit on the calls of a method or group that run at once; the others wait in its queue.
 
     Args:
-        name: of the method or group, for messages.
+        name: the method or group, for messages.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -45,7 +43,7 @@ class Gate(Generic[CallT]):
         self.waiting: deque[CallT] = deque()
 
     def enter(self, call: CallT) -> bool:
-        """Whether the call may run now; else it waits in line."""
+        """Return True if the call may run now; otherwise the call is queued."""
         call.gate = self
         if len(self.running) < self.limit and not self.waiting:
             self.running.append(call)
@@ -54,7 +52,7 @@ class Gate(Generic[CallT]):
         return False
 
     def leave(self, call: CallT) -> list[CallT]:
-        """A call has ended, or was given up; those that may run now."""
+        """Note that a call has ended, or was given up; return the calls that may run now."""
         if call in self.running:
             self.running.remove(call)
         elif call in self.waiting:
@@ -68,12 +66,12 @@ class Gate(Generic[CallT]):
 
     @property
     def has_streams(self) -> bool:
-        """Whether it is held by streams, which may wait for their readers."""
+        """True while streams run under this limit: they may wait for their readers."""
         return any(call.stream is not None for call in self.running)
 
     def hopeless(self) -> list[CallT]:
-        """Calls in line that wait, in a circle, for those that keep them there: each of these waits for a call that its
-        handler made, and so for the one in line."""
+        """Return the queued calls that can never run: each call that runs waits, through the calls that its handler
+        made, for the queued one."""
         if any(not call.waits for call in self.running):
             return []
         holders = {call.token for call in self.running}
@@ -81,18 +79,18 @@ class Gate(Generic[CallT]):
 
 
 class StartOrder(Generic[CallT]):
-    """Calls of one sender to one method start one after the other, in the order in which they came, although they are
-    handed to different threads."""
+    """Per-sender order: the calls of one sender to one method start in the order in which they came, although different
+    threads run them."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str], deque[CallT]] = {}
 
     def is_free(self, call: CallT) -> bool:
-        """Nothing of its sender has yet to start."""
+        """Return True if no earlier call of the sender has yet to start."""
         return (call.sender, call.method) not in self._lines
 
     def line_up(self, call: CallT) -> bool:
-        """Whether the call may be handed on now; else `started` names it later."""
+        """Return True if the call may be handed on now; otherwise `started` returns it later."""
         key = (call.sender, call.method)
         line = self._lines.get(key)
         if line is None:
@@ -102,7 +100,7 @@ class StartOrder(Generic[CallT]):
         return False
 
     def started(self, call: CallT) -> CallT | None:
-        """A call that was handed on has started, or never will; the next to hand on."""
+        """Note that a call that was handed on has started, or never will; return the next to hand on."""
         key = (call.sender, call.method)
         line = self._lines.get(key)
         if line is None:
@@ -114,7 +112,7 @@ class StartOrder(Generic[CallT]):
 
 
 class Pace:
-    """Whether a method has shown that it is short.
+    """Policy that runs a method's handler inline, on the I/O thread, once the method has shown that it is short.
 
     Seconds are those of the clock on the wall, so that a short call is long when its thread loses the processor in the
     midst of it: one long call after many short ones changes nothing.
@@ -127,11 +125,11 @@ class Pace:
     def __init__(self) -> None:
         self.is_short = False
         self._num_short = 0
-        """Calls since the last long one."""
+        """Short calls since the last long one."""
         self._needed = 4
 
     def took(self, seconds: float) -> None:
-        """A call of it ran so long."""
+        """Note how long a call ran."""
         if seconds < self.SHORT_S:
             self._num_short += 1
             if self._num_short >= self._needed:
@@ -143,7 +141,7 @@ class Pace:
             self._needed = max(self._needed // 4, 4)
 
     def forget(self) -> None:
-        """It was long, or waited: it has to show for longer now that it is not."""
+        """Note that a call was long, or waited: the method has to prove itself for longer now."""
         if self.is_short:
             self._needed = min(self._needed * 4, 4096)
         self.is_short = False

@@ -1,4 +1,5 @@
-"""Bytes in flight to each peer, bounded: what keeps a caller that is faster than its callee from filling memory."""
+"""Flow control: a limit on the bytes in flight to each peer, so that a caller that is faster than its callee does not
+fill memory."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from collections.abc import Callable
 from unified.errors import BusOverloadedError, RpcTimeoutError
 
 CALL_OVERHEAD_BYTES = 512
-"""What an empty call costs in memory, here and there, roughly."""
+"""Memory that an empty call takes, on both sides, roughly."""
 
 
 class Window:
-    """Counts the bytes of the open calls to each target, from the call until its end.
+    """Counter of the bytes of the open calls to each target, from the call until its end.
 
     Args:
-        limit_bytes: for one target. A single call larger than this passes when nothing else is in flight.
+        limit_bytes: limit for one target. A single call larger than this passes when nothing else is in flight.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -31,11 +32,11 @@ class Window:
         return self._held.get(target, 0)
 
     def is_full(self, target: str, nbytes: int) -> bool:
-        """Whether `take` would have to wait."""
+        """Return True if `take` would have to wait."""
         return not self._has_room(target, nbytes)
 
     def take(self, target: str, nbytes: int, *, block: bool, deadline: float | None) -> None:
-        """Add to what is in flight to `target`; wait for room if `block`, until `deadline` on the monotonic clock.
+        """Add to the bytes in flight to `target`; wait for room if `block`, until `deadline` on the monotonic clock.
 
         Raises:
             BusOverloadedError: no room, and `block` is False.
@@ -59,7 +60,7 @@ class Window:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let everybody through; what they do next fails by itself."""
+        """Let all waiting callers through: their calls fail at the closed bus."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

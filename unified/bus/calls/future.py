@@ -1,4 +1,4 @@
-"""The caller's end of a call: a standard future that can also be awaited."""
+"""Futures of calls: the standard future, which can also be awaited."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError
 
 T = TypeVar("T")
 _LONGEST_SLEEP_S = 3600.0
-"""A lock refuses to wait for centuries."""
+"""Longest wait for a lock, which refuses to wait for centuries."""
 _ENDED = (FINISHED, CANCELLED, CANCELLED_AND_NOTIFIED)
 
 
 class RpcFuture(Future[T]):
-    """What a call returns at once: a `concurrent.futures.Future`, so that ``result()``, ``add_done_callback``,
+    """Future of a call: a `concurrent.futures.Future`, so that ``result()``, ``add_done_callback``,
     ``concurrent.futures.wait`` and ``asyncio.wrap_future`` work, and an awaitable.
 
-    It ends in the handler's value or in one of the errors under `unified.errors.RpcError`. An error that nobody reads
-    is logged when the future is collected, or its worker ends. Callbacks run on a thread of the bus, or on one that
-    waits for another answer of the same worker: they must be short, and may not wait for another call to it.
+    The future ends in the handler's value or in one of the errors under `unified.errors.RpcError`. An error that nobody
+    reads is logged when the future is collected, or its worker ends. Callbacks run on a thread of the bus, or on one
+    that waits for another answer of the same worker: they must be short, and may not wait for another call to it.
 
-    The standard future makes a lock and a condition for each; most calls end without anybody having needed one, so here
-    they are made when somebody does.
+    The standard future makes a lock and a condition for each future; most calls end without anybody having needed one,
+    so this one makes them on demand.
 
     Attributes:
         deadline: of the call, on this process's monotonic clock; None if it has none.
@@ -42,19 +42,19 @@ class RpcFuture(Future[T]):
     _made_condition: threading.Condition | None = None
     _waiters: list[Any]
     _done_callbacks: list[Callable[[Any], object]]
-    """Both are made with the condition, without which nobody reads or writes them."""
+    """Made with the condition, as the callbacks are: without one nobody reads or writes them."""
     _is_wanted = False
-    """Its answer is to be received though no thread may be waiting for it."""
+    """True if the answer is to be received though no thread may be waiting for it."""
     _wants: object = None
-    """Its link knows that: set once, by the first of two threads that try."""
+    """Set once its link knows that, by the first of two threads that try."""
     link: UnixConnection | None = None
-    """On which its answer will come, where a waiting thread can receive it itself."""
+    """Connection that the answer comes on, where a waiting thread can receive it itself; else None."""
     parts: Sequence[Future[Any]] = ()
     """Futures that this one waits for."""
     _unread: Unread | None = None
-    """Its error, until somebody reads that."""
+    """The error, until somebody reads it."""
     watcher = 0
-    """Ident of the thread that waits for it as for any future, where `is_watched`."""
+    """Ident of the thread that waits with `concurrent.futures.wait` or `as_completed`, where `is_watched`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class RpcFuture(Future[T]):
             return self._make_condition()
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return True if the call has ended."""
         if self._state in _ENDED:
             return True
         if not self._is_wanted:  # who asks again and again does not receive the answer
@@ -94,22 +94,22 @@ class RpcFuture(Future[T]):
         return False
 
     def has_ended(self) -> bool:
-        """As `done`, of whoever does not wait for it."""
+        """Return True if the call has ended, as `done` does, to a thread that does not wait for it."""
         return self._state in _ENDED
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody waits for it as for any future: with `concurrent.futures.wait` or `as_completed`."""
+        """True while a thread waits with `concurrent.futures.wait` or `as_completed`."""
         return self._made_condition is not None and bool(self._waiters)
 
     def comes_on(self, link: UnixConnection) -> None:
-        """Its answer will come on this link."""
+        """Note the connection that the answer comes on."""
         self.link = link
         if self._is_wanted:
             self.be_received()
 
     def be_received(self, *, at_once: bool = True) -> None:
-        """Somebody is to be told when it has ended, and may not wait for it: have the bus receive the answer.
+        """Have the bus receive the answer, for somebody who is to be told of the end and may not wait for it.
 
         Args:
             at_once: send now what is held back, this call perhaps, to share a write.
@@ -128,7 +128,7 @@ class RpcFuture(Future[T]):
             self._unwant_link()
 
     def on_end(self, fn: Callable[[Future[T]], object]) -> None:
-        """As `add_done_callback`, where somebody is going to wait for it, or calls `be_received`."""
+        """Add a done callback where somebody is going to wait for the future, or calls `be_received`."""
         with self._make_condition():
             if self._state not in _ENDED:
                 self._done_callbacks.append(fn)
@@ -149,12 +149,12 @@ class RpcFuture(Future[T]):
         return condition
 
     def _unwant_link(self) -> None:
-        """Once, of two that try: it was ended, or had been meanwhile."""
+        """Tell the connection that the answer is not wanted any more: once, of two threads that try."""
         if self.__dict__.pop("_wants", None) is not None and self.link is not None:
             self.link.unwant()
 
     def result(self, timeout: float | None = None) -> T:
-        """The value, waiting for it for at most `timeout` seconds.
+        """Return the value, waiting for it for at most `timeout` seconds.
 
         Raises:
             RemoteError: the handler raised; also an instance of the class of what it raised.
@@ -173,20 +173,20 @@ class RpcFuture(Future[T]):
         return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call ended in, or None if in a value; waits as `result` does."""
+        """Return the error that the call ended in, or None; waits as `result` does."""
         if self._state != FINISHED:
             self._wait(timeout)
         self.forgive()
         return self._exception
 
     def forgive(self) -> None:
-        """Its error has been read, or need not be: it is not logged."""
+        """Note that the error has been read, or need not be, so that it is not logged."""
         unread = self._unread
         if unread is not None:
             unread.was_read()
 
     def cancel(self) -> bool:
-        """Give the call up: it ends in `RpcCancelledError`, and its handler is told. False if it has ended already."""
+        """Give the call up: it ends in `RpcCancelledError`, and its handler is told. Returns False if it had ended."""
         if not self.has_ended():
             if self._on_cancel is not None:
                 self._on_cancel()
@@ -194,7 +194,7 @@ class RpcFuture(Future[T]):
         return self.cancelled()
 
     def cancelled(self) -> bool:
-        """Whether the call ended by being cancelled."""
+        """Return True if the call ended by being cancelled."""
         return isinstance(self._exception, RpcCancelledError)
 
     def fail(self, error: BaseException, later: list[RpcFuture[Any]] | None = None) -> None:
@@ -215,7 +215,7 @@ class RpcFuture(Future[T]):
         self._end(value, None)
 
     def _end(self, value: Any, error: BaseException | None, later: list[RpcFuture[Any]] | None = None) -> None:
-        """Of two threads that end it, one does."""
+        """End the future: of two threads that try, one does."""
         with _making:
             condition = self._made_condition
             if condition is None and not self._set(value, error):
@@ -249,7 +249,7 @@ class RpcFuture(Future[T]):
             later.append(self)
 
     def _set(self, value: Any, error: BaseException | None) -> bool:
-        """Under the lock that keeps others from doing so; False if it has ended already."""
+        """Set the outcome, under the lock that keeps others from doing so; return False if there is one already."""
         if self._state in _ENDED:
             return False
         if error is not None and self._host is not None:
@@ -284,7 +284,7 @@ class RpcFuture(Future[T]):
         link.receive_until(self.has_ended if whole is self else lambda: self.has_ended() or whole.has_ended(), until)
 
     def waited_in_vain(self) -> RpcError:
-        """The error of a thread that waits for what it alone could receive."""
+        """Make the error of a thread that waits for an answer that it alone could receive."""
         return RpcError(
             f"{self.what} was waited for on the thread that its answer comes on (in a done callback, or while a "
             "value is unpickled): it would wait for ever. Wait in another thread, or chain callbacks."
@@ -317,7 +317,7 @@ class RpcFuture(Future[T]):
         return self.as_coroutine().__await__()
 
     async def as_coroutine(self) -> T:
-        """A coroutine that waits for it, for what takes no other awaitable: `asyncio.run`, `create_task`."""
+        """Return a coroutine that waits for the call: `asyncio.run` and `create_task` take no other awaitable."""
         if not self.has_ended():
             token = None if self._host is None else self._host.before_wait(self, id(asyncio.current_task()))
             try:
@@ -334,18 +334,18 @@ class RpcFuture(Future[T]):
 
 
 _making = threading.RLock()
-"""Guards that no condition is made while a future ends without one. Held for so few instructions that one serves all;
-a finalizer that runs amid them may end another future."""
+"""Lock that keeps a condition from being made while its future ends without one. Held for so few instructions that one
+serves all; a finalizer that runs amid them may end another future."""
 
 
 def call_in_words(method: str, target: str) -> str:
-    """A call, for messages."""
+    """Return a call in words, for messages."""
     return f"the call of {method!r} to worker {target}"
 
 
 def gather(futures: Sequence[Future[T]], what: str) -> RpcFuture[list[T]]:
-    """All values in order, or the first error as soon as there is one (the other calls go on). Cancelling it cancels
-    them all."""
+    """Return a future of all values in order, or of the first error as soon as there is one (the other calls go on).
+    Cancelling the future cancels all calls."""
 
     def cancel_all() -> None:
         for future in futures:

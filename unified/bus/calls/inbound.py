@@ -1,4 +1,4 @@
-"""A call that came in, until it is answered, and what its handler may know of it."""
+"""Incoming calls, from their arrival until they are answered, and what a handler may know of its call."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Caller(NamedTuple):
-    """Who made the call that is being handled."""
+    """The maker of the call that is being handled."""
 
     worker: str
     """Full name."""
     inbox_id: str
-    """Of this life of it."""
+    """Inbox of this life of the worker."""
 
 
 class InboundCall(msgspec.Struct, eq=False):
@@ -39,29 +39,29 @@ class InboundCall(msgspec.Struct, eq=False):
     """Name of the sender."""
     method: str
     expires: float | None
-    """On this process's monotonic clock."""
+    """Deadline on this process's monotonic clock; None: none."""
     body: Buffer
     buffers: list[Buffer]
     trace_id: str = ""
     chain: list[int] = []
-    """Of the calls whose handlers led to this one, oldest first (`token`)."""
+    """Tokens of the calls whose handlers led to this one, oldest first."""
     link: UnixConnection | None = None
-    """On which it came and its answer goes; None: through ZeroMQ."""
+    """Connection that the call came on and its answer takes; None: ZeroMQ."""
     is_relayed: bool = False
     is_cancelled: bool = False
     has_ended: bool = False
-    """Its handler has returned, or it never began."""
+    """True once the handler has returned, or will never begin."""
     waits: tuple[Awaited, ...] = ()
-    """What threads and tasks of its handler wait for now."""
+    """Calls and streams that threads and tasks of the handler wait for now."""
     gate: Gate[InboundCall] | None = None
     task: asyncio.Task[None] | None = None
     deferred: RpcFuture[Any] | None = None
-    """The call that its handler returned: it ends with that, and is given up with it."""
+    """The call that the handler returned: both end together, and are given up together."""
     stream: StreamSource | None = None
 
     @property
     def is_stale(self) -> bool:
-        """Nobody waits for its answer any more."""
+        """True if nobody waits for the answer any more."""
         return self.is_cancelled or (self.expires is not None and time.monotonic() >= self.expires)
 
     @property
@@ -81,6 +81,6 @@ CURRENT: ContextVar[InboundCall | None] = ContextVar("unified_call", default=Non
 
 
 def current_call() -> Caller | None:
-    """Who called, inside a handler; None elsewhere."""
+    """Return the caller, inside a handler; None elsewhere."""
     call = CURRENT.get()
     return None if call is None else Caller(call.worker, call.sender)

@@ -16,7 +16,7 @@ from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry, export_rpc_
 from unified.threads import start_thread
 
 DEFINED_WITHIN_S = 30.0
-"""From the begin of a script on: so long do calls wait for functions that it has not defined yet."""
+"""Seconds, from the begin of a script, for which calls wait for functions that it has not defined yet."""
 POLL_S = 0.02
 
 
@@ -78,8 +78,8 @@ class LateExports:
                 return
 
     def _look(self) -> None:
-        """Under the lock. A name that leads to another function than before is taken anew: the script has redefined it,
-        or wrapped it."""
+        """Export the functions that are defined by now, under the lock. A name that leads to another function than
+        before is exported anew: the script has redefined or wrapped it."""
         names: Mapping[str, Any] = vars(self._module)
         seen: set[str] = set()
         for function, mark in marked_functions(names):

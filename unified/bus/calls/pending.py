@@ -1,8 +1,8 @@
-"""Pending calls: what is decided about them. No socket, no clock, no thread.
+"""Table of pending calls: every decision about them. Pure: no socket, no clock, no thread.
 
-Every call ends exactly once. While it is open it is *sent* to one life of its target, or it *waits*: for a life, for a
-relay to know that life, or for earlier calls that waited too and are being sent. So calls to one worker leave in the
-order in which they were made, and one that a relay gave back has its old place again.
+Every call ends exactly once. While a call is open it has been *sent* to one incarnation of its target, or it *waits*:
+for an incarnation, for a relay to know that one, or for earlier calls that waited too and are being sent. So calls to
+one worker leave in the order in which they were made, and a call that a relay gave back has its old place again.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.values import Value
 
 GIVEN_BACK = Backoff(first_s=0.02, limit_s=1.0, num_free=0)
-"""Before a call that a relay gave back is sent again."""
+"""Waits before a call that a relay gave back is sent again."""
 LOST_GRACE_S = 2.0
-"""How long the directory has to say that the worker behind a broken link died."""
+"""Seconds that the directory has to say that the worker behind a broken link died."""
 
 
 class DeliveryFailed(Value, frozen=True, kw_only=True):
-    """A relay gave a call up: surely it was not delivered."""
+    """A relay gave a call up, which was surely not delivered."""
 
     call_id: int
     code: Literal["unknown-target", "overloaded"]
 
 
 class MailLost(Value, frozen=True, kw_only=True):
-    """Its answer, or what keeps its stream going, was lost on its way. If its callee died, news of that is coming."""
+    """The answer to a call, or a message of its stream, was lost. If the callee died, news of that is coming."""
 
     call_id: int
     reason: str
 
 
 class SendFailed(Value, frozen=True, kw_only=True):
-    """It could not be sent: there is no route, or the queue to the peer stayed full."""
+    """A call could not be sent: there is no route, or the queue to the peer stayed full."""
 
     call_id: int
     error: RpcError
 
 
 class LinkLost(Value, frozen=True, kw_only=True):
-    """What led to this inbox broke, or nobody listened there. If its process died, news of that is on its way."""
+    """The connection to an inbox broke, or nobody listened there. If its process died, news of that is on its way."""
 
     inbox_id: str
     reason: str
 
 
 class CallCancelled(Value, frozen=True, kw_only=True):
-    """By its caller."""
+    """The caller cancelled a call."""
 
     call_id: int
 
@@ -71,7 +71,7 @@ class TimePassed(Value, frozen=True, kw_only=True):
 
 
 class BusClosed(Value, frozen=True, kw_only=True):
-    """This process's bus is closing."""
+    """The bus of this process is closing."""
 
     reason: str
 
@@ -80,13 +80,13 @@ Event = DeliveryFailed | MailLost | SendFailed | LinkLost | CallCancelled | Time
 
 
 class SendWaiting(Value, frozen=True, kw_only=True):
-    """Calls to `target` waited and may go: send what `CallTable.release` gives, again and again until it gives none."""
+    """Send the calls to `target` that waited: all that `CallTable.release` returns, until there are none."""
 
     target: str
 
 
 class SendCall(Value, frozen=True, kw_only=True):
-    """Put the call on its way; its target has `timeout_s` seconds left."""
+    """Send a call, whose target has `timeout_s` seconds left."""
 
     call_id: int
     inbox: Inbox
@@ -108,7 +108,7 @@ class SendCancel(Value, frozen=True, kw_only=True):
 
 
 class DropPeer(Value, frozen=True, kw_only=True):
-    """Close what leads to this inbox: its process is gone."""
+    """Close the connection to this inbox: its process is gone."""
 
     inbox_id: str
 
@@ -124,24 +124,24 @@ class _OpenCall(msgspec.Struct, gc=False):
     made_at: float
     timeout_s: float | None
     inbox: Inbox | None = None
-    """Of the life that it was sent to; None while it waits."""
+    """Inbox of the incarnation that the call was sent to; None while it waits."""
     incarnation: int = -1
-    """With which it ends, also if the relay gave it back: that of the call's fence, or of the life that it was sent to;
-    -1 while it has neither."""
+    """Incarnation that the call ends with, also if the relay gave the call back: the only one that may have it, or the
+    one that it was sent to; -1 while there is neither."""
     sent_at: float = 0.0
     num_refused: int = 0
-    """How often a relay did not know its target."""
+    """Number of times that a relay did not know the target."""
     lost: str = ""
-    """Why its link broke."""
+    """Reason why the link of the call broke; empty: it did not."""
 
     def left(self, now: float) -> float | None:
         return None if self.timeout_s is None else max(self.made_at + self.timeout_s - now, 0.0)
 
 
 class CallTable:
-    """The open calls of one process. `step(now, event)` takes any event in any state and says what to do.
+    """The open calls of one process. `step(now, event)` takes any event in any state and returns what to do.
 
-    What happens with each call, and so ten thousands of times a second, has methods of its own: `make` and `answer`.
+    Events that every call has, and so ten thousands a second, have methods of their own: `make` and `answer`.
     """
 
     def __init__(self, directory: WorkerDirectory | None = None) -> None:
@@ -149,13 +149,13 @@ class CallTable:
         self._open: dict[int, _OpenCall] = {}
         self._by_target: dict[str, dict[int, _OpenCall]] = {}
         self._waiting: dict[str, dict[int, _OpenCall]] = {}
-        """By target, those of the open calls that are not sent and may go to its newest incarnation."""
+        """Open calls that are not sent and may go to the newest incarnation of their target, by target."""
         self._early: dict[str, dict[int, _OpenCall]] = {}
-        """By target, those whose incarnation has not begun."""
+        """Open calls whose incarnation has not begun, by target."""
         self._ready: dict[str, tuple[Inbox, int]] = {}
-        """Inbox and incarnation of each worker to which calls go at once: it lives, and no earlier ones have to go."""
+        """Inbox and incarnation of each worker to which calls go at once: alive, with no earlier calls to be sent."""
         self._sending: set[str] = set()
-        """Workers to which those that waited are being sent."""
+        """Workers to which calls that waited are being sent."""
         self._timers: TimerTable[TimerKey] = TimerTable()
         self._closed = ""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
@@ -173,7 +173,7 @@ class CallTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """When `TimePassed` is due."""
+        """The time at which `TimePassed` is due."""
         return self._timers.next_deadline
 
     @property
@@ -181,7 +181,7 @@ class CallTable:
         return len(self._open)
 
     def check(self) -> list[str]:
-        """Invariants that do not hold; none, unless this file has a defect."""
+        """Return the invariants that do not hold: none, unless this file has a defect."""
         indexed = {call_id: call for calls in self._by_target.values() for call_id, call in calls.items()}
         broken = [] if indexed == self._open else ["the index by target does not match the open calls"]
         for call in self._open.values():
@@ -217,16 +217,16 @@ class CallTable:
         timeout_s: float | None,
         incarnation: int | None = None,
     ) -> Inbox | None:
-        """A caller wants `method` of `target` (a worker's full name).
+        """Open a call of `method` of `target` (a worker's full name).
 
         Args:
             incarnation: the only one of `target` that may have the call; None: any.
 
         Returns:
-            where to send it, with all its time left; None: it waits.
+            The inbox to send the call to, with all its time left; None: the call waits.
 
         Raises:
-            RpcError: it ends in this, and has not been opened.
+            RpcError: the call ends in this, and has not been opened.
         """
         if self._closed:
             raise RpcCancelledError(self._closed)
@@ -253,10 +253,10 @@ class CallTable:
         return call.inbox
 
     def answer(self, call_id: int, sender: str, is_last: bool = True) -> bool:
-        """A result or an error came from the inbox `sender`; whether it is what the call waits for.
+        """Take in that a result or an error came from the inbox `sender`; return True if the call waits for that.
 
         Args:
-            is_last: the call ends with it; no: it opens a stream.
+            is_last: the call ends with this answer; False: the answer opens a stream.
         """
         call = self._open.get(call_id)
         if call is None or call.inbox is None or call.inbox.inbox_id != sender:
@@ -274,7 +274,7 @@ class CallTable:
         incarnation is open when the next one is heard of.
 
         Returns:
-            what has changed in the directory, and what to do.
+            The changes of the directory, and the actions.
         """
         changes = self.directory.merge(entries)
         failed: list[Action] = []
@@ -300,9 +300,10 @@ class CallTable:
         return changes, failed + others
 
     def release(self, now: float, target: str) -> list[SendCall]:
-        """Calls that waited and are sent now: to be put on their way in this order.
+        """Return the calls that waited and are to be sent now, in this order.
 
-        Ask again when that is done, for those that were made meanwhile. None: that is all, until another `SendWaiting`.
+        Ask again when they are sent, for those that were made meanwhile. An empty list: that is all, until another
+        `SendWaiting`.
         """
         life = self._life_of(target)
         waiting = None
@@ -321,7 +322,7 @@ class CallTable:
         return released
 
     def _life_of(self, worker: str) -> tuple[Inbox, int] | None:
-        """What can be called."""
+        """Return the inbox and the incarnation of a worker that can be called; None: it cannot."""
         entry = self.directory.get(worker)
         if entry is None or entry.state is not Reachability.ALIVE or entry.inbox is None:
             return None
@@ -331,7 +332,7 @@ class CallTable:
         """Have a call wait.
 
         Raises:
-            WorkerDiedError: for an incarnation that is over.
+            WorkerDiedError: the call is for an incarnation that is over.
         """
         call.inbox = None
         if 0 <= call.incarnation <= self.directory.newest_over(call.target):
@@ -344,7 +345,7 @@ class CallTable:
         line.setdefault(call.target, {})[call.call_id] = call
 
     def _send_waiting(self, worker: str) -> list[Action]:
-        """It may be that it can be called now."""
+        """Return the action that sends the waiting calls of a worker, which may be alive now."""
         if worker in self._sending:
             return []
         self._sending.add(worker)
@@ -385,7 +386,7 @@ class CallTable:
         return []
 
     def _lose(self, now: float, call: _OpenCall, reason: str) -> None:
-        """It will not be answered: give the directory time to say that its worker died."""
+        """Note that a call will not be answered; the directory has time to say that its worker died."""
         if not call.lost:
             call.lost = reason
             self._timers.arm(("lost", call.call_id), now + LOST_GRACE_S)

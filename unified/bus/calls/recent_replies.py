@@ -1,4 +1,4 @@
-"""What was answered through ZeroMQ, in case it is lost with a connection."""
+"""Recent replies: calls answered through ZeroMQ, whose answers may be lost with a connection."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unified.errors import RouteLostError
 from unified.protocol.envelope import Kind
 
 MAX_KEPT = 10_000
-"""As many messages may wait in a ZeroMQ socket, and be lost with its connection."""
+"""Number of messages that may wait in a ZeroMQ socket, and be lost with its connection."""
 
 
 class AnsweredCalls:
-    """The newest calls that were answered.
+    """The newest calls that this worker answered.
 
     Args:
-        worker: who answered, for messages.
+        worker: this worker, for messages.
         tell: answers a call with an error.
     """
 
@@ -32,19 +32,19 @@ class AnsweredCalls:
         return len(self._calls)
 
     def add(self, call: InboundCall) -> None:
-        """It is being answered; kept without what its handler made."""
+        """Remember a call that is being answered, without the value that its handler made."""
         self._calls.append(
             InboundCall(call.call_id, call.sender, call.worker, call.method, None, b"", [], is_relayed=call.is_relayed)
         )
 
     def lost(self, known: Iterable[InboundCall], is_concerned: Callable[[str], bool], where: str) -> None:
-        """Answers and items of streams may be lost with a connection, and their callers would wait for them. Tell them
-        all: whoever has had the answer is not told.
+        """End the calls whose answers or items may have been lost with a connection: their callers would wait for them.
+        A caller that has had its answer ignores that.
 
         Args:
             known: calls that are not answered yet.
-            is_concerned: mail to this inbox took that connection.
-            where: it led to.
+            is_concerned: True if messages to this inbox took that connection.
+            where: the far end of the connection, in words.
         """
         streams = [
             call for call in known if call.link is None and call.stream is not None and is_concerned(call.sender)

@@ -1,4 +1,4 @@
-"""Registry of the functions of this process that others may call, with the properties of each."""
+"""Registry of the functions of this process that other workers may call, with the properties of each."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _RUNTIMES = ("unified.", "__queue__.")
 
 
 class RpcMark(NamedTuple):
-    """What `@rpc` leaves on a function."""
+    """Mark that `@rpc` leaves on a function."""
 
     name: str
     is_async: bool
     is_stream: bool = False
-    """It is a generator, sync or async: its caller gets an iterator."""
+    """True for a generator, sync or async, whose caller gets an iterator."""
     inline: bool = False
     concurrency: int | None = None
     group: str | None = None
@@ -33,7 +33,7 @@ class RpcMark(NamedTuple):
 
 
 class MarkedOrDecorator(Protocol):
-    """What bare `@rpc` makes of a function, or the decorator that `rpc(stub)` returns: types cannot tell which."""
+    """Result of bare `@rpc` on a function, or the decorator that `rpc(stub)` returns: types cannot tell which."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -42,8 +42,8 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
     """Functions by the name under which they are called."""
 
     on_missing: Callable[[str, Callable[[], object]], bool] | None = None
-    """Asked with the name of a method that is not here; True: it calls what it was given beside it when the method is,
-    or when it will never be."""
+    """Function that is given the name of a missing method and a callback. Returning True, it calls that back when the
+    method is there, or when it will never be."""
 
     def register(self, name: str, function: Callable[..., Any]) -> None:
         """Make `function` callable as `name`.
@@ -60,8 +60,8 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
         self.pop(name, None)
 
     def adopt(self, name: str, function: Callable[..., Any]) -> None:
-        """Register what the runtime found by itself: a function that is there already stays, and a bound method takes
-        the place of its own plain function (``@rpc(export=True)`` inside a class registers that one)."""
+        """Register a function that the runtime found by itself: one that is there already stays, and a bound method
+        takes the place of its own plain function (``@rpc(export=True)`` inside a class registers that one)."""
         there = self.get(name)
         if there == function or (there is not None and there is getattr(function, "__func__", None)):
             self[name] = function
@@ -69,7 +69,7 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
         self.register(name, function)
 
     def find(self, name: str, worker: str) -> Callable[..., Any]:
-        """The function of this name.
+        """Return the function of this name.
 
         Raises:
             RpcNotFoundError: there is none; the message names those that there are.
@@ -168,7 +168,7 @@ def rpc(
 
 
 def method_name(method: str | Callable[..., Any]) -> str:
-    """The name a method is called by: a string as it is, a function by its `@rpc` name or else its own."""
+    """Return the name a method is called by: a string as it is, a function by its `@rpc` name or else its own."""
     if isinstance(method, str):
         return method
     mark = mark_of(method)
@@ -181,7 +181,7 @@ def method_name(method: str | Callable[..., Any]) -> str:
 
 
 def mark_of(function: object) -> RpcMark | None:
-    """What `@rpc` left on a function, or None."""
+    """Return the mark that `@rpc` left on a function, or None."""
     mark = getattr(_plain(function), MARK, None)
     return mark if isinstance(mark, RpcMark) else None
 
@@ -239,7 +239,7 @@ def export_rpc_module(module: ModuleType | Mapping[str, Any], registry: MethodRe
 
 
 def marked_functions(names: Mapping[str, Any]) -> Iterator[tuple[Callable[..., Any], RpcMark]]:
-    """The `@rpc` functions among the names of a module."""
+    """Return the `@rpc` functions among the names of a module."""
     for value in list(names.values()):
         mark = mark_of(value) if inspect.isroutine(value) else None
         if mark is not None:
@@ -247,7 +247,7 @@ def marked_functions(names: Mapping[str, Any]) -> Iterator[tuple[Callable[..., A
 
 
 def marked_methods(cls: type) -> dict[str, RpcMark]:
-    """`@rpc` methods of a class by attribute, with what the nearest class in its MRO marked them as."""
+    """Return the `@rpc` methods of a class by attribute, with the marks of the nearest class in its MRO."""
     found: dict[str, RpcMark] = {}
     for base in cls.__mro__:
         for attribute, value in vars(base).items():
@@ -258,7 +258,7 @@ def marked_methods(cls: type) -> dict[str, RpcMark]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of it returns a coroutine."""
+    """Return True if a call of the function returns a coroutine."""
     mark = mark_of(function)
     if mark is not None:
         return mark.is_async and not mark.is_stream
@@ -279,12 +279,12 @@ def _mark(function: F, name: str | None, how: RpcMark) -> F:
 
 
 def _plain(function: Any) -> Any:
-    """Inside a staticmethod, classmethod or bound method."""
+    """Return the function inside a staticmethod, classmethod or bound method."""
     return getattr(function, "__func__", function)
 
 
 def _is_bound(function: Callable[..., Any], frame: FrameType) -> bool:
-    """Whether a name leads to the function already, so that it is a stub and not what is being decorated."""
+    """Return True if a name leads to the function already, so that it is a stub and not being decorated."""
     return any(value is function for value in _reachable(function, frame))
 
 
@@ -299,7 +299,7 @@ def _reachable(function: Callable[..., Any], frame: FrameType) -> Iterator[objec
 
 
 class Method(NamedTuple):
-    """A registered function, and how it is to be run."""
+    """A registered function, and the way to run it."""
 
     function: Callable[..., Any]
     is_async: bool
@@ -309,10 +309,10 @@ class Method(NamedTuple):
 
 
 def describe_method(name: str, function: Callable[..., Any], gates: dict[str, Gate[Any]]) -> Method:
-    """Look at a function.
+    """Describe a function.
 
     Args:
-        gates: of this service, by their names; one that is missing is made.
+        limits: concurrency limits of the server, by name; a missing one is made.
     """
     mark = mark_of(function) or RpcMark(name, False)
     gate = None

@@ -1,4 +1,4 @@
-"""An exception's way home: what the callee writes down of it, and what the caller raises."""
+"""Errors of handlers: encoded at the callee, raised at the caller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPEAT_S = 60.0
 _OURS: dict[str, type[RpcError]] = {
     cls.__name__: cls for cls in (RpcNotFoundError, BusOverloadedError, RpcCancelledError, RouteLostError)
 }
-"""What the callee's bus itself says; the caller gets it as it is."""
+"""Errors of the callee's bus itself; the caller gets them as they are."""
 _made: dict[type[Exception], Any] = {}
 _UNFIT = (StopIteration, StopAsyncIteration)
 """A future of asyncio refuses these; GeneratorExit and the like are no `Exception` and left out anyway."""
@@ -46,7 +46,7 @@ class Raised(Value, frozen=True, kw_only=True):
     """Body of an ERROR."""
 
     from_bus: bool
-    """The callee's bus says this; no handler raised it."""
+    """True if the callee's bus says this; no handler raised it."""
     type_name: str
     message: str
     traceback: str = ""
@@ -57,7 +57,7 @@ class Raised(Value, frozen=True, kw_only=True):
 
 
 class HandlerErrors:
-    """Errors that a service's handlers raise: encoded for their callers, and logged where they happened.
+    """Errors that handlers raise: encoded for their callers, and logged where they happened.
 
     Each method and kind of error is logged with its traceback when it is new, since its caller need not log anything;
     more of the same go to their callers only.
@@ -75,13 +75,13 @@ class HandlerErrors:
         self._lock = threading.Lock()
 
     def describe(self, call: InboundCall, error: BaseException) -> Encoded:
-        """The answer to a call whose handler raised."""
+        """Return the answer to a call whose handler raised."""
         body = describe(error, worker=self._worker, node=self._node, ours=self._ours)
         self.log(call, error)
         return Encoded(body, [])
 
     def log(self, call: InboundCall, error: BaseException) -> None:
-        """A call ended in an error here; the runtime's own methods are left to those who call them."""
+        """Log that a call ended in an error here; errors of the runtime's own methods are left to their callers."""
         if is_runtimes(call.method):
             return
         with self._lock:
@@ -102,7 +102,7 @@ _decoder = msgspec.msgpack.Decoder(Raised)
 
 
 def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, Any]) -> bytes:
-    """The body of an ERROR for what a handler raised. It never fails, whatever the exception's own methods do.
+    """Return the body of an ERROR for an exception of a handler. Never fails, whatever the exception's own methods do.
 
     Args:
         ours: globals of the module that called the handler, whose frames say nothing to the caller.
@@ -127,12 +127,12 @@ def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, An
 
 
 def describe_ours(error: RpcError) -> bytes:
-    """The body of an ERROR for what the bus itself has to say."""
+    """Return the body of an ERROR for an error of the bus itself."""
     return _encoder.encode(Raised(from_bus=True, type_name=type(error).__name__, message=str(error)))
 
 
 def rebuild(body: Buffer, what: str) -> RpcError:
-    """The error that the caller of `what` gets.
+    """Return the error that the caller of `what` gets.
 
     Raises:
         ProtocolError: the body is none of `describe`'s.
@@ -152,7 +152,7 @@ def rebuild(body: Buffer, what: str) -> RpcError:
 
 
 def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError:
-    """A `RemoteError` that is also an instance of the class of `far`, with its arguments and attributes."""
+    """Make a `RemoteError` that is also an instance of the class of `far`, with its arguments and attributes."""
     base: type[Exception] = getattr(type(far), "far_class", type(far))
     try:
         cls = _both(base)
@@ -172,7 +172,7 @@ def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError
 
 
 def _point_out_option(error: BaseException) -> None:
-    """Where the arguments did not fit, and an option of the call may have been meant by one, a note that says so."""
+    """Return a note where the arguments did not fit, and one of them may have been meant as an option of the call."""
     for option in ("timeout", "retries"):
         if type(error) is TypeError and f"unexpected keyword argument '{option}'" in _text(error):
             error.add_note(
@@ -182,7 +182,7 @@ def _point_out_option(error: BaseException) -> None:
 
 
 def _both(cls: type[Exception]) -> Any:
-    """The class under both RemoteError and `cls`, the same each time."""
+    """Return the class under both RemoteError and `cls`, the same each time."""
     if cls not in _made:
         _made[cls] = _make_both(cls)
     return _made[cls]
@@ -202,7 +202,7 @@ def _make_both(cls: type[Exception]) -> Any:
 
 
 def _native(cls: type[Exception]) -> Any:
-    """The nearest base that is written in C: its fields (`errno` of OSError) are set by its own `__init__`."""
+    """Return the nearest base that is written in C, whose own `__init__` sets its fields (`errno` of OSError)."""
     return next(base for base in cls.__mro__ if base.__module__ == "builtins")
 
 
@@ -233,7 +233,7 @@ def _text(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Its traceback, or what can be had of it."""
+    """Return the traceback of an error, or as much as can be had of it."""
     try:
         return "".join(traceback.format_exception(error))[-MAX_TEXT:]
     except Exception as second:
@@ -241,7 +241,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _type_name(error: BaseException) -> str:
-    """Of what was raised first, where this came from another worker."""
+    """Return the type name of the error that was raised first, where this came from another worker."""
     if type(error) is RemoteError and error.type_name:
         return error.type_name
     far = getattr(type(error), "far_class", type(error))

@@ -1,4 +1,4 @@
-"""Calling again when a call has failed and may run twice."""
+"""Retries of calls that have failed and may run twice."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from unified.values import Value
 
 T = TypeVar("T")
 BACKOFF = Backoff(first_s=0.05, limit_s=5.0, num_free=1)
-"""Before retries after an overload or a broken connection."""
+"""Waits before retries after an overload or a broken connection."""
 
 
 class RetryPolicy(Value, frozen=True, kw_only=True):
-    """Which failures are worth another attempt, and when to make it. Pure.
+    """Policy of retries: which failures are worth another attempt, and when to make it. Pure.
 
-    Worth one: the callee's life ended and another may come, the connection broke, too much was in flight. Not: what the
-    handler raised (a death that it met in a call of its own included), a deadline, a cancellation, a method that is not
-    there.
+    Retryable are the end of the callee's life where another may come, a broken connection, and too many bytes in
+    flight. Not retryable are an exception of the handler (a death that it met in a call of its own included), a
+    deadline, a cancellation, and a method that does not exist.
     """
 
     retries: int
@@ -33,7 +33,7 @@ class RetryPolicy(Value, frozen=True, kw_only=True):
     backoff: Backoff = BACKOFF
 
     def delay_s(self, num_failed: int, error: BaseException, rng: Random | None = None) -> float | None:
-        """Seconds to wait after this many failed attempts, the last of which ended in `error`; None: give up."""
+        """Return the seconds to wait after this many failed attempts, the last one in `error`; None: give up."""
         if num_failed > self.retries or not (isinstance(error, RpcError) and error.retryable):
             return None
         if isinstance(error, WorkerDiedError):
@@ -44,10 +44,10 @@ class RetryPolicy(Value, frozen=True, kw_only=True):
 def check_retries(
     method: str | Callable[..., Any], retries: int, registry: Mapping[str, Callable[..., Any]] = RPC_REGISTRY
 ) -> None:
-    """Whether a method may be retried.
+    """Check that a method may be retried.
 
-    A function says so with ``@rpc(idempotent=True)``; a name is looked up in this process. What bears no mark here (a
-    stub, the name of a method that only the callee has) is taken on the caller's word.
+    A function says so with ``@rpc(idempotent=True)``; a name is looked up in this process. A method without a mark here
+    (a stub, or one that only the callee has) is taken on the caller's word.
 
     Raises:
         UsageError: `retries` is no number from 0 up, or the method is known not to be idempotent.
@@ -68,9 +68,9 @@ def check_retries(
 def with_retries(
     first: RpcFuture[T], again: Callable[[float | None], RpcFuture[T]], policy: RetryPolicy
 ) -> RpcFuture[T]:
-    """What `first` ends in or, where that is worth another attempt, what a later one does.
+    """Return a future of the first attempt's outcome or, where that is worth another attempt, of a later one's.
 
-    The deadline of the first call is that of all attempts together. Cancelling what is returned cancels the attempt
+    The deadline of the first call is that of all attempts together. Cancelling the future cancels the attempt
     that runs. An error after several attempts has a note that says how many.
 
     Args:

@@ -36,7 +36,7 @@ class UnreadError:
         self.error = error
 
     def was_read(self) -> bool:
-        """Somebody has it now; False if that is old news."""
+        """Note that the error was read; return False if that was known."""
         is_news, self._ledger = self._ledger is not None, None
         return is_news
 
@@ -64,7 +64,7 @@ class UnreadErrors:
         self._worker = worker
         self._pid = os.getpid()
         self._waiting: set[weakref.ref[UnreadError]] = set()
-        """Neither read nor collected. Added to and copied by single steps of the interpreter, so without a lock."""
+        """Errors neither read nor collected. Adding and copying are single steps of the interpreter, without a lock."""
         self._said = LogOnce(forget_s=REPEAT_S)
         self._background: SerialWorker[Callable[[], object]] = SerialWorker("bus-unread", lambda work: work())
         self.total = 0
@@ -72,7 +72,7 @@ class UnreadErrors:
         self.is_stopping = False
 
     def watch(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
-        """A future failed; what it is to hold until its error is read, or None if nobody need hear of that.
+        """Return what a future that failed is to hold until its error is read, or None if nobody need hear of that.
 
         Args:
             what: the call in words, or its method and target.
@@ -84,7 +84,7 @@ class UnreadErrors:
         return unread
 
     def lost(self, unread: UnreadError) -> None:
-        """Its future was collected. Safe in a finalizer."""
+        """Log an error whose future was collected. Safe in a finalizer."""
         if self._pid != os.getpid() or (self.is_stopping and not isinstance(unread.error, _FROM_HANDLERS)):
             return
         self._background.put(partial(self._tell, unread.what, unread.error))
@@ -95,7 +95,7 @@ class UnreadErrors:
         self._background.start()
 
     def tell_all(self) -> int:
-        """Log those that can still be read as well, since the worker ends; `total`."""
+        """Log the errors that could still be read as well, since the worker ends; return `total`."""
         for reference in list(self._waiting):
             unread = reference()
             if unread is not None and unread.was_read():

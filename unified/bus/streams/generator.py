@@ -48,7 +48,7 @@ AnyGenerator = Generator[Any, Any, Any] | AsyncGenerator[Any, Any]
 
 
 class Step(Enum):
-    """What one step of a stream came to."""
+    """Outcome of one step of a stream."""
 
     SENT = "sent"
     """An item; there may be more at once."""
@@ -59,19 +59,19 @@ class Step(Enum):
 
 
 def is_stream(value: object) -> TypeGuard[AnyGenerator]:
-    """Whether a handler that returned this is a stream."""
+    """Return True if a handler that returned this value is a stream."""
     return inspect.isgenerator(value) or inspect.isasyncgen(value)
 
 
 class StreamSource:
-    """Runs one generator for one caller.
+    """Runner of one generator for one caller.
 
     Args:
         generator: sync or async; it becomes this object's own.
         send: see the module's docstring.
-        describe: the body of an ERROR for what the generator raised.
+        describe: makes the body of an ERROR for an exception of the generator.
         what: the call in words, for logs.
-        expires: when the call's deadline is, on this process's monotonic clock; None: it has none.
+        expires: deadline of the call, on this process's monotonic clock; None: none.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class StreamSource:
         self._is_over = False
         self._changed = threading.Condition(threading.Lock())
         self._sizes: deque[int] = deque()
-        """Bytes of the items that were sent and, as far as is known, not yet consumed."""
+        """Bytes of the items that were sent and, as far as this side knows, not yet consumed."""
         self._bytes_ahead = 0
         self._num_sent = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._rung: asyncio.Event | None = None
         self._is_inside = False
-        """The task waits for the generator's own awaits, not for room."""
+        """True while the task waits for the generator's own awaits, not for room."""
 
     @property
     def is_async(self) -> bool:
@@ -109,23 +109,23 @@ class StreamSource:
 
     @property
     def is_parked(self) -> bool:
-        """Its caller is so far behind that it does not go on."""
+        """True while the caller is so far behind that the generator does not go on."""
         return not self._is_over and not self._has_room()
 
     @property
     def num_ahead(self) -> int:
-        """Items on their way, or waiting at the caller."""
+        """Number of items on their way, or waiting at the caller."""
         return len(self._sizes)
 
     def more(self, num_consumed: int) -> None:
-        """The caller has consumed so many items in all; from any thread."""
+        """Take in how many items the caller has consumed in all; from any thread."""
         with self._changed:
             while self._sizes and self._num_sent - len(self._sizes) < num_consumed:
                 self._bytes_ahead -= self._sizes.popleft()
             self._ring()
 
     def close(self) -> None:
-        """Nobody waits for it any more: have the generator closed, by whoever runs it; from any thread."""
+        """Have the generator closed by whoever runs it, since nobody waits for it any more; from any thread."""
         with self._changed:
             self._is_closed = True
             self._ring()
@@ -213,7 +213,7 @@ class StreamSource:
             self._is_inside = False
 
     async def _until_room(self) -> bool:
-        """Wait for room; False if nobody waits for the stream any more."""
+        """Wait for room; return False if nobody waits for the stream any more."""
         while not self._is_unwanted():
             if self._has_room():
                 return True
@@ -252,7 +252,7 @@ class StreamSource:
         return self._is_closed or (self._expires is not None and time.monotonic() >= self._expires)
 
     def _note(self, content: Encoded) -> int:
-        """Count an item in that is about to be sent; its place in the stream."""
+        """Count an item that is about to be sent; return its place in the stream."""
         nbytes = content.nbytes
         with self._changed:
             self._sizes.append(nbytes)
@@ -261,7 +261,7 @@ class StreamSource:
             return self._num_sent - 1
 
     def _ring(self) -> None:
-        """Under `_changed`: whoever runs the generator shall look."""
+        """Wake whoever runs the generator, under `_changed`."""
         self._changed.notify_all()
         if self._loop is not None and not self._is_over:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
@@ -298,7 +298,7 @@ class StreamSource:
 
 
 def _without_ours(error: BaseException) -> BaseException:
-    """With a traceback that begins in the generator: ours says nothing to the caller."""
+    """Return the error with a traceback that begins in the generator: ours says nothing to the caller."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is globals():
         trace = trace.tb_next

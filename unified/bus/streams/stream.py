@@ -51,38 +51,38 @@ WINDOW_BYTES = 64 * 1024 * 1024
 
 
 class Unread(Protocol):
-    """An error that nobody has read yet: it is logged when this is collected."""
+    """An error that nobody has read yet, logged when this is collected."""
 
     def was_read(self) -> bool:
-        """Note that somebody has it now; False if that is old news."""
+        """Note that the error was read; return False if that was known."""
 
 
 class Awaited(Protocol):
-    """What a thread waits for: a call, or the next item of a stream."""
+    """Something that a thread can wait for: a call, or the next item of a stream."""
 
     @property
     def link(self) -> UnixConnection | None:
-        """On which it will come, where a waiting thread can receive it itself."""
+        """Connection that the answer or item comes on, where a waiting thread can receive it itself; else None."""
 
     def waited_in_vain(self) -> RpcError:
-        """The error of a thread that waits for what it alone could receive."""
+        """Make the error of a thread that waits for a message that it alone could receive."""
 
 
 class Host(Protocol):
-    """The endpoint that a future or a stream belongs to, as far as waiting concerns it."""
+    """The endpoint of a future or a stream, as far as waiting concerns it."""
 
     def before_wait(self, awaited: Awaited, task: int = 0) -> object:
-        """This thread is about to wait, or of its tasks the one with this id; give what comes back to `after_wait`.
+        """Note that this thread, or its task of this id, is about to wait; give the value returned to `after_wait`.
 
         Raises:
             RpcError: it would wait for ever.
         """
 
     def after_wait(self, token: Any) -> None:
-        """It waits no more."""
+        """Note that the wait is over."""
 
     def failed(self, what: str | tuple[str, str], error: BaseException) -> Unread | None:
-        """A future ended in `error`; what it is to hold until somebody reads that."""
+        """Return what a future that ended in `error` is to hold until somebody reads that."""
 
 
 class _Item(NamedTuple):
@@ -92,14 +92,14 @@ class _Item(NamedTuple):
 
 
 class StreamFeed:
-    """What the endpoint puts a stream's messages into, and one `RpcStream` reads from.
+    """Buffer of a stream: the endpoint puts its messages in, and one `RpcStream` reads them.
 
     Args:
         what: the call in words, for messages.
         send_more, cancel, abandon: see the module's docstring.
-        open_item: an item's value from its body and buffers; it runs on the thread that consumes.
-        link: on which the items come, where a waiting thread can receive them itself; else None.
-        host: around a thread or task that waits for an item.
+        open_item: decodes an item from its body and buffers, on the thread that consumes.
+        link: connection that the items come on, where a waiting thread can receive them itself; else None.
+        host: told of threads and tasks that wait for an item.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class StreamFeed:
     ) -> None:
         self.what = what
         self.reader_thread = self.reader_task = 0
-        """Ident of the thread that read last, or opened it, and id of the task in which it did."""
+        """Ident of the thread that read last, or opened the stream, and id of the task in which it did."""
         self.is_over = False
-        """Nothing more will come: it ended, failed or was closed. What came before may still lie here."""
+        """True once the stream has ended, failed or been closed: items that came before may still lie here."""
         self._send_more = send_more
         self._cancel = cancel
         self.abandon = abandon
@@ -132,17 +132,17 @@ class StreamFeed:
         self._num_pushed = 0
         self._num_taken = 0
         self._num_told = 0
-        """Of the items taken, those that the callee has been told of."""
+        """Number of the items taken that the callee has been told of."""
         self._bytes_untold = 0
 
     @property
     def is_drained(self) -> bool:
-        """It is over, and all that came has been taken."""
+        """True once the stream is over, and all that came has been taken."""
         with self._changed:
             return self.is_over and not self._items and self._error is None
 
     def push(self, index: int, body: Buffer, buffers: list[Buffer]) -> None:
-        """An ITEM came. One that came before is ignored; a gap ends the stream: a relay dropped something."""
+        """Take an ITEM in. One that came before is ignored; a gap ends the stream: a relay dropped something."""
         with self._changed:
             if self.is_over or index < self._num_pushed:
                 return
@@ -156,16 +156,16 @@ class StreamFeed:
             self._cancel()
 
     def end(self, num_items: int) -> None:
-        """The generator has ended, after so many items."""
+        """Take in that the generator has ended, after so many items."""
         is_all = num_items == self._num_pushed
         self._finish(None if is_all else self._lost(f"there were {num_items}"))
 
     def fail(self, error: BaseException) -> None:
-        """The stream has ended in `error`, which is raised after the items that came before; unless it is over."""
+        """End the stream in `error`, which is raised after the items that came before; unless the stream is over."""
         self._finish(error)
 
     def close(self) -> None:
-        """Its consumer wants no more."""
+        """Close the stream for its consumer, who wants no more."""
         with self._changed:
             was_over, self.is_over = self.is_over, True
             self._items.clear()
@@ -175,7 +175,7 @@ class StreamFeed:
             self._cancel()
 
     def take(self) -> _Item | None:
-        """The next item, or None where none is there now.
+        """Return the next item, or None where none is there now.
 
         Raises:
             RpcError: what the stream ended in; once.
@@ -198,10 +198,10 @@ class StreamFeed:
         return item
 
     def open(self, item: _Item) -> Any:
-        """The value of an item. One that cannot be read here ends the stream.
+        """Decode an item. One that cannot be read here ends the stream.
 
         Raises:
-            RpcError: it holds what cannot be imported here, or is corrupt.
+            RpcError: the item needs modules that cannot be imported here, or is corrupt.
         """
         try:
             return self._open_item(item.body, item.buffers)
@@ -210,7 +210,7 @@ class StreamFeed:
             raise RpcError(f"an item of {self.what} cannot be read here: {error}") from error
 
     def wait(self) -> bool:
-        """Wait until there is something to take; False if there never will be.
+        """Wait until there is something to take; return False if there never will be.
 
         Raises:
             RpcError: this thread may not wait.
@@ -231,7 +231,7 @@ class StreamFeed:
         return not self.is_drained
 
     async def wait_async(self) -> bool:
-        """As `wait`, in a task."""
+        """Do as `wait`, in a task."""
         if self._has_news():
             return not self.is_drained
         token = None if self._host is None else self._host.before_wait(self, id(asyncio.current_task()))
@@ -254,7 +254,7 @@ class StreamFeed:
         return not self.is_drained
 
     def waited_in_vain(self) -> RpcError:
-        """The error of a thread that waits for what it alone could receive."""
+        """Make the error of a thread that waits for a message that it alone could receive."""
         return RpcError(
             f"{self.what} was read on the thread that its items come on (in a done callback, or while a value is "
             "unpickled): it would wait for ever. Read it in another thread."
@@ -295,7 +295,7 @@ class StreamFeed:
             self.link.wake()
 
     def _tell(self) -> int:
-        """How many items were consumed in all, if it is time to tell, else 0. Half a window keeps both sides busy."""
+        """Return how many items were consumed in all, every half a window, which keeps both sides busy; else 0."""
         half = 2 * (self._num_taken - self._num_told) >= WINDOW_ITEMS or 2 * self._bytes_untold >= WINDOW_BYTES
         if self.is_over or not half:
             return 0
@@ -307,7 +307,7 @@ class StreamFeed:
 
 
 def size_of(body: Buffer, buffers: list[Buffer]) -> int:
-    """Bytes of one item, as both sides count them."""
+    """Return the bytes of one item, as both sides count them."""
     return len(body) + sum(buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers)
 
 
@@ -320,7 +320,7 @@ T = TypeVar("T")
 
 
 class RpcStream(Generic[T], Iterator[T], AsyncIterator[T]):
-    """What a generator yields in another worker, as it comes: iterate with ``for`` or ``async for``, once.
+    """Stream of the items that a generator yields in another worker: iterate with ``for`` or ``async for``, once.
 
     The generator runs at most `WINDOW_ITEMS` items ahead, then waits. The deadline of the call is one for the whole
     stream. Items that came before an error are delivered before it is raised. Closing, leaving a ``with`` block, or
@@ -363,11 +363,11 @@ class RpcStream(Generic[T], Iterator[T], AsyncIterator[T]):
         return value
 
     def close(self) -> None:
-        """Want no more: the generator is told to stop, and what has come already is dropped. Never waits."""
+        """Close the stream: stop the generator, and drop items that have come already. Never waits."""
         self._feed.close()
 
     async def aclose(self) -> None:
-        """As `close`, for `contextlib.aclosing`."""
+        """Do as `close`, for `contextlib.aclosing`."""
         self.close()
 
     def __enter__(self) -> Self:
