@@ -18,12 +18,12 @@ from unified.protocol.coordinator import (
     DataShards,
     FileRun,
     GetDataShard,
+    Heartbeat,
     HeartbeatResponse,
     RegisterDataset,
     RegisterWorker,
     SetDataWorker,
     WaitBarrier,
-    WorkerHeartbeat,
     WorkerRegistration,
     coordinator_to_worker,
 )
@@ -77,7 +77,7 @@ class Populace:
                 coordinator.ask(SetDataWorker(dataset_id=DATASET, worker_id=name), Done)
             self.heartbeats = []
             for name, session in sessions.items():
-                heartbeat = WorkerHeartbeat(worker_id=name, session=session)
+                heartbeat = Heartbeat(worker_id=name, session=session)
                 known = coordinator.ask(heartbeat, HeartbeatResponse)
                 self.heartbeats.append(load.Said(_body(heartbeat), _body(known)))
                 if not known.is_known:

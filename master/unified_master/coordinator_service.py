@@ -23,7 +23,7 @@ from unified.core.coordinator.messages import (
 from unified.core.coordinator.state import REPLACED
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.client_master import Refused
-from unified.protocol.coordinator import CoordinatorRequest, DataRequest, RestorePosition, WorkerHeartbeat
+from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartbeat, RestorePosition
 from unified.protocol.records import EventRecord, WorkerState
 from unified.values import Value
 from unified_master.core.master import MasterCore
@@ -70,7 +70,7 @@ class CoordinatorService:
     def answer(self, now: float, asked: CoordinatorReceived) -> list[MasterAction]:
         """Return the actions that a request leads to; at a barrier a later call gives its answer."""
         peer, request_id, request = asked.peer, asked.request_id, asked.request
-        if isinstance(request, WorkerHeartbeat):  # thousands a second, and nothing of them is kept
+        if isinstance(request, Heartbeat):  # thousands a second, and nothing of them is kept
             return [Send(peer=peer, request_id=request_id, message=self._core.heartbeat(now, request))]
         if isinstance(request, DataRequest) and request.life >= 0 and self._is_past(request):
             reason = f"worker {request.worker_id} {REPLACED}"

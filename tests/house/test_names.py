@@ -12,8 +12,6 @@ SAY_NOTHING = {"api", "base", "common", "helper", "helpers", "impl", "manager", 
 TECHNICAL_KINDS = {"classes", "enums", "interfaces", "models"}
 ALLOWED = {ROOT / "unified/api"}  # `unified.api.builder` and `unified.api.runtime` are what users already import
 OF_THE_DOCUMENTS = ("CheckpointManager", "ShardManager")  # names that users of the reference documents import
-STAND_FOR_SEVERAL: set[str] = set()
-"""Class names that are still to be told apart. Entries may go, never come."""
 EMPTY_SUFFIXES = ("Manager", "Base", "Helper", "Util", "Utils", "Impl")
 
 
@@ -43,10 +41,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
     for file in sources():
         for name in classes(file):
             homes[name].add(file.relative_to(ROOT))
-    twice = {name: sorted(map(str, files)) for name, files in homes.items() if len(files) > 1}
-    assert not {name: files for name, files in twice.items() if name not in STAND_FOR_SEVERAL}
-    gone = sorted(STAND_FOR_SEVERAL - twice.keys())
-    assert not gone, f"take out of STAND_FOR_SEVERAL, for they stand for one thing now: {gone}"
+    assert not {name: sorted(map(str, files)) for name, files in homes.items() if len(files) > 1}
 
 
 def test_test_files_have_names_of_their_own() -> None:

@@ -46,7 +46,7 @@ SUBJECTLESS: dict[str, int] = {
     "unified/compat": 6,
     "unified/config": 28,
     "unified/core": 1,
-    "unified/job": 29,
+    "unified/job": 28,
     "unified/memory": 1,
     "unified/security": 7,
     "unified/storage": 12,

@@ -25,12 +25,12 @@ from unified.protocol.coordinator import (
     DataShards,
     FileRun,
     GetDataShard,
+    Heartbeat,
     MarkDone,
     RegisterDataset,
     RegisterWorker,
     SetDataWorker,
     WaitBarrier,
-    WorkerHeartbeat,
 )
 
 A = TypeVar("A", bound=MasterAnswer)
@@ -108,7 +108,7 @@ class Story:
 
     def beat(self, *worker_ids: str, space: str = "") -> list[bool]:
         """Heartbeats of these, each with its first session."""
-        requests = [WorkerHeartbeat(space=space, worker_id=each, session=f"{each}/0") for each in worker_ids]
+        requests = [Heartbeat(space=space, worker_id=each, session=f"{each}/0") for each in worker_ids]
         return [self.core.heartbeat(self.now, request).is_known for request in requests]
 
     def release(self, token: Token) -> BarrierResponse | None:

@@ -24,7 +24,7 @@ from unified.checkpoint.run_directory import CONFIG_NAME, RunDirectory, file_pay
 from unified.checkpoint.save import CheckpointSaver
 from unified.checkpoint.store import CheckpointStore, SaveRequest
 from unified.config.runtime import RuntimeSettings
-from unified.extras import needed_by
+from unified.lazy import needed_by
 from unified.worker.rank_group import Alone, ranks_here
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from unified.cli.options import NAME_HELP, NO_CLUSTER_TO_LEAVE, chosen_name, out
 from unified.config.addresses import find_master
 from unified.config.settings import Intervals
 from unified.errors import UsageError
-from unified.job.driver import WORKING_DIR, Driver
-from unified.job.driver_environment import asked_for, passed_on
+from unified.job.driver import WORKING_DIR, Driver, asked_for, passed_on
 from unified.job.names import check_job_name
 from unified.job.spec import Blob, Communication, EntryPoint, JobSpec, Resources, RoleSpec
 

@@ -15,8 +15,7 @@ from unified.client.handle import JobHandle
 from unified.client.terminal import ending_at_once, is_watched
 from unified.config.addresses import connect_seconds, find_master
 from unified.devices import has_accelerator
-from unified.job.node_range import has_range, with_nodes
-from unified.job.spec import JobSpec, RoleSpec
+from unified.job.spec import JobSpec, RoleSpec, has_range, with_nodes
 from unified.protocol.client_master import Accepted, ListNodes, NodeList, NodeStatus, SubmitJob
 from unified.protocol.records import NodeState
 from unified.security.keys import find_key

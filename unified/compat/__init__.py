@@ -16,8 +16,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Literal
 
-from unified.compat.children import hand_on, take_back
-from unified.compat.finder import ROOTS, AliasFinder, installed
+from unified.compat.finder import ROOTS, AliasFinder, hand_on, installed, take_back
 from unified.errors import OptionError
 
 __all__ = ["VARIABLE", "apply", "found_installed", "install", "is_installed", "mode", "uninstall"]

@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError, Future
 
 from unified.data.coordinator_client import Coordinator
 from unified.errors import MasterUnreachableError, UnifiedError, UsageError, WorkerUnknownError
-from unified.protocol.coordinator import HeartbeatResponse, WorkerHeartbeat
+from unified.protocol.coordinator import Heartbeat, HeartbeatResponse
 
 _log = logging.getLogger("unified.data")
 
@@ -30,7 +30,7 @@ class Heartbeats:
     def __init__(
         self,
         coordinator: Coordinator,
-        message: WorkerHeartbeat,
+        message: Heartbeat,
         *,
         interval_s: float,
         timeout_s: float,
@@ -123,7 +123,7 @@ def interval_within(worker_id: str, interval_s: float, timeout_s: float) -> floa
     return timeout_s / 3
 
 
-def heartbeat_error(message: WorkerHeartbeat, answer: HeartbeatResponse) -> WorkerUnknownError | None:
+def heartbeat_error(message: Heartbeat, answer: HeartbeatResponse) -> WorkerUnknownError | None:
     """Return what an answer to a heartbeat says against this worker; None: it lives."""
     if answer.is_known:
         return None

@@ -21,7 +21,7 @@ from unified.core.coordinator.messages import Action, AnswerRequest, Coordinator
 from unified.data.coordinator_client import Coordinator, expect, refusal
 from unified.errors import CoordinatorError, ProtocolError, UnifiedError
 from unified.protocol.client_master import MasterAnswer, Refused
-from unified.protocol.coordinator import CoordinatorRequest, WorkerHeartbeat, WorkerToCoordinator, worker_to_coordinator
+from unified.protocol.coordinator import CoordinatorRequest, Heartbeat, WorkerToCoordinator, worker_to_coordinator
 from unified.threads import TimerThread
 
 _log = logging.getLogger("unified.data")
@@ -54,7 +54,7 @@ class EmbeddedCoordinator(Coordinator):
         with self._lock:
             if self._is_closed:
                 raise CoordinatorError("the coordinator in this process is closed.")
-            if isinstance(message, WorkerHeartbeat):
+            if isinstance(message, Heartbeat):
                 answers: list[tuple[Future[Any], object]] = [
                     (future, expect(self._core.heartbeat(self._now(), message), expected))
                 ]

@@ -40,13 +40,13 @@ from unified.protocol.coordinator import (
     CheckpointResponse,
     DeregisterWorker,
     GetLatestCheckpoint,
+    Heartbeat,
     HeartbeatResponse,
     LeaveBarrier,
     NotifyCheckpoint,
     RecoveryInfo,
     RegisterWorker,
     WaitBarrier,
-    WorkerHeartbeat,
     WorkerRegistration,
 )
 
@@ -369,8 +369,8 @@ class TrainingOrchestrator:
             member=self._member,
         )
 
-    def _life(self, session: str) -> WorkerHeartbeat:
-        return WorkerHeartbeat(space=self._space, worker_id=self.worker_id, session=session)
+    def _life(self, session: str) -> Heartbeat:
+        return Heartbeat(space=self._space, worker_id=self.worker_id, session=session)
 
     def _lost(self, session: str, error: UnifiedError) -> None:
         """End what waits in an error, rather than leave it to wait for what will never come."""

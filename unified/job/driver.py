@@ -1,17 +1,57 @@
-"""The process that submits, as far as its workers care."""
+"""The process that submits, as far as its workers care.
+
+Which variables of the process that submits its job's workers have too, on whichever hosts they run.
+
+A variable reaches them unless it is a fact of the submitter's host or session, a decision of the cluster, or a
+credential. (The workers of an embedded cluster have all of its environment, because they descend from it.)
+"""
 
 from __future__ import annotations
 
 import os
 import pwd
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from unified.errors import UsageError
 
 WORKING_DIR = "DLROVER_WORKING_DIR"
 INHERITED = ("UNIFIED_COMPAT",)
 """Variables of this process that its job's workers have too, wherever they run; the job's own environment wins."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_HOST = frozenset(
+    """
+    _ HOME USER LOGNAME USERNAME SHELL SHLVL PWD OLDPWD HOSTNAME HOST HOSTTYPE MACHTYPE OSTYPE TMPDIR TMP TEMP
+    MAIL TERM COLORTERM COLUMNS LINES TMUX STY WINDOW WINDOWID EDITOR VISUAL PAGER MANPAGER BROWSER DISPLAY
+    XAUTHORITY PS1 PS2 PS3 PS4 IFS PROMPT_COMMAND LS_COLORS LSCOLORS VIRTUAL_ENV VIRTUAL_ENV_PROMPT PYTHONHOME
+    PYTHONEXECUTABLE PYTHONSTARTUP PYTHONUSERBASE PYTHONPLATLIBDIR CUDA_HOME CUDA_ROOT ROCM_HOME JAVA_HOME
+    INVOCATION_ID JOURNAL_STREAM NOTIFY_SOCKET MAINPID MANAGERPID
+    """.split()  # noqa: SIM905
+)
+_HOST_PREFIXES = (
+    *("SSH_", "SUDO_", "GPG_", "DBUS_", "XDG_", "WAYLAND_", "KRB5", "TERM_", "VSCODE_", "BASH", "ZSH", "LESS", "LD_"),
+    *("DYLD_", "CONDA", "_CONDA", "_CE_", "PYENV", "NVM_", "SYSTEMD_", "LISTEN_", "KUBERNETES_"),
+    *("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI", "OMPI_", "PRTE_", "HYDRA_", "PBS_", "LSB_", "LSF_", "SGE_"),
+)
+_CLUSTER = frozenset(
+    """
+    RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME
+    NODE_RANK MASTER_ADDR MASTER_PORT ACCELERATE_TORCH_DEVICE CUDA_DEVICE_ORDER DLROVER_WORKING_DIR WORKER_ID
+    COORDINATOR_URL
+    """.split()  # noqa: SIM905
+)
+_CLUSTER_PREFIXES = ("UNIFIED_", "DLROVER_UNIFIED_", "TORCHELASTIC_", "PET_")
+_OF_JOBS = ("UNIFIED_COMPAT", "UNIFIED_LOG_LEVEL", "UNIFIED_KEEP_FREED_MB", "UNIFIED_BUS_ROUTE")
+_OF_JOBS_PREFIXES = ("UNIFIED_STORAGE_", "UNIFIED_CHECKPOINT_", "UNIFIED_DATASET_")
+_CREDENTIAL_WORDS = frozenset(
+    """
+    TOKEN SECRET SECRETS PASSWORD PASSWD PASSPHRASE CREDENTIAL CREDENTIALS KEY APIKEY AUTH
+    """.split()  # noqa: SIM905
+)
+_USER_AND_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 class Driver(NamedTuple):
@@ -37,6 +77,62 @@ class Driver(NamedTuple):
             submitted_by=f"{_user()}@{os.uname().nodename}:{os.getpid()}",
             env={name: env[name] for name in INHERITED if env.get(name)},
         )
+
+
+class Passed(NamedTuple):
+    """Environment that is passed on, and the names that are not."""
+
+    env: dict[str, str]
+    withheld: list[str]
+    """Names that look like credentials: they stay where they are unless they are asked for."""
+
+
+def passed_on(env: Mapping[str, str]) -> Passed:
+    """Return what of the submitter's environment its workers have on a cluster."""
+    found = {name: value for name, value in env.items() if _is_for_workers(name, value)}
+    withheld = sorted(name for name, value in found.items() if is_credential(name, value))
+    return Passed({name: value for name, value in found.items() if name not in withheld}, withheld)
+
+
+def asked_for(words: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of ``--env NAME=VALUE``, and of ``--env NAME``, which takes the value from `env`.
+
+    Raises:
+        UsageError: it is no name of a variable, or `env` has none of that name.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, is_given, value = word.partition("=")
+        if not _NAME.match(name):
+            raise UsageError(f"--env {word}: {name!r} is no name of a variable. Write --env NAME=VALUE, or --env NAME.")
+        if not is_given and name not in env:
+            raise UsageError(f"--env {name}: this process has no such variable. Give its value: --env {name}=VALUE.")
+        found[name] = value if is_given else env[name]
+    return found
+
+
+def is_credential(name: str, value: str) -> bool:
+    """Return True if the name, or a password in an address, marks the value as a credential."""
+    return not _CREDENTIAL_WORDS.isdisjoint(name.upper().split("_")) or bool(_USER_AND_PASSWORD.search(value))
+
+
+def _is_for_workers(name: str, value: str) -> bool:
+    if not _NAME.match(name) or not _is_text(value):
+        return False
+    if name in _OF_JOBS or name.startswith(_OF_JOBS_PREFIXES):
+        return True
+    if name in _HOST or name in _CLUSTER or name.startswith((*_HOST_PREFIXES, *_CLUSTER_PREFIXES)):
+        return False
+    return name == "PYTHONPATH" or not name.upper().endswith(("PATH", "VISIBLE_DEVICES"))
+
+
+def _is_text(value: str) -> bool:
+    """Return True if the value can be encoded as UTF-8; no other can be sent."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _user() -> str:

@@ -59,7 +59,7 @@ class WorkerRegistration(CoordinatorAnswer, tag="worker-registration", frozen=Tr
     """New: silence after which the worker is lost."""
 
 
-class WorkerHeartbeat(CoordinatorRequest, tag="coordinator-heartbeat", frozen=True, kw_only=True):
+class Heartbeat(CoordinatorRequest, tag="coordinator-heartbeat", frozen=True, kw_only=True):
     worker_id: str
     session: str
 
@@ -339,7 +339,7 @@ class TellEvent(CoordinatorRequest, tag="tell-event", frozen=True, kw_only=True)
 
 WorkerToCoordinator = (
     RegisterWorker
-    | WorkerHeartbeat
+    | Heartbeat
     | DeregisterWorker
     | RegisterDataset
     | GetDataShard

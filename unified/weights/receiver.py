@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from unified.errors import UsageError
-from unified.extras import needed_by
+from unified.lazy import needed_by
 from unified.threads import SerialWorker
 from unified.worker.context import current_worker
 

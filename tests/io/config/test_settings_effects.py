@@ -22,7 +22,7 @@ from unified.checkpoint import CheckpointManager
 from unified.config.runtime import FILE_VARIABLE, SECTIONS, VARIABLES, variable_of
 from unified.data import DatasetRegistry, EmbeddedCoordinator, ShardedDataset, TrainingOrchestrator
 from unified.data.coordinator_client import RemoteCoordinator
-from unified.protocol.coordinator import CoordinatorRequest, WorkerHeartbeat
+from unified.protocol.coordinator import CoordinatorRequest, Heartbeat
 from unified.storage import S3Backend
 from unified.testing import eventually
 
@@ -71,7 +71,7 @@ class Counting(EmbeddedCoordinator):
         self.beats: dict[str, int] = {}
 
     def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
-        if isinstance(request, WorkerHeartbeat):
+        if isinstance(request, Heartbeat):
             self.beats[request.worker_id] = self.beats.get(request.worker_id, 0) + 1
         return super().submit(request, expected, timeout_s=timeout_s)
 

@@ -36,6 +36,7 @@ from unified.protocol.coordinator import (
     GetDataShard,
     GetLatestCheckpoint,
     GetRankFiles,
+    Heartbeat,
     HeartbeatResponse,
     LeaveBarrier,
     MarkDone,
@@ -49,7 +50,6 @@ from unified.protocol.coordinator import (
     ShardsDone,
     TellEvent,
     WaitBarrier,
-    WorkerHeartbeat,
     WorkerRegistration,
     WorkerToCoordinator,
 )
@@ -316,7 +316,7 @@ def tell_event(coordinator: Listener, folder: Path) -> None:
 
 CASES: dict[type, tuple[Callable[[Listener, Path], None], type]] = {
     RegisterWorker: (register_worker, WorkerRegistration),
-    WorkerHeartbeat: (heartbeat, HeartbeatResponse),
+    Heartbeat: (heartbeat, HeartbeatResponse),
     DeregisterWorker: (deregister_worker, Done),
     RegisterDataset: (register_dataset, DatasetRegistration),
     GetDataShard: (get_data_shard, DataShards),

@@ -25,7 +25,7 @@ from unified.errors import (
     UsageError,
     WorkerUnknownError,
 )
-from unified.protocol.coordinator import HeartbeatResponse, MarkDone, ShardAssignment, ShardsDone, WorkerHeartbeat
+from unified.protocol.coordinator import Heartbeat, HeartbeatResponse, MarkDone, ShardAssignment, ShardsDone
 from unified.testing import eventually
 
 R = TypeVar("R")
@@ -442,7 +442,7 @@ def test_bad_requests_say_what_is_wrong(coordinator: Coordinator, tmp_path: Path
 
 
 def test_values_of_the_wrong_kind_are_refused(coordinator: Coordinator) -> None:
-    wrong: Any = WorkerHeartbeat(worker_id="w", session=5)  # type: ignore[arg-type]
+    wrong: Any = Heartbeat(worker_id="w", session=5)  # type: ignore[arg-type]
     with pytest.raises(CoordinatorError):
         coordinator.ask(wrong, HeartbeatResponse)
 

@@ -17,8 +17,7 @@ from unified.cli.run import full_spec, quick_spec, run_parser
 from unified.errors import JobNameError, OptionError, UsageError
 from unified.job.driver import Driver
 from unified.job.names import check_job_name
-from unified.job.node_range import with_nodes
-from unified.job.spec import JobSpec
+from unified.job.spec import JobSpec, with_nodes
 
 DRIVER = Driver(working_dir="/here", sys_path=["/here"], submitted_by="me@host:1", env={"FOO": "1"})
 

@@ -20,11 +20,11 @@ from unified.protocol.coordinator import (
     FileRun,
     GetDatasets,
     GetDataShard,
+    Heartbeat,
     MarkDone,
     SetDataWorker,
     ShardAssignment,
     ShardsDone,
-    WorkerHeartbeat,
 )
 
 NAMES = ["w0", "w1", "w2", "w3"]
@@ -127,7 +127,7 @@ def test_what_was_read_is_not_served_again() -> None:
 def test_revision_tells_when_to_ask_again() -> None:
     story = spread(four(), *NAMES)
     shards = story.ask(get("w0"), DataShards)
-    beat = WorkerHeartbeat(worker_id="w0", session="w0/0")
+    beat = Heartbeat(worker_id="w0", session="w0/0")
     assert story.ask(done("w0", shards.shards[0].shard_id), ShardsDone).revision == shards.revision
     assert story.core.heartbeat(story.now, beat).revision == shards.revision
     story.ask(SetDataWorker(dataset_id="d", worker_id="w9"), Done)

@@ -18,9 +18,9 @@ from unified.protocol.coordinator import (
     Datasets,
     DeregisterWorker,
     GetDatasets,
+    Heartbeat,
     HeartbeatResponse,
     SetDataWorker,
-    WorkerHeartbeat,
     WorkerRegistration,
 )
 
@@ -76,14 +76,12 @@ def test_same_life_may_correct_what_it_said_and_frees_its_rank() -> None:
 def test_heartbeats_are_answered_by_one_object_and_never_persisted() -> None:
     story = four()
     writes = story.num_writes
-    answers = [story.core.heartbeat(story.now, WorkerHeartbeat(worker_id=f"w{i}", session=f"w{i}/0")) for i in range(4)]
+    answers = [story.core.heartbeat(story.now, Heartbeat(worker_id=f"w{i}", session=f"w{i}/0")) for i in range(4)]
     assert len({id(answer) for answer in answers}) == 1
-    assert story.ask(WorkerHeartbeat(worker_id="w0", session="w0/0"), HeartbeatResponse) is answers[0]
+    assert story.ask(Heartbeat(worker_id="w0", session="w0/0"), HeartbeatResponse) is answers[0]
     assert story.num_writes == writes
     story.send(worker("w9", world_size=0))
-    assert (
-        story.core.heartbeat(story.now, WorkerHeartbeat(worker_id="w0", session="w0/0")).revision > answers[0].revision
-    )
+    assert story.core.heartbeat(story.now, Heartbeat(worker_id="w0", session="w0/0")).revision > answers[0].revision
 
 
 def test_heartbeat_of_a_space_or_worker_that_nobody_knows() -> None:
@@ -91,7 +89,7 @@ def test_heartbeat_of_a_space_or_worker_that_nobody_knows() -> None:
     assert story.beat("w0", space="nowhere") == [False]
     story.send(worker("w0"))
     assert story.beat("w1") == [False]
-    assert not story.core.heartbeat(story.now, WorkerHeartbeat(worker_id="w0", session="another")).is_known
+    assert not story.core.heartbeat(story.now, Heartbeat(worker_id="w0", session="another")).is_known
 
 
 def test_new_life_takes_the_place_of_the_old_which_can_not_come_back() -> None:
@@ -223,10 +221,10 @@ def test_loss_of_all_at_once_spreads_their_datasets_once() -> None:
 def test_restarted_coordinator_knows_who_is_there_and_gives_them_their_time() -> None:
     story = four()
     story.tell(WorkerGone(space="", worker_id="w1", reason="it was killed"))
-    revision = story.core.heartbeat(story.now, WorkerHeartbeat(worker_id="w0", session="w0/0")).revision
+    revision = story.core.heartbeat(story.now, Heartbeat(worker_id="w0", session="w0/0")).revision
     story.restart(after_s=100)
     assert there(story) == ["w0", "w2", "w3"]
-    assert story.core.heartbeat(story.now, WorkerHeartbeat(worker_id="w0", session="w0/0")).revision > revision
+    assert story.core.heartbeat(story.now, Heartbeat(worker_id="w0", session="w0/0")).revision > revision
     story.after(29)
     story.beat("w0")
     story.after(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unified.errors import UsageError
-from unified.job.driver_environment import asked_for, passed_on
+from unified.job.driver import asked_for, passed_on
 
 
 def test_what_a_user_sets_for_a_program_reaches_it() -> None:

@@ -21,9 +21,13 @@ to_spec(submit_options(job, {}, {}))
 RLJobBuilder().trainer("m.t").actor("m.a").build()
 """
 RUN = """
-import sys
-from unified.api.builder.launcher import parse_run
-parse_run(["--nproc-per-node=2", "train.py"]).build()
+import os
+from unified.api.builder import DLJobBuilder
+from unified.api.builder.launcher import describe
+from unified.api.builder.torchrun import table_parser
+parser, builder = table_parser("torchrun", os.environ, None), DLJobBuilder()
+describe(builder, parser.parse_args(["--nproc-per-node=2", "train.py"]), parser, "torchrun")
+builder.build()
 """
 HEAVY = ("torch", "numpy", "rich", "typer", "zmq")
 

@@ -11,6 +11,7 @@ from unified.protocol.coordinator import (
     CoordinatorRequest,
     DataRequest,
     GetDataShard,
+    Heartbeat,
     HeartbeatResponse,
     MarkDone,
     NotifyCheckpoint,
@@ -19,7 +20,6 @@ from unified.protocol.coordinator import (
     RestorePosition,
     SetDataWorker,
     WaitBarrier,
-    WorkerHeartbeat,
     WorkerRegistration,
 )
 from unified.protocol.records import EventRecord, WorkerState
@@ -88,7 +88,7 @@ def test_what_is_saved_is_known_to_the_next_one_and_forgotten_with_the_job() -> 
     assert behind.kept
     assert all(kind.startswith("coordinator-") for kind, _ in behind.kept)
     after = Behind(dict(behind.kept))
-    heartbeat = WorkerHeartbeat(space="job-1", worker_id="w0", session="s")
+    heartbeat = Heartbeat(space="job-1", worker_id="w0", session="s")
     (answer,) = after.ask(heartbeat)
     assert isinstance(answer, HeartbeatResponse)
     assert answer.is_known
@@ -106,7 +106,7 @@ def test_silence_is_noticed_in_time() -> None:
     assert due is not None
     behind.take(behind.desk.time_passed(due))
     assert [record.event for record in behind.reports][-1] == "worker-lost"
-    (answer,) = behind.ask(WorkerHeartbeat(space="job-1", worker_id="w0", session="s"))
+    (answer,) = behind.ask(Heartbeat(space="job-1", worker_id="w0", session="s"))
     assert isinstance(answer, HeartbeatResponse)
     assert not answer.is_known
 

@@ -21,7 +21,7 @@ from unified.bus.calls.future import RpcFuture, gather
 from unified.bus.calls.registry import method_name
 from unified.bus.streams.stream import RpcStream
 from unified.errors import UsageError
-from unified.extras import needed_by
+from unified.lazy import needed_by
 from unified.weights.transfer_plan import BUCKET_BYTES
 
 if TYPE_CHECKING:

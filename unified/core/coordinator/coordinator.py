@@ -31,6 +31,7 @@ from unified.protocol.coordinator import (
     GetDataShard,
     GetLatestCheckpoint,
     GetRankFiles,
+    Heartbeat,
     HeartbeatResponse,
     LeaveBarrier,
     MarkDone,
@@ -41,7 +42,6 @@ from unified.protocol.coordinator import (
     SetDataWorker,
     TellEvent,
     WaitBarrier,
-    WorkerHeartbeat,
 )
 
 _UNKNOWN = HeartbeatResponse(is_known=False, revision=0)
@@ -112,7 +112,7 @@ class CoordinatorCore:
             datasets.spread(step, self.spaces[space_name], dataset_id, members)
         return step.actions()
 
-    def heartbeat(self, now: float, request: WorkerHeartbeat) -> HeartbeatResponse:
+    def heartbeat(self, now: float, request: Heartbeat) -> HeartbeatResponse:
         """Answer a heartbeat as a step would, without the cost of one. Nothing that is persisted changes.
 
         The answer is the same object until somebody comes or goes, so a shell may keep its encoding.
@@ -137,7 +137,7 @@ class CoordinatorCore:
         if isinstance(request, DataRequest) and request.is_id:
             request = msgspec.structs.replace(request, worker_id=space.member_of(request.worker_id), is_id=False)
         match request:
-            case WorkerHeartbeat():
+            case Heartbeat():
                 step.answer(token, self.heartbeat(step.now, request))
             case GetDataShard():
                 datasets.shards(step, space, token, request)
