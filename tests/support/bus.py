@@ -17,6 +17,7 @@ import pytest
 
 from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.identity import BusIdentity, BusNetwork
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.testing import eventually
 
@@ -84,15 +85,8 @@ class World:
     ) -> tuple[BusEndpoint, Inbox]:
         """Started, and open if it was given methods."""
         endpoint = BusEndpoint(
-            job_id="job-1",
-            worker=worker,
-            incarnation=incarnation,
-            node="n1",
-            host_id=HOST_ID,
-            run_dir=str(self.run_dir),
-            address=address,
-            relay=self.relay,
-            route=self.route,
+            BusIdentity(job="job-1", worker=worker, incarnation=incarnation, node="n1", host=HOST_ID),
+            BusNetwork(run_dir=str(self.run_dir), address=address, relay=self.relay, route=self.route),
             registry=MethodRegistry(methods or {}),
             **options,
         )

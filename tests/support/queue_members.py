@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from tests.support.bus import HOST_ID
 from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.identity import BusIdentity, BusNetwork
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
 from unified.queue.client import DataQueue
 from unified.queue.server import host_of
@@ -27,15 +28,8 @@ class Member:
         self.world = world
         self.incarnation = incarnation
         self.bus = BusEndpoint(
-            job_id="job-1",
-            worker=name,
-            incarnation=incarnation,
-            node="n1",
-            host_id=HOST_ID,
-            run_dir=str(world.run_dir),
-            address="127.0.0.1",
-            relay=world.relay,
-            route=world.route,
+            BusIdentity(job="job-1", worker=name, incarnation=incarnation, node="n1", host=HOST_ID),
+            BusNetwork(run_dir=str(world.run_dir), address="127.0.0.1", relay=world.relay, route=world.route),
             registry=MethodRegistry(),
         )
         self.names = Names(

@@ -13,6 +13,7 @@ import msgspec
 from tests.support.bus import HOST_ID, Process
 from unified.bus.calls.registry import MethodRegistry, rpc
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.identity import BusIdentity, BusNetwork
 from unified.protocol.records import Inbox
 from unified.queue.server import METHODS, QueueService, method
 
@@ -50,15 +51,8 @@ def main() -> None:
     worker, run_dir, route, relay, size = sys.argv[1:]
     service = QueueService("q", size=int(size), identity="one")
     endpoint = BusEndpoint(
-        job_id="job-1",
-        worker=worker,
-        incarnation=0,
-        node="n1",
-        host_id=HOST_ID,
-        run_dir=run_dir,
-        address="127.0.0.1",
-        relay=relay,
-        route=route,
+        BusIdentity(job="job-1", worker=worker, incarnation=0, node="n1", host=HOST_ID),
+        BusNetwork(run_dir=run_dir, address="127.0.0.1", relay=relay, route=route),
         registry=MethodRegistry({method("q", verb): getattr(service, verb) for verb in METHODS}, nothing=nothing),
     )
     inbox = endpoint.start()

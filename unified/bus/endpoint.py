@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +20,9 @@ from typing import Any
 
 import zmq
 
-from unified.bus.calls import pending
 from unified.bus.calls.client import CallDesk
 from unified.bus.calls.deadlock.pool import PoolWatch
-from unified.bus.calls.dispatcher import Intake, MailSorter
+from unified.bus.calls.dispatcher import MailSorter
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry
@@ -32,23 +30,20 @@ from unified.bus.calls.sender import Courier, Parcel
 from unified.bus.calls.server import MAX_HANDLER_THREADS, CallService
 from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments
-from unified.bus.executor import HandlerPool
-from unified.bus.shm.files import identity
+from unified.bus.executor import HandlerPool, Trimmer
+from unified.bus.identity import BusIdentity, BusNetwork
 from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import SharedReader
 from unified.bus.streams.stream import Awaited
-from unified.bus.transport.connections import ConnectionTable, Tombstones
+from unified.bus.transport.connections import ConnectionTable
 from unified.bus.transport.io_threads import IoThreads
 from unified.bus.transport.listeners import Listeners
 from unified.bus.transport.routes import read_policy
-from unified.bus.transport.unix_connection import UnixConnection
 from unified.core.directory import Change, WorkerDirectory
-from unified.devices import cuda_devices
 from unified.errors import UsageError
 from unified.protocol.records import DirectoryEntry, Inbox
 from unified.security.curve import Gatekeeper
-from unified.security.keys import ClusterKey
-from unified.threads import SerialWorker, after_fork, own_pid
+from unified.threads import CLOSE_WITHIN_S, SerialWorker, after_fork, own_pid
 
 logger = logging.getLogger(__name__)
 LIMIT_BYTES = 256 * 1024 * 1024
@@ -64,55 +59,33 @@ class BusEndpoint:
     """The bus as one life of one worker sees it. Nothing is opened before `start`, so it may be made before a fork.
 
     Args:
-        job_id, worker, incarnation, node: who this is, for messages.
-        host_id: the same for processes that can join one another's Unix sockets.
-        run_dir: where the Unix socket goes.
-        address: of this host for others; empty: no tcp.
-        relay: address of the bus relay; empty: none.
-        route: ``auto``, ``tcp`` or ``relay``; ``auto`` gives way to ``UNIFIED_BUS_ROUTE``.
         registry: methods that others may call; None: those of this process.
         default_timeout_s: deadline of a call that names none; None: none but the callee's death.
         limit_bytes: in flight to one peer.
-        key: demanded of, and shown to, other hosts and the relay; None: they are spoken to in the open.
     """
 
     def __init__(
         self,
+        identity: BusIdentity,
+        network: BusNetwork,
         *,
-        job_id: str,
-        worker: str,
-        incarnation: int,
-        node: str,
-        host_id: str,
-        run_dir: str,
-        address: str,
-        relay: str = "",
-        route: str = "auto",
         registry: MethodRegistry | None = None,
         default_timeout_s: float | None = None,
         limit_bytes: int = LIMIT_BYTES,
-        key: ClusterKey | None = None,
     ) -> None:
-        self.job_id = job_id
-        self.worker = worker
-        self.incarnation = incarnation
-        self.node = node
-        self.inbox_id = ""
-        """Of this life; empty before `start`."""
+        self.identity = identity
+        self.worker = identity.worker
+        self.incarnation = identity.incarnation
         self.registry = RPC_REGISTRY if registry is None else registry
-        self._host_id = host_id
-        self._run_dir = run_dir
-        self._address = address
-        self._relay = relay
-        self._route = route
+        self._network = network
         self._default_timeout_s = default_timeout_s
         self._limit_bytes = limit_bytes
-        self._key = key
         self._lock = threading.Lock()
         self._pool = HandlerPool("bus-handler", MAX_HANDLER_THREADS)
+        self._trimmer = Trimmer("bus-trimmer", self._trim)
         self._sweeper: SerialWorker[Callable[[], object]] = SerialWorker("bus-sweeper", lambda work: work())
         """Gives memory back, which can take a second, while news and deadlines go on."""
-        self.unread = UnreadErrors(worker)
+        self.unread = UnreadErrors(identity.worker)
         """Errors of calls made here that nobody read."""
         self.directory = WorkerDirectory()
         """Of the job, as far as this process was told. Only `update_directory` changes it."""
@@ -125,9 +98,14 @@ class BusEndpoint:
         self._remote_thread: int | None = None
 
     @property
+    def inbox_id(self) -> str:
+        """Id of this life's inbox; empty before `start`."""
+        return self.identity.inbox
+
+    @property
     def num_rejected(self) -> int:
         """Messages that were dropped because they could not be read, were for somebody else, or came before."""
-        return self._intake.num_rejected
+        return self._sorter.intake.num_rejected
 
     def start(self) -> Inbox:
         """Bind the inbox, start to receive, and return where others find it.
@@ -139,118 +117,54 @@ class BusEndpoint:
         """
         if self._context is not None:
             raise UsageError(f"the bus of worker {self.worker} has been started already.")
-        policy = read_policy(self._route, os.environ)
-        if policy == "relay" and not self._relay:
+        policy = read_policy(self._network.route, os.environ)
+        if policy == "relay" and not self._network.relay:
             raise UsageError("the bus is to use the relay, and there is none: unset UNIFIED_BUS_ROUTE.")
         self._pid = os.getpid()
-        self.inbox_id = secrets.token_hex(12)  # from the kernel: forked siblings share the state of `random`
-        departed = Tombstones()
-        self._intake = Intake(job_id=self.job_id, inbox_id=self.inbox_id, worker=self.worker, departed=departed)
+        # From the kernel: forked siblings share the state of `random`.
+        self.identity = me = self.identity._replace(inbox=secrets.token_hex(12))
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
-        self._gatekeeper = Gatekeeper(self._context, self._key, name=f"worker {self.worker}")
+        self._gatekeeper = Gatekeeper(self._context, self._network.key, name=f"worker {self.worker}")
         try:
-            self._sockets = Listeners(
-                self._context,
-                inbox_id=self.inbox_id,
-                host_id=self._host_id,
-                run_dir=self._run_dir,
-                address=self._address,
-                relay=self._relay,
-                policy=policy,
-                secure=self._gatekeeper.secure,
-                shm=identity(),
-                gpus=cuda_devices(),
-            )
+            self._sockets = Listeners(me, self._network, policy, self._gatekeeper)
         except BaseException:
             self._gatekeeper.close()
             self._context.destroy(0)
             raise
-        self._memory = SharedPool(self.inbox_id)
+        inbox, limit_bytes = self._sockets.inbox, self._limit_bytes
+        self._memory = SharedPool(me.inbox)
         self._reader = SharedReader()
-        self._receiver = IoThreads(
-            self._sockets.listener,
-            on_link=self._accept_link,
-            on_mail=lambda link, frames: self._sorter.take_mail(link, frames),
-            on_busy=lambda: self._desk.want_ticks(),
-            on_idle=lambda: self._courier.release(),
+        self._io = IoThreads(self._sockets.unix, limit_bytes)
+        self._connections = ConnectionTable(
+            me, inbox, policy, self._network.relay, self._gatekeeper, self._io, self._trimmer, limit_bytes
         )
-        self._post = ConnectionTable(
-            self._context,
-            inbox=self._sockets.inbox,
-            departed=departed,
-            worker=self.worker,
-            job=self.job_id,
-            policy=policy,
-            relay=self._relay,
-            limit_bytes=self._limit_bytes,
-            make_link=self._make_link,
-            receiver=self._receiver,
-            on_seeking=lambda: self._desk.want_trims(),
-            on_detour=lambda inbox_id: self._desk.detoured(inbox_id),
-            on_broken=lambda inbox_id, why: self._desk.step(pending.LinkLost(inbox_id=inbox_id, reason=why)),
-            on_unsure=lambda inbox_id: self._service.peer_lost(inbox_id),
-            secure=lambda socket: self._gatekeeper.secure(socket, False),
-        )
-        self._intake.on_outsider_gone = self._post.forget_relayed
         self._courier = Courier(
-            job_id=self.job_id,
-            inbox_id=self.inbox_id,
-            worker=self.worker,
-            post=self._post,
-            receiver=self._receiver,
-            pool=self._pool,
-            memory=self._memory,
-            find_inbox=self.directory.inbox,
-            on_holding=lambda: self._desk.want_ticks(),
-            on_sharing=lambda: self._desk.want_trims(),
-            limit_bytes=self._limit_bytes,
+            me, self._connections, self._io, self._pool, self._memory, self.directory, self._trimmer, limit_bytes
         )
         self._desk = CallDesk(
-            host=self,
-            directory=self.directory,
-            inbox_id=self.inbox_id,
-            courier=self._courier,
-            post=self._post,
-            on_gone=self._on_gone,
-            on_tick=self._on_tick,
-            on_trim=lambda: self._sweeper.put(self._trim),
+            self,
+            self.directory,
+            me,
+            self._courier,
+            self._connections,
             default_timeout_s=self._default_timeout_s,
-            limit_bytes=self._limit_bytes,
+            limit_bytes=limit_bytes,
         )
         self._pool.on_full = PoolWatch(self._pool, self._desk.asked).begin
-        self._service = CallService(
-            registry=self.registry,
-            inbox_id=self.inbox_id,
-            worker=self.worker,
-            node=self.node,
-            reply=self._courier.reply,
-            asked=self._desk.asked,
-            give_up=self._desk.give_up,
-            pool=self._pool,
-            receiver=self._receiver,
-        )
+        self._service = CallService(me, self.registry, self._courier.reply, self._desk, self._pool, self._io)
         self._sorter = MailSorter(
-            job_id=self.job_id,
-            inbox=self._sockets.inbox,
-            worker=self.worker,
-            intake=self._intake,
-            desk=self._desk,
-            service=self._service,
-            courier=self._courier,
-            post=self._post,
-            receiver=self._receiver,
-            reader=self._reader,
-            on_link_lost=self._on_link_lost,
+            me, self._desk, self._service, self._courier, self._connections, self._io, self._memory, self._reader
         )
         self._sweeper.start()
         self.unread.start()
         self._desk.start()
-        self._receiver.start()
-        self._remote_thread = self._sockets.start(self._sorter.take_remote, self._sorter.relay_lost)
+        self._connections.start(self._sorter)
+        self._io.start(self._sorter)
+        self._remote_thread = self._sockets.start(self._sorter)
         self._is_started = True
         after_fork(self._abandon)
-        return self._sockets.inbox
+        return inbox
 
     def update_directory(self, entries: Iterable[DirectoryEntry]) -> None:
         """Take news of the job's directory in, from any thread. The calls of an incarnation that is over have all ended
@@ -351,7 +265,7 @@ class BusEndpoint:
             return None
         memory = self._memory.allocate(nbytes)
         if memory is not None:
-            self._desk.want_trims()
+            self._trimmer.soon()
         return memory
 
     def close(self) -> None:
@@ -364,15 +278,16 @@ class BusEndpoint:
             if self._is_closing or not self._is_started or self._pid != os.getpid():
                 return
             self._is_closing = self._courier.is_closing = True
-        self._receiver.pass_on_now()  # a handler may close its own bus
+        self._io.pass_on_now()  # a handler may close its own bus
         self._courier.release()
         self._desk.close(f"the bus of worker {self.worker} was closed.")
         self._service.close()
         self._pool.close()
         self._linger()
-        self._post.close(LINGER_MS)
-        self._receiver.close()
+        self._connections.close(LINGER_MS)
+        self._io.close()
         has_ended = self._sockets.close()
+        self._trimmer.close(CLOSE_WITHIN_S)
         self._sweeper.close()
         self.unread.close()
         self._reader.close()
@@ -387,7 +302,7 @@ class BusEndpoint:
     def _linger(self) -> None:
         """Let answers leave that the kernel has not taken yet."""
         until = time.monotonic() + LINGER_MS / 1000
-        for link in self._receiver.links:
+        for link in self._io.links:
             link.wait_for_room(1, lambda: time.monotonic() >= until)
 
     def before_wait(self, awaited: Awaited, task: int = 0) -> tuple[InboundCall | int, bool, Awaited]:
@@ -397,7 +312,7 @@ class BusEndpoint:
             self._courier.release()
         if awaited.link is None and threading.get_ident() == self._remote_thread:
             raise awaited.waited_in_vain()
-        self._receiver.pass_on_now()
+        self._io.pass_on_now()
         return self._service.begin_wait(awaited, task), self._pool.waits(), awaited
 
     def after_wait(self, token: Any) -> None:
@@ -440,59 +355,25 @@ class BusEndpoint:
 
     def _may_wait(self, block: bool) -> bool:
         """Whether a call may wait for room on this thread: not on one that others need to receive."""
-        return block and not self._receiver.is_leader() and threading.get_ident() != self._remote_thread
-
-    def _on_tick(self) -> bool:
-        self._courier.release()
-        return self._receiver.tick()
+        return block and not self._io.is_leader() and threading.get_ident() != self._remote_thread
 
     def _trim(self) -> None:
         now = time.monotonic()
         is_owning, is_reading = self._memory.trim(now), self._reader.trim(now)
-        is_seeking = self._post.look(now)
+        is_seeking = self._connections.look(now)
         if is_owning or is_reading or is_seeking:
-            self._desk.want_trims()
+            self._trimmer.soon()
 
-    def _on_gone(self, inbox_id: str) -> None:
-        self._post.drop(inbox_id)  # first: what is granted later finds that its way is lost
+    def peer_gone(self, inbox_id: str) -> None:
+        """Forget the process behind an inbox."""
+        self._connections.drop(inbox_id)  # first: what is granted later finds that its way is lost
         self._service.caller_died(inbox_id)
-        self._intake.forget(inbox_id)
+        self._sorter.intake.forget(inbox_id)
         self._sweeper.put(partial(self._memory.forget, inbox_id))
         self._sweeper.put(partial(self._reader.forget, inbox_id))
-
-    def _make_link(self, connection: socket.socket, peer_id: str) -> UnixConnection:
-        """A link of ours, to the peer of that inbox."""
-        link = UnixConnection(
-            connection, self._receiver, self._sorter.take_answer, self._on_link_lost, is_ours=True, peer_id=peer_id
-        )
-        self._receiver.add(link)
-        return link
-
-    def _accept_link(self, connection: socket.socket) -> UnixConnection:
-        return UnixConnection(
-            connection,
-            self._receiver,
-            self._receiver.deliver,
-            self._on_link_lost,
-            is_ours=False,
-            full_bytes=self._limit_bytes,
-            on_room=self._service.resume,
-        )
-
-    def _on_link_lost(self, link: UnixConnection, reason: str) -> None:
-        self._post.forget(link)
-        link.close()
-        if link.error is not None:
-            self._intake.reject(link.error)
-        if link.peer_id:
-            self._memory.forget(link.peer_id)
-        if link.is_ours:
-            self._desk.step(pending.LinkLost(inbox_id=link.peer_id, reason=reason))
-        else:
-            self._service.link_lost(link)
 
     def _abandon(self) -> None:
         """Close the copies of the connections in a child, so that peers see at once when its parent ends."""
         if not self._is_closing:
-            self._receiver.abandon()
+            self._io.abandon()
             self._sockets.abandon()

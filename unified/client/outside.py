@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from unified.bus.calls.future import RpcFuture, gather
 from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.identity import BusIdentity, BusNetwork
 from unified.client.connection import MasterConnection
 from unified.errors import ClusterError, RpcError, UnifiedError, UsageError, nearest
 from unified.job.names import parse_worker
@@ -225,17 +226,11 @@ class OutsideCaller:
             if not found.relay:
                 raise ClusterError("the master has no bus relay, through which calls from outside a job go.")
             bus = BusEndpoint(
-                job_id=found.job_id,
-                worker=f"{OUTSIDE}{_me()}",
-                incarnation=0,
-                node=socket.gethostname(),
-                host_id="",
-                run_dir="",
-                address="",
-                relay=found.relay,
-                route="relay",
+                BusIdentity(
+                    job=found.job_id, worker=f"{OUTSIDE}{_me()}", incarnation=0, node=socket.gethostname(), host=""
+                ),
+                BusNetwork(run_dir="", address="", relay=found.relay, route="relay", key=self._connection.key),
                 registry=MethodRegistry({_PING: bool}),
-                key=self._connection.key,
             )
             try:
                 _meet_relay(bus, found.relay)

@@ -89,7 +89,7 @@ class Gatekeeper:
 
     def __init__(self, context: Context, key: ClusterKey | None, *, name: str) -> None:
         self.key = key
-        self._context = context
+        self.context = context
         self._name = name
         self._public = z85.decode(key.public.encode()) if key is not None else b""
         self._refusals, self._refused_peers = LogOnce(), LogOnce()
@@ -103,6 +103,12 @@ class Gatekeeper:
     def num_refused(self) -> int:
         """Connections, since the start."""
         return self._refusals.total
+
+    def socket(self, kind: int, *, is_server: bool = False) -> Socket:
+        """Make a socket of this context that uses the key, to be bound or to connect."""
+        socket = self.context.socket(kind)
+        self.secure(socket, is_server)
+        return socket
 
     def secure(self, socket: Socket, is_server: bool) -> None:
         """Prepare a socket of this context, before it is bound or connects."""
@@ -127,7 +133,7 @@ class Gatekeeper:
     def _guard(self, socket: Socket) -> None:
         address = f"inproc://unified.gate.{len(self._guarded)}"
         socket.monitor(address, _EVENTS)
-        monitor = self._context.socket(zmq.PAIR)
+        monitor = self.context.socket(zmq.PAIR)
         monitor.linger = 0
         monitor.rcvhwm = 0  # if events could not wait, libzmq would stop the socket instead
         monitor.connect(address)
@@ -139,12 +145,12 @@ class Gatekeeper:
         bell.send(_LOOK)
 
     def _start(self) -> Socket:
-        zap = self._context.socket(zmq.REP)
+        zap = self.context.socket(zmq.REP)
         zap.linger = 0
         zap.bind(_ZAP)
-        ear = self._context.socket(zmq.PAIR)
+        ear = self.context.socket(zmq.PAIR)
         ear.bind(_BELL)
-        self._bell = self._context.socket(zmq.PAIR)
+        self._bell = self.context.socket(zmq.PAIR)
         self._bell.connect(_BELL)
         self._thread = start_thread("bus-gate", self._serve, zap, ear)
         return self._bell

@@ -21,6 +21,7 @@ from unified import compat, error_file, process
 from unified.bus.calls.late_exports import LateExports
 from unified.bus.calls.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.identity import BusIdentity, BusNetwork
 from unified.config.logging import asked_level, log_from
 from unified.errors import EntryPointError
 from unified.job import by_value
@@ -138,16 +139,15 @@ class _WorkerProcess:
         settle_libraries(environment.thread_count(os.environ))
         sys.setswitchinterval(SWITCH_S)
         self._bus = bus = BusEndpoint(
-            job_id=launch.job_id,
-            worker=launch.name,
-            incarnation=launch.incarnation,
-            node=launch.node,
-            host_id=launch.host_id,
-            run_dir=launch.run_dir,
-            address=launch.address,
-            relay=launch.relay,
+            BusIdentity(
+                job=launch.job_id,
+                worker=launch.name,
+                incarnation=launch.incarnation,
+                node=launch.node,
+                host=launch.host_id,
+            ),
+            BusNetwork(run_dir=launch.run_dir, address=launch.address, relay=launch.relay, key=launch.key),
             default_timeout_s=launch.spec.call_timeout_s,
-            key=launch.key,
         )
         bus.unread.on_total = self._reporter.count_unread
         self._inbox = bus.start()

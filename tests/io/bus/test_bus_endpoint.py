@@ -23,6 +23,7 @@ from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT
 from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.identity import BusIdentity, BusNetwork
 from unified.bus.transport.framing import pack
 from unified.errors import (
     BusOverloadedError,
@@ -426,16 +427,8 @@ def test_path_too_long_for_a_socket_leaves_tcp(tmp_path: Path, caplog: pytest.Lo
 
 def test_start_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def endpoint(**given: str) -> BusEndpoint:
-        facts: dict[str, Any] = {"run_dir": str(tmp_path), "address": "127.0.0.1", **given}
-        return BusEndpoint(
-            job_id="j",
-            worker="a",
-            incarnation=0,
-            node="n",
-            host_id="h",
-            registry=MethodRegistry(),
-            **{**facts, **given},
-        )
+        network = BusNetwork(run_dir=str(tmp_path), address="127.0.0.1")._replace(**given)  # type: ignore[arg-type]
+        return BusEndpoint(BusIdentity("j", "a", 0, "n", "h"), network, registry=MethodRegistry())
 
     with pytest.raises(UsageError, match="has not been started"):
         endpoint().call("b", "m", (), {})

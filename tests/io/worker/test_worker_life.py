@@ -14,6 +14,7 @@ import pytest
 from tests.support.workers import HOST_ID, PATIENCE_S, Agent, Forker, attribute
 from unified.bus.calls.future import RpcFuture
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.identity import BusIdentity, BusNetwork
 from unified.errors import RpcNotFoundError
 from unified.job.payload import encode
 from unified.job.spec import EntryPoint
@@ -222,13 +223,8 @@ def calling(agent: Agent, hello: Hello) -> Iterator[Callable[..., RpcFuture[Any]
     """Calls of the only worker."""
     entry = DirectoryEntry(worker="role_1-0_1-0", incarnation=0, state=Reachability.ALIVE, inbox=hello.inbox)
     caller = BusEndpoint(
-        job_id="job-1",
-        worker="caller_1-0_1-0",
-        incarnation=0,
-        node="n1",
-        host_id=HOST_ID,
-        run_dir=str(agent.run_dir),
-        address="127.0.0.1",
+        BusIdentity(job="job-1", worker="caller_1-0_1-0", incarnation=0, node="n1", host=HOST_ID),
+        BusNetwork(run_dir=str(agent.run_dir), address="127.0.0.1"),
     )
     caller.start()
     try:

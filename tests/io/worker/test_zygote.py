@@ -375,7 +375,8 @@ for found in gc.get_objects():
 for name, module in list(sys.modules.items()):
     for attribute, value in list(vars(module).items()) if name != "__main__" else ():
         if type(value) in (int, str) and str(os.getpid()) in str(value) and not attribute.startswith("__"):
-            print("the zygote's pid:", name, attribute)
+            if (name, attribute) != ("unified.threads", "_own_pid"):  # which a hook renews in every fork
+                print("the zygote's pid:", name, attribute)
 """
 
 

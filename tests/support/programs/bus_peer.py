@@ -13,6 +13,7 @@ import numpy as np
 
 from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.identity import BusIdentity, BusNetwork
 
 
 def echo(value: object) -> object:
@@ -52,15 +53,8 @@ def fork() -> int:
 def main() -> None:
     worker, incarnation, run_dir, route, relay, host_id, *rest = sys.argv[1:]
     endpoint = BusEndpoint(
-        job_id="job-1",
-        worker=worker,
-        incarnation=int(incarnation),
-        node="n1",
-        host_id=host_id,
-        run_dir=run_dir,
-        address=rest[0] if rest else "127.0.0.1",
-        relay=relay,
-        route=route,
+        BusIdentity(job="job-1", worker=worker, incarnation=int(incarnation), node="n1", host=host_id),
+        BusNetwork(run_dir=run_dir, address=rest[0] if rest else "127.0.0.1", relay=relay, route=route),
         registry=MethodRegistry(
             echo=echo,
             total=total,

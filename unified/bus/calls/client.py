@@ -4,13 +4,12 @@ out."""
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,9 +23,9 @@ from unified.bus.calls.registry import is_runtimes
 from unified.bus.calls.remote_errors import rebuild
 from unified.bus.calls.sender import Courier, Parcel
 from unified.bus.codec.codec import decode
+from unified.bus.identity import BusIdentity
 from unified.bus.streams.stream import Host, RpcStream, StreamFeed
 from unified.bus.transport.connections import ConnectionTable
-from unified.bus.transport.io_threads import TICK_S
 from unified.bus.transport.unix_connection import UnixConnection
 from unified.core.directory import Change, WorkerDirectory
 from unified.errors import ProtocolError, RouteLostError, RpcError
@@ -34,7 +33,6 @@ from unified.protocol.envelope import Envelope, Kind
 from unified.protocol.records import DirectoryEntry, Inbox
 from unified.threads import CLOSE_WITHIN_S, SerialWorker, TimerThread, start_thread
 
-TRIM_S = 2.0
 _NO_CHAIN: list[int] = []
 
 
@@ -73,39 +71,37 @@ class _Outbound(msgspec.Struct, eq=False):
             self.future.fail(error, later)
 
 
+class ClientHost(Host, Protocol):
+    """The endpoint, as its client sees it."""
+
+    def peer_gone(self, inbox_id: str) -> None:
+        """The process behind an inbox is gone."""
+
+
 class CallDesk:
     """The open calls of one endpoint.
 
     Args:
         host: around a thread that waits for a future.
-        inbox_id: of this endpoint.
-        on_gone: the process behind an inbox is gone.
-        on_tick: called every `TICK_S` while it returns True, once `want_ticks` was called.
-        on_trim: called `TRIM_S` after `want_trims` was.
+        directory: of the job; changed by `learn` alone.
         default_timeout_s, limit_bytes: see `BusEndpoint`.
     """
 
     def __init__(
         self,
-        *,
-        host: Host,
+        host: ClientHost,
         directory: WorkerDirectory,
-        inbox_id: str,
+        identity: BusIdentity,
         courier: Courier,
-        post: ConnectionTable,
-        on_gone: Callable[[str], None],
-        on_tick: Callable[[], bool],
-        on_trim: Callable[[], object],
+        connections: ConnectionTable,
+        *,
         default_timeout_s: float | None,
         limit_bytes: int,
     ) -> None:
         self._host = host
-        self._trace = f"{inbox_id[:8]}."
+        self._trace = f"{identity.inbox[:8]}."
         self._courier = courier
-        self._post = post
-        self._on_gone = on_gone
-        self._on_tick = on_tick
-        self._on_trim = on_trim
+        self._connections = connections
         self._default_timeout_s = default_timeout_s
         self._lock = threading.Lock()
         self.table = pending.CallTable(directory)
@@ -115,8 +111,6 @@ class CallDesk:
         self._reaper = SerialWorker("bus-reaper", self._cancel)
         self._resumer = SerialWorker("bus-resumer", self._send_waiting)
         self._timer = TimerThread("bus-alarm", self._pass_time, stays=True)
-        self._ticks_at = math.inf
-        self._trims_at = math.inf
 
     def start(self) -> None:
         """Start the threads."""
@@ -312,18 +306,6 @@ class CallDesk:
             if outbound.inbox is not None and outbound.inbox.inbox_id == inbox_id:
                 outbound.is_relayed = True
 
-    def want_ticks(self) -> None:
-        """Have `on_tick` called."""
-        if self._ticks_at == math.inf:
-            self._ticks_at = at = time.monotonic()
-            self._timer.set(at)
-
-    def want_trims(self) -> None:
-        """Have `on_trim` called."""
-        if self._trims_at == math.inf:
-            self._trims_at = at = time.monotonic() + TRIM_S
-            self._timer.set(at)
-
     def _cancel(self, call_id: int) -> None:
         self.step(pending.CallCancelled(call_id=call_id))
 
@@ -338,7 +320,7 @@ class CallDesk:
             case pending.SendCancel(call_id=call_id, inbox=inbox):
                 self._courier.tell(Kind.CANCEL, call_id, inbox)
             case pending.DropPeer(inbox_id=inbox_id):
-                self._on_gone(inbox_id)
+                self._host.peer_gone(inbox_id)
 
     def _send_waiting(self, target: str) -> None:
         """On a thread of its own: news and deadlines cannot wait until all is connected, and large arguments copied."""
@@ -357,7 +339,7 @@ class CallDesk:
         if outbound.parcel is None or outbound.future is None:
             return
         try:
-            way = self._post.way(inbox)
+            way = self._connections.way(inbox)
         except RpcError as error:
             self.step(pending.SendFailed(call_id=call_id, error=error))
             return
@@ -428,23 +410,7 @@ class CallDesk:
                 outbound.link.unwant()
 
     def _pass_time(self) -> None:
-        """Tell the table that time has passed, and the receiver while it wants to know; on the timer's thread."""
-        try:
-            now = time.monotonic()
-            if self._ticks_at <= now:
-                self._ticks_at = math.inf  # first: what begins from here on asks again
-                if self._on_tick():
-                    self._ticks_at = now + TICK_S
-            if self._trims_at <= now:
-                self._trims_at = math.inf  # first: what is used from here on asks again
-                self._on_trim()
-            due = self.table.next_deadline
-            if due is not None and due <= now:
-                self.step(pending.TimePassed())
-        finally:
-            self._timer.set(min(self._ticks_at, self._trims_at))
-            with self._lock:
-                self._mind_deadlines()
+        self.step(pending.TimePassed())
 
 
 def _call_back(futures: list[RpcFuture[Any]]) -> None:

@@ -19,15 +19,15 @@ from unified.bus.calls.remote_errors import describe_ours
 from unified.bus.calls.sender import Courier
 from unified.bus.calls.server import CallService
 from unified.bus.codec.codec import Encoded
+from unified.bus.identity import BusIdentity
+from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import PayloadGoneError, SharedReader
 from unified.bus.transport.connections import ConnectionTable, Tombstones
-from unified.bus.transport.framing import Frames
+from unified.bus.transport.framing import Frames, RemoteMessage
 from unified.bus.transport.io_threads import IoThreads
-from unified.bus.transport.listeners import RemoteMessage
-from unified.bus.transport.unix_connection import UnixConnection
+from unified.bus.transport.unix_connection import TransportEvents, UnixConnection
 from unified.errors import BusOverloadedError, ProtocolError, RouteLostError, RpcError
 from unified.protocol.envelope import (
-    BUS_VERSION,
     OUTSIDE,
     Bytes,
     Envelope,
@@ -88,18 +88,17 @@ class Intake:
     """Checks what comes to one inbox.
 
     Args:
-        worker: whose inbox it is, for the log.
-        departed: whose calls are not taken in.
+        tombstones: of those whose calls are not taken in.
 
     Attributes:
         num_rejected: messages that were dropped.
     """
 
-    def __init__(self, *, job_id: str, inbox_id: str, worker: str, departed: Tombstones) -> None:
-        self._job_id = job_id
-        self._inbox_id = inbox_id
-        self._worker = worker
-        self._departed = departed
+    def __init__(self, identity: BusIdentity, tombstones: Tombstones) -> None:
+        self._job_id = identity.job
+        self._inbox_id = identity.inbox
+        self._worker = identity.worker
+        self._tombstones = tombstones
         self._seen: dict[str, SeenCalls] = {}
         self._outsiders: deque[str] = deque()
         self.on_outsider_gone: Callable[[str], object] = lambda inbox_id: None
@@ -129,7 +128,7 @@ class Intake:
         """
         seen = self._seen.get(envelope.sender)
         if seen is None:
-            if envelope.sender in self._departed:
+            if envelope.sender in self._tombstones:
                 raise ProtocolError(f"call {envelope.call_id} of a life of worker {envelope.worker} that is over")
             if envelope.worker.startswith(OUTSIDE):
                 self._meet_outsider(envelope.sender)
@@ -150,7 +149,7 @@ class Intake:
             self.on_outsider_gone(gone)
 
     def forget(self, inbox_id: str) -> None:
-        """That life is over; `departed` has it."""
+        """That life is over; `tombstones` has it."""
         self._seen.pop(inbox_id, None)
 
     def reject(self, error: ProtocolError) -> None:
@@ -179,62 +178,59 @@ logger = logging.getLogger(__name__)
 _ANSWERS = (Kind.RESULT, Kind.ITEM, Kind.ERROR, Kind.STREAM)  # no set: to hash an enum takes longer than to look
 
 
-class MailSorter:
+class MailSorter(TransportEvents):
     """Hands on what one endpoint receives. What cannot be believed or read is counted and dropped.
 
     Args:
-        job_id, inbox, worker: of this endpoint.
-        intake: looks at envelopes.
         desk: gets the answers.
         service: gets the calls.
-        on_link_lost: a link began with rubbish.
+        memory, reader: shared memory of this process, and of others.
+
+    Attributes:
+        intake: looks at envelopes.
     """
 
     def __init__(
         self,
-        *,
-        job_id: str,
-        inbox: Inbox,
-        worker: str,
-        intake: Intake,
+        identity: BusIdentity,
         desk: CallDesk,
         service: CallService,
         courier: Courier,
-        post: ConnectionTable,
-        receiver: IoThreads,
+        connections: ConnectionTable,
+        io: IoThreads,
+        memory: SharedPool,
         reader: SharedReader,
-        on_link_lost: Callable[[UnixConnection, str], None],
     ) -> None:
-        self._job_id = job_id
-        self._inbox = inbox
-        self._worker = worker
-        self._intake = intake
+        self._identity = identity
+        self._worker = identity.worker
         self._desk = desk
         self._service = service
         self._courier = courier
-        self._post = post
-        self._receiver = receiver
+        self._connections = connections
+        self._io = io
+        self._memory = memory
         self._reader = reader
-        self._on_link_lost = on_link_lost
+        self.intake = Intake(identity, connections.tombstones)
+        self.intake.on_outsider_gone = connections.forget_relayed
 
-    def take_mail(self, link: UnixConnection, frames: Frames) -> None:
-        """On the thread that leads: what a peer of this host has sent."""
+    def message_came(self, link: UnixConnection, frames: Frames) -> None:
+        """See `TransportEvents`, as for all that follow."""
         try:
-            envelope = self._intake.read(frames.envelope)
+            envelope = self.intake.read(frames.envelope)
             if envelope.kind is Kind.HELLO:
                 inbox = decode_hello(frames.body)
-                self._post.greet(envelope.sender, inbox)
+                self._connections.greet(envelope.sender, inbox)
                 link.peer_id = envelope.sender
-                link.meet(inbox, self._inbox)
+                link.meet(inbox, self._connections.inbox)
                 return
             if envelope.sender != link.peer_id:
                 raise ProtocolError(f"from inbox {envelope.sender!r}, which is not who said HELLO on this connection")
             buffers = self._buffers(envelope, frames, link)
             self._dispatch(envelope, frames.body, buffers, link, False)
         except ProtocolError as error:
-            self._intake.reject(error)
+            self.intake.reject(error)
             if not link.peer_id:  # it did not even begin as it should
-                self._on_link_lost(link, str(error))
+                self.connection_lost(link, str(error))
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
 
@@ -251,7 +247,7 @@ class MailSorter:
         except ProtocolError as error:
             self._refuse_unreadable(envelope, link, error)
             raise
-        self._desk.want_trims()
+        self._connections.trimmer.soon()
         return buffers
 
     def _refuse_unreadable(self, envelope: Envelope, link: UnixConnection, reason: ProtocolError) -> None:
@@ -288,11 +284,10 @@ class MailSorter:
         )
         self._courier.reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
 
-    def take_answer(self, link: UnixConnection, frames: Frames) -> None:
-        """On whichever thread reads it: what came on a link of ours."""
-        is_lent = self._receiver.lend()
+    def answer_came(self, link: UnixConnection, frames: Frames) -> None:
+        is_lent = self._io.lend()
         try:
-            envelope = self._intake.read(frames.envelope)
+            envelope = self.intake.read(frames.envelope)
             if envelope.sender != link.peer_id or envelope.kind not in _ANSWERS:
                 if envelope.kind is Kind.WAITS and envelope.sender == link.peer_id:
                     self._service.watch.hear(envelope.call_id, frames.body)
@@ -301,27 +296,26 @@ class MailSorter:
             buffers = self._buffers(envelope, frames, link)
             self._desk.take(envelope, frames.body, buffers)
         except ProtocolError as error:
-            self._intake.reject(error)
+            self.intake.reject(error)
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
         finally:
             if is_lent:
-                self._receiver.take_back()
+                self._io.take_back()
 
-    def take_remote(self, mail: RemoteMessage) -> None:
-        """On the thread for other hosts."""
+    def remote_came(self, mail: RemoteMessage) -> None:
         try:
-            envelope = self._intake.read(mail.envelope)
+            envelope = self.intake.read(mail.envelope)
             if envelope.kind in _ANSWERS:
                 self._desk.take(envelope, mail.body, mail.buffers)
             elif envelope.kind is Kind.HELLO:
-                self._post.greet(envelope.sender, decode_hello(mail.body))
+                self._connections.greet(envelope.sender, decode_hello(mail.body))
             elif envelope.kind is Kind.UNDELIVERABLE:
                 self._on_undeliverable(envelope, mail)
             else:
                 self._dispatch(envelope, mail.body, mail.buffers, None, mail.is_relayed)
         except ProtocolError as error:
-            self._intake.reject(error)
+            self.intake.reject(error)
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
 
@@ -331,7 +325,7 @@ class MailSorter:
         match envelope.kind:
             case Kind.CALL:
                 try:
-                    self._intake.check_new(envelope)
+                    self.intake.check_new(envelope)
                 except TooOldError:
                     self._answer_too_old(envelope, link, is_relayed)
                     raise
@@ -360,10 +354,36 @@ class MailSorter:
             case _:
                 raise ProtocolError(f"an unexpected {envelope.kind.name} from worker {envelope.worker}")
 
+    def idle(self) -> None:
+        self._courier.release()
+
+    def room_came(self, link: UnixConnection) -> None:
+        self._service.resume(link)
+
+    def connection_lost(self, link: UnixConnection, reason: str) -> None:
+        self._connections.forget(link)
+        link.close()
+        if link.error is not None:
+            self.intake.reject(link.error)
+        if link.peer_id:
+            self._memory.forget(link.peer_id)
+        if link.is_ours:
+            self._desk.step(pending.LinkLost(inbox_id=link.peer_id, reason=reason))
+        else:
+            self._service.link_lost(link)
+
+    def relayed(self, inbox_id: str) -> None:
+        self._desk.detoured(inbox_id)
+
+    def lost(self, inbox_id: str, reason: str) -> None:
+        self._desk.step(pending.LinkLost(inbox_id=inbox_id, reason=reason))
+
+    def unsure(self, inbox_id: str) -> None:
+        self._service.peer_lost(inbox_id)
+
     def relay_lost(self) -> None:
-        """The connection to the relay broke: what was on its way may be lost."""
         self._desk.relay_lost()
-        self._service.relay_lost(self._post.is_relayed)
+        self._service.relay_lost(self._connections.is_relayed)
 
     def _on_undeliverable(self, envelope: Envelope, mail: RemoteMessage) -> None:
         lost = decode_undelivered(mail.body)
@@ -379,15 +399,6 @@ class MailSorter:
                     f"worker {self._worker} answered {envelope.method!r}, and the relay dropped the answer: too many "
                     "bytes already wait there for the caller. Call less at once, or ask for smaller results."
                 )
-                ours = Envelope(
-                    BUS_VERSION,
-                    Kind.ERROR,
-                    envelope.call_id,
-                    self._inbox.inbox_id,
-                    self._worker,
-                    lost.target,
-                    envelope.method,
-                    job=self._job_id,
-                )
-                way = self._post.way(Inbox(inbox_id=lost.target))
+                ours = self._identity.envelope(Kind.ERROR, lost.target, envelope.call_id, envelope.method)
+                way = self._connections.way(Inbox(inbox_id=lost.target))
                 self._courier.send(way, ours, describe_ours(error), [], False, lambda: False)

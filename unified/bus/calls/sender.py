@@ -15,13 +15,15 @@ from unified.bus.calls.inbound import InboundCall
 from unified.bus.codec.codec import Encoded
 from unified.bus.codec.cuda import settle
 from unified.bus.codec.tensors import DeviceTensor
-from unified.bus.executor import HandlerPool
+from unified.bus.executor import HandlerPool, Trimmer
+from unified.bus.identity import BusIdentity
 from unified.bus.shm.export import Export, ExportedBuffers
 from unified.bus.shm.pool import SharedPool
 from unified.bus.transport.connections import Connection, ConnectionTable
 from unified.bus.transport.framing import JOINED_BYTES, pack
 from unified.bus.transport.io_threads import IoThreads
 from unified.bus.transport.unix_connection import UnixConnection
+from unified.core.directory import WorkerDirectory
 from unified.errors import RpcError
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
 from unified.protocol.records import Inbox
@@ -83,40 +85,32 @@ class Courier:
     """Everything that one endpoint sends.
 
     Args:
-        job_id, inbox_id, worker: the sender, as envelopes name it.
-        find_inbox: of a living peer, by inbox id, from the directory.
         pool: waits for room where the sending thread must not.
         memory: for large payloads on this host.
-        on_holding: `release` is to be called soon.
-        on_sharing: `memory` is in use.
+        directory: has the inboxes of living peers.
+        trimmer: gives back what is idle of `memory`.
         limit_bytes: that may wait on one way before a sender that may wait has to.
     """
 
     def __init__(
         self,
-        *,
-        job_id: str,
-        inbox_id: str,
-        worker: str,
-        post: ConnectionTable,
-        receiver: IoThreads,
+        identity: BusIdentity,
+        connections: ConnectionTable,
+        io: IoThreads,
         pool: HandlerPool,
         memory: SharedPool,
-        find_inbox: Callable[[str], Inbox | None],
-        on_holding: Callable[[], None],
-        on_sharing: Callable[[], None],
+        directory: WorkerDirectory,
+        trimmer: Trimmer,
         limit_bytes: int,
     ) -> None:
-        self._job_id = job_id
-        self._inbox_id = inbox_id
-        self._worker = worker
-        self._post = post
-        self._receiver = receiver
+        self._identity = identity
+        self._job_id, self._inbox_id, self._worker = identity.job, identity.inbox, identity.worker
+        self._connections = connections
+        self._io = io
         self._pool = pool
         self._memory = memory
-        self._find_inbox = find_inbox
-        self._on_holding = on_holding
-        self._on_sharing = on_sharing
+        self._directory = directory
+        self._trimmer = trimmer
         self._limit_bytes = limit_bytes
         self._places = itertools.count(1)
         self._holding: set[UnixConnection] = set()
@@ -176,7 +170,7 @@ class Courier:
             if inbox is None:
                 return False
             try:
-                way = self._post.way(inbox, call.is_relayed)
+                way = self._connections.way(inbox, call.is_relayed)
             except (RpcError, OSError) as error:
                 logger.warning("worker=%s event=answer-lost method=%s reason=%r", self._worker, call.method, str(error))
                 return False
@@ -199,11 +193,9 @@ class Courier:
 
     def tell(self, kind: Kind, call_id: int, inbox: Inbox, count: int = 0) -> None:
         """Send a CANCEL or a MORE; lost, the handler runs on for nothing, or waits for the caller's end."""
-        envelope = Envelope(
-            BUS_VERSION, kind, call_id, self._inbox_id, self._worker, inbox.inbox_id, job=self._job_id, count=count
-        )
+        envelope = self._identity.envelope(kind, inbox.inbox_id, call_id, count=count)
         with contextlib.suppress(RpcError, OSError):
-            self.send(self._post.way(inbox), envelope, b"", [], False, lambda: False)
+            self.send(self._connections.way(inbox), envelope, b"", [], False, lambda: False)
 
     def send(
         self,
@@ -221,7 +213,7 @@ class Courier:
             if self._shares_write(way, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
                 if way.hold(pieces[0]) and way not in self._holding:
                     self._holding.add(way)
-                    self._on_holding()
+                    self._io.tick_soon()
                 return True
             way.send(pieces)
             if may_wait and way.backlog_bytes > self._limit_bytes and envelope.kind not in _ENDS:
@@ -261,7 +253,7 @@ class Courier:
             return None, buffers
         if way.is_lost:  # and what was on its way there forgotten, perhaps before this was
             self._memory.forget(way.peer_id)
-        self._on_sharing()
+        self._trimmer.soon()
         return granted.shared, granted.frames
 
     def release(self) -> None:
@@ -282,9 +274,9 @@ class Courier:
             is_burst = now - link.sent_at < BURST_S
             link.sent_at = now
             return is_burst
-        return kind is Kind.RESULT and self._receiver.has_mail and self._receiver.is_leader()
+        return kind is Kind.RESULT and self._io.has_mail and self._io.is_leader()
 
     def _inbox_of(self, inbox_id: str, is_relayed: bool) -> Inbox | None:
         """Where an answer goes. None if its sender is known to be dead; one that the relay knows need not be known."""
-        known = self._post.greeted(inbox_id) or self._find_inbox(inbox_id)
+        known = self._connections.greeted(inbox_id) or self._directory.inbox(inbox_id)
         return Inbox(inbox_id=inbox_id) if known is None and is_relayed else known

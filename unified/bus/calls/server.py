@@ -11,13 +11,13 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from unified.bus.calls.concurrency import Gate, StartOrder
-from unified.bus.calls.deadlock.monitor import Asked, LineWatch
+from unified.bus.calls.deadlock.monitor import LineWatch, OpenCalls
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT, InboundCall, Reply
 from unified.bus.calls.recent_replies import AnsweredCalls
@@ -25,6 +25,7 @@ from unified.bus.calls.registry import Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
 from unified.bus.codec.codec import Encoded, decode, encode
 from unified.bus.executor import HandlerPool, LoopThread
+from unified.bus.identity import BusIdentity
 from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
 from unified.bus.streams.stream import Awaited
 from unified.bus.transport.io_threads import INLINE_TICKS, IoThreads
@@ -46,33 +47,27 @@ class CallService:
         watch: over calls in line.
 
     Args:
-        inbox_id, worker, node: of this endpoint.
         reply: sends an answer home.
-        asked: the open calls that were made here.
-        give_up: ends one of them, by its id.
+        calls: those that were made here.
         pool: for sync handlers; shared with whoever else must not block.
-        receiver: whose leading thread may run short handlers.
+        io: whose leading thread may run short handlers.
     """
 
     def __init__(
         self,
-        *,
+        identity: BusIdentity,
         registry: MethodRegistry,
-        inbox_id: str,
-        worker: str,
-        node: str,
         reply: Reply,
-        asked: Callable[[], Iterable[Asked]],
-        give_up: Callable[[int, RpcError], object],
+        calls: OpenCalls,
         pool: HandlerPool,
-        receiver: IoThreads,
+        io: IoThreads,
     ) -> None:
         self._registry = registry
-        self._worker = worker
+        self._worker = identity.worker
         self._reply = reply
         self._pool = pool
-        self._receiver = receiver
-        self._errors = HandlerErrors(worker, node, globals())
+        self._io = io
+        self._errors = HandlerErrors(identity.worker, identity.node, globals())
         self._loop = LoopThread()
         self._known: dict[tuple[str, int], InboundCall] = {}
         self._early: list[InboundCall] | None = []
@@ -81,18 +76,16 @@ class CallService:
         self._order: StartOrder[InboundCall] = StartOrder()
         self._parked: dict[UnixConnection, list[Callable[[], object]]] = {}
         """What would begin calls whose link is full."""
-        self._answered = AnsweredCalls(worker, lambda *answer: self._reply(*answer))
+        self._answered = AnsweredCalls(identity.worker, lambda *answer: self._reply(*answer))
         self._lock = threading.Lock()
         self.watch = LineWatch(
-            inbox_id=inbox_id,
-            worker=worker,
+            identity,
             known=self._known,
             gates=self._gates,
             lock=self._lock,
             reply=reply,
             refuse=self._refuse,
-            asked=asked,
-            give_up=give_up,
+            calls=calls,
         )
         self._refusing = threading.local()
         pool.on_used_up = self._refuse_queued
@@ -239,8 +232,8 @@ class CallService:
         elif (
             method.pace.is_short
             and method.gate is None
-            and self._receiver.is_leader()
-            and self._receiver.may_run
+            and self._io.is_leader()
+            and self._io.may_run
             and self._order.is_free(call)
             and not (call.link is not None and call.link.is_full)
         ):
@@ -252,12 +245,12 @@ class CallService:
                 self._pool.submit(partial(self._run, call, method, True))
 
     def _run_here(self, call: InboundCall, method: Method) -> None:
-        is_lent = self._receiver.lend(INLINE_TICKS if method.is_inline else 1)
+        is_lent = self._io.lend(INLINE_TICKS if method.is_inline else 1)
         try:
             self._run(call, method, False)
         finally:
             if is_lent:
-                self._receiver.take_back()
+                self._io.take_back()
 
     def _run(self, call: InboundCall, method: Method, in_line: bool) -> None:
         """Run a plain handler to its end, on this thread."""
@@ -292,7 +285,7 @@ class CallService:
             if in_line:
                 self._start_next(call)
             CURRENT.reset(token)
-        self._answer(call, kind, answer, not self._receiver.is_leader())
+        self._answer(call, kind, answer, not self._io.is_leader())
 
     def _park(self, link: UnixConnection, begin: Callable[[], object]) -> None:
         with self._lock:

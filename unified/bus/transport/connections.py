@@ -9,21 +9,23 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from unified.bus.executor import Trimmer
+from unified.bus.identity import BusIdentity
 from unified.bus.transport.failover import GIVE_UP_AFTER_S, State
 from unified.bus.transport.framing import pack
 from unified.bus.transport.io_threads import IoThreads
 from unified.bus.transport.routes import LOCAL, Policy, Route, choose_route
-from unified.bus.transport.unix_connection import UnixConnection
+from unified.bus.transport.unix_connection import TransportEvents, UnixConnection
 from unified.bus.transport.zmq_connection import SocketSender, ZmqConnection
 from unified.errors import RpcCancelledError, WorkerDiedError
-from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope, encode_record
+from unified.protocol.envelope import Kind, encode_envelope, encode_record
 from unified.protocol.records import Inbox
+from unified.security.curve import Gatekeeper
 
 
 class Tombstones:
@@ -54,62 +56,51 @@ Connection = UnixConnection | SocketSender
 
 
 class ConnectionTable:
-    """The ways out of one process, by inbox id.
+    """The connections of one process, by inbox id.
 
     Args:
         inbox: this process's own; new peers are told of it, so that they can answer.
-        departed: to whom nothing leads any more; kept by `drop`.
-        job: what HELLO says it belongs to.
-        make_link: makes a link of a connection to the peer of this inbox id, and has it read.
-        receiver: looks after connections to other hosts.
-        on_seeking: `look` is to be called every few seconds.
-        on_detour: calls that wait for a connection to this inbox go through the relay.
-        on_broken: calls that were sent to this inbox may be lost; why.
-        on_unsure: the same of answers, and it is alive.
-        secure: prepares a socket that will connect to another host.
+        files: looks after the Unix connections, and the sockets of others.
+        trimmer: calls `look` every few seconds, when asked to.
+
+    Attributes:
+        tombstones: of inboxes that nothing leads to any more; kept by `drop`.
+        limit_bytes: of what waits on one connection.
     """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        *,
+        identity: BusIdentity,
         inbox: Inbox,
-        departed: Tombstones,
-        worker: str,
-        job: str,
         policy: Policy,
         relay: str,
+        gatekeeper: Gatekeeper,
+        files: IoThreads,
+        trimmer: Trimmer,
         limit_bytes: int,
-        make_link: Callable[[socket.socket, str], UnixConnection],
-        receiver: IoThreads,
-        on_seeking: Callable[[], None],
-        on_detour: Callable[[str], None],
-        on_broken: Callable[[str, str], None],
-        on_unsure: Callable[[str], None],
-        secure: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
     ) -> None:
-        self._context = context
-        self._inbox = inbox
-        self._worker = worker
-        self._job = job
-        self._make_link = make_link
-        self._receiver = receiver
-        self._on_seeking = on_seeking
-        self._on_detour = on_detour
-        self._on_broken = on_broken
-        self._on_unsure = on_unsure
-        self._secure = secure
+        self.inbox = inbox
+        self.gatekeeper = gatekeeper
+        self.limit_bytes = limit_bytes
+        self.has_relay = bool(relay)
+        self.files = files
+        self.tombstones = Tombstones()
+        self._identity = identity
         self._policy = policy
         self._relay = relay
-        self._limit_bytes = limit_bytes
-        self._ways: dict[str, Connection] = {}
+        self.trimmer = trimmer
+        self._events: TransportEvents
+        self._connections: dict[str, Connection] = {}
         self._relayed: set[str] = set()
         self._greeted: dict[str, Inbox] = {}
-        self._dead = departed
         self._broken: dict[str, float] = {}
         """Peers who are to be told that answers may be lost, and when."""
         self._lock = threading.Lock()
         self._is_closed = False
+
+    def start(self, events: TransportEvents) -> None:
+        """Allow connections to be made."""
+        self._events = events
 
     def way(self, inbox: Inbox, came_relayed: bool = False) -> Connection:
         """What leads to this inbox, made at first use.
@@ -121,28 +112,28 @@ class ConnectionTable:
             RpcError: nothing does, or its life is over.
             OSError: it is on this host, and nobody listens.
         """
-        way = self._ways.get(_RELAY if inbox.inbox_id in self._relayed else inbox.inbox_id)
+        way = self._connections.get(_RELAY if inbox.inbox_id in self._relayed else inbox.inbox_id)
         return way if way is not None else self._connect(inbox, came_relayed)
 
     def is_relayed(self, inbox_id: str) -> bool:
         """What is sent to it now goes through the relay."""
-        way = self._ways.get(inbox_id)
+        way = self._connections.get(inbox_id)
         return inbox_id in self._relayed or (way is not None and way.is_relay)
 
     def look(self, now: float) -> bool:
         """Time has passed; whether there is anything more to wait for."""
-        ways = [way for way in list(self._ways.values()) if isinstance(way, ZmqConnection)]
+        ways = [way for way in list(self._connections.values()) if isinstance(way, ZmqConnection)]
         for way in ways:
             way.look(now)
         for inbox_id in [each for each, due in list(self._broken.items()) if due <= now]:
             del self._broken[inbox_id]
-            if inbox_id not in self._dead:
-                self._on_unsure(inbox_id)
+            if inbox_id not in self.tombstones:
+                self._events.unsure(inbox_id)
         return bool(self._broken) or any(way.may_give_back for way in ways)
 
     def greet(self, inbox_id: str, inbox: Inbox) -> None:
         """A peer said where it can be answered."""
-        if inbox.inbox_id == inbox_id and inbox_id not in self._dead:
+        if inbox.inbox_id == inbox_id and inbox_id not in self.tombstones:
             self._greeted[inbox_id] = inbox
 
     def greeted(self, inbox_id: str) -> Inbox | None:
@@ -151,10 +142,10 @@ class ConnectionTable:
     def drop(self, inbox_id: str) -> None:
         """Its process is gone: what is queued for it is forgotten."""
         with self._lock:
-            self._dead.add(inbox_id)
+            self.tombstones.add(inbox_id)
             self._greeted.pop(inbox_id, None)
             self._relayed.discard(inbox_id)
-            way = self._ways.pop(inbox_id, None)
+            way = self._connections.pop(inbox_id, None)
         if way is not None:
             way.close()
 
@@ -165,106 +156,95 @@ class ConnectionTable:
     def forget(self, link: UnixConnection) -> None:
         """It broke; should its peer be alive, the next message makes a new one."""
         with self._lock:
-            if self._ways.get(link.peer_id) is link:
-                del self._ways[link.peer_id]
+            if self._connections.get(link.peer_id) is link:
+                del self._connections[link.peer_id]
 
     def close(self, linger_ms: int) -> None:
         """Close all; what is queued for the living is given `linger_ms`."""
         with self._lock:
             self._is_closed = True
-            ways, self._ways = list(self._ways.values()), {}
+            ways, self._connections = list(self._connections.values()), {}
         for way in ways:
             if isinstance(way, SocketSender):
                 way.close(linger_ms)
 
     def _connect(self, inbox: Inbox, came_relayed: bool) -> Connection:
-        route = choose_route(_present(inbox), host_id=self._inbox.host_id, policy=self._policy, relay=self._relay)
+        route = choose_route(_present(inbox), host_id=self.inbox.host_id, policy=self._policy, relay=self._relay)
         key = _RELAY if route.kind == "relay" else inbox.inbox_id
         with self._lock:
             if self._is_closed:
-                raise RpcCancelledError(f"the bus of worker {self._worker} was closed.")
-            if inbox.inbox_id in self._dead:  # whoever still writes to it was overtaken by the news
+                raise RpcCancelledError(f"the bus of worker {self._identity.worker} was closed.")
+            if inbox.inbox_id in self.tombstones:  # whoever still writes to it was overtaken by the news
                 raise WorkerDiedError(f"inbox {inbox.inbox_id} belongs to a life that is over.")
             if route.kind == "relay":
                 self._relayed.add(inbox.inbox_id)
-            way = self._ways.get(key)
+            way = self._connections.get(key)
             if way is None:
-                way = self._ways[key] = self._make(route, inbox, came_relayed)
+                way = self._connections[key] = self._make(route, inbox, came_relayed)
         if isinstance(way, ZmqConnection):
-            self._on_seeking()
+            self.trimmer.soon()
             way.read()  # a monitor tells only whoever has looked whether there is anything yet
         return way
 
     def _make(self, route: Route, inbox: Inbox, came_relayed: bool) -> Connection:
         kind, address = route
         if kind == "ipc":
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                connection.settimeout(_CONNECT_WITHIN_S)
-                connection.connect(address.removeprefix(LOCAL))
+                connected.settimeout(_CONNECT_WITHIN_S)
+                connected.connect(address.removeprefix(LOCAL))
             except OSError:
-                connection.close()
+                connected.close()
                 raise
-            link = self._make_link(connection, inbox.inbox_id)
-            link.meet(inbox, self._inbox)
+            connection = UnixConnection(connected, self.files, self._events, peer_id=inbox.inbox_id)
+            self.files.add(connection)
+            connection.meet(inbox, self.inbox)
             envelope, body = self._hello(inbox.inbox_id)
-            link.send(pack(envelope, body, ()))
-            return link
+            connection.send(pack(envelope, body, ()))
+            return connection
         if kind == "relay":
             return self._make_relay()
-        return ZmqConnection(
-            self._context,
-            address,
-            inbox_id=inbox.inbox_id,
-            limit_bytes=self._limit_bytes,
-            greeting=self._hello(inbox.inbox_id),
-            secure=self._secure,
-            has_relay=bool(self._relay),
-            find_relay=self._find_relay,
-            is_relayed=came_relayed,
-            watch=self._receiver.watch_file,
-            unwatch=self._receiver.unwatch_file,
-            on_change=self._on_change,
-        )
+        return ZmqConnection(self, address, inbox.inbox_id, self._hello(inbox.inbox_id), is_relayed=came_relayed)
 
     def _make_relay(self) -> SocketSender:
-        return SocketSender(self._context, zmq.DEALER, self._relay, limit_bytes=self._limit_bytes, secure=self._secure)
+        return SocketSender(self.gatekeeper, zmq.DEALER, self._relay, self.limit_bytes)
 
-    def _find_relay(self) -> SocketSender | None:
+    def find_relay(self) -> SocketSender | None:
+        """Return the sender to the relay; None: there is none, or all is being closed."""
         with self._lock:
-            way = self._ways.get(_RELAY)
-            if way is None and not self._is_closed:
-                way = self._ways[_RELAY] = self._make_relay()
+            way = self._connections.get(_RELAY)
+            if way is None and self.has_relay and not self._is_closed:
+                way = self._connections[_RELAY] = self._make_relay()
         return way if isinstance(way, SocketSender) else None
 
-    def _on_change(self, way: ZmqConnection, before: State) -> None:
+    def state_changed(self, way: ZmqConnection, before: State) -> None:
+        """Log the new state of a connection to another host, and say what became of the messages on it."""
         inbox_id = way.inbox_id
         if way.state == "relayed":
             logger.warning(
                 "worker=%s event=tcp-blocked inbox=%s address=%s: no connection came about, so mail goes through the "
                 "relay, and on directly once that can be done",
-                self._worker,
+                self._identity.worker,
                 inbox_id,
                 way.address,
             )
-            self._on_detour(inbox_id)
+            self._events.relayed(inbox_id)
         elif way.state == "up" and before == "relayed":
-            logger.info("worker=%s event=tcp-found inbox=%s address=%s", self._worker, inbox_id, way.address)
+            logger.info("worker=%s event=tcp-found inbox=%s address=%s", self._identity.worker, inbox_id, way.address)
         elif way.state == "broken":
             with self._lock:
-                if self._ways.get(inbox_id) is way:
-                    del self._ways[inbox_id]
+                if self._connections.get(inbox_id) is way:
+                    del self._connections[inbox_id]
             self._broken[inbox_id] = time.monotonic() + _TELL_AFTER_S
-            self._on_seeking()
+            self.trimmer.soon()
             if before == "up":
                 reason = f"the connection to {way.address} broke"
             else:
                 reason = f"no connection to {way.address} came about in {GIVE_UP_AFTER_S:g} s, and there is no relay"
-            self._on_broken(inbox_id, reason)
+            self._events.lost(inbox_id, reason)
 
     def _hello(self, target: str) -> tuple[bytes, bytes]:
-        envelope = Envelope(BUS_VERSION, Kind.HELLO, 0, self._inbox.inbox_id, self._worker, target, job=self._job)
-        return encode_envelope(envelope), encode_record(self._inbox)
+        return encode_envelope(self._identity.envelope(Kind.HELLO, target)), encode_record(self.inbox)
 
 
 def _present(inbox: Inbox) -> Inbox:

@@ -33,6 +33,15 @@ class Frames(NamedTuple):
     buffers: list[Buffer]
 
 
+class RemoteMessage(NamedTuple):
+    """One message as it came through ZeroMQ; its buffers are views of what was received."""
+
+    envelope: bytes
+    body: bytes
+    buffers: list[Buffer]
+    is_relayed: bool
+
+
 def pack(envelope: bytes, body: Buffer, buffers: Sequence[Buffer]) -> list[Buffer]:
     """A message as pieces to be written one after the other."""
     if not buffers:

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable
 
 from unified.bus.transport.framing import Frames
-from unified.bus.transport.unix_connection import Spin, UnixConnection
-from unified.threads import call_guarded, start_thread
+from unified.bus.transport.unix_connection import Spin, TransportEvents, UnixConnection
+from unified.threads import CLOSE_WITHIN_S, TimerThread, call_guarded, start_thread
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.002
@@ -41,27 +41,16 @@ class IoThreads:
     """Starts with one thread; others join while handlers keep earlier ones.
 
     Args:
-        listener: of this process's Unix socket; None: only links that this side makes.
-        on_link: a connection came; returns the link for it.
-        on_mail: takes each message from a link that is not ours; always called by one thread at a time, in order.
-        on_busy: `tick` is to be called every `TICK_S` until it returns False.
-        on_idle: all that had come was handed on; called before this thread waits.
+        listener: of this process's Unix socket; None: only connections that this side makes.
+        full_bytes: see `UnixConnection`.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket | None,
-        *,
-        on_link: Callable[[socket.socket], UnixConnection],
-        on_mail: Callable[[UnixConnection, Frames], None],
-        on_busy: Callable[[], None],
-        on_idle: Callable[[], None],
-    ) -> None:
+    def __init__(self, listener: socket.socket | None, full_bytes: int) -> None:
         self._listener = listener
-        self._on_link = on_link
-        self._on_mail = on_mail
-        self._on_busy = on_busy
-        self._on_idle = on_idle
+        self._full_bytes = full_bytes
+        self._events: TransportEvents
+        self._timer = TimerThread("bus-tick", self._on_tick, stays=True)
+        self._is_tick_due = False
         self._epoll = select.epoll()
         self._spin = Spin()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -97,8 +86,9 @@ class IoThreads:
             listener.setblocking(False)
             self._epoll.register(listener.fileno(), select.EPOLLIN)
 
-    def start(self) -> None:
+    def start(self, events: TransportEvents) -> None:
         """Begin to receive."""
+        self._events = events
         with self._turn:
             self._pass_on()
 
@@ -232,6 +222,7 @@ class IoThreads:
 
     def close(self) -> None:
         """End the threads, close the listener and all links. A thread inside a handler ends when that does."""
+        self._timer.close(CLOSE_WITHIN_S)
         with self._lock:
             self._is_closing = True
         with self._turn:
@@ -269,7 +260,20 @@ class IoThreads:
     def _keep_ticking(self) -> None:
         if not self._is_ticking:
             self._is_ticking = True
-            self._on_busy()
+            self.tick_soon()
+
+    def tick_soon(self) -> None:
+        """Have `tick` and `TransportEvents.idle` called once, unless they are about to be."""
+        if not self._is_tick_due:
+            self._is_tick_due = True
+            self._timer.set(time.monotonic())
+
+    def _on_tick(self) -> None:
+        self._is_tick_due = False  # first: what begins from here on asks again
+        if self.tick():
+            self._is_tick_due = True
+            self._timer.set(time.monotonic() + TICK_S)
+        self._events.idle()
 
     def _pass_on(self) -> None:
         """Have another thread lead; under `_turn`."""
@@ -304,10 +308,10 @@ class IoThreads:
         """Hand on what has come, then wait for more. Returns when another thread leads."""
         while self._mail:
             link, frames = self._mail.popleft()
-            self._on_mail(link, frames)
+            self._events.message_came(link, frames)
             if self._leader != me:
                 return
-        self._on_idle()
+        self._events.idle()
         for fd, events in self._spin.look(self._epoll.poll) or self._epoll.poll():
             if fd == self._bell:
                 return
@@ -334,12 +338,12 @@ class IoThreads:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            connection, _ = listener.accept()
+            connected, _ = listener.accept()
         except OSError as error:
             if error.errno in _FULL:
                 self._be_deaf(listener, error)
             return
-        self.add(self._on_link(connection))
+        self.add(UnixConnection(connected, self, self._events, full_bytes=self._full_bytes))
 
     def _be_deaf(self, listener: socket.socket, error: OSError) -> None:
         """Who waits to be accepted would be reported again and again: look at it with each tick."""

@@ -9,93 +9,75 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import zmq
 
 from unified.bus.buffers import Buffer
+from unified.bus.identity import BusIdentity, BusNetwork
+from unified.bus.shm.files import identity as shared_memory_id
+from unified.bus.transport.framing import RemoteMessage
 from unified.bus.transport.routes import LOCAL, Policy, ipc_address
-from unified.bus.transport.zmq_connection import HEARTBEAT_MS
+from unified.bus.transport.unix_connection import TransportEvents
+from unified.bus.transport.zmq_connection import HEARTBEAT_MS, Socket
 from unified.config.settings import make_private
+from unified.devices import cuda_devices
 from unified.errors import ClusterError
 from unified.protocol.records import Inbox
+from unified.security.curve import Gatekeeper
 from unified.threads import call_guarded, start_thread
 
 logger = logging.getLogger(__name__)
-Socket = zmq.Socket[bytes]
-Context = zmq.Context[Socket]
-_BELL = "inproc://bell"
+_WAKE = "inproc://wake"
 _BACKLOG = 4096
 """Peers that may connect at one moment, as they do when a large job starts."""
 _BATCH = 100
 """Messages taken from one socket before the others are looked at."""
 
 
-class RemoteMessage(NamedTuple):
-    """One message as it came through ZeroMQ; its buffers are views of what was received."""
-
-    envelope: bytes
-    body: bytes
-    buffers: list[Buffer]
-    is_relayed: bool
-
-
 class Listeners:
     """Binds the addresses of one life, then receives until closed.
 
     Args:
-        inbox_id: unique for each life; also the DEALER's identity at the relay.
-        run_dir: a directory for the Unix socket, made 0700.
-        address: of this host, for others; empty for none.
+        identity: has the inbox id, which is also the DEALER's identity at the relay.
+        network: names the folder for the Unix socket, which is made 0700, the address and the relay.
 
     Attributes:
-        listener: of the Unix socket; None where there is none.
+        inbox: this process's own.
+        unix: the listening Unix socket; None where there is none.
 
     Raises:
         ClusterError: nobody could reach this inbox.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        *,
-        inbox_id: str,
-        host_id: str,
-        run_dir: str,
-        address: str,
-        relay: str,
-        policy: Policy,
-        secure: Callable[[Socket, bool], None] = lambda socket, is_server: None,
-        shm: str = "",
-        gpus: list[str] | None = None,
-    ) -> None:
-        self._context = context
+    def __init__(self, identity: BusIdentity, network: BusNetwork, policy: Policy, gatekeeper: Gatekeeper) -> None:
+        self._gatekeeper = gatekeeper
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._path: Path | None = None
-        self.listener: socket.socket | None = None
+        self.unix: socket.socket | None = None
         self._pull: Socket | None = None
         routes: list[str] = []
         if policy != "relay":
-            routes += [*self._listen(run_dir, inbox_id, policy), *self._bind_tcp(address, secure)]
-        self._dealer = _dealer(context, inbox_id, relay, secure) if relay else None
-        self.inbox = Inbox(inbox_id=inbox_id, routes=routes, host_id=host_id, shm=shm, gpus=gpus or [])
-        if not routes and not relay:
+            routes += [*self._listen(network.run_dir, identity.inbox, policy), *self._bind_tcp(network.address)]
+        self._dealer = _dealer(gatekeeper, identity.inbox, network.relay) if network.relay else None
+        self.inbox = Inbox(
+            inbox_id=identity.inbox, routes=routes, host_id=identity.host, shm=shared_memory_id(), gpus=cuda_devices()
+        )
+        if not routes and not network.relay:
             self.close()
             raise ClusterError(
-                f"the inbox of this worker has no address: neither a socket in {run_dir} nor one on {address!r} "
-                "could be bound, and there is no relay. The log says why."
+                f"the inbox of this worker has no address: neither a socket in {network.run_dir} nor one on "
+                f"{network.address!r} could be bound, and there is no relay. The log says why."
             )
 
-    def start(self, on_mail: Callable[[RemoteMessage], None], on_relay_lost: Callable[[], None]) -> int | None:
+    def start(self, events: TransportEvents) -> int | None:
         """Begin to receive what comes through ZeroMQ; the ident of the thread that calls back, if there is one."""
         if self._pull is None and self._dealer is None:
             return None
-        bell = self._context.socket(zmq.PULL)
-        bell.bind(_BELL)
-        self._thread = start_thread("bus-remote", self._receive, bell, on_mail, on_relay_lost)
+        wake = self._gatekeeper.context.socket(zmq.PULL)
+        wake.bind(_WAKE)
+        self._thread = start_thread("bus-remote", self._receive, wake, events)
         return self._thread.ident
 
     def close(self, timeout_s: float = 2.0) -> bool:
@@ -108,30 +90,28 @@ class Listeners:
         self._is_closing = True
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        if self.listener is not None:
-            self.listener.close()
+        if self.unix is not None:
+            self.unix.close()
         if self._thread is None:
             self._close_sockets()
             return True
-        striker = self._context.socket(zmq.PUSH)
-        striker.connect(_BELL)
+        waker = self._gatekeeper.context.socket(zmq.PUSH)
+        waker.connect(_WAKE)
         with contextlib.suppress(zmq.Again):  # it has ended already
-            striker.send(b"", zmq.NOBLOCK)
+            waker.send(b"", zmq.NOBLOCK)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        striker.close(0)
+        waker.close(0)
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
         """In a forked child: nothing here is its own."""
         self._path = None
 
-    def _receive(
-        self, bell: Socket, on_mail: Callable[[RemoteMessage], None], on_relay_lost: Callable[[], None]
-    ) -> None:
+    def _receive(self, wake: Socket, events: TransportEvents) -> None:
         lost = None if self._dealer is None else self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         poller = zmq.Poller()
-        for each in (self._pull, self._dealer, lost, bell):
+        for each in (self._pull, self._dealer, lost, wake):
             if each is not None:
                 poller.register(each, zmq.POLLIN)
 
@@ -139,17 +119,17 @@ class Listeners:
             ready = dict(poller.poll())
             for source in (self._pull, self._dealer):
                 if source is not None and source in ready:
-                    self._drain(source, source is self._dealer, on_mail)
+                    self._drain(source, source is self._dealer, events)
             if lost is not None and lost in ready:
                 lost.recv_multipart()
-                on_relay_lost()
+                events.relay_lost()
 
         while not self._is_closing:
             call_guarded("receiver-failed", receive)
         if self._dealer is not None and lost is not None:
             self._dealer.disable_monitor()
             lost.close(0)
-        bell.close(0)
+        wake.close(0)
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -157,12 +137,12 @@ class Listeners:
             if each is not None:
                 each.close(0)
 
-    def _drain(self, source: Socket, is_relayed: bool, on_mail: Callable[[RemoteMessage], None]) -> None:
+    def _drain(self, source: Socket, is_relayed: bool, events: TransportEvents) -> None:
         with contextlib.suppress(zmq.Again):
             for _ in range(_BATCH):
                 if self._is_closing:
                     return
-                on_mail(_take(source, is_relayed))
+                events.remote_came(_take(source, is_relayed))
 
     def _listen(self, run_dir: str, inbox_id: str, policy: Policy) -> list[str]:
         if policy == "tcp" or not run_dir:
@@ -180,17 +160,16 @@ class Listeners:
         if why_not:
             logger.warning("event=no-ipc-route run_dir=%s reason=%r (tcp is used on this host too)", run_dir, why_not)
             return []
-        self.listener = listener
+        self.unix = listener
         self._path = Path(address.removeprefix(LOCAL))
         return [address]
 
-    def _bind_tcp(self, address: str, secure: Callable[[Socket, bool], None]) -> list[str]:
+    def _bind_tcp(self, address: str) -> list[str]:
         if not address:
             return []
-        pull = self._context.socket(zmq.PULL)
+        pull = self._gatekeeper.socket(zmq.PULL, is_server=True)
         pull.set(zmq.BACKLOG, _BACKLOG)
         pull.set(zmq.IPV6, ":" in address)  # with it, IPv4 addresses would be shown in a mapped form
-        secure(pull, True)
         host = f"[{address}]" if ":" in address and not address.startswith("[") else address
         try:
             pull.bind(f"tcp://{host}:*")
@@ -202,8 +181,8 @@ class Listeners:
         return [pull.get_string(zmq.LAST_ENDPOINT)]
 
 
-def _dealer(context: Context, inbox_id: str, relay: str, secure: Callable[[Socket, bool], None]) -> Socket:
-    dealer = context.socket(zmq.DEALER)
+def _dealer(gatekeeper: Gatekeeper, inbox_id: str, relay: str) -> Socket:
+    dealer = gatekeeper.socket(zmq.DEALER)
     dealer.set(zmq.IDENTITY, inbox_id.encode())
     dealer.set(zmq.LINGER, 0)
     dealer.set(zmq.IPV6, "[" in relay)
@@ -211,7 +190,6 @@ def _dealer(context: Context, inbox_id: str, relay: str, secure: Callable[[Socke
     dealer.set(zmq.RECONNECT_IVL_MAX, 2_000)
     dealer.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     dealer.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-    secure(dealer, False)
     dealer.connect(relay)
     return dealer
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from unified.bus.buffers import Buffer
-from unified.bus.transport.framing import FrameReader, Frames
+from unified.bus.transport.framing import FrameReader, Frames, RemoteMessage
 from unified.errors import ProtocolError
 from unified.protocol.records import Inbox
 
@@ -90,32 +90,67 @@ MAX_PIECES = 512
 _LONGEST_POLL_S = 3600.0
 
 
+class TransportEvents(Protocol):
+    """Receiver of what the transport has to say (`unified.bus.calls.dispatcher`)."""
+
+    def message_came(self, connection: UnixConnection, frames: Frames) -> None:
+        """Take a message from a connection that its peer made; one at a time, on the I/O thread that leads."""
+
+    def answer_came(self, connection: UnixConnection, frames: Frames) -> None:
+        """Take a message from a connection of ours, on whichever thread reads it."""
+
+    def remote_came(self, message: RemoteMessage) -> None:
+        """Take a message from another host or the relay, on the thread for these."""
+
+    def idle(self) -> None:
+        """All that had come was handed on, and the I/O thread is about to wait."""
+
+    def room_came(self, connection: UnixConnection) -> None:
+        """The connection is not full any more."""
+
+    def connection_lost(self, connection: UnixConnection, reason: str) -> None:
+        """The connection broke."""
+
+    def relayed(self, inbox_id: str) -> None:
+        """Calls that waited for a connection to this inbox go through the relay."""
+
+    def lost(self, inbox_id: str, reason: str) -> None:
+        """Calls that were sent to this inbox on another host may be lost."""
+
+    def unsure(self, inbox_id: str) -> None:
+        """Answers that were sent to this inbox on another host may be lost, and its process is alive."""
+
+    def relay_lost(self) -> None:
+        """The connection to the relay broke, and what was on its way may be lost."""
+
+
 class Watcher(Protocol):
-    """Who reads a link that no waiting thread reads, and writes what had to wait
-    (`unified.bus.transport.io_threads`)."""
+    """Reader of connections that no waiting thread reads, and writer of what had to wait (`IoThreads`)."""
 
-    def watch(self, link: UnixConnection) -> None:
-        """Its wishes (`events`) changed."""
+    def watch(self, connection: UnixConnection) -> None:
+        """The connection's `events` changed."""
 
-    def left(self, link: UnixConnection) -> None:
+    def left(self, connection: UnixConnection) -> None:
         """A waiting thread stopped reading it."""
 
-    def remove(self, link: UnixConnection) -> None:
-        """It is about to be closed."""
+    def remove(self, connection: UnixConnection) -> None:
+        """The connection is about to be closed."""
+
+    def deliver(self, connection: UnixConnection, frames: Frames) -> None:
+        """Hand on a message that the peer's own connection brought."""
 
 
 class UnixConnection:
     """One connection.
 
     Args:
-        connection: connected; it becomes this object's own.
-        on_frames: takes each message that comes, on the thread that received it, in order.
-        is_ours: this side made it, so that only answers come in.
-        full_bytes: with more than this in the backlog of a link that is not ours it `is_full`, until half has left.
-        on_room: it is not full any more.
+        connected: the socket; from now on this object's own.
+        peer_id: inbox id of the other side, if this side connected, so that only answers come in; else empty, until the
+            other side says HELLO.
+        full_bytes: with more than this in the backlog of a peer's connection it `is_full`, until half has left.
 
     Attributes:
-        peer_id: inbox id of the other side.
+        is_ours: this side connected.
         is_full: the other side does not take its answers. No further calls are read from it, and none of those that
             came should begin: so what waits for a stopped process is bounded.
         watched: the events that the watcher waits for; kept by it.
@@ -128,28 +163,24 @@ class UnixConnection:
 
     def __init__(
         self,
-        connection: socket.socket,
+        connected: socket.socket,
         watcher: Watcher,
-        on_frames: Callable[[UnixConnection, Frames], None],
-        on_lost: Callable[[UnixConnection, str], None],
+        events: TransportEvents,
         *,
-        is_ours: bool,
         peer_id: str = "",
         full_bytes: int = sys.maxsize,
-        on_room: Callable[[UnixConnection], None] = lambda link: None,
     ) -> None:
-        connection.setblocking(False)
-        self._socket = connection
+        connected.setblocking(False)
+        self._socket = connected
         self._watcher = watcher
-        self._on_frames = on_frames
-        self._on_lost = on_lost
+        self._events = events
+        self._on_frames = events.answer_came if peer_id else watcher.deliver
         self._full_bytes = full_bytes
-        self._on_room = on_room
-        self.is_ours = is_ours
+        self.is_ours = is_ours = bool(peer_id)
         self.can_share = False
         self.devices: list[str] = []
         self.peer_id = peer_id
-        self.fd = connection.fileno()
+        self.fd = connected.fileno()
         self.wants_in = True
         self.watched = 0
         self.is_full = False
@@ -270,7 +301,7 @@ class UnixConnection:
                 self.is_full = False
             self._room.notify_all()
         if has_room:
-            self._on_room(self)
+            self._events.room_came(self)
 
     def read(self, most: int = 16) -> bool:
         """Receive what is there (at most so many times) and hand it on. False if another thread is at it."""
@@ -469,4 +500,4 @@ class UnixConnection:
         if not self.is_lost:
             with self._sending:
                 self._forget_backlog()
-            self._on_lost(self, reason)
+            self._events.connection_lost(self, reason)

@@ -7,13 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import zmq
 
 from unified.bus.buffers import Buffer
 from unified.bus.transport.failover import DirectOrRelay, State
 from unified.core.backoff import Backoff
-from unified.security.curve import read_event
+from unified.security.curve import Gatekeeper, read_event
 
 MAX_QUEUED_MESSAGES = 16_384
 TRACKED_BYTES = 64 * 1024
@@ -28,36 +29,30 @@ class SocketSender:
     """One socket behind one lock. Sending never waits inside ZeroMQ, so that closing never waits for a sender.
 
     Args:
-        kind: zmq.DEALER for the relay, zmq.PUSH for a peer (`unified.bus.transport.zmq_connection`).
+        kind: zmq.DEALER for the relay, zmq.PUSH for a peer.
         limit_bytes: of large frames, what may be on its way at once.
-        secure: prepares the socket, before it connects.
 
     Attributes:
         is_relay: what is sent now goes through the relay.
         may_give_back: it may be given back as undeliverable, to be sent again.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[Socket],
-        kind: int,
-        address: str,
-        *,
-        limit_bytes: int,
-        secure: Callable[[Socket], None],
-    ) -> None:
+    def __init__(self, gatekeeper: Gatekeeper, kind: int, address: str, limit_bytes: int) -> None:
         self.address = address
         self.is_relay = self.may_give_back = kind == zmq.DEALER
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._on_way: deque[tuple[zmq.MessageTracker, int]] = deque()
-        self._socket: Socket | None = context.socket(kind)
+        self._socket: Socket | None = gatekeeper.socket(kind)
         self._socket.set(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         self._socket.set(zmq.IPV6, "[" in address)
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        secure(self._socket)
+        self._prepare(gatekeeper, self._socket)
         self._socket.connect(address)
+
+    def _prepare(self, gatekeeper: Gatekeeper, socket: Socket) -> None:
+        """Set further options before the socket connects."""
 
     def try_send(self, frames: Sequence[Buffer]) -> bool:
         """Queue a message; False if the queue is full. To a closed outlet it goes nowhere: its peer is dead."""
@@ -123,67 +118,70 @@ _LONGEST_PAUSE_MS = 5_000
 _numbers = itertools.count()
 
 
+class FileWatcher(Protocol):
+    """Calls back when a file can be read (`unified.bus.transport.io_threads`)."""
+
+    def watch_file(self, fd: int, on_ready: Callable[[], None]) -> None: ...
+    def unwatch_file(self, fd: int) -> None: ...
+
+
+class Owner(Protocol):
+    """The connection table, as its connections see it."""
+
+    gatekeeper: Gatekeeper
+    limit_bytes: int
+    has_relay: bool
+
+    @property
+    def files(self) -> FileWatcher: ...
+
+    def find_relay(self) -> SocketSender | None:
+        """Return the sender to the relay, unless there is none or all is being closed."""
+
+    def state_changed(self, connection: ZmqConnection, before: State) -> None:
+        """The connection got another state, on the thread that noticed, which holds no lock."""
+
+
 class ZmqConnection(SocketSender):
     """Keeps what is sent until it is connected, and hands it to the relay if that takes too long (`DirectOrRelay`).
 
     Args:
         inbox_id: of the peer.
         greeting: a message to send before all others on the connection.
-        has_relay: there is one, which `find_relay` returns unless all is being closed.
         is_relayed: begin through the relay.
-        watch: has `read` called whenever the file of this number can be read, by one thread at a time.
-        unwatch: no more; to be called before the number may become another file's.
-        on_change: (this, state before): called on the thread that noticed, which holds no lock.
     """
 
     def __init__(
-        self,
-        context: zmq.Context[Socket],
-        address: str,
-        *,
-        inbox_id: str,
-        limit_bytes: int,
-        greeting: Sequence[Buffer],
-        secure: Callable[[Socket], None],
-        has_relay: bool,
-        find_relay: Callable[[], SocketSender | None],
-        is_relayed: bool,
-        watch: Callable[[int, Callable[[], None]], None],
-        unwatch: Callable[[int], None],
-        on_change: Callable[[ZmqConnection, State], None],
+        self, owner: Owner, address: str, inbox_id: str, greeting: Sequence[Buffer], *, is_relayed: bool
     ) -> None:
         self._monitor: Socket | None = None
         self._fd = -1
-
-        def prepare(socket: Socket) -> None:
-            secure(socket)
-            socket.set(zmq.RECONNECT_IVL_MAX, _LONGEST_PAUSE_MS)
-            socket.set(zmq.CONNECT_TIMEOUT, _LONGEST_PAUSE_MS)
-            events = f"inproc://unified.direct.{next(_numbers)}"
-            socket.monitor(events, _EVENTS)
-            self._monitor = monitor = context.socket(zmq.PAIR)
-            monitor.linger = 0
-            monitor.rcvhwm = 0  # if events could not wait, libzmq would stop the socket instead
-            monitor.connect(events)
-
-        super().__init__(context, zmq.PUSH, address, limit_bytes=limit_bytes, secure=prepare)
+        super().__init__(owner.gatekeeper, zmq.PUSH, address, owner.limit_bytes)
         self.inbox_id = inbox_id
+        self._owner = owner
         self._greeting = greeting
-        self._find_relay = find_relay
-        self._unwatch = unwatch
-        self._on_change = on_change
         self._held: deque[Sequence[Buffer]] = deque()
         self._num_held_bytes = 0
-        self._passage = DirectOrRelay(time.monotonic(), has_relay=has_relay, is_relayed=is_relayed)
+        self._route = DirectOrRelay(time.monotonic(), has_relay=owner.has_relay, is_relayed=is_relayed)
         self._unconnected, self._socket = self._socket, None  # so that `try_send` has to look at one thing only
         self._show()
         if self._monitor is not None:
             self._fd = self._monitor.get(zmq.FD)
-            watch(self._fd, self.read)
+            owner.files.watch_file(self._fd, self.read)
+
+    def _prepare(self, gatekeeper: Gatekeeper, socket: Socket) -> None:
+        socket.set(zmq.RECONNECT_IVL_MAX, _LONGEST_PAUSE_MS)
+        socket.set(zmq.CONNECT_TIMEOUT, _LONGEST_PAUSE_MS)
+        events = f"inproc://unified.direct.{next(_numbers)}"
+        socket.monitor(events, _EVENTS)
+        self._monitor = monitor = gatekeeper.context.socket(zmq.PAIR)
+        monitor.linger = 0
+        monitor.rcvhwm = 0  # if events could not wait, libzmq would stop the socket instead
+        monitor.connect(events)
 
     @property
     def state(self) -> State:
-        return self._passage.state
+        return self._route.state
 
     def read(self) -> None:
         """Take in what the connection's monitor has to say."""
@@ -193,16 +191,16 @@ class ZmqConnection(SocketSender):
         """Time has passed."""
 
         def take_in() -> None:
-            if self._passage.state == "relayed" and not self._pass_on():
-                self._passage.used_relay(now)
-            self._passage.passed(now)
+            if self._route.state == "relayed" and not self._pass_on():
+                self._route.used_relay(now)
+            self._route.passed(now)
 
         self._advance(take_in)
 
     def close(self, linger_ms: int = 0) -> None:
         """As `SocketSender.close`; what waits for a connection is given that time too."""
         with self._lock:
-            if linger_ms and self._passage.state == "connecting":
+            if linger_ms and self._route.state == "connecting":
                 self._go_up()
             self._drop(linger_ms)
 
@@ -210,9 +208,9 @@ class ZmqConnection(SocketSender):
         with self._lock:
             if self._monitor is None:
                 return
-            before = self._passage.state
+            before = self._route.state
             take_in()
-            after = self._passage.state
+            after = self._route.state
             self._show()
             if after == "up":
                 self._go_up()
@@ -221,7 +219,7 @@ class ZmqConnection(SocketSender):
             elif after == "broken":
                 self._drop(0)
         if after != before:
-            self._on_change(self, before)
+            self._owner.state_changed(self, before)
 
     def _read_events(self) -> None:
         while self._monitor is not None:
@@ -230,21 +228,21 @@ class ZmqConnection(SocketSender):
             except zmq.Again:
                 return
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._passage.connected()
+                self._route.connected()
             elif kind == zmq.EVENT_DISCONNECTED:
-                self._passage.disconnected()
+                self._route.disconnected()
 
     def _show(self) -> None:
         """Say which way what is sent from now on takes."""
-        self.is_relay = self._passage.state == "relayed"
-        self.may_give_back = self._passage.state in ("connecting", "relayed")
+        self.is_relay = self._route.state == "relayed"
+        self.may_give_back = self._route.state in ("connecting", "relayed")
 
     def _send_otherwise(self, frames: Sequence[Buffer]) -> bool:
         if self._unconnected is None:
             return True
-        if self._passage.state == "relayed":
-            self._passage.used_relay(time.monotonic())
-            relay = self._find_relay()
+        if self._route.state == "relayed":
+            self._route.used_relay(time.monotonic())
+            relay = self._owner.find_relay()
             return relay is not None and self._pass_on() and relay.try_send(frames)
         if len(self._held) >= _MAX_HELD or self._num_held_bytes >= self._limit_bytes:
             return False
@@ -254,7 +252,7 @@ class ZmqConnection(SocketSender):
 
     def _pass_on(self) -> bool:
         """Have the relay take what was kept; whether nothing is left."""
-        relay = self._find_relay() if self._held else None
+        relay = self._owner.find_relay() if self._held else None
         while self._held and relay is not None and relay.try_send(self._held[0]):
             self._held.popleft()
         return not self._held
@@ -278,6 +276,6 @@ class ZmqConnection(SocketSender):
         if socket is not None:
             socket.disable_monitor()  # first: with nobody at its other end libzmq would wait
             socket.close(linger_ms)
-        self._unwatch(self._fd)
+        self._owner.files.unwatch_file(self._fd)
         self._monitor.close(0)
         self._monitor = None

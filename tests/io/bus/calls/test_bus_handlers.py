@@ -48,15 +48,15 @@ def test_inline_handler_keeps_the_others_waiting_for_a_moment_and_not_for_ever(
         return release.wait(PATIENCE_S)
 
     a, b = world.pair({"hold": hold, "ping": rpc(inline=True)(lambda: 1)})
-    monkeypatch.setattr(b._desk, "_on_tick", lambda: False)  # the test ticks
+    monkeypatch.setattr(b._io._timer, "set", lambda at: None)  # the test ticks
     held = a.call("b", "hold", (), {})
     assert began.wait(PATIENCE_S)
     ping = a.call("b", "ping", (), {})
     for _ in range(10):
-        b._receiver.tick()
+        b._io.tick()
     assert not concurrent.futures.wait([ping], 0.05).done
     for _ in range(INLINE_TICKS):
-        b._receiver.tick()
+        b._io.tick()
     assert ping.result(PATIENCE_S) == 1
     release.set()
     assert held.result(PATIENCE_S)
@@ -380,7 +380,7 @@ def test_link_that_breaks_without_a_death_ends_the_call(world: World) -> None:
     assert call(a, "ping") == 1
     future = a.call("b", "wait", (), {})
     eventually(lambda: any(method.method == "wait" for method in b._service._known.values()))
-    link = a._post._ways[b.inbox_id]
+    link = a._connections._connections[b.inbox_id]
     assert isinstance(link, UnixConnection)
     link._socket.shutdown(2)
     with pytest.raises(RpcError, match="was lost while 'wait' was open"):

@@ -35,7 +35,7 @@ def test_stream_whose_call_is_cancelled_while_it_is_opened_ends(world: World, mo
     with pytest.raises(RpcCancelledError):
         a.call("b", "count", (), {}).result(PATIENCE_S / 2)
     assert eventually(lambda: not b._service._known)
-    assert all(link._num_wanting == 0 for link in a._receiver.links)
+    assert all(link._num_wanting == 0 for link in a._io.links)
 
 
 def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypa
 
     def die_and_grant(self: Parcel, *args: Any) -> Any:
         monkeypatch.setattr(Parcel, "grant", grant)
-        (link,) = a._receiver.links
+        (link,) = a._io.links
         b.close()
         assert eventually(lambda: link.is_lost)
         dead = entry("b", b._sockets.inbox, state=Reachability.DEAD, reason="it was killed")
@@ -63,7 +63,7 @@ def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypa
     assert eventually(lambda: not a._memory.trim(time.monotonic() + 60) and a._memory.total_bytes == 0)
 
 
-def test_deadlines_pass_after_something_failed_on_the_thread_that_watches_them(
+def test_deadlines_pass_after_something_failed_on_the_thread_that_ticks(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = threading.Event()
@@ -74,8 +74,8 @@ def test_deadlines_pass_after_something_failed_on_the_thread_that_watches_them(
         failed.set()
         raise SystemExit("no thread to be had")
 
-    monkeypatch.setattr(a._desk, "_on_tick", fail)
-    a._desk.want_ticks()
+    monkeypatch.setattr(a._io, "tick", fail)
+    a._io.tick_soon()
     assert failed.wait(PATIENCE_S)
     with pytest.raises(RpcTimeoutError):
         a.call("b", "wait", (), {}, timeout=0.1).result(PATIENCE_S)

@@ -43,7 +43,7 @@ class Hosts:
         )
         self.to_a, self.to_b = Proxy(inbox_a.routes[0]), Proxy(inbox_b.routes[0])
         self.inbox_a, inbox_b = _through(self.to_a, inbox_a), _through(self.to_b, inbox_b)
-        self.a._post._inbox = self.inbox_a  # what it says in its HELLO
+        self.a._connections.inbox = self.inbox_a  # what it says in its HELLO
         self.a.update_directory([entry("b", inbox_b)])
 
     def count(self) -> Iterator[int]:
@@ -55,7 +55,7 @@ class Hosts:
         return self.a.call("b", "ping", (), {}).result(PATIENCE_S)
 
     def way(self, of: BusEndpoint, to: BusEndpoint) -> ZmqConnection:
-        way = of._post._ways[to.inbox_id]
+        way = of._connections._connections[to.inbox_id]
         assert isinstance(way, ZmqConnection)
         return way
 
@@ -85,7 +85,7 @@ def _through(proxy: Proxy, inbox: Inbox) -> Inbox:
 
 
 def _later(endpoint: BusEndpoint, seconds: float = MUCH_LATER_S) -> None:
-    endpoint._post.look(time.monotonic() + seconds)
+    endpoint._connections.look(time.monotonic() + seconds)
 
 
 @pytest.mark.parametrize("answers", ["nobody", "nobody who speaks as we do"])
@@ -116,7 +116,7 @@ def test_nobody_has_to_look_after_it(hosts: Hosts) -> None:
 def test_an_answer_that_cannot_go_directly_goes_through_the_relay(hosts: Hosts) -> None:
     hosts.to_b.open()
     future = hosts.a.call("b", "ping", (), {})
-    eventually(lambda: hosts.a.inbox_id in hosts.b._post._ways)
+    eventually(lambda: hosts.a.inbox_id in hosts.b._connections._connections)
     assert not future.done()
     _later(hosts.b, CONNECT_WITHIN_S)
     assert future.result(PATIENCE_S) == "pong"
@@ -161,9 +161,9 @@ def test_without_a_relay_a_caller_is_told_of_its_lost_answer_once_it_can_be_reac
     try:
         hosts.to_b.open()
         future = hosts.a.call("b", "ping", (), {})
-        eventually(lambda: hosts.a.inbox_id in hosts.b._post._ways)
+        eventually(lambda: hosts.a.inbox_id in hosts.b._connections._connections)
         _later(hosts.b)
-        assert hosts.a.inbox_id not in hosts.b._post._ways
+        assert hosts.a.inbox_id not in hosts.b._connections._connections
         hosts.to_a.open()
         _later(hosts.b)
         with pytest.raises(RouteLostError, match="the answer to 'ping' may have been lost"):

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -229,10 +230,10 @@ def test_what_a_worker_forked_does_not_keep_its_connections(tmp_path: Path) -> N
     process = world.process("b")
     a.update_directory([entry("b", process.inbox)])
     child = call(a, "fork")
-    assert process.inbox.inbox_id in a._post._ways
+    assert process.inbox.inbox_id in a._connections._connections
     process.kill()
     try:
-        assert eventually(lambda: process.inbox.inbox_id not in a._post._ways)
+        assert eventually(lambda: process.inbox.inbox_id not in a._connections._connections)
         os.kill(child, 0)  # it lives
     finally:
         os.kill(child, signal.SIGKILL)
@@ -268,25 +269,19 @@ def test_no_file_numbers_left_is_waited_out(tmp_path: Path, caplog: pytest.LogCa
     listener = _Exhausted(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(tmp_path / "s"))
     listener.listen()
-    came: list[socket.socket] = []
-
-    def on_link(connection: socket.socket) -> Any:
-        came.append(connection)
-        raise SystemExit
-
     ticking = threading.Event()
-    receiver = IoThreads(listener, on_link=on_link, on_mail=lambda *_: None, on_busy=ticking.set, on_idle=lambda: None)
-    receiver.start()
+    threads = IoThreads(listener, full_bytes=1)
+    threads.tick_soon = ticking.set  # type: ignore[method-assign]
+    threads.start(Mock())
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(str(tmp_path / "s"))
         for tries in range(1, 21):
             assert ticking.wait(PATIENCE_S)
             assert eventually(lambda tries=tries: listener.num_tries == tries)  # type: ignore[misc]
             ticking.clear()
-            receiver.tick()
-        assert eventually(lambda: came)
-    receiver.close()
-    came[0].close()
+            threads.tick()
+        assert eventually(lambda: threads.links)
+    threads.close()
     assert caplog.text.count("event=cannot-accept") == 1
 
 

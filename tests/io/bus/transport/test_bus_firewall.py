@@ -90,7 +90,7 @@ def test_calls_and_answers_take_the_relay(hosts: TwoHosts) -> None:
     a = hosts.open()
     hosts.wall()
     future = a.call("b", "echo", ([1, 2],), {})
-    a._post.look(time.monotonic() + CONNECT_WITHIN_S)
+    a._connections.look(time.monotonic() + CONNECT_WITHIN_S)
     assert future.result(PATIENCE_S) == [1, 2]
     assert a.call("b", "make", (1_000_000,), {}).result(PATIENCE_S).nbytes == 1_000_000
     assert hosts.relay.num_forwarded == 4

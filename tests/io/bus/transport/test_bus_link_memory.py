@@ -14,7 +14,7 @@ def test_a_small_message_takes_no_more_memory_than_it_needs() -> None:
     """Not even for a moment: the holes of what is cut off add up where messages are kept, as questions to a queue."""
     ours, theirs = socket.socketpair()
     kept: list[Frames] = []
-    link = UnixConnection(ours, Mock(), lambda link, frames: kept.append(frames), lambda link, why: None, is_ours=False)
+    link = UnixConnection(ours, Mock(deliver=lambda _, frames: kept.append(frames)), Mock())
     [message] = pack(b"envelope", b"a question", [])
     with theirs:
         theirs.sendall(message)

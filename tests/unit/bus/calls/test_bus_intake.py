@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified.bus.calls.dispatcher import MAX_OUTSIDERS, Intake, SeenCalls, TooOldError
+from unified.bus.identity import BusIdentity
 from unified.bus.transport.connections import Tombstones
 from unified.errors import ProtocolError, VersionMismatchError
 from unified.protocol.envelope import BUS_VERSION, OUTSIDE, Envelope, Kind, encode_envelope
+
+ME = BusIdentity(job="j", worker="w", incarnation=0, node="n", host="h", inbox="b")
 
 
 def test_each_call_is_new_once_in_whatever_order_they_come() -> None:
@@ -42,7 +45,7 @@ def test_gap_of_any_size_is_one_step() -> None:
 
 
 def test_repetitions_are_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=Tombstones())
+    intake = Intake(ME, Tombstones())
     for i in range(1000):
         envelope = Envelope(BUS_VERSION, Kind.CALL, i, "a", "w", "b", count=i)
         intake.check_new(envelope)
@@ -74,7 +77,7 @@ def test_ids_are_forgotten_without_being_believed_again(monkeypatch: pytest.Monk
 
 
 def test_what_is_known_to_have_come_is_told_from_what_is_only_old() -> None:
-    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=Tombstones())
+    intake = Intake(ME, Tombstones())
 
     def come(place: int) -> None:
         intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 7, "a", "a_1-0_1-0", "b", count=place))
@@ -90,7 +93,7 @@ def test_what_is_known_to_have_come_is_told_from_what_is_only_old() -> None:
 
 
 def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    intake = Intake(job_id="job-1", inbox_id="me", worker="b", departed=Tombstones())
+    intake = Intake(ME._replace(job="job-1", inbox="me", worker="b"), Tombstones())
     right = Envelope(BUS_VERSION, Kind.CALL, 1, "a", "a_1-0_1-0", "me", "m", job="job-1")
     assert intake.read(encode_envelope(right)) == right
     intake.check_new(right)
@@ -111,7 +114,7 @@ def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCa
 
 def test_calls_of_the_dead_are_refused_however_old() -> None:
     departed = Tombstones()
-    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=departed)
+    intake = Intake(ME, departed)
     intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "a_1-0_1-0", "b", count=1))
     departed.add("a")
     intake.forget("a")
@@ -131,7 +134,7 @@ def test_only_so_many_of_the_dead_are_remembered(monkeypatch: pytest.MonkeyPatch
 
 
 def test_each_kind_of_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=Tombstones())
+    intake = Intake(ME, Tombstones())
     intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "w", "b", count=2 * SeenCalls.KEPT))
     for _ in range(3):
         for place in (1, 2 * SeenCalls.KEPT):  # one too old, and one a second time: both begin with the same word
@@ -144,7 +147,7 @@ def test_each_kind_of_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -
 
 
 def test_callers_from_outside_the_job_come_and_go_without_end() -> None:
-    intake = Intake(job_id="j", inbox_id="b", worker="w", departed=Tombstones())
+    intake = Intake(ME, Tombstones())
     gone: list[str] = []
     intake.on_outsider_gone = gone.append
     for number in range(MAX_OUTSIDERS + 3):

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from unified.bus.buffers import Buffer
 from unified.bus.calls.concurrency import Gate
@@ -15,6 +15,7 @@ from unified.bus.calls.deadlock.graph import Circles, Findings, Halted, decode_h
 from unified.bus.calls.inbound import InboundCall, Reply
 from unified.bus.calls.retry import LATER
 from unified.bus.codec.codec import Encoded
+from unified.bus.identity import BusIdentity
 from unified.bus.streams.stream import StreamFeed
 from unified.errors import RpcError
 from unified.protocol.envelope import Kind
@@ -38,35 +39,38 @@ class Asked(NamedTuple):
     """Ident of the thread that waits for it with `concurrent.futures.wait`, say, which does not tell the bus; or 0."""
 
 
+class OpenCalls(Protocol):
+    """The calls that were made here and are open (`unified.bus.calls.client`)."""
+
+    def asked(self) -> list[Asked]: ...
+    def give_up(self, call_id: int, error: RpcError) -> None: ...
+
+
 class LineWatch:
     """Looks every `LOOK_S` as long as there is something to see.
 
     Args:
-        inbox_id, worker: of this endpoint.
         known: its calls that have not ended, those in line too.
         gates: what they are in line at.
         lock: of the gates.
         reply: tells a caller.
         refuse: ends a call, if it is in line still, and says why.
-        asked: the open calls that were made here.
-        give_up: ends one of these, by its id.
+        calls: those that were made here.
     """
 
     def __init__(
         self,
+        identity: BusIdentity,
         *,
-        inbox_id: str,
-        worker: str,
         known: Mapping[tuple[str, int], InboundCall],
         gates: Mapping[str, Gate[InboundCall]],
         lock: threading.Lock,
         reply: Reply,
         refuse: Callable[[InboundCall, str], object],
-        asked: Callable[[], Iterable[Asked]],
-        give_up: Callable[[int, RpcError], object],
+        calls: OpenCalls,
     ) -> None:
-        self._inbox_id = inbox_id
-        self._worker = worker
+        self._inbox_id = identity.inbox
+        self._worker = identity.worker
         self._known = known
         self._outside: dict[int, object] = {}
         """What is waited for outside of handlers, by the idents of threads and minus the ids of tasks."""
@@ -74,9 +78,8 @@ class LineWatch:
         self._lock_of_gates = lock
         self._reply = reply
         self._refuse = refuse
-        self._asked = asked
-        self._give_up = give_up
-        self._circles = Circles(inbox_id)
+        self._calls = calls
+        self._circles = Circles(identity.inbox)
         self._behind: dict[str, float] = {}
         """Calls in line behind streams that their own callers do not read, since when; `_TOLD`: the log says so."""
         self._lock = threading.Lock()
@@ -125,7 +128,7 @@ class LineWatch:
         waiting = self._in_line()
         calls = {_name(call): call for call, _ in waiting}
         here = [self._halted(call, True, [_name(other) for other in let_in]) for call, let_in in waiting]
-        asked = _Asked(self._inbox_id, self._asked())
+        asked = _Asked(self._inbox_id, self._calls.asked())
         for call in list(self._known.values()):
             name = _name(call)
             if call.gate is not None and _is_parked(call):
@@ -147,7 +150,7 @@ class LineWatch:
             else:
                 advice = "Read the stream to its end before you wait for the call, or close it."
                 what = f"a call from worker {self._worker} was given up: calls wait for one another"
-                self._give_up(asked.ids[name], RpcError(f"{what}, and {words} {advice}"))
+                self._calls.give_up(asked.ids[name], RpcError(f"{what}, and {words} {advice}"))
         self._warn(time.monotonic(), waiting)
         if waiting or self._circles.has_heard:
             self.begin()
