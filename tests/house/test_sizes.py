@@ -29,16 +29,7 @@ MODULES = 20
 LARGE_FOLDERS: dict[str, int] = {}
 PARAMETERS = 8
 LONG_CONSTRUCTORS = {
-    "BusEndpoint": 13,
-    "CallDesk": 10,
-    "CallService": 9,
-    "ConnectionTable": 15,
-    "Courier": 11,
-    "LineWatch": 9,
-    "Listeners": 10,
-    "MailSorter": 11,
     "ShardedDataset": 9,
-    "ZmqConnection": 12,
 }
 
 
