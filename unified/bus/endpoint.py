@@ -56,7 +56,7 @@ _held_up: list[zmq.Context[zmq.Socket[bytes]]] = []
 
 
 class BusEndpoint:
-    """The bus as one life of one worker sees it. Nothing is opened before `start`, so it may be made before a fork.
+    """End of the bus in one life of one worker. Nothing is opened before `start`, so it may be made before a fork.
 
     Args:
         registry: methods that others may call; None: those of this process.
@@ -88,7 +88,7 @@ class BusEndpoint:
         self.unread = UnreadErrors(identity.worker)
         """Errors of calls made here that nobody read."""
         self.directory = WorkerDirectory()
-        """Of the job, as far as this process was told. Only `update_directory` changes it."""
+        """Directory of the job, as far as this process was told. Only `update_directory` changes it."""
         self._learning = threading.Lock()
         self._listeners: list[Callable[[Sequence[Change]], object]] = []
         self._is_started = False
@@ -225,7 +225,7 @@ class BusEndpoint:
         block: bool = True,
         incarnations: Sequence[int | None] | None = None,
     ) -> list[RpcFuture[Any]]:
-        """As `call`, to several workers: the arguments are encoded once, and lie in shared memory once.
+        """Call several workers as `call` does: the arguments are encoded once, and lie in shared memory once.
 
         Args:
             incarnations: of each target, see `call`.
@@ -247,7 +247,7 @@ class BusEndpoint:
         *,
         timeout: float | None = None,
     ) -> list[RpcFuture[Any]]:
-        """As `call`, to several workers, each with arguments of its own. If one cannot be sent, none is called."""
+        """Call several workers, each with arguments of its own. If one cannot be sent, none is called."""
         self._check_may_call(method)
         parcels = [Parcel(encode_arguments(args, kwargs, devices=True)) for args, kwargs in arguments]
         may_wait = self._may_wait(True)
@@ -354,7 +354,7 @@ class BusEndpoint:
             )
 
     def _may_wait(self, block: bool) -> bool:
-        """Whether a call may wait for room on this thread: not on one that others need to receive."""
+        """Return whether a call may wait for room on this thread: not on one that others need to receive."""
         return block and not self._io.is_leader() and threading.get_ident() != self._remote_thread
 
     def _trim(self) -> None:

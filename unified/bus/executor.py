@@ -74,8 +74,8 @@ TRIM_S = 2.0
 
 
 class HandlerPool:
-    """At most `max_threads` daemon threads that work, started as work comes; those that wait for other calls (`waits`)
-    do not count, so that handlers that call one another use it up only when `most_threads` of them wait.
+    """Pool of at most `max_threads` daemon threads that work, started as work comes. Those that wait for other calls
+    (`waits`) do not count, so that handlers that call one another use it up only when `most_threads` of them wait.
 
     Attributes:
         most_threads: with those that wait for other calls.
@@ -93,10 +93,10 @@ class HandlerPool:
         self._threads: dict[int, threading.Thread] = {}
         self._num_started = 0
         self._num_busy = 0
-        """Pieces of work that are queued or running."""
+        """Number of pieces of work that are queued or running."""
         self._num_waiting = 0
         self._num_presumed = 0
-        """Threads that wait and have not said so."""
+        """Number of threads that wait and have not said so."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -133,7 +133,7 @@ class HandlerPool:
         return withdrawn
 
     def waits(self) -> bool:
-        """This thread is about to wait for another call; if True, call `waited` afterwards."""
+        """Take in that this thread is about to wait for another call; if it returns True, call `waited` afterwards."""
         with self._lock:  # also for the question: a thread may be at work before it is entered
             if threading.get_ident() not in self._threads:
                 return False
@@ -144,18 +144,18 @@ class HandlerPool:
         return True
 
     def waited(self) -> None:
-        """This thread works again."""
+        """Take in that this thread works again."""
         with self._lock:
             self._num_waiting -= 1
 
     @property
     def is_full(self) -> bool:
-        """There is work that no thread is free for."""
+        """True if there is work that no thread is free for."""
         return self._num_busy > len(self._threads) and not self._is_closed
 
     def presume(self, waiting: Collection[int]) -> None:
-        """Threads with these idents seem to wait for other calls, though they have not said so; as far as they are of
-        this pool, others stand in for them until this is called again."""
+        """Let others stand in, until this is called again, for threads with these idents, as far as they are of this
+        pool: they seem to wait for other calls, though they have not said so."""
         with self._lock:
             self._num_presumed = len(self._threads.keys() & waiting)
             num_threads = -1
@@ -181,8 +181,8 @@ class HandlerPool:
                 timeout_s = 0.01 if thread.is_alive() else timeout_s
 
     def _grow(self) -> bool:
-        """Under the lock: one more thread, if there is work for it. Whether there is, and none may be had for it before
-        one of those that wait goes on."""
+        """Add a thread, under the lock, if there is work for it. Return True if there is, and none may be had for it
+        before one of those that wait goes on."""
         num_threads = len(self._threads)
         if self._num_busy <= num_threads or self._is_closed:
             return False

@@ -91,7 +91,7 @@ def decode(body: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
 
 
 def decode_again(body: Buffer, buffers: Sequence[Buffer]) -> Any:
-    """As `decode`, for buffers that stay as they are: tensors get memory of their own."""
+    """Decode as `decode` does, for buffers that stay as they are: tensors get memory of their own."""
     return _decode(ValueDecoder(buffers, is_only=False) if buffers else _BARE, body)
 
 

@@ -20,11 +20,11 @@ from unified.bus.codec.tensors import DeviceTensor, Windows, build_tensor, tenso
 from unified.errors import ProtocolError
 
 HANDLE, BYTES = "handle", "bytes"
-"""How a tensor travels: the first word of the first of its two frames. The second has the bytes, or is empty."""
+"""Ways of a tensor: the first word of the first of its two frames. The second has the bytes, or is empty."""
 
 
 def choose_way(device: str, seen_by_reader: Collection[str], *, is_same_process: bool = False) -> str:
-    """How a tensor on `device` travels: by handle to another process that sees the device, else by bytes.
+    """Choose how a tensor on `device` travels: by handle to another process that sees the device, else by bytes.
 
     Args:
         device: UUID.
@@ -76,7 +76,7 @@ def rebuild(first: Buffer, second: Buffer, windows: Windows) -> Any:
 
 
 _DEVICE_ARGUMENT = 6
-"""Of `rebuild_cuda_tensor`: the number of the device in the sender's process."""
+"""Index of the argument of `rebuild_cuda_tensor` that numbers the device in the sender's process."""
 
 
 def _by_handle(tensor: Any) -> list[Buffer]:
@@ -101,6 +101,6 @@ def _uuid(tensor: Any) -> str:
 
 
 def _uuid_of(torch: Any, index: int) -> str:
-    """As NVML writes it; empty where torch does not know it."""
+    """Return the UUID as NVML writes it; empty where torch does not know it."""
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     return "" if uuid is None else f"GPU-{uuid}"

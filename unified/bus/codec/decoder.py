@@ -51,7 +51,7 @@ class ValueDecoder:
         self._windows = Windows(is_only=is_only)
         self._taken: set[int] = set()
         self._memories: dict[int, Buffer] = {}
-        """Of tensors, by the number of their buffer: those that were tied stay so."""
+        """Memory of tensors, by the number of their buffer: those that were tied stay so."""
         self._decoders: dict[int, Callable[[Any], Any]] = {}
 
     def unpack(self, body: Any, depth: int = 0) -> Any:

@@ -29,7 +29,7 @@ class TooDeep(Exception):
 
 
 def is_plain(items: Iterable[Any], depth: int = MAX_DEPTH) -> bool:
-    """Whether MessagePack can say all of them, and gives the same types back."""
+    """Return whether MessagePack can say all of them, and gives the same types back."""
     for item in items:
         kind = type(item)
         if kind in SCALARS:

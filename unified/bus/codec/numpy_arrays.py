@@ -13,7 +13,7 @@ NUMBER_KINDS = "biufcmM"
 
 
 def is_raw(dtype: Any, kinds: str = ARRAY_KINDS) -> bool:
-    """Its short name and the bytes say all; the rest (structured, object, user dtypes) is pickled."""
+    """Return whether the short name and the bytes say all; the rest (structured, object, user dtypes) is pickled."""
     return bool(dtype.kind in kinds and dtype.isbuiltin != 2 and dtype.names is None and dtype.itemsize)
 
 

@@ -21,7 +21,7 @@ from unified.errors import ProtocolError, UsageError
 from unified.job.by_value import cloud_pickler, has_readers_elsewhere, names_main, reduced
 
 BUFFER, TENSOR_MEMORY, DEVICE_TENSOR = range(3)
-"""What a pickle wants for one of its out-of-band buffers."""
+"""Kinds of out-of-band buffers in a pickle."""
 _are_refused = False
 
 
@@ -128,7 +128,7 @@ def are_refused() -> bool:
 
 
 def as_it_is(value: Any) -> Any:
-    """What a pickle calls to get an object that was built before it was loaded."""
+    """Callable by which a pickle gets an object that was built before it was loaded."""
     return value
 
 

@@ -12,7 +12,7 @@ from unified.errors import ProtocolError
 
 
 def is_dense(torch: Any, tensor: Any) -> bool:
-    """Its bytes, shape and dtype say all.
+    """Return whether bytes, shape and dtype say all.
 
     Sparse, quantized and meta tensors, and those with attributes of the user's, are pickled as torch does it.
     """
@@ -181,5 +181,5 @@ class Outgoing:
 
 
 def _is_as_it_lies(tensor: Any) -> bool:
-    """Its bytes are those at its address."""
+    """Return whether its bytes are those at its address."""
     return bool(tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())

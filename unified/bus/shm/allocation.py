@@ -1,7 +1,7 @@
-"""Memory that is written in a slot of the pool, and sent from there: what is made in it need not be copied into it.
+"""Arrays allocated in place: in a slot of the pool, from where they are sent without a copy.
 
-It is known by its address, so that whatever shows part of it is found, whoever made the view: numpy, torch or pickle.
-As long as one of them lives the slot stays exported, and is granted to as many as it is sent to.
+The memory is known by its address, so that any view of part of it is found, whoever made the view: numpy, torch or
+pickle. As long as a view lives the slot stays pinned, and is granted to as many as it is sent to.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ if TYPE_CHECKING:  # the codec asks here, and does without ctypes
     from unified.bus.shm.slots import Slot
 
 FORWARD_BYTES = 32 * 1024
-"""What lies in shared memory already is handed on as it is from this size on; less is copied."""
+"""Size from which on what lies in shared memory already is handed on as it is; less is copied."""
 
 
 class InPlaceAllocation(NamedTuple):
-    """A slot that was, or is being, written in place."""
+    """Slot that was, or is being, written in place."""
 
     pool: object
-    """Whose slot it is."""
+    """The pool that has the slot."""
     slot: Slot
     address: int
     nbytes: int
 
 
 _allocations: dict[int, InPlaceAllocation] = {}
-"""By address. Finalizers change it, which may run at any time on any thread: so no lock, and no walk through it."""
+"""Allocations by address. Finalizers change it, at any time on any thread: so no lock, and no walk through it."""
 
 
 class _Memory:
-    """Behind the views of one such slot. A mixin of ctypes arrays."""
+    """Memory behind the views of one such slot. A mixin of ctypes arrays."""
 
     allocation: InPlaceAllocation
     mapping: Mapping
@@ -46,7 +46,7 @@ class _Memory:
 
 
 def allocate(pool: object, slot: Slot, segment: Segment, nbytes: int) -> memoryview:
-    """The first bytes of an exported slot's data, to write to. The last view of them ends the staging."""
+    """Return the first bytes of a pinned slot's data, to write to. The end of their last view unpins the slot."""
     memory: Any = segment.memory(_Memory)
     memory.allocation = allocation = InPlaceAllocation(pool, slot, segment.data_address, nbytes)
     _allocations[allocation.address] = allocation
@@ -54,14 +54,12 @@ def allocate(pool: object, slot: Slot, segment: Segment, nbytes: int) -> memoryv
 
 
 def has_allocations() -> bool:
-    """Whether it is worth while to find out where something lies."""
+    """Return whether it is worth while to find out where something lies."""
     return bool(_allocations)
 
 
 def allocation_at(address: int, nbytes: int) -> InPlaceAllocation | None:
-    """The slot that was written in place and of which these bytes, which somebody looks at, are part; None: there is
-    no such slot, or they are few.
-    """
+    """Return the allocation of which these bytes, which somebody looks at, are part; None if none, or they are few."""
     if nbytes < FORWARD_BYTES:
         return None
     starts = sorted(_allocations)

@@ -13,7 +13,7 @@ from unified.bus.shm.slots import Slot
 
 
 class ReaderReference(NamedTuple):
-    """One reader's reference on one use of a slot."""
+    """One reader's reference to one use of a slot."""
 
     owner: str
     """Inbox id of the process that made the segment; empty: the sender."""
@@ -29,25 +29,25 @@ Part = int | tuple[int, int]
 
 
 class Source(NamedTuple):
-    """Where a buffer lies that need not go by the wire."""
+    """Place of a buffer that need not go by the wire."""
 
     origin: InPlaceAllocation | BorrowedBuffer | None
-    """A slot that was written in place, or what was lent to us; None: the slot into which the message was copied."""
+    """An allocation, or a borrowed buffer; None: the slot into which the message was copied."""
     part: Part
 
 
 class ExportedBuffers(NamedTuple):
-    """How the buffers of a message reach one reader."""
+    """Buffers of a message for one reader."""
 
     shared: list[Any] | None
     """For the envelope; see `unified.bus.shm.reader`. None: all go as frames."""
     frames: list[Buffer]
-    """Those that go by the wire."""
+    """Buffers that go by the wire."""
     cells: list[ReaderReference]
 
 
 class Granter(Protocol):
-    """The pool, as seen from here."""
+    """The pool, as an export sees it."""
 
     def cell_for(
         self, exported: Export, origin: InPlaceAllocation | BorrowedBuffer | None, reader: str
@@ -55,7 +55,7 @@ class Granter(Protocol):
 
 
 class Export:
-    """What `SharedPool.export` made. `release` it when all its readers were granted it."""
+    """Message in shared memory, made by `SharedPool.export`; to be released when all its readers were granted it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Export:
         self._sources = sources
 
     def grant(self, reader: str) -> ExportedBuffers:
-        """How the buffers reach the inbox `reader`. What it says must be sent, or `revoke`d.
+        """Refer to the buffers for the inbox `reader`. The result must be sent, or `revoke`d.
 
         Beyond `num_readers`, and where no cell is left, all are frames.
         """
@@ -95,12 +95,12 @@ class Export:
         return ExportedBuffers(shared if taken else None, frames, taken)
 
     def revoke(self, granted: ExportedBuffers) -> None:
-        """What was granted will not be sent."""
+        """Take back what was granted and will not be sent."""
         for cell in granted.cells:
             cell.references.revoke(cell.number)
 
     def release(self) -> None:
-        """Nobody else will be granted it. The slot is used again when its readers have let go."""
+        """Grant it to nobody else. The slot is used again when its readers have let go."""
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.is_pinned = False

@@ -1,7 +1,7 @@
 """Segments as files: their names, who made them, and what may be removed.
 
 ``/dev/shm/unified-<inbox id>-<number>``, mode 0600. The header says which process made it; once that process is gone
-and no living process has a reference on it, anybody of the same user may remove it.
+and no living process has a reference to it, anybody of the same user may remove it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from unified.threads import own_pid
 DIRECTORY = "/dev/shm"
 _PREFIX = "unified-"
 GRACE_S = 10.0
-"""How long what a dead process sent may take to be received."""
+"""Time for which messages of a dead process may be on their way."""
 YOUNG_S = 60.0
-"""A file without a header is no segment of this version, and left alone until it is this old."""
+"""Age up to which a file without a header, which is no segment of this version, is left alone."""
 
 
 def segment_name(inbox_id: str, number: int) -> str:
@@ -46,8 +46,8 @@ def inbox_of(name: str) -> str:
 
 
 def identity(directory: str = DIRECTORY) -> str:
-    """The same for processes that can open each other's segments and see each other as processes; empty if there is no
-    such directory.
+    """Return an id that is equal for processes that can open each other's segments and see each other as processes;
+    empty if there is no such directory.
 
     Containers of one host may have a mount of their own, or pids of their own.
     """
@@ -61,13 +61,13 @@ def identity(directory: str = DIRECTORY) -> str:
 
 
 def own_mark() -> int:
-    """This process's mark."""
+    """Return the mark of this process."""
     own = process.facts(own_pid())
     return make_mark(own_pid(), own.start_ticks if own is not None else 0)
 
 
 def is_alive(mark: int) -> bool:
-    """Whether the process of a mark runs, in this process's own namespace of pids."""
+    """Return whether the process of a mark runs, in this process's own namespace of pids."""
     pid = pid_of(mark)
     found = process.facts(pid)
     return found is not None and found.is_alive and make_mark(pid, found.start_ticks) == mark
@@ -178,7 +178,7 @@ def _read_header(path: str) -> _Found | None:
 
 
 def _is_left(found: _Found, wall: float) -> bool:
-    """Whether its process is gone, or wants it no more."""
+    """Return whether the process of a segment is gone, or wants it no more."""
     if found.words is None:
         return wall - found.changed_at >= YOUNG_S
     if found.words[NAMESPACE_WORD] != _pid_namespace():

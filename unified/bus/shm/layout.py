@@ -1,12 +1,12 @@
-"""Who still reads a slot of shared memory: cells in its header, each written by one process at a time. No I/O.
+"""Reader references of a slot of shared memory: cells in its header, each written by one process at a time. No I/O.
 
 A slot's owner grants a row to each reader: one *cell* for that reader, and after it sub-cells which only this reader
 hands on, to those to whom it forwards what it was given. A cell goes through these values:
 
-    0 → IN_FLIGHT      whoever grants: the message is on its way (who hands on adds its mark, to tell its own by)
+    0 → IN_FLIGHT      the granter: the message is on its way (who hands on adds its mark, to tell its own by)
     IN_FLIGHT → mark   the reader: I have it (a mark names one process for ever)
     mark → 0           the reader: nobody here looks at it any more
-    IN_FLIGHT → LOST   whoever granted: the reader is believed dead
+    IN_FLIGHT → LOST   the granter: the reader is believed dead
 
 Each arrow is a plain store, without a lock, and no order of two of them does harm: a slot is used again only when all
 its cells are 0. One with a LOST cell is not used again at all, for the belief may be wrong and the message still come.
@@ -20,7 +20,7 @@ from enum import Enum
 
 NUM_WORDS = 1024
 HEADER_BYTES = 8 * NUM_WORDS
-"""A segment starts with this many; its data follows."""
+"""Size of a segment's header; the data follows."""
 MAGIC_WORD, OWNER_WORD, NAMESPACE_WORD, CAPACITY_WORD, TAG_WORD, CLOSED_WORD, WIDTH_WORD, PARTS_WORD = range(8)
 FIRST_CELL = 16
 NUM_CELLS = NUM_WORDS - FIRST_CELL
@@ -29,7 +29,7 @@ MAGIC = 0x756E6966_73686D01
 IN_FLIGHT = 1 << 63
 LOST = (1 << 64) - 1
 MIN_WIDTH, MAX_WIDTH = 8, 400
-"""Sub-cells of a row: how often one reader can hand on what it was given."""
+"""Least and most sub-cells of a row: how often one reader can hand on what it was given."""
 _PID_BITS = 22
 """Linux gives no pid above 2**22."""
 
@@ -39,16 +39,16 @@ Words = memoryview | list[int]
 
 
 class Use(Enum):
-    """What an owner may do with a slot."""
+    """State of a slot for its owner."""
 
     FREE = "free"
     HELD = "held"
     ABANDONED = "abandoned"
-    """Nobody is known to read it, but a message that leads to it may still come: give it up."""
+    """No known reader, but a message that leads to it may still come: to be given up."""
 
 
 def make_mark(pid: int, start_ticks: int) -> int:
-    """One process, for ever: its pid, and when it started."""
+    """Make the mark of one process, for ever: its pid, and when it started."""
     return (start_ticks << _PID_BITS | pid) & (IN_FLIGHT - 1)
 
 
@@ -64,11 +64,11 @@ class ReaderReferences:
 
     @property
     def tag(self) -> int:
-        """Counts the uses of the slot."""
+        """Number of the present use of the slot."""
         return self._words[TAG_WORD]
 
     def begin(self, num_parts: int, num_readers: int) -> int:
-        """A new use, with `num_parts` buffers for `num_readers` readers; its tag. The slot must be free."""
+        """Begin a use, with `num_parts` buffers for `num_readers` readers; return its tag. The slot must be free."""
         wanted = min(max(MIN_WIDTH, 2 * num_parts), MAX_WIDTH)
         self._words[WIDTH_WORD] = max(0, min(wanted, NUM_CELLS // max(1, num_readers) - 1))
         self._words[PARTS_WORD] = num_parts
@@ -77,17 +77,17 @@ class ReaderReferences:
 
     @property
     def num_rows(self) -> int:
-        """How many there are in this use."""
+        """Number of rows in this use."""
         return -(-NUM_CELLS // (1 + self._words[WIDTH_WORD]))
 
     def is_over(self, row: int) -> bool:
-        """Owner: whether a row that was granted can be granted anew: nobody has it, or may come to have it."""
+        """Return to the owner whether a row can be granted anew: nobody has it, or may come to have it."""
         width = 1 + self._words[WIDTH_WORD]
         first = FIRST_CELL + row * width
         return not any(self._words[first : min(first + width, NUM_WORDS)])
 
     def grant(self, row: int) -> int | None:
-        """Owner: the cell of a row that was not granted in this use, or is over; None if there is none so high."""
+        """Grant, as the owner, a row that was not granted in this use, or is over; its cell, or None."""
         cell = row * (1 + self._words[WIDTH_WORD])
         if cell >= NUM_CELLS:
             return None
@@ -95,51 +95,51 @@ class ReaderReferences:
         return cell
 
     def forward(self, cell: int, index: int, mark: int) -> int | None:
-        """Holder of the cell of a row: its sub-cell `index`, from 0, for another reader; None if there is none."""
+        """Grant, as the holder of a row's cell, its sub-cell `index`, from 0, to another reader; None if none."""
         if not self.has_sub_cells(cell, index + 1):
             return None
         self._words[FIRST_CELL + cell + 1 + index] = IN_FLIGHT | mark
         return cell + 1 + index
 
     def has_sub_cells(self, cell: int, count: int) -> bool:
-        """Whether it is the cell of a row, and so many sub-cells follow it."""
+        """Return whether it is the cell of a row, and so many sub-cells follow it."""
         width = self._words[WIDTH_WORD]
         return cell % (1 + width) == 0 and count <= width and cell + count < NUM_CELLS
 
     def is_in_flight(self, cell: int, tag: int, mark: int | None = None) -> bool:
-        """Whether what was granted with this tag, and by the process of this mark, was not taken up yet."""
+        """Return whether what was granted with this tag, by the process of this mark, was not taken up yet."""
         value = self._words[FIRST_CELL + cell]
         return self.tag == tag and IN_FLIGHT <= value < LOST and mark in (None, value - IN_FLIGHT)
 
     def revoke(self, cell: int) -> None:
-        """Whoever granted: the message was never sent."""
+        """Take back, as the granter, what was never sent."""
         self._words[FIRST_CELL + cell] = 0
 
     def borrow(self, cell: int, tag: int, mark: int) -> bool:
-        """Reader: take up what was granted; False if it is no longer there."""
+        """Take up, as the reader, what was granted; return False if it is no longer there."""
         if not 0 <= cell < NUM_CELLS or not self.is_in_flight(cell, tag):
             return False
         self._words[FIRST_CELL + cell] = mark
         return True
 
     def give_back(self, cell: int) -> None:
-        """Reader: nobody here looks at it any more."""
+        """Give back, as the reader, what nobody here looks at any more."""
         self._words[FIRST_CELL + cell] = 0
 
     def lose(self, cell: int, tag: int, mark: int | None = None) -> None:
-        """Whoever granted: the reader is believed dead, so that it may or may not take up what is in flight."""
+        """Mark as lost, as the granter, what is in flight to a reader believed dead, which may yet take it up."""
         if self.is_in_flight(cell, tag, mark):
             self._words[FIRST_CELL + cell] = LOST
 
     def lose_row(self, row: int) -> None:
-        """Owner: a reader is believed dead, and with it what it was handing on."""
+        """Mark as lost, as the owner, the row of a reader believed dead, and what it was handing on."""
         width = self._words[WIDTH_WORD]
         first = row * (1 + width)
         for cell in range(first, min(first + 1 + width, NUM_CELLS)):
             self.lose(cell, self.tag)
 
     def reap(self, num_rows: int, is_alive: Callable[[int], bool]) -> None:
-        """Owner: clear the cells of processes that are no more, and lose what they were handing on."""
+        """Clear, as the owner, the cells of processes that are no more, and lose what they were handing on."""
         width = self._words[WIDTH_WORD]
         for cell in range(min(num_rows * (1 + width), NUM_CELLS)):
             value = self._words[FIRST_CELL + cell]
@@ -149,7 +149,7 @@ class ReaderReferences:
                     self.lose_row(cell // (1 + width))
 
     def use(self, num_rows: int) -> Use:
-        """Owner: what the cells of the first `num_rows` rows say."""
+        """Return to the owner what the cells of the first `num_rows` rows say."""
         last = FIRST_CELL + min(num_rows * (1 + self._words[WIDTH_WORD]), NUM_CELLS)
         cells = self._words[FIRST_CELL:last]
         if not any(cells):
@@ -157,7 +157,7 @@ class ReaderReferences:
         return Use.HELD if any(value not in (0, LOST) for value in cells) else Use.ABANDONED
 
     def is_referenced(self, is_alive: Callable[[int], bool], *, count_in_flight: bool = True) -> bool:
-        """Anybody: whether a process that lives reads it, or may be about to."""
+        """Return to anybody whether a process that lives reads it, or may be about to."""
         values = set(self._words[FIRST_CELL:NUM_WORDS]) - {0, LOST}
         if count_in_flight and any(value >= IN_FLIGHT for value in values):
             return True

@@ -31,7 +31,7 @@ from unified.threads import own_pid
 LIMIT_VARIABLE = "UNIFIED_SHM_LIMIT"
 SHARE_OF_MOUNT = 0.25
 RESERVE_OF_MOUNT = 0.05
-"""Stays free for others: NCCL and data loaders use the same directory."""
+"""Share that stays free for others: NCCL and data loaders use the same directory."""
 
 
 def default_limit(directory: str = DIRECTORY, env: Mapping[str, str] | None = None) -> int:
@@ -62,11 +62,11 @@ def check_room(directory: str, nbytes: int) -> None:
 
 logger = logging.getLogger(__name__)
 THRESHOLD_BYTES = 64 * 1024
-"""Payloads from this size on, all buffers of a message together, are worth a slot."""
+"""Size from which on payloads, all buffers of a message together, are worth a slot."""
 ALLOCATION_READERS = NUM_CELLS // (1 + MIN_WIDTH)
-"""Of memory that was written in place, at one time."""
+"""Most readers of an allocation at one time."""
 PAUSE_S = 1.0
-"""After a refusal of the system it is not asked for a new segment for so long."""
+"""Pause after a refusal of the system, before it is asked for a new segment."""
 
 
 _pools: weakref.WeakSet[SharedPool] = weakref.WeakSet()
@@ -99,8 +99,8 @@ class SharedPool:
         self._segments: dict[int, Segment] = {}
         self._numbers = itertools.count()
         self._forwards: dict[tuple[str, int, int], tuple[str, ReaderReference]] = {}
-        """By owner, segment and cell: what was handed on of other processes' slots, and to whom, for the case that the
-        reader dies."""
+        """References to other processes' slots that were handed on, by owner, segment and cell, with their readers, for
+        the case that a reader dies."""
         self._mark = own_mark()
         self._pid = own_pid()
         self._is_closed = False
@@ -110,13 +110,13 @@ class SharedPool:
 
     @property
     def total_bytes(self) -> int:
-        """Of all slots, in use or not."""
+        """Size of all slots, in use or not."""
         return self._table.total_bytes
 
     def export(self, buffers: Sequence[Buffer], num_readers: int = 1) -> Export | None:
         """Copy the buffers of a message into a slot, once for all its readers; None if they all go by the wire.
 
-        What lies in shared memory already, as it was received or written there, is not copied but handed on. Other
+        Buffers that lie in shared memory already, received or allocated there, are not copied but handed on. Other
         threads run during the copy.
 
         Args:
@@ -151,7 +151,7 @@ class SharedPool:
     def allocate(self, nbytes: int) -> memoryview | None:
         """Memory in a slot, to be written to and sent without a copy; None if there is none to be had, or it is small.
 
-        What was in it before is there. Its slot is used again when no view of it is left, here and in any reader.
+        The memory is not cleared. Its slot is used again when no view of it is left, here and in any reader.
         """
         if nbytes < self._threshold_bytes or not self._is_on():
             return None
@@ -167,9 +167,9 @@ class SharedPool:
             raise
 
     def forget(self, reader: str) -> None:
-        """A reader is believed dead: what is on its way to it may never be taken up. Call it also when its link broke.
+        """Mark what is on its way to a reader believed dead as lost. To be called also when its connection broke.
 
-        Safe if it lives after all: it is told that the message is gone, and what it reads already stays as it is.
+        If the reader lives after all, it is told that the message is gone; what it reads already stays as it is.
         """
         if self._pid != own_pid():
             return
@@ -180,7 +180,7 @@ class SharedPool:
                     cell.references.lose(cell.number, cell.tag, self._mark)
 
     def trim(self, now: float) -> bool:
-        """Give slots that were idle for long back to the system; whether there are any left, to be asked again.
+        """Give slots that were idle for long back to the system; return whether there are any left, to be asked again.
 
         Args:
             now: of `time.monotonic`. Once in a second or two is enough.
@@ -195,7 +195,7 @@ class SharedPool:
         return is_any_left
 
     def close(self) -> None:
-        """Remove every segment, but for those that somebody reads: the last of them does that."""
+        """Remove every segment, but for those that somebody reads: the last reader removes them."""
         if self._pid != own_pid():
             return
         with self._lock:
@@ -206,7 +206,7 @@ class SharedPool:
     def cell_for(
         self, exported: Export, origin: InPlaceAllocation | BorrowedBuffer | None, reader: str
     ) -> ReaderReference | None:
-        """A reference for a reader, on what a buffer of a message lies in; None if there is none to be had."""
+        """Return a reference for a reader to what a buffer of a message lies in; None if there is none to be had."""
         with self._lock:
             if isinstance(origin, BorrowedBuffer):
                 return self._forward(origin, reader)
@@ -238,7 +238,7 @@ class SharedPool:
         return self._limit_bytes > 0 and not self._is_closed and self._pid == own_pid()
 
     def _found(self, view: memoryview, num_readers: int) -> Source | None:
-        """Where a buffer lies in shared memory, if it does, and can be handed on as it is."""
+        """Find the place of a buffer that lies in shared memory and can be handed on as it is."""
         if view.nbytes < FORWARD_BYTES:
             return None
         borrowed = borrowed_behind(view)
@@ -255,7 +255,7 @@ class SharedPool:
         return Source(allocation, (address - allocation.address, view.nbytes)) if can_grant else None
 
     def _filled(self, parts: Sequence[memoryview], layout: Sequence[tuple[int, int]], num_readers: int) -> Slot | None:
-        """An exported slot with a copy of the parts; None if there is none to be had."""
+        """Copy the parts into a slot and return it, pinned; None if there is none to be had."""
         found = self._slot_for(space_for(layout))
         if found is None:
             return None
@@ -269,7 +269,7 @@ class SharedPool:
         return slot
 
     def _slot_for(self, nbytes: int) -> tuple[Slot, Segment] | None:
-        """An exported slot: one that is there, a new one, or a larger one than is wanted."""
+        """Return a pinned slot: one that is there, a new one, or a larger one than is wanted."""
         now = time.monotonic()
         with self._lock:
             slot = self._table.take(nbytes, now)
@@ -323,13 +323,13 @@ class SharedPool:
 
 
 def _remove(segments: list[Segment]) -> None:
-    """Not under the lock, which every large message takes: to give memory back takes its time."""
+    """Remove segments, not under the lock, which every large message takes: to give memory back takes its time."""
     while segments:
         segments.pop().remove()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Those that nobody closed before the interpreter's end."""
+    """Close the pools that nobody closed before the interpreter's end."""
     for pool in list(_pools):
         pool.close()

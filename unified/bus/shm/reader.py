@@ -46,7 +46,7 @@ from unified.threads import own_pid
 
 _forwarding = threading.Lock()
 _known: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
-"""Every segment that is looked at here."""
+"""All segments that are looked at here."""
 
 
 class SharedSegment:
@@ -68,7 +68,7 @@ class SharedSegment:
         self.number = number
         self.used_at = 0.0
         self.is_orphan = False
-        """Its process is known to be gone: the last one here to let go of it removes it."""
+        """True once its process is known to be gone: the last one here to let go of it removes it."""
         descriptor = open_segment(path)
         try:
             size = os.fstat(descriptor).st_size
@@ -88,7 +88,7 @@ class SharedSegment:
 
     @property
     def is_closed(self) -> bool:
-        """Its owner is done with it."""
+        """True if its owner is done with it."""
         return bool(self._words[CLOSED_WORD])
 
     @property
@@ -96,7 +96,7 @@ class SharedSegment:
         return self.readable.size - HEADER_BYTES
 
     def read_places(self) -> list[tuple[int, int]]:
-        """Start and length of each part of the present use.
+        """Return start and length of each part of the present use.
 
         Raises:
             ProtocolError: it claims parts that are not there.
@@ -130,13 +130,13 @@ class SharedSegment:
         self._privates.append(mapping)
 
     def look_for_owner(self, is_alive: Callable[[int], bool]) -> None:
-        """Its owner is believed dead: if that is so, the file goes with the last reference."""
+        """Check an owner that is believed dead: if that is so, the file goes with the last reference."""
         if not is_alive(self._words[OWNER_WORD]):
             self.is_orphan = True
             self.remove_if_left()
 
     def leave(self, mark: int) -> None:
-        """This process, of that mark, is about to end with references that it did not give back."""
+        """Let go of the references of this process, of that mark, which is about to end."""
         if self.is_orphan or self.is_closed:
             remove_if_unreferenced(self.path, self.references, but_for=mark)
 
@@ -147,7 +147,7 @@ class SharedSegment:
 
 
 class HeldReference:
-    """One cell of a segment, held by this process."""
+    """Cell of a segment, held by this process."""
 
     __slots__ = ("_own_pid", "_pid", "cell", "is_sole", "num_forwarded", "places", "segment", "tag")
 
@@ -156,7 +156,7 @@ class HeldReference:
         self.cell = cell
         self.tag = tag
         self.is_sole = is_sole
-        """Nobody else was granted this use of the slot, so that this process may write to it."""
+        """True if nobody else was granted this use of the slot, so that this process may write to it."""
         self.num_forwarded = 0
         self._own_pid = own_pid
         self._pid = own_pid()
@@ -173,11 +173,11 @@ class HeldReference:
         self.segment.remove_if_left()
 
     def can_forward(self, num_readers: int) -> bool:
-        """Whether so many more readers can be granted what this process was granted."""
+        """Return whether so many more readers can be granted what this process was granted."""
         return self.segment.references.has_sub_cells(self.cell, self.num_forwarded + num_readers)
 
     def forward(self, mark: int) -> int | None:
-        """A cell for one more reader, from this process; None if this reference can be handed on no further."""
+        """Return a cell for one more reader, from this process; None if the reference can be handed on no further."""
         with _forwarding:
             cell = self.segment.references.forward(self.cell, self.num_forwarded, mark)
             self.num_forwarded += 1
@@ -213,7 +213,7 @@ class BorrowedBuffer:
         return self._view(start, nbytes)
 
     def part_of(self, view: memoryview) -> int | tuple[int, int]:
-        """Which part a view of this buffer shows, or which range of the data."""
+        """Return the number of the part, or the range of the data, that a view of this buffer shows."""
         place = (self._offset(view), view.nbytes)
         return next((index for index, each in enumerate(self.reference.places) if each == place), place)
 
@@ -290,19 +290,19 @@ def borrowed_behind(buffer: object) -> BorrowedBuffer | None:
 
 @atexit.register
 def _leave_all() -> None:
-    """Of an interpreter that ends nothing collects what it still refers to. (A worker's agent would sweep, too.)"""
+    """Give references back at the interpreter's end, which collects nothing. (A worker's agent would sweep, too.)"""
     mark = own_mark()
     for segment in list(_known):
         segment.leave(mark)
 
 
 IDLE_S = 30.0
-"""A mapping that no message needed for this long is dropped; the next one makes it anew."""
+"""Time after which a mapping that no message needed is dropped; the next one makes it anew."""
 MAX_SEGMENTS = 2048
 
 
 class PayloadGoneError(ProtocolError):
-    """What a message names was there, and is no more: whoever sent it died, or took this process for dead."""
+    """The shared memory that a message names is no more: its sender died, or took this process for dead."""
 
 
 class SharedReader:
@@ -317,11 +317,11 @@ class SharedReader:
         self._lock = threading.Lock()
         self._segments: dict[tuple[str, int], SharedSegment] = {}
         self._in_use: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
-        """Those that are only looked at, too."""
+        """All segments here, also those that are only looked at."""
         self._mark = own_mark()
 
     def borrow(self, sender: str, shared: Sequence[Any], frames: Sequence[Buffer]) -> list[Buffer]:
-        """All buffers of a message, in order: views of shared memory, read-only, and frames.
+        """Return all buffers of a message, in order: views of shared memory, read-only, and frames.
 
         To be called as soon as a message comes, also if it is then dropped: collecting the views ends the references.
 
@@ -354,7 +354,7 @@ class SharedReader:
         return buffers
 
     def forget(self, owner: str) -> None:
-        """A process is believed dead: drop what is mapped of it. Views of it stay good. It may take long."""
+        """Drop what is mapped of a process believed dead. Views of it stay good. It may take long."""
         with self._lock:
             gone = [self._segments.pop(key) for key in list(self._segments) if key[0] == owner]
             theirs = [segment for segment in self._in_use if segment.owner == owner]
@@ -363,7 +363,7 @@ class SharedReader:
             segment.look_for_owner(is_alive)
 
     def trim(self, now: float) -> bool:
-        """Drop mappings that were idle for long, or whose owner gave them up; whether any are left. It may take long.
+        """Drop mappings that were idle for long, or whose owner gave them up; return whether any are left.
 
         Args:
             now: of `time.monotonic`.

@@ -23,7 +23,7 @@ from unified.bus.shm.layout import CAPACITY_WORD, CLOSED_WORD, HEADER_BYTES, NUM
 from unified.memory.copy import Copy, address_of, copy_memory, num_cores
 
 _MAP_FIXED = 0x10
-"""Put it in the place of what is mapped there."""
+"""Flag to replace what is mapped there."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -33,7 +33,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _PAGEMAP_ENTRY = 8
 _PRESENT, _SWAPPED, _OF_A_FILE = 0x80, 0x40, 0x20
-"""In the top byte of an entry of /proc/self/pagemap."""
+"""Bits of the top byte of an entry of /proc/self/pagemap."""
 
 
 class Mapping:
@@ -75,12 +75,12 @@ class Mapping:
         return memoryview(array).cast("B")
 
     def forget_writes(self) -> None:
-        """Of a private mapping: drop the pages that were written to, so that the file's show again."""
+        """Drop the pages of a private mapping that were written to, so that the file's show again."""
         if self._was_written():
             _libc.madvise(self.address, self.size, mmap.MADV_DONTNEED)
 
     def _was_written(self) -> bool:
-        """To fault all pages in again costs more than to look; where looking fails they may all have been written."""
+        """Return whether pages were written, or may have been: to look costs less than to fault all in again."""
         page = mmap.PAGESIZE
         entries = bytearray(self.size // page * _PAGEMAP_ENTRY)
         with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -91,15 +91,15 @@ class Mapping:
 
 @functools.lru_cache(maxsize=256)
 def array_type(mixin: type, size: int) -> Any:
-    """ctypes has one type for each length of an array; there are as many as there are sizes of segments."""
+    """Return the ctypes type for arrays of this length, of which there are as many as sizes of segments."""
     make: Any = type(ctypes.Array)
     return make(mixin.__name__, (mixin, ctypes.Array), {"_type_": ctypes.c_ubyte, "_length_": size})
 
 
 SLACK_BYTES = 4096
-"""Of each segment beyond its size, for the lengths: else a payload of exactly 64 MiB would need the next size."""
+"""Bytes of each segment beyond its size, for the lengths: else a payload of exactly 64 MiB needed the next size."""
 UNLOCKED_BYTES = 256 * 1024
-"""For a copy of this size on it is worth while to let other threads run."""
+"""Size of a copy from which on it is worth while to let other threads run."""
 _ALIGNMENT = 64
 _STEP_BYTES = 16 * 1024 * 1024
 """Memory is asked for in steps: the system starts one anew when a signal comes, and a profiler sends many."""
@@ -136,7 +136,7 @@ class Segment:
         self._words[CAPACITY_WORD] = capacity
         self.references = ReaderReferences(self._words)
         self.data_address = self._mapping.address + HEADER_BYTES
-        """Of what follows the header."""
+        """Address of what follows the header."""
 
     def fill(self, parts: Sequence[memoryview], layout: Sequence[tuple[int, int]]) -> None:
         """Copy the parts in, where `places` says; during large copies other threads run, and take part in them."""
@@ -151,7 +151,7 @@ class Segment:
             copy_memory(large, num_cores())
 
     def memory(self, mixin: type) -> Any:
-        """All its data, to write to: a ctypes array that is also a `mixin`, and keeps the memory."""
+        """Return all its data, to write to: a ctypes array that is also a `mixin`, and keeps the memory."""
         size = self._mapping.size - HEADER_BYTES
         array = array_type(mixin, size).from_address(self.data_address)
         array.mapping = self._mapping
@@ -164,7 +164,7 @@ class Segment:
             os.unlink(self.path)
 
     def abandon(self) -> None:
-        """The pool ends: remove it, or leave that to the last of those who read it."""
+        """Remove it at the pool's end, or leave that to the last of those who read it."""
         self._words[CLOSED_WORD] = 1
         remove_if_unreferenced(self.path, self.references)
 

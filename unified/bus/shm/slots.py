@@ -1,8 +1,8 @@
-"""Which slot of the pool is free, and which goes back to the system. No I/O: slots are numbers, sizes and references.
+"""Table of the pool's slots: free ones, and those that go back to the system. No I/O: numbers, sizes and references.
 
-A slot is *exported* while its owner may still grant it, then *held* until its cells are clear, then *idle* and kept for
-the next payload: memory that was touched before takes a copy ten times as fast as fresh memory does. What is written in
-place (`unified.bus.shm.allocation`) stays exported as long as its maker looks at it.
+A slot is *pinned* while its owner may still grant it, then *held* until its cells are clear, then *idle* and kept for
+the next payload: memory that was touched before takes a copy ten times as fast as fresh memory does. What is allocated
+in place (`unified.bus.shm.allocation`) stays pinned as long as its maker looks at it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from unified.bus.shm.layout import ReaderReferences, Use
 KIB = 1024
 SMALLEST_SLOT = 128 * KIB
 IDLE_S = 10.0
-"""A slot that nobody needed for this long goes back to the system."""
+"""Time after which a slot that nobody needed goes back to the system."""
 REAP_EVERY_S = 2.0
-"""How often slots that are held are searched for readers that died."""
+"""Interval at which held slots are searched for readers that died."""
 MAX_SLOTS = 1024
-"""Each is a file, and a mapping in each process that uses it; a process may have 65 530 mappings."""
+"""Most slots: each is a file, and a mapping in each process that uses it, which may have 65 530 mappings."""
 SNUG = 2
-"""A payload may take a slot of up to this many times the size it needs while another can be made."""
+"""Most times the size it needs that a payload's slot may have while another can be made."""
 
 
 def size_class(nbytes: int) -> int:
@@ -47,14 +47,14 @@ class Slot:
         self.capacity = capacity
         self.references = references
         self.readers: list[str] = []
-        """Of this use: who has which row."""
+        """Readers of this use, by row."""
         self.is_pinned = False
-        """It may still be granted. Whoever exported it says when that is over, with a plain store."""
+        """True while it may still be granted. Its exporter clears it with a plain store."""
         self.idle_since = 0.0
 
 
 class Plan(NamedTuple):
-    """How to get a new slot: give up these, then make one of this size."""
+    """Plan for a new slot: give up these, then make one of this size."""
 
     capacity: int
     given_up: list[Slot]
@@ -72,7 +72,7 @@ class SlotTable:
         self._max_slots = max_slots
         self._idle: dict[int, list[Slot]] = {}
         self._held: deque[Slot] = deque()
-        """Staged ones too; roughly the oldest first."""
+        """Held and pinned slots, roughly the oldest first."""
         self._abandoned: list[Slot] = []
         self._num_slots = 0
         self._total_bytes = 0
@@ -86,7 +86,7 @@ class SlotTable:
         return self._num_slots
 
     def take(self, nbytes: int, now: float, *, snug: bool = True) -> Slot | None:
-        """A slot for so many bytes out of those that are there; it is exported. None if none is free.
+        """Take a slot for so many bytes out of those that are there, and pin it. None if none is free.
 
         Args:
             snug: refuse one that is far too large.
@@ -128,7 +128,7 @@ class SlotTable:
         return Plan(capacity, given_up)
 
     def add(self, slot: Slot) -> None:
-        """The slot of a plan was made; it is exported."""
+        """Add the slot of a plan, which was made and is pinned."""
         slot.is_pinned = True
         self._held.append(slot)
 
@@ -138,7 +138,7 @@ class SlotTable:
         self._num_slots -= 1
 
     def grant(self, slot: Slot, reader: str) -> int | None:
-        """A cell of an exported slot for one more reader; None if there is none left."""
+        """Grant a pinned slot to one more reader and return the cell; None if there is none left."""
         cell = slot.references.grant(len(slot.readers))
         if cell is not None:
             slot.readers.append(reader)
@@ -149,12 +149,12 @@ class SlotTable:
         return None
 
     def can_grant(self, slot: Slot, num_readers: int) -> bool:
-        """Whether an exported slot has cells for so many more readers."""
+        """Return whether a pinned slot has cells for so many more readers."""
         missing = num_readers - (slot.references.num_rows - len(slot.readers))
         return missing <= 0 or sum(1 for _ in self._over(slot)) >= missing
 
     def forget(self, reader: str) -> None:
-        """A reader is believed dead."""
+        """Mark what is on its way to a reader believed dead as lost."""
         for slot in self._held:
             for row, granted in enumerate(slot.readers):
                 if granted == reader:

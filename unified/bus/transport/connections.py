@@ -29,7 +29,7 @@ from unified.security.curve import Gatekeeper
 
 
 class Tombstones:
-    """Inbox ids of lives that are over: of so many of the last that mail of an earlier one cannot be on its way."""
+    """Inbox ids of the last incarnations that are over: so many that no message of an earlier one can be on its way."""
 
     KEPT = 10_000
 
@@ -37,7 +37,7 @@ class Tombstones:
         self._ids: dict[str, None] = {}
 
     def add(self, inbox_id: str) -> None:
-        """That life is over; by one thread at a time."""
+        """Remember that this life is over; by one thread at a time."""
         self._ids[inbox_id] = None
         if len(self._ids) > self.KEPT:
             del self._ids[next(iter(self._ids))]
@@ -48,10 +48,10 @@ class Tombstones:
 
 logger = logging.getLogger(__name__)
 _RELAY = ""
-"""Key of the relay's outlet; no inbox has this id."""
+"""Key of the connection to the relay; no inbox has this id."""
 _CONNECT_WITHIN_S = 5.0
 _TELL_AFTER_S = 2.0
-"""How long the directory has to say that the peer behind a broken connection died, whom no answer concerns any more."""
+"""Time for the directory to say that the peer behind a broken connection died, whom no answer concerns any more."""
 Connection = UnixConnection | SocketSender
 
 
@@ -94,7 +94,7 @@ class ConnectionTable:
         self._relayed: set[str] = set()
         self._greeted: dict[str, Inbox] = {}
         self._broken: dict[str, float] = {}
-        """Peers who are to be told that answers may be lost, and when."""
+        """Peers that may have lost answers, and when to say so."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -103,7 +103,7 @@ class ConnectionTable:
         self._events = events
 
     def way(self, inbox: Inbox, came_relayed: bool = False) -> Connection:
-        """What leads to this inbox, made at first use.
+        """Return the connection that leads to this inbox, made at first use.
 
         Args:
             came_relayed: what is to be answered came through the relay: do not wait for a direct connection.
@@ -116,12 +116,12 @@ class ConnectionTable:
         return way if way is not None else self._connect(inbox, came_relayed)
 
     def is_relayed(self, inbox_id: str) -> bool:
-        """What is sent to it now goes through the relay."""
+        """Return whether a message to this inbox goes through the relay now."""
         way = self._connections.get(inbox_id)
         return inbox_id in self._relayed or (way is not None and way.is_relay)
 
     def look(self, now: float) -> bool:
-        """Time has passed; whether there is anything more to wait for."""
+        """Take in that time has passed, and return whether there is anything more to wait for."""
         ways = [way for way in list(self._connections.values()) if isinstance(way, ZmqConnection)]
         for way in ways:
             way.look(now)
@@ -132,7 +132,7 @@ class ConnectionTable:
         return bool(self._broken) or any(way.may_give_back for way in ways)
 
     def greet(self, inbox_id: str, inbox: Inbox) -> None:
-        """A peer said where it can be answered."""
+        """Remember where a peer said that it can be answered."""
         if inbox.inbox_id == inbox_id and inbox_id not in self.tombstones:
             self._greeted[inbox_id] = inbox
 
@@ -140,7 +140,7 @@ class ConnectionTable:
         return self._greeted.get(inbox_id)
 
     def drop(self, inbox_id: str) -> None:
-        """Its process is gone: what is queued for it is forgotten."""
+        """Forget a process that is gone, and what is queued for it."""
         with self._lock:
             self.tombstones.add(inbox_id)
             self._greeted.pop(inbox_id, None)
@@ -154,7 +154,7 @@ class ConnectionTable:
         self._relayed.discard(inbox_id)
 
     def forget(self, link: UnixConnection) -> None:
-        """It broke; should its peer be alive, the next message makes a new one."""
+        """Forget a connection that broke; if its peer is alive, the next message makes a new one."""
         with self._lock:
             if self._connections.get(link.peer_id) is link:
                 del self._connections[link.peer_id]
@@ -248,6 +248,6 @@ class ConnectionTable:
 
 
 def _present(inbox: Inbox) -> Inbox:
-    """Without the Unix sockets that are not to be seen from here (another container of the same host)."""
+    """Drop the Unix sockets that cannot be seen from here (another container of the same host)."""
     routes = [each for each in inbox.routes if not each.startswith(LOCAL) or Path(each.removeprefix(LOCAL)).exists()]
     return inbox if len(routes) == len(inbox.routes) else msgspec.structs.replace(inbox, routes=routes)

@@ -1,4 +1,4 @@
-"""Whether one peer on another host is reached directly, or through the relay. Pure: events and the time in."""
+"""Fail-over of the connection to a peer on another host: directly, or through the relay. Pure: events and time in."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Literal
 
 State = Literal["connecting", "up", "relayed", "broken"]
 CONNECT_WITHIN_S = 3.0
-"""A peer that has not let us connect for so long is written to through the relay. Of a peer that can be reached, the
-first packet is lost at most once, and sent again after one second."""
+"""Time to connect before messages go through the relay. If a peer can be reached, the first packet is lost at most
+once, and sent again after one second."""
 GIVE_UP_AFTER_S = 15.0
-"""The same where there is no relay: what waits for it is lost then."""
+"""Time to connect where there is no relay, before what waits is lost."""
 QUIET_S = 2.0
-"""So long nothing must have gone through the relay before direct messages may follow: none overtakes another."""
+"""Silence on the relay before messages go directly again, so that none overtakes another."""
 
 
 class DirectOrRelay:
-    """The way to one inbox, as long as it lasts.
+    """State of the connection to one inbox, as long as it lasts.
 
     ====================  ==========================================================================================
     `connecting`          what is sent is kept, and surely not delivered
     `up`                  what is sent goes out, and may be lost with the connection
     `relayed`             what was kept and is sent goes through the relay, while the direct way is still tried
-    `broken`              the end: what was sent may be lost. For what follows, a new passage begins
+    `broken`              the end: what was sent may be lost. What follows begins with a new connection
     ====================  ==========================================================================================
 
     Args:
@@ -37,23 +37,23 @@ class DirectOrRelay:
         self._relayed_at = now
 
     def connected(self) -> None:
-        """Both ends have agreed on how to speak."""
+        """Take in that both ends have agreed on how to speak."""
         self._is_connected = True
         if self.state == "connecting":
             self.state = "up"
 
     def disconnected(self) -> None:
-        """The connection, or an attempt at one, has ended."""
+        """Take in that the connection, or an attempt at one, has ended."""
         self._is_connected = False
         if self.state == "up":
             self.state = "broken"
 
     def used_relay(self, now: float) -> None:
-        """A message went through the relay, or waits to."""
+        """Take in that a message went through the relay, or waits to."""
         self._relayed_at = now
 
     def passed(self, now: float) -> None:
-        """Time has passed."""
+        """Take in that time has passed."""
         if self.state == "connecting":
             if self._has_relay and now - self._began_at >= CONNECT_WITHIN_S:
                 self.state = "relayed"

@@ -68,7 +68,7 @@ class FrameReader:
         self.error: ProtocolError | None = None
 
     def feed(self, data: bytes) -> list[Frames]:
-        """The messages that end in `data`."""
+        """Return the messages that end in `data`."""
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -111,11 +111,11 @@ class FrameReader:
 
     @property
     def wanted(self) -> memoryview | None:
-        """Where the next bytes go, or None if they are to be fed. Release it before anything else is done here."""
+        """Memory for the next bytes, None if they are to be fed; to be released before anything else is done here."""
         return None if self._large is None else self._large.wanted()
 
     def filled(self, count: int) -> list[Frames]:
-        """`count` bytes were received into `wanted`; the message, if it is complete now."""
+        """Count so many bytes as received into `wanted`; return the message, if it is complete now."""
         large = self._large
         if large is None or not large.advance(count):
             return []
@@ -124,7 +124,7 @@ class FrameReader:
 
 
 class _Large:
-    """A message of which a part is missing: its frames get memory as they fill."""
+    """Message of which a part is missing: its frames get memory as they fill."""
 
     def __init__(self, envelope: bytes, sizes: list[int], there: memoryview) -> None:
         self._envelope = envelope
@@ -148,7 +148,7 @@ class _Large:
         return memoryview(self._current)[self._filled :]
 
     def advance(self, count: int) -> bool:
-        """Whether that was all."""
+        """Count so many bytes as received; return whether that was all."""
         self._filled += count
         if self._filled < self._sizes[len(self._done)]:
             return False

@@ -1,8 +1,8 @@
-"""The threads that receive from this host's links, and run the handlers that have shown to be short.
+"""I/O threads of the Unix connections, leader and followers, which also run the handlers that have shown to be short.
 
-One thread at a time *leads*: it waits for all links, takes in what comes, and hands it on. When what it hands on is
-somebody's own code (`lending`), leading may pass to another thread: at once if that code waits for the bus, else when
-`tick` finds it still there a moment later. So short handlers cost no change of thread, and none can stop the bus.
+One thread at a time *leads*: it polls all connections, reads what comes, and hands it on. While it runs user code,
+another thread may become the leader: at once if that code waits for the bus, else when `tick` finds it still there a
+moment later. So short handlers cost no change of thread, and none can stop the bus.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from unified.threads import CLOSE_WITHIN_S, TimerThread, call_guarded, start_thr
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.002
-"""How long a handler may hold up the rest, about."""
+"""Time for which a handler may hold up the rest, about."""
 LEFT_TICKS = 8
-"""How long answers may lie that nobody waits for: a thread that makes many calls would be disturbed by another that
-receives their answers meanwhile."""
+"""Ticks for which answers may lie that nobody waits for: a thread that makes many calls would be disturbed by another
+that receives their answers meanwhile."""
 SENDING_TICKS = 50
-"""The same while that thread goes on sending on the link."""
+"""`LEFT_TICKS` while that thread keeps sending."""
 INLINE_TICKS = 25
-"""How long an inline handler keeps the lead: its callers count on one running after the other, also where the system
-takes its core away for some milliseconds in the midst of one."""
+"""Ticks for which an inline handler keeps the lead: its callers count on one running after the other, also where the
+system takes its core away for some milliseconds in the midst of one."""
 MAX_THREADS = 64
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class IoThreads:
-    """Starts with one thread; others join while handlers keep earlier ones.
+    """Threads that lead in turn: one at first, more while handlers keep earlier ones.
 
     Args:
         listener: of this process's Unix socket; None: only connections that this side makes.
@@ -56,28 +56,28 @@ class IoThreads:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._links: dict[int, UnixConnection] = {}
         self._watched: dict[int, Callable[[], None]] = {}
-        """What to do when another file can be read."""
+        """Callbacks for other files that can be read."""
         self._left: dict[UnixConnection, tuple[int, int]] = {}
-        """Links that nobody reads since a waiting thread left them: how often they had been read when last seen, and
-        for how many ticks it was as often."""
+        """Connections that nobody reads since a waiting thread left them: how often they had been read when last seen,
+        and for how many ticks it was as often."""
         self._mail: deque[tuple[UnixConnection, Frames]] = deque()
         self._lock = threading.Lock()
         self._turn = threading.Lock()
-        """Guards who leads."""
+        """Guards the choice of the leader."""
         self._leader = 0
         self._loan = 0
-        """Counts up with each piece of somebody's code."""
+        """Number of the user code that runs."""
         self._lent = False
         self._seen_loan = 0
         self._ticks_left = 0
-        """Until the lead is taken from the code that runs."""
+        """Ticks until another thread leads instead of the code that runs."""
         self._wanted = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self._num_spare = 0
         self._num_alive = 0
         self._is_ticking = False
         self._is_deaf = False
-        """It stopped to accept: there were no file numbers left."""
+        """No file numbers were left to accept connections with."""
         self._was_deaf = False
         self._is_closing = False
         self._is_closed = False
@@ -93,7 +93,7 @@ class IoThreads:
             self._pass_on()
 
     def add(self, link: UnixConnection) -> None:
-        """Receive from this link too; after `close` it is closed at once."""
+        """Receive from this connection too; after `close` it is closed at once."""
         with self._lock:
             is_late = self._is_closing
             if not is_late:
@@ -104,7 +104,7 @@ class IoThreads:
             self.watch(link)
 
     def remove(self, link: UnixConnection) -> None:
-        """Forget a link; to be called before its number may become another file's."""
+        """Forget a connection; to be called before its number may become another file's."""
         with self._lock:
             self._left.pop(link, None)
             if self._links.get(link.fd) is link:
@@ -112,7 +112,7 @@ class IoThreads:
                 self._watch(link, 0)
 
     def watch(self, link: UnixConnection) -> None:
-        """Its wishes changed."""
+        """Poll for what the connection wants now (`events`)."""
         with self._lock:
             if self._links.get(link.fd) is link:
                 self._watch(link, link.events)
@@ -136,7 +136,7 @@ class IoThreads:
             self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch_file(self, fd: int) -> None:
-        """No more; to be called before its number may become another file's."""
+        """Undo `watch_file`; to be called before the number may become another file's."""
         self._watched.pop(fd, None)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
@@ -147,16 +147,16 @@ class IoThreads:
             return list(self._links.values())
 
     def left(self, link: UnixConnection) -> None:
-        """A waiting thread stopped reading it: if none comes back soon, this receiver reads it again."""
+        """Read a connection again, which a waiting thread stopped reading, if none comes back soon."""
         if link not in self._left:
             self._left[link] = (link.num_reads, 0)
             self._keep_ticking()
 
     def lend(self, num_ticks: int = 1) -> bool:
-        """Somebody's code begins on this thread: if it leads, it may lose the lead until `take_back`, once so many
+        """Take in that user code begins on this thread: if it leads, another may lead until `take_back`, once so many
         ticks have found it still there.
 
-        False, and no `take_back` is due, where this thread does not lead.
+        Returns False, and no `take_back` is due, where this thread does not lead.
         """
         if self._leader != threading.get_ident() or self._lent:
             return False
@@ -168,13 +168,13 @@ class IoThreads:
         return True
 
     def take_back(self) -> None:
-        """That code has ended."""
+        """Take in that the user code has ended."""
         with self._turn:
             if self._leader == threading.get_ident():
                 self._lent = False
 
     def pass_on_now(self) -> bool:
-        """The code that runs on this thread is about to wait: another thread shall lead. False if this one does not."""
+        """Have another thread lead, since the code on this one is about to wait. False if this one does not lead."""
         if self._leader != threading.get_ident():
             return False
         with self._turn:
@@ -184,7 +184,7 @@ class IoThreads:
 
     @property
     def may_run(self) -> bool:
-        """Whether somebody's code may run on the thread that leads: there are others to take its place."""
+        """True if user code may run on the leader: there are other threads to take its place."""
         return len(self._threads) < MAX_THREADS or self._num_spare > 0
 
     def is_leader(self) -> bool:
@@ -192,11 +192,11 @@ class IoThreads:
 
     @property
     def has_mail(self) -> bool:
-        """There is more to hand on."""
+        """True if more has come and is to be handed on."""
         return bool(self._mail)
 
     def tick(self) -> bool:
-        """Look after what was left alone too long; False when there is nothing to look after."""
+        """Look after what was left alone too long; return False when there is nothing to look after."""
         self._is_ticking = False  # first: what begins from here on calls for ticks itself
         now = time.monotonic() if self._left else 0.0
         for link, (num_reads, num_ticks) in list(self._left.items()):
@@ -221,7 +221,7 @@ class IoThreads:
         return self._is_ticking
 
     def close(self) -> None:
-        """End the threads, close the listener and all links. A thread inside a handler ends when that does."""
+        """End the threads, close the listener and all connections. A thread inside a handler ends when that does."""
         self._timer.close(CLOSE_WITHIN_S)
         with self._lock:
             self._is_closing = True
@@ -333,7 +333,7 @@ class IoThreads:
                     return
 
     def deliver(self, link: UnixConnection, frames: Frames) -> None:
-        """A message from a link that is not ours, read by the thread that leads."""
+        """Queue a message from a peer's connection, read by the leader."""
         self._mail.append((link, frames))
 
     def _accept(self, listener: socket.socket) -> None:
@@ -346,7 +346,7 @@ class IoThreads:
         self.add(UnixConnection(connected, self, self._events, full_bytes=self._full_bytes))
 
     def _be_deaf(self, listener: socket.socket, error: OSError) -> None:
-        """Who waits to be accepted would be reported again and again: look at it with each tick."""
+        """Accept no more until the next tick: whoever waits to be accepted would be reported again and again."""
         if not self._was_deaf:
             self._was_deaf = True
             logger.warning("event=cannot-accept reason=%r (it is tried again, and only said once)", str(error))

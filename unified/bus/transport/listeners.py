@@ -1,6 +1,6 @@
-"""The way in: a Unix socket for this host; for others one PULL bound on `tcp`, and one DEALER to the relay.
+"""Listeners: a Unix socket for this host; for others one PULL bound on `tcp`, and one DEALER to the relay.
 
-The two ZeroMQ sockets share a thread; `unified.bus.transport.io_threads` has those of the Unix socket.
+The two ZeroMQ sockets share a thread; `unified.bus.transport.io_threads` serves the Unix socket.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Listeners:
             )
 
     def start(self, events: TransportEvents) -> int | None:
-        """Begin to receive what comes through ZeroMQ; the ident of the thread that calls back, if there is one."""
+        """Begin to receive through ZeroMQ; return the ident of the thread that calls back, if there is one."""
         if self._pull is None and self._dealer is None:
             return None
         wake = self._gatekeeper.context.socket(zmq.PULL)
@@ -105,7 +105,7 @@ class Listeners:
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """In a forked child: nothing here is its own."""
+        """Own nothing of this in a forked child."""
         self._path = None
 
     def _receive(self, wake: Socket, events: TransportEvents) -> None:
@@ -195,7 +195,7 @@ def _dealer(gatekeeper: Gatekeeper, inbox_id: str, relay: str) -> Socket:
 
 
 def _take(source: Socket, is_relayed: bool) -> RemoteMessage:
-    """One message; zmq.Again if there is none. Envelope and body are small and copied, the buffers are not."""
+    """Return one message; zmq.Again if there is none. Envelope and body are small and copied, the buffers are not."""
     envelope = source.recv(zmq.NOBLOCK)
     more = source.get(zmq.RCVMORE)
     body = source.recv() if more else b""

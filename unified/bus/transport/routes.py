@@ -1,4 +1,4 @@
-"""How to reach an inbox: `ipc` on this host, `tcp` to another, `relay` where neither leads there. Pure."""
+"""Routes to an inbox: `ipc` on this host, `tcp` to another, `relay` where neither leads there. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_policy(given: str, env: Mapping[str, str]) -> Policy:
 
 
 def choose_route(inbox: Inbox, *, host_id: str, policy: Policy, relay: str) -> Route:
-    """The way to an inbox from a process on the host `host_id`.
+    """Choose the route to an inbox from a process on the host `host_id`.
 
     Raises:
         RpcError: nothing leads there; the message says what was looked at.

@@ -1,7 +1,7 @@
-"""A connection to another process of this host: a Unix socket that carries messages both ways.
+"""Connection to another process of this host: a Unix socket that carries messages both ways.
 
 The process that calls connects; answers come back on the same connection. Sending never blocks: what the kernel does
-not take at once waits in a backlog, and the receiving thread sends it on when there is room. Who waits for an answer
+not take at once waits in a backlog, and an I/O thread sends it on when there is room. A thread that waits for an answer
 receives it (`receive_until`): waking another thread to be woken by it would take most of the time of a call.
 
 A waiting thread spins for a moment before it sleeps: on one host an answer is often there within some tens of
@@ -15,7 +15,6 @@ import contextlib
 import os
 import select
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -29,10 +28,10 @@ from unified.protocol.records import Inbox
 
 T = TypeVar("T")
 SPIN_S = 0.0002
-"""Some times what sleeping and waking cost: so the answer to a call with a payload of a megabyte is seen as well. With
-40 µs such calls took a third longer, and single items through a queue twice as long."""
+"""Several times the cost of sleeping and waking: so the answer to a call with a payload of a megabyte is seen as well.
+With 40 µs such calls took a third longer, and single items through a queue twice as long."""
 _PATIENCE = 3
-"""So many failures in a row are borne."""
+"""Number of failures in a row that are borne."""
 _MOST_LEFT_OUT = 64
 
 
@@ -50,23 +49,20 @@ class Spin:
         self._num_to_leave_out = 0
 
     def is_worth_it(self) -> bool:
-        """Whether to look this time; if so, `note` is to be told what came of it."""
+        """Return whether to look this time; if so, `note` is to be told what came of it."""
         if self._num_to_leave_out:
             self._num_to_leave_out -= 1
             return False
         return self._is_possible
 
     def note(self, is_found: bool) -> None:
-        """It came while somebody looked, or did not."""
-        if is_found:
-            self._num_failed = 0
-            return
-        self._num_failed = min(self._num_failed + 1, 16)
+        """Take in whether it came while somebody looked."""
+        self._num_failed = 0 if is_found else min(self._num_failed + 1, 16)
         if self._num_failed > _PATIENCE:
             self._num_to_leave_out = min(2 ** (self._num_failed - _PATIENCE), _MOST_LEFT_OUT)
 
     def look(self, look: Callable[[int], list[T]]) -> list[T]:
-        """What `look(0)` finds within `SPIN_S`; nothing, without looking, where that is not worth it."""
+        """Return what `look(0)` finds within `SPIN_S`; nothing, without looking, where that is not worth it."""
         if not self.is_worth_it():
             return []
         found = look(0)
@@ -80,13 +76,13 @@ class Spin:
 
 RECEIVE_BYTES = 64 * 1024
 FEW_BYTES = 8 * 1024
-"""Asked for unless the last helping was as much as was asked for. What is received is cut to its size, and the hole
-that is left is too small for the next: where small messages are kept for a while, as questions to a queue are, holes of
-64 KiB added up to 2 MiB a minute."""
+"""Size of a read unless the last one was full. What is received is cut to its size, and the hole that is left is too
+small for the next: where small messages are kept for a while, as questions to a queue are, holes of 64 KiB added up to
+2 MiB a minute."""
 HELD_BYTES = 16 * 1024
 """Small messages that may wait for one another, to share a write."""
 MAX_PIECES = 512
-"""Of one write; the kernel takes 1024."""
+"""Most pieces of one write; the kernel takes 1024."""
 _LONGEST_POLL_S = 3600.0
 
 
@@ -145,8 +141,7 @@ class UnixConnection:
 
     Args:
         connected: the socket; from now on this object's own.
-        peer_id: inbox id of the other side, if this side connected, so that only answers come in; else empty, until the
-            other side says HELLO.
+        peer_id: inbox id of the other side, if this side connected; else empty, until the other side says HELLO.
         full_bytes: with more than this in the backlog of a peer's connection it `is_full`, until half has left.
 
     Attributes:
@@ -168,7 +163,7 @@ class UnixConnection:
         events: TransportEvents,
         *,
         peer_id: str = "",
-        full_bytes: int = sys.maxsize,
+        full_bytes: int = 0,
     ) -> None:
         connected.setblocking(False)
         self._socket = connected
@@ -187,14 +182,14 @@ class UnixConnection:
         self.is_lost = False
         self.num_reads = 0
         self.error: ProtocolError | None = None
-        """What came could not be read."""
+        """Reason why what came could not be read."""
         self.reader = 0
         """Ident of the thread that reads; 0 for none."""
         self._reading = threading.Lock()
         self._shall_close = False
         self._counting = threading.Lock()
         self._num_wanting = 0
-        """Streams, threads and callbacks that what comes on it is for, though they do not read it themselves."""
+        """Number of streams, threads and callbacks that expect something on it and do not read it themselves."""
         self._frames = FrameReader()
         self._helping = FEW_BYTES
         self._cut: deque[Frames] = deque()
@@ -203,13 +198,13 @@ class UnixConnection:
         self._held: list[Buffer] = []
         self._held_bytes = 0
         self.sent_at = 0.0
-        """When a call was last sent on it; kept by the endpoint."""
+        """Time of the last call on it; kept by the sender."""
         self._backlog: deque[memoryview] = deque()
         self.backlog_bytes = 0
         self._room = threading.Condition(self._sending)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if is_ours else -1
         self._waking = threading.Lock()
-        """Guards that nobody writes to a number that has become another file's."""
+        """Guards against a write to a number that has become another file's."""
         self._spin = Spin()
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
@@ -218,12 +213,12 @@ class UnixConnection:
 
     @property
     def events(self) -> int:
-        """What the watcher is to wait for."""
+        """Events that the watcher is to wait for."""
         wants_in = self.wants_in and not self.is_full
         return (select.EPOLLIN if wants_in else 0) | (select.EPOLLOUT if self._backlog else 0)
 
     def meet(self, theirs: Inbox, ours: Inbox) -> None:
-        """The other side has said who it is."""
+        """Take in what the other side has said of itself."""
         self.can_share = bool(theirs.shm) and theirs.shm == ours.shm
         self.devices = theirs.gpus
 
@@ -304,7 +299,7 @@ class UnixConnection:
             self._events.room_came(self)
 
     def read(self, most: int = 16) -> bool:
-        """Receive what is there (at most so many times) and hand it on. False if another thread is at it."""
+        """Receive what is there (at most so many times) and hand it on; return False if another thread is at it."""
         if not self._reading.acquire(False):
             return False
         self.reader = threading.get_ident()
@@ -345,14 +340,14 @@ class UnixConnection:
                 self._watcher.left(self)
 
     def want(self) -> None:
-        """What comes on it is to be received also when nobody waits for it in `receive_until`; undone by `unwant`."""
+        """Have it read also when nobody waits in `receive_until`; undone by `unwant`."""
         with self._counting:
             self._num_wanting += 1
         if not self.reader:
             self.attach()
 
     def unwant(self) -> None:
-        """One less wants that."""
+        """Undo one `want`."""
         with self._counting:
             self._num_wanting -= 1
 
@@ -369,7 +364,7 @@ class UnixConnection:
             self._watcher.watch(self)
 
     def wake(self) -> None:
-        """The thread in `receive_until` shall look again."""
+        """Have the thread in `receive_until` look again."""
         if self.reader and self.reader != threading.get_ident():
             with self._waking:
                 if self._wake >= 0:
@@ -389,7 +384,7 @@ class UnixConnection:
         self._close_files()
 
     def abandon(self) -> None:
-        """In a forked child: close this process's copy of the files, so that the other side sees its parent's end."""
+        """Close a forked child's copy of the files, so that the other side sees its parent's end."""
         self.is_lost = self._shall_close = True
         self._release_files()
 
@@ -401,7 +396,7 @@ class UnixConnection:
             self._close_files()
 
     def _close_files(self) -> None:
-        """Unless somebody reads, who will then do it: nobody shall poll a number that may soon be another file's."""
+        """Close the files unless somebody reads, who will then do it: nobody shall poll another file's number."""
         if self._reading.acquire(False):
             try:
                 with self._waking:
@@ -417,21 +412,21 @@ class UnixConnection:
             self._wake = -1
 
     def _write(self, pieces: Sequence[Buffer]) -> int:
-        """How many bytes the kernel took."""
+        """Write to the socket; return how many bytes the kernel took."""
         try:
             return self._socket.send(pieces[0]) if len(pieces) == 1 else self._socket.sendmsg(pieces[:MAX_PIECES])
         except BlockingIOError:
             return 0
 
     def _break(self) -> None:
-        """Under `_sending`: a message may have left in part, so nothing may follow it; the reader finds the end."""
+        """Send no more, under `_sending`: a message may have left in part; the reader finds the end."""
         self._backlog.clear()
         self.backlog_bytes = 0
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _forget_backlog(self) -> None:
-        """Under `_sending`: it is lost."""
+        """Drop what waits, under `_sending`: the connection is lost."""
         self.is_lost = True
         self.is_full = False
         self._backlog.clear()
@@ -451,7 +446,7 @@ class UnixConnection:
             self.is_full = True
 
     def _receive(self) -> bool:
-        """Take one helping; whether there may be more."""
+        """Read once; return whether there may be more."""
         wanted = self._frames.wanted
         try:
             if wanted is None:
@@ -485,7 +480,7 @@ class UnixConnection:
         return is_full
 
     def _hand_on(self) -> None:
-        """All that was cut, also if the thread is interrupted meanwhile, or a done callback raises SystemExit."""
+        """Hand on all that was cut, also if the thread is interrupted, or a done callback raises SystemExit."""
         stopped_by: BaseException | None = None
         while self._cut:
             try:

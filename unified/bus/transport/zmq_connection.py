@@ -18,7 +18,7 @@ from unified.security.curve import Gatekeeper, read_event
 
 MAX_QUEUED_MESSAGES = 16_384
 TRACKED_BYTES = 64 * 1024
-"""From this size on ZeroMQ sends from the caller's memory, and tells when it is done with it."""
+"""Size of a frame from which on ZeroMQ sends from the caller's memory, and tells when it is done with it."""
 HEARTBEAT_MS = 5_000
 Socket = zmq.Socket[bytes]
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
@@ -55,7 +55,7 @@ class SocketSender:
         """Set further options before the socket connects."""
 
     def try_send(self, frames: Sequence[Buffer]) -> bool:
-        """Queue a message; False if the queue is full. To a closed outlet it goes nowhere: its peer is dead."""
+        """Queue a message; return False if the queue is full. Once closed it goes nowhere: the peer is dead."""
         with self._lock:
             socket = self._socket
             if socket is None:
@@ -69,7 +69,7 @@ class SocketSender:
             return True
 
     def send(self, frames: Sequence[Buffer], give_up: Callable[[], bool]) -> bool:
-        """Queue a message, waiting for room until `give_up` says so; then it is False."""
+        """Queue a message, waiting for room until `give_up` says so; then return False."""
         num_tries = 0
         while not self.try_send(frames):
             if give_up():
@@ -87,7 +87,7 @@ class SocketSender:
                 self._on_way.clear()
 
     def _send_otherwise(self, frames: Sequence[Buffer]) -> bool:
-        """Under the lock: `try_send` where no socket is to be used."""
+        """Send, under the lock, where no socket is to be used; as `try_send`."""
         return True
 
     def _put(self, socket: Socket, frames: Sequence[Buffer]) -> None:
@@ -112,9 +112,9 @@ class SocketSender:
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _MAX_HELD = MAX_QUEUED_MESSAGES - 1
-"""So all of them, and the greeting, find room in the socket once it is connected."""
+"""Number for which, with the greeting, there is room in the socket once it is connected."""
 _LONGEST_PAUSE_MS = 5_000
-"""Between attempts to connect, and for one attempt: of a thousand peers that cannot be reached all are tried on."""
+"""Time between attempts to connect, and for one attempt: of a thousand peers out of reach all are tried on."""
 _numbers = itertools.count()
 
 
@@ -188,7 +188,7 @@ class ZmqConnection(SocketSender):
         self._advance(self._read_events)
 
     def look(self, now: float) -> None:
-        """Time has passed."""
+        """Take in that time has passed."""
 
         def take_in() -> None:
             if self._route.state == "relayed" and not self._pass_on():
@@ -198,7 +198,7 @@ class ZmqConnection(SocketSender):
         self._advance(take_in)
 
     def close(self, linger_ms: int = 0) -> None:
-        """As `SocketSender.close`; what waits for a connection is given that time too."""
+        """Close as `SocketSender.close` does; what waits for a connection is given that time too."""
         with self._lock:
             if linger_ms and self._route.state == "connecting":
                 self._go_up()
@@ -233,7 +233,7 @@ class ZmqConnection(SocketSender):
                 self._route.disconnected()
 
     def _show(self) -> None:
-        """Say which way what is sent from now on takes."""
+        """Publish where what is sent from now on goes."""
         self.is_relay = self._route.state == "relayed"
         self.may_give_back = self._route.state in ("connecting", "relayed")
 
@@ -251,14 +251,14 @@ class ZmqConnection(SocketSender):
         return True
 
     def _pass_on(self) -> bool:
-        """Have the relay take what was kept; whether nothing is left."""
+        """Have the relay take what was kept; return whether nothing is left."""
         relay = self._owner.find_relay() if self._held else None
         while self._held and relay is not None and relay.try_send(self._held[0]):
             self._held.popleft()
         return not self._held
 
     def _go_up(self) -> None:
-        """What was kept leaves first, then what is sent."""
+        """Send what was kept, and from now on what is sent."""
         if self._unconnected is None:
             return
         self._socket, self._unconnected = self._unconnected, None
