@@ -373,7 +373,8 @@ for found in gc.get_objects():
         if not any(found is each for each in known):
             print("a generator that no fork seeds:", type(found), [type(each) for each in gc.get_referrers(found)])
 for name, module in list(sys.modules.items()):
-    for attribute, value in list(vars(module).items()) if name != "__main__" else ():
+    is_aware = name in ("__main__", "unified.threads")  # the latter asks anew in each fork
+    for attribute, value in list(vars(module).items()) if not is_aware else ():
         if type(value) in (int, str) and str(os.getpid()) in str(value) and not attribute.startswith("__"):
             if (name, attribute) != ("unified.threads", "_own_pid"):  # which a hook renews in every fork
                 print("the zygote's pid:", name, attribute)
