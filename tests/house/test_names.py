@@ -42,11 +42,3 @@ def test_a_class_name_stands_for_one_thing() -> None:
         for name in classes(file):
             homes[name].add(file.relative_to(ROOT))
     assert not {name: sorted(map(str, files)) for name, files in homes.items() if len(files) > 1}
-
-
-def test_test_files_have_names_of_their_own() -> None:
-    """pytest reports a bare file name; two files of one name would be told apart by their folder alone."""
-    seen: dict[str, list[Path]] = defaultdict(list)
-    for file in (ROOT / "tests").rglob("test_*.py"):
-        seen[file.name].append(file.relative_to(ROOT))
-    assert not {name: files for name, files in seen.items() if len(files) > 1}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.io.master.test_master_daemon import MasterProcess
 from tests.support.data_files import samples, write_jsonl
-from tests.unit.config.test_runtime_settings import DOCUMENT
+from tests.unit.config.test_runtime import DOCUMENT
 from unified.data import DatasetRegistry, ShardedDataset, TrainingOrchestrator
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.testing import eventually

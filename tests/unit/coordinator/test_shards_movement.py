@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.coordinator.test_shards_ledger import lists_of, names, owners_of, plan_of
+from tests.unit.core.shards.test_ledger import lists_of, names, owners_of, plan_of
 from unified.core.shards.ledger import Ledger
 
 

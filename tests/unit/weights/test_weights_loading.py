@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.weights.test_weights_outgoing import Tied, plan_of
+from tests.unit.weights.test_state_dict import Tied, plan_of
 from unified.errors import UsageError, WeightsMismatchError
 from unified.memory.host_buffers import BufferPool
 from unified.weights.receive_service import IncomingVersion
