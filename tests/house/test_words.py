@@ -41,7 +41,7 @@ NO_SUBJECT = {
 }
 SUBJECTLESS: dict[str, int] = {
     "unified": 10,
-    "unified/bus": 118,
+    "unified/bus": 41,
     "unified/checkpoint": 4,
     "unified/compat": 6,
     "unified/config": 28,
