@@ -302,8 +302,8 @@ class BusEndpoint:
     def _linger(self) -> None:
         """Let answers leave that the kernel has not taken yet."""
         until = time.monotonic() + LINGER_MS / 1000
-        for link in self._io.links:
-            link.wait_for_room(1, lambda: time.monotonic() >= until)
+        for connection in self._io.connections:
+            connection.wait_for_room(1, lambda: time.monotonic() >= until)
 
     def before_wait(self, awaited: Awaited, task: int = 0) -> tuple[InboundCall | int, bool, Awaited]:
         """See `unified.bus.calls.future.Host`."""

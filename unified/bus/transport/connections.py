@@ -112,24 +112,24 @@ class ConnectionTable:
             RpcError: nothing does, or its life is over.
             OSError: it is on this host, and nobody listens.
         """
-        way = self._connections.get(_RELAY if inbox.inbox_id in self._relayed else inbox.inbox_id)
-        return way if way is not None else self._connect(inbox, came_relayed)
+        connection = self._connections.get(_RELAY if inbox.inbox_id in self._relayed else inbox.inbox_id)
+        return connection if connection is not None else self._connect(inbox, came_relayed)
 
     def is_relayed(self, inbox_id: str) -> bool:
         """Return whether a message to this inbox goes through the relay now."""
-        way = self._connections.get(inbox_id)
-        return inbox_id in self._relayed or (way is not None and way.is_relay)
+        connection = self._connections.get(inbox_id)
+        return inbox_id in self._relayed or (connection is not None and connection.is_relay)
 
     def look(self, now: float) -> bool:
         """Take in that time has passed, and return whether there is anything more to wait for."""
-        ways = [way for way in list(self._connections.values()) if isinstance(way, ZmqConnection)]
-        for way in ways:
-            way.look(now)
+        connections = [each for each in list(self._connections.values()) if isinstance(each, ZmqConnection)]
+        for connection in connections:
+            connection.look(now)
         for inbox_id in [each for each, due in list(self._broken.items()) if due <= now]:
             del self._broken[inbox_id]
             if inbox_id not in self.tombstones:
                 self._events.unsure(inbox_id)
-        return bool(self._broken) or any(way.may_give_back for way in ways)
+        return bool(self._broken) or any(connection.may_give_back for connection in connections)
 
     def greet(self, inbox_id: str, inbox: Inbox) -> None:
         """Remember where a peer said that it can be answered."""
@@ -145,28 +145,28 @@ class ConnectionTable:
             self.tombstones.add(inbox_id)
             self._greeted.pop(inbox_id, None)
             self._relayed.discard(inbox_id)
-            way = self._connections.pop(inbox_id, None)
-        if way is not None:
-            way.close()
+            connection = self._connections.pop(inbox_id, None)
+        if connection is not None:
+            connection.close()
 
     def forget_relayed(self, inbox_id: str) -> None:
         """Forget that this inbox is reached through the relay; messages can be sent to it all the same."""
         self._relayed.discard(inbox_id)
 
-    def forget(self, link: UnixConnection) -> None:
+    def forget(self, connection: UnixConnection) -> None:
         """Forget a connection that broke; if its peer is alive, the next message makes a new one."""
         with self._lock:
-            if self._connections.get(link.peer_id) is link:
-                del self._connections[link.peer_id]
+            if self._connections.get(connection.peer_id) is connection:
+                del self._connections[connection.peer_id]
 
     def close(self, linger_ms: int) -> None:
         """Close all; what is queued for the living is given `linger_ms`."""
         with self._lock:
             self._is_closed = True
-            ways, self._connections = list(self._connections.values()), {}
-        for way in ways:
-            if isinstance(way, SocketSender):
-                way.close(linger_ms)
+            connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            if isinstance(connection, SocketSender):
+                connection.close(linger_ms)
 
     def _connect(self, inbox: Inbox, came_relayed: bool) -> Connection:
         route = choose_route(_present(inbox), host_id=self.inbox.host_id, policy=self._policy, relay=self._relay)
@@ -178,13 +178,13 @@ class ConnectionTable:
                 raise WorkerDiedError(f"inbox {inbox.inbox_id} belongs to a life that is over.")
             if route.kind == "relay":
                 self._relayed.add(inbox.inbox_id)
-            way = self._connections.get(key)
-            if way is None:
-                way = self._connections[key] = self._make(route, inbox, came_relayed)
-        if isinstance(way, ZmqConnection):
+            connection = self._connections.get(key)
+            if connection is None:
+                connection = self._connections[key] = self._make(route, inbox, came_relayed)
+        if isinstance(connection, ZmqConnection):
             self.trimmer.soon()
-            way.read()  # a monitor tells only whoever has looked whether there is anything yet
-        return way
+            connection.read()  # a monitor tells only whoever has looked whether there is anything yet
+        return connection
 
     def _make(self, route: Route, inbox: Inbox, came_relayed: bool) -> Connection:
         kind, address = route
@@ -212,35 +212,39 @@ class ConnectionTable:
     def find_relay(self) -> SocketSender | None:
         """Return the sender to the relay; None: there is none, or all is being closed."""
         with self._lock:
-            way = self._connections.get(_RELAY)
-            if way is None and self.has_relay and not self._is_closed:
-                way = self._connections[_RELAY] = self._make_relay()
-        return way if isinstance(way, SocketSender) else None
+            connection = self._connections.get(_RELAY)
+            if connection is None and self.has_relay and not self._is_closed:
+                connection = self._connections[_RELAY] = self._make_relay()
+        return connection if isinstance(connection, SocketSender) else None
 
-    def state_changed(self, way: ZmqConnection, before: State) -> None:
+    def state_changed(self, connection: ZmqConnection, before: State) -> None:
         """Log the new state of a connection to another host, and say what became of the messages on it."""
-        inbox_id = way.inbox_id
-        if way.state == "relayed":
+        inbox_id = connection.inbox_id
+        if connection.state == "relayed":
             logger.warning(
                 "worker=%s event=tcp-blocked inbox=%s address=%s: no connection came about, so mail goes through the "
                 "relay, and on directly once that can be done",
                 self._identity.worker,
                 inbox_id,
-                way.address,
+                connection.address,
             )
             self._events.relayed(inbox_id)
-        elif way.state == "up" and before == "relayed":
-            logger.info("worker=%s event=tcp-found inbox=%s address=%s", self._identity.worker, inbox_id, way.address)
-        elif way.state == "broken":
+        elif connection.state == "up" and before == "relayed":
+            logger.info(
+                "worker=%s event=tcp-found inbox=%s address=%s", self._identity.worker, inbox_id, connection.address
+            )
+        elif connection.state == "broken":
             with self._lock:
-                if self._connections.get(inbox_id) is way:
+                if self._connections.get(inbox_id) is connection:
                     del self._connections[inbox_id]
             self._broken[inbox_id] = time.monotonic() + _TELL_AFTER_S
             self.trimmer.soon()
             if before == "up":
-                reason = f"the connection to {way.address} broke"
+                reason = f"the connection to {connection.address} broke"
             else:
-                reason = f"no connection to {way.address} came about in {GIVE_UP_AFTER_S:g} s, and there is no relay"
+                reason = (
+                    f"no connection to {connection.address} came about in {GIVE_UP_AFTER_S:g} s, and there is no relay"
+                )
             self._events.lost(inbox_id, reason)
 
     def _hello(self, target: str) -> tuple[bytes, bytes]:

@@ -53,35 +53,35 @@ class IoThreads:
         self._is_tick_due = False
         self._epoll = select.epoll()
         self._spin = Spin()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._links: dict[int, UnixConnection] = {}
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._connections: dict[int, UnixConnection] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         """Callbacks for other files that can be read."""
-        self._left: dict[UnixConnection, tuple[int, int]] = {}
+        self._unread: dict[UnixConnection, tuple[int, int]] = {}
         """Connections that nobody reads since a waiting thread left them: how often they had been read when last seen,
         and for how many ticks it was as often."""
-        self._mail: deque[tuple[UnixConnection, Frames]] = deque()
+        self._messages: deque[tuple[UnixConnection, Frames]] = deque()
         self._lock = threading.Lock()
-        self._turn = threading.Lock()
+        self._leading = threading.Lock()
         """Guards the choice of the leader."""
         self._leader = 0
-        self._loan = 0
+        self._code_number = 0
         """Number of the user code that runs."""
-        self._lent = False
-        self._seen_loan = 0
+        self._runs_code = False
+        self._seen_code_number = 0
         self._ticks_left = 0
         """Ticks until another thread leads instead of the code that runs."""
-        self._wanted = threading.Semaphore(0)
+        self._promoted = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self._num_spare = 0
         self._num_alive = 0
         self._is_ticking = False
-        self._is_deaf = False
+        self._is_accepting_paused = False
         """No file numbers were left to accept connections with."""
-        self._was_deaf = False
+        self._was_accepting_paused = False
         self._is_closing = False
         self._is_closed = False
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
         if listener is not None:
             listener.setblocking(False)
             self._epoll.register(listener.fileno(), select.EPOLLIN)
@@ -89,45 +89,45 @@ class IoThreads:
     def start(self, events: TransportEvents) -> None:
         """Begin to receive."""
         self._events = events
-        with self._turn:
-            self._pass_on()
+        with self._leading:
+            self._promote()
 
-    def add(self, link: UnixConnection) -> None:
+    def add(self, connection: UnixConnection) -> None:
         """Receive from this connection too; after `close` it is closed at once."""
         with self._lock:
             is_late = self._is_closing
             if not is_late:
-                self._links[link.fd] = link
+                self._connections[connection.fd] = connection
         if is_late:
-            link.close()
+            connection.close()
         else:
-            self.watch(link)
+            self.watch(connection)
 
-    def remove(self, link: UnixConnection) -> None:
+    def remove(self, connection: UnixConnection) -> None:
         """Forget a connection; to be called before its number may become another file's."""
         with self._lock:
-            self._left.pop(link, None)
-            if self._links.get(link.fd) is link:
-                del self._links[link.fd]
-                self._watch(link, 0)
+            self._unread.pop(connection, None)
+            if self._connections.get(connection.fd) is connection:
+                del self._connections[connection.fd]
+                self._watch(connection, 0)
 
-    def watch(self, link: UnixConnection) -> None:
+    def watch(self, connection: UnixConnection) -> None:
         """Poll for what the connection wants now (`events`)."""
         with self._lock:
-            if self._links.get(link.fd) is link:
-                self._watch(link, link.events)
+            if self._connections.get(connection.fd) is connection:
+                self._watch(connection, connection.events)
 
-    def _watch(self, link: UnixConnection, events: int) -> None:
-        if events == link.watched:
+    def _watch(self, connection: UnixConnection, events: int) -> None:
+        if events == connection.watched:
             return
-        if not events:  # a link that is only modified to nothing still reports its end, again and again
+        if not events:  # a connection that is only modified to nothing still reports its end, again and again
             with contextlib.suppress(OSError, ValueError):
-                self._epoll.unregister(link.fd)
-        elif link.watched:
-            self._epoll.modify(link.fd, events)
+                self._epoll.unregister(connection.fd)
+        elif connection.watched:
+            self._epoll.modify(connection.fd, events)
         else:
-            self._epoll.register(link.fd, events)
-        link.watched = events
+            self._epoll.register(connection.fd, events)
+        connection.watched = events
 
     def watch_file(self, fd: int, on_ready: Callable[[], None]) -> None:
         """Have the thread that leads call `on_ready()`, which must not wait, whenever this file can be read."""
@@ -142,14 +142,14 @@ class IoThreads:
             self._epoll.unregister(fd)
 
     @property
-    def links(self) -> list[UnixConnection]:
+    def connections(self) -> list[UnixConnection]:
         with self._lock:
-            return list(self._links.values())
+            return list(self._connections.values())
 
-    def left(self, link: UnixConnection) -> None:
+    def left(self, connection: UnixConnection) -> None:
         """Read a connection again, which a waiting thread stopped reading, if none comes back soon."""
-        if link not in self._left:
-            self._left[link] = (link.num_reads, 0)
+        if connection not in self._unread:
+            self._unread[connection] = (connection.num_reads, 0)
             self._keep_ticking()
 
     def lend(self, num_ticks: int = 1) -> bool:
@@ -158,28 +158,28 @@ class IoThreads:
 
         Returns False, and no `take_back` is due, where this thread does not lead.
         """
-        if self._leader != threading.get_ident() or self._lent:
+        if self._leader != threading.get_ident() or self._runs_code:
             return False
-        self._loan += 1
+        self._code_number += 1
         self._ticks_left = num_ticks
-        self._lent = True
+        self._runs_code = True
         if not self._is_ticking:
             self._keep_ticking()
         return True
 
     def take_back(self) -> None:
         """Take in that the user code has ended."""
-        with self._turn:
+        with self._leading:
             if self._leader == threading.get_ident():
-                self._lent = False
+                self._runs_code = False
 
     def pass_on_now(self) -> bool:
         """Have another thread lead, since the code on this one is about to wait. False if this one does not lead."""
         if self._leader != threading.get_ident():
             return False
-        with self._turn:
-            if self._lent and self._leader == threading.get_ident():
-                self._pass_on()
+        with self._leading:
+            if self._runs_code and self._leader == threading.get_ident():
+                self._promote()
         return True
 
     @property
@@ -193,30 +193,30 @@ class IoThreads:
     @property
     def has_mail(self) -> bool:
         """True if more has come and is to be handed on."""
-        return bool(self._mail)
+        return bool(self._messages)
 
     def tick(self) -> bool:
         """Look after what was left alone too long; return False when there is nothing to look after."""
         self._is_ticking = False  # first: what begins from here on calls for ticks itself
-        now = time.monotonic() if self._left else 0.0
-        for link, (num_reads, num_ticks) in list(self._left.items()):
-            if link.num_reads != num_reads or link.reader:
-                self._left[link] = (link.num_reads, 0)
-            elif num_ticks < (SENDING_TICKS if now - link.sent_at < 2 * TICK_S else LEFT_TICKS):
-                self._left[link] = (num_reads, num_ticks + 1)
+        now = time.monotonic() if self._unread else 0.0
+        for connection, (num_reads, num_ticks) in list(self._unread.items()):
+            if connection.num_reads != num_reads or connection.reader:
+                self._unread[connection] = (connection.num_reads, 0)
+            elif num_ticks < (SENDING_TICKS if now - connection.sent_at < 2 * TICK_S else LEFT_TICKS):
+                self._unread[connection] = (num_reads, num_ticks + 1)
             else:
-                self._left.pop(link, None)
-                link.attach()
-        if self._is_deaf and self._listener is not None and not self._is_closing:
-            self._is_deaf = False
+                self._unread.pop(connection, None)
+                connection.attach()
+        if self._is_accepting_paused and self._listener is not None and not self._is_closing:
+            self._is_accepting_paused = False
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
-        with self._turn:
-            if self._lent and self._loan == self._seen_loan:
+        with self._leading:
+            if self._runs_code and self._code_number == self._seen_code_number:
                 self._ticks_left -= 1
                 if self._ticks_left <= 0:
-                    self._pass_on()
-            self._seen_loan = self._loan
-        if self._left or self._lent or self._is_deaf:
+                    self._promote()
+            self._seen_code_number = self._code_number
+        if self._unread or self._runs_code or self._is_accepting_paused:
             self._is_ticking = True
         return self._is_ticking
 
@@ -225,17 +225,17 @@ class IoThreads:
         self._timer.close(CLOSE_WITHIN_S)
         with self._lock:
             self._is_closing = True
-        with self._turn:
+        with self._leading:
             if not self._is_closed:
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(self._wake_fd, 1)
             threads = list(self._threads)
         for _ in threads:
-            self._wanted.release()
+            self._promoted.release()
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(0.2)
-        for link in self.links:
-            link.close()
+        for connection in self.connections:
+            connection.close()
         if self._listener is not None:
             self._listener.close()
         self._close_if_last()
@@ -243,19 +243,19 @@ class IoThreads:
     def abandon(self) -> None:
         """In a forked child: close this process's copies of all files, and touch nothing that the parent shares."""
         self._is_closing = self._is_closed = True
-        for link in list(self._links.values()):
-            link.abandon()
+        for connection in list(self._connections.values()):
+            connection.abandon()
         if self._listener is not None:
             self._listener.close()
         self._epoll.close()
-        os.close(self._bell)
+        os.close(self._wake_fd)
 
     def _close_if_last(self) -> None:
-        with self._turn:
+        with self._leading:
             if self._is_closing and self._num_alive == 0 and not self._is_closed:
                 self._is_closed = True
                 self._epoll.close()
-                os.close(self._bell)
+                os.close(self._wake_fd)
 
     def _keep_ticking(self) -> None:
         if not self._is_ticking:
@@ -275,24 +275,24 @@ class IoThreads:
             self._timer.set(time.monotonic() + TICK_S)
         self._events.idle()
 
-    def _pass_on(self) -> None:
-        """Have another thread lead; under `_turn`."""
+    def _promote(self) -> None:
+        """Have another thread lead; under `_leading`."""
         if self._is_closing:
             return
         if self._num_spare == 0:
             name = f"bus-io-{len(self._threads)}"
-            thread = start_thread(name, self._stand_by)  # first: where no thread can be had, this one still leads
+            thread = start_thread(name, self._follow)  # first: where no thread can be had, this one still leads
             self._threads.append(thread)
             self._num_alive += 1
         else:
             self._num_spare -= 1
-        self._leader, self._lent = 0, False
-        self._wanted.release()
+        self._leader, self._runs_code = 0, False
+        self._promoted.release()
 
-    def _stand_by(self) -> None:
+    def _follow(self) -> None:
         while True:
-            self._wanted.acquire()
-            with self._turn:
+            self._promoted.acquire()
+            with self._leading:
                 if self._is_closing:
                     self._num_alive -= 1
                     break
@@ -300,56 +300,56 @@ class IoThreads:
             while self._leader == me and not self._is_closing:
                 if not call_guarded("receiver-failed", self._lead, me):
                     self.take_back()
-            with self._turn:
+            with self._leading:
                 self._num_spare += 1
         self._close_if_last()
 
     def _lead(self, me: int) -> None:
         """Hand on what has come, then wait for more. Returns when another thread leads."""
-        while self._mail:
-            link, frames = self._mail.popleft()
-            self._events.message_came(link, frames)
+        while self._messages:
+            connection, frames = self._messages.popleft()
+            self._events.message_came(connection, frames)
             if self._leader != me:
                 return
         self._events.idle()
         for fd, events in self._spin.look(self._epoll.poll) or self._epoll.poll():
-            if fd == self._bell:
+            if fd == self._wake_fd:
                 return
-            link_or_none = self._links.get(fd)
-            if link_or_none is None:
+            found = self._connections.get(fd)
+            if found is None:
                 if self._listener is not None and fd == self._listener.fileno():
                     self._accept(self._listener)
                 elif fd in self._watched:
                     self._watched[fd]()
                 continue
             if events & select.EPOLLOUT:
-                link_or_none.flush()
-                self.watch(link_or_none)
+                found.flush()
+                self.watch(found)
             if events & ~select.EPOLLOUT:
-                if not link_or_none.read():  # another thread is at it: do not be called for it again and again
-                    link_or_none.detach()
-                    self.left(link_or_none)
+                if not found.read():  # another thread is at it: do not be called for it again and again
+                    found.detach()
+                    self.left(found)
                 if self._leader != me:
                     return
 
-    def deliver(self, link: UnixConnection, frames: Frames) -> None:
+    def deliver(self, connection: UnixConnection, frames: Frames) -> None:
         """Queue a message from a peer's connection, read by the leader."""
-        self._mail.append((link, frames))
+        self._messages.append((connection, frames))
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             connected, _ = listener.accept()
         except OSError as error:
             if error.errno in _FULL:
-                self._be_deaf(listener, error)
+                self._pause_accepting(listener, error)
             return
         self.add(UnixConnection(connected, self, self._events, full_bytes=self._full_bytes))
 
-    def _be_deaf(self, listener: socket.socket, error: OSError) -> None:
+    def _pause_accepting(self, listener: socket.socket, error: OSError) -> None:
         """Accept no more until the next tick: whoever waits to be accepted would be reported again and again."""
-        if not self._was_deaf:
-            self._was_deaf = True
+        if not self._was_accepting_paused:
+            self._was_accepting_paused = True
             logger.warning("event=cannot-accept reason=%r (it is tried again, and only said once)", str(error))
         self._epoll.unregister(listener.fileno())
-        self._is_deaf = True
+        self._is_accepting_paused = True
         self._keep_ticking()

@@ -18,7 +18,7 @@ MAX_IPC_PATH = 107
 
 
 class Route(NamedTuple):
-    """One way to an inbox."""
+    """Kind and address of a route to an inbox."""
 
     kind: Literal["ipc", "tcp", "relay"]
     address: str

@@ -191,8 +191,8 @@ class UnixConnection:
         self._num_wanting = 0
         """Number of streams, threads and callbacks that expect something on it and do not read it themselves."""
         self._frames = FrameReader()
-        self._helping = FEW_BYTES
-        self._cut: deque[Frames] = deque()
+        self._read_size = FEW_BYTES
+        self._received: deque[Frames] = deque()
         """Received, and yet to be handed on."""
         self._sending = threading.Lock()
         self._held: list[Buffer] = []
@@ -238,7 +238,7 @@ class UnixConnection:
             self.send(())
 
     def send(self, pieces: Sequence[Buffer]) -> None:
-        """Send now, or as soon as the kernel takes it; never blocks. To a lost link it goes nowhere."""
+        """Send now, or as soon as the kernel takes it; never blocks. Once lost it goes nowhere."""
         with self._sending:
             if self._held:
                 pieces = [b"".join(self._held), *pieces]
@@ -450,17 +450,17 @@ class UnixConnection:
         wanted = self._frames.wanted
         try:
             if wanted is None:
-                data = self._socket.recv(self._helping)
+                data = self._socket.recv(self._read_size)
                 count = len(data)
-                is_full = count == self._helping
-                self._helping = RECEIVE_BYTES if is_full else FEW_BYTES
+                is_full = count == self._read_size
+                self._read_size = RECEIVE_BYTES if is_full else FEW_BYTES
                 frames = self._frames.feed(data) if count else []
             else:
                 with wanted:
                     count = self._socket.recv_into(wanted)
                 is_full = True
                 frames = self._frames.filled(count) if count else []
-            self._cut += frames
+            self._received += frames
         except (BlockingIOError, InterruptedError):
             return False
         except (OSError, ValueError) as error:
@@ -482,10 +482,10 @@ class UnixConnection:
     def _hand_on(self) -> None:
         """Hand on all that was cut, also if the thread is interrupted, or a done callback raises SystemExit."""
         stopped_by: BaseException | None = None
-        while self._cut:
+        while self._received:
             try:
-                while self._cut:
-                    self._on_frames(self, self._cut.popleft())
+                while self._received:
+                    self._on_frames(self, self._received.popleft())
             except BaseException as error:
                 stopped_by = error
         if stopped_by is not None:

@@ -35,7 +35,7 @@ def test_stream_whose_call_is_cancelled_while_it_is_opened_ends(world: World, mo
     with pytest.raises(RpcCancelledError):
         a.call("b", "count", (), {}).result(PATIENCE_S / 2)
     assert eventually(lambda: not b._service._known)
-    assert all(link._num_wanting == 0 for link in a._io.links)
+    assert all(link._num_wanting == 0 for link in a._io.connections)
 
 
 def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypa
 
     def die_and_grant(self: Parcel, *args: Any) -> Any:
         monkeypatch.setattr(Parcel, "grant", grant)
-        (link,) = a._io.links
+        (link,) = a._io.connections
         b.close()
         assert eventually(lambda: link.is_lost)
         dead = entry("b", b._sockets.inbox, state=Reachability.DEAD, reason="it was killed")

@@ -82,7 +82,7 @@ def world_of_links(world: World) -> World:
 
 
 def backlog(endpoint: BusEndpoint) -> int:
-    return sum(link.backlog_bytes for link in endpoint._io.links)
+    return sum(link.backlog_bytes for link in endpoint._io.connections)
 
 
 @pytest.mark.parametrize("method", ["plain", "coroutine", "one_by_one"])
@@ -109,8 +109,8 @@ def test_answers_that_are_not_taken(world_of_links: World, method: str) -> None:
     stopped = Stopped(inbox)
     writer = threading.Thread(target=stopped.call_often, args=(method,))
     writer.start()
-    assert eventually(lambda: any(link.is_full for link in b._io.links))
-    assert not any(link.watched & select.EPOLLIN for link in b._io.links if link.is_full)
+    assert eventually(lambda: any(link.is_full for link in b._io.connections))
+    assert not any(link.watched & select.EPOLLIN for link in b._io.connections if link.is_full)
     for _ in range(50):
         assert a.call("b", "ping", (), {}).result(PATIENCE_S) == 1
     if method != "coroutine":  # of those any number may be under way already
@@ -134,10 +134,10 @@ def test_caller_that_dies_while_its_answers_wait(world_of_links: World) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    assert eventually(lambda: any(link.is_full for link in b._io.links))
+    assert eventually(lambda: any(link.is_full for link in b._io.connections))
     stopped.close()
     writer.join(PATIENCE_S)
-    assert eventually(lambda: not b._io.links)
+    assert eventually(lambda: not b._io.connections)
     assert eventually(lambda: not b._service._known)
     assert not b._service._parked
 
@@ -147,7 +147,7 @@ def test_last_answers_leave_before_the_bus_is_closed(world_of_links: World) -> N
     caller = Stopped(inbox)
     for i in range(1, 6):
         caller.call(i, "plain")
-    assert eventually(lambda: backlog(b) > 0 and len(b._service._known) == 0 and b._io.links)
+    assert eventually(lambda: backlog(b) > 0 and len(b._service._known) == 0 and b._io.connections)
     answers: list[int] = []
     reader = threading.Timer(0.1, lambda: answers.extend(caller.answers(5)))
     reader.start()

@@ -280,7 +280,7 @@ def test_no_file_numbers_left_is_waited_out(tmp_path: Path, caplog: pytest.LogCa
             assert eventually(lambda tries=tries: listener.num_tries == tries)  # type: ignore[misc]
             ticking.clear()
             threads.tick()
-        assert eventually(lambda: threads.links)
+        assert eventually(lambda: threads.connections)
     threads.close()
     assert caplog.text.count("event=cannot-accept") == 1
 
