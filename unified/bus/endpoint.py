@@ -151,7 +151,7 @@ class BusEndpoint:
             default_timeout_s=self._default_timeout_s,
             limit_bytes=limit_bytes,
         )
-        self._pool.on_full = PoolWatch(self._pool, self._desk.asked).begin
+        self._pool.on_full = PoolWatch(self._pool, self._desk.outgoing).begin
         self._service = CallService(me, self.registry, self._courier.reply, self._desk, self._pool, self._io)
         self._sorter = MailSorter(
             me, self._desk, self._service, self._courier, self._connections, self._io, self._memory, self._reader

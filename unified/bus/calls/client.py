@@ -15,7 +15,7 @@ import msgspec
 
 from unified.bus.buffers import Buffer
 from unified.bus.calls import pending
-from unified.bus.calls.deadlock.monitor import Asked
+from unified.bus.calls.deadlock.monitor import OutgoingCall
 from unified.bus.calls.flow_control import CALL_OVERHEAD_BYTES, Window
 from unified.bus.calls.future import RpcFuture, call_in_words
 from unified.bus.calls.inbound import CURRENT
@@ -266,10 +266,10 @@ class CallDesk:
         if outbound is not None and outbound.inbox is not None:
             self._courier.tell(Kind.CANCEL, call_id, outbound.inbox)
 
-    def asked(self) -> list[Asked]:
+    def outgoing(self) -> list[OutgoingCall]:
         """The open calls."""
         return [
-            Asked(
+            OutgoingCall(
                 call_id,
                 outbound.future or outbound.feed,
                 outbound.chain[-1] if outbound.chain else None,

@@ -85,7 +85,7 @@ class Host(Protocol):
         """Return what a future that ended in `error` is to hold until somebody reads that."""
 
 
-class _Item(NamedTuple):
+class _StreamItem(NamedTuple):
     body: Buffer
     buffers: list[Buffer]
     nbytes: int
@@ -124,7 +124,7 @@ class StreamFeed:
         self._open_item = open_item
         self.link = link
         self._host = host
-        self._items: deque[_Item] = deque()
+        self._items: deque[_StreamItem] = deque()
         self._error: BaseException | None = None
         self._changed = threading.Condition(threading.Lock())
         self._num_waiting = 0
@@ -149,7 +149,7 @@ class StreamFeed:
             is_next = index == self._num_pushed
             if is_next:
                 self._num_pushed += 1
-                self._items.append(_Item(body, buffers, size_of(body, buffers)))
+                self._items.append(_StreamItem(body, buffers, size_of(body, buffers)))
                 self._wake()
         if not is_next:
             self.fail(self._lost(f"item {index} came instead"))
@@ -174,7 +174,7 @@ class StreamFeed:
         if not was_over:
             self._cancel()
 
-    def take(self) -> _Item | None:
+    def take(self) -> _StreamItem | None:
         """Return the next item, or None where none is there now.
 
         Raises:
@@ -197,7 +197,7 @@ class StreamFeed:
             self._send_more(num_told)
         return item
 
-    def open(self, item: _Item) -> Any:
+    def open(self, item: _StreamItem) -> Any:
         """Decode an item. One that cannot be read here ends the stream.
 
         Raises:

@@ -27,7 +27,7 @@ WARN_S = 10.0
 """A call in line behind a stream that its own caller does not read may wait for ever; after so long the log says so."""
 
 
-class Asked(NamedTuple):
+class OutgoingCall(NamedTuple):
     """An open call that was made here."""
 
     call_id: int
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 class OpenCalls(Protocol):
     """The calls that were made here and are open (`unified.bus.calls.client`)."""
 
-    def asked(self) -> list[Asked]: ...
+    def outgoing(self) -> list[OutgoingCall]: ...
     def give_up(self, call_id: int, error: RpcError) -> None: ...
 
 
@@ -128,19 +128,19 @@ class LineWatch:
         waiting = self._in_line()
         calls = {_name(call): call for call, _ in waiting}
         here = [self._halted(call, True, [_name(other) for other in let_in]) for call, let_in in waiting]
-        asked = _Asked(self._inbox_id, self._calls.asked())
+        outgoing = _OutgoingCalls(self._inbox_id, self._calls.outgoing())
         for call in list(self._known.values()):
             name = _name(call)
             if call.gate is not None and _is_parked(call):
                 calls[name] = call
                 here.append(self._halted(call, False, [reader_of(name)]))
-            elif names := asked.names(call):
+            elif names := outgoing.names(call):
                 calls[name] = call
                 here.append(self._halted(call, False, names))
-                readers = [reader_of(stream) for stream in asked.streams_read_by(call)]
+                readers = [reader_of(stream) for stream in outgoing.streams_read_by(call)]
                 here += [Halted(reader, self._inbox_id, "its reader", False, [name]) for reader in readers]
-        here += asked.outside(self._outside, self._worker)
-        findings = self._decide(here, {name: bool(call.chain) for name, call in calls.items()}, asked.ids)
+        here += outgoing.outside(self._outside, self._worker)
+        findings = self._decide(here, {name: bool(call.chain) for name, call in calls.items()}, outgoing.ids)
         for name, halted in findings.tell.items():
             self._reply(calls[name], Kind.WAITS, Encoded(encode_halted(halted), []), False)
         for name, circle in findings.refuse.items():
@@ -150,7 +150,7 @@ class LineWatch:
             else:
                 advice = "Read the stream to its end before you wait for the call, or close it."
                 what = f"a call from worker {self._worker} was given up: calls wait for one another"
-                self._calls.give_up(asked.ids[name], RpcError(f"{what}, and {words} {advice}"))
+                self._calls.give_up(outgoing.ids[name], RpcError(f"{what}, and {words} {advice}"))
         self._warn(time.monotonic(), waiting)
         if waiting or self._circles.has_heard:
             self.begin()
@@ -192,10 +192,10 @@ class LineWatch:
         return Halted(_name(call), self._inbox_id, f"{call.method!r} in worker {self._worker}", is_in_line, waits_for)
 
 
-class _Asked:
+class _OutgoingCalls:
     """Which calls a handler waits for."""
 
-    def __init__(self, inbox_id: str, asked: Iterable[Asked]) -> None:
+    def __init__(self, inbox_id: str, outgoing: Iterable[OutgoingCall]) -> None:
         self.ids: dict[str, int] = {}
         """Of all, by name."""
         self._inbox_id = inbox_id
@@ -203,7 +203,7 @@ class _Asked:
         self._streams: dict[int | None, list[StreamFeed]] = {}
         self._watched: dict[int | None, list[tuple[int, str]]] = {}
         """Calls by who made them, and the threads that watch them."""
-        self._kept = list(asked)  # so that what `id` names is there
+        self._kept = list(outgoing)  # so that what `id` names is there
         for each in self._kept:
             name = self._names[id(each.awaited)] = name_of(inbox_id, each.call_id)
             self.ids[name] = each.call_id
