@@ -22,7 +22,7 @@ def visible(devices: Sequence[tuple[str, str]], setting: str | None) -> dict[int
 
     Args:
         devices: id and UUID (or nothing) of each.
-        setting: of the variable; None leaves all devices.
+        setting: value of the variable; None leaves all devices.
 
     Returns:
         Entry by number of the device.

@@ -1,7 +1,7 @@
-"""torch's error file: what `torch.distributed.elastic`'s `@record` writes where ``TORCHELASTIC_ERROR_FILE`` says.
+"""torch's error file, which `torch.distributed.elastic`'s `@record` writes where ``TORCHELASTIC_ERROR_FILE`` says.
 
 A worker that breaks may say there why, in JSON: ``{"message": {"message": ..., "extraInfo": {"py_callstack": ...}}}``,
-or a plain ``{"message": "..."}``. Whoever started it shows that as the reason.
+or a plain ``{"message": "..."}``. Its agent shows that as the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WrittenError(NamedTuple):
 
 
 def beside(log_file: str) -> str:
-    """Path of the error file of the life with this log: ``…/0.error.json`` for ``…/0.err``."""
+    """Return the path of the error file of the incarnation with this log: ``…/0.error.json`` for ``…/0.err``."""
     return f"{log_file.removesuffix('.err')}.error.json" if log_file else ""
 
 

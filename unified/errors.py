@@ -70,7 +70,7 @@ class UnifiedError(Exception):
 
 
 class UsageError(UnifiedError, ValueError):
-    """The caller asked for something that cannot be done as asked."""
+    """A request that cannot be carried out as asked."""
 
 
 class JobNameError(UsageError):
@@ -157,10 +157,10 @@ class RemoteError(RpcError):
 
 
 class WorkerDiedError(RpcError):
-    """The life of the worker that was called ended before it answered.
+    """The incarnation of the worker that was called ended before it answered.
 
     Attributes:
-        is_final: it will have no other life, so that calling again is of no use.
+        is_final: True if no other incarnation will follow, so that calling again is of no use.
     """
 
     retryable = True
@@ -171,7 +171,7 @@ class WorkerDiedError(RpcError):
 
 
 class RouteLostError(RpcError):
-    """What a call went through broke while the call was open: whether its handler ran is not known."""
+    """The connection of an open call broke: it is not known if the handler ran."""
 
     retryable = True
 
@@ -211,7 +211,7 @@ class QueueClosedError(QueueError):
 
 
 class QueueFullError(QueueError, TimeoutError):
-    """There was no room for all items of a put within its timeout.
+    """A put found no room for all its items within its timeout.
 
     Attributes:
         num_put: how many of its items, counted from the first, went in.
@@ -270,7 +270,7 @@ class DatasetError(UnifiedError, ValueError):
 
 
 class DataFileNotFoundError(DatasetError, FileNotFoundError):
-    """There is no file where a dataset should be, or one is there no longer."""
+    """A file of a dataset is missing, or there no longer."""
 
 
 class CoordinatorError(UnifiedError, RuntimeError):
@@ -326,11 +326,11 @@ class CheckpointError(UnifiedError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint of that step, or none at all; the message names those there are."""
+    """No checkpoint of that step exists, or none at all; the message names those there are."""
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
-    """What is stored is not what was saved: a checksum or a size does not match, or a manifest cannot be read."""
+    """A stored checkpoint is damaged: a checksum or a size does not match, or a manifest cannot be read."""
 
 
 class CheckpointSaveError(CheckpointError):
@@ -362,11 +362,11 @@ class StorageError(UnifiedError, OSError):
 
 
 class NotFoundError(StorageError, FileNotFoundError):
-    """There is no object with this key, or not even the bucket or folder that would hold it."""
+    """No object has this key, or not even the bucket or folder that would hold it exists."""
 
 
 class AlreadyExistsError(StorageError, FileExistsError):
-    """There is an object with this key, and it was not to be replaced."""
+    """An object with this key exists, and was not to be replaced."""
 
 
 class StorageDeniedError(StorageError, PermissionError):

@@ -1,7 +1,4 @@
-"""Packages whose public names are imported at first use, so that `import unified` costs next to nothing.
-
-Packages that some parts need and the core does not: which extra of the distribution has them.
-"""
+"""Late imports: public names at first use, so that `import unified` costs next to nothing; packages of extras."""
 
 from __future__ import annotations
 
@@ -22,18 +19,18 @@ EXTRA_OF = {
     "backports": "zstd",
     "xxhash": "xxhash",
 }
-"""Module → extra."""
+"""Extra of the distribution that has a module."""
 
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Have the error about a missing package say which extra brings it. Also a decorator, of functions.
+    """Let the error about a missing package say which extra brings it. Also a decorator of functions.
 
     Args:
-        what: what needs it, for the message.
+        what: name of the part that needs it, for the message.
 
     Raises:
-        ModuleNotFoundError: a module was imported that is not there, with that advice if an extra has it.
+        ModuleNotFoundError: a module is missing; the message has that advice if an extra brings it.
     """
     try:
         yield
@@ -46,11 +43,11 @@ def needed_by(what: str) -> Iterator[None]:
 
 
 def exports(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose names live elsewhere.
+    """Return `__getattr__` and `__dir__` of a package whose names live elsewhere.
 
     Args:
         package: the package's `__name__`.
-        homes: module → the names that are imported from it.
+        homes: names that are imported from each module.
     """
     home_of = {name: module for module, names in homes.items() for name in names}
 

@@ -1,6 +1,6 @@
-"""What Linux knows about processes and Python does not say: parent-death signals, subreapers, who is really alive.
+"""Linux's facts and controls of processes that Python lacks: parent-death signals, subreapers, liveness.
 
-At the bottom of the tree, because daemons, the zygote and workers all need it.
+They are at the bottom of the tree, because daemons, the zygote and workers all need them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COMM_BYTES = 15
 
 
 def die_with_parent(sig: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Have the kernel send `sig` to this process when the *thread* that made it ends.
+    """Let the kernel send `sig` to this process when the *thread* that made it ends.
 
     Args:
         sig: the signal.
@@ -85,12 +85,12 @@ class ProcessFacts(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """A zombie has ended: nobody has looked at its exit code yet, and PID 1 may take a second to."""
+        """False for a zombie: it has ended, and nobody has looked at its exit code yet (PID 1 may take a second to)."""
         return self.state not in "ZX"
 
 
 def facts(pid: int) -> ProcessFacts | None:
-    """What the kernel says of a process, or None if there is none."""
+    """Return the kernel's facts of a process, or None if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             line = file.read()
@@ -102,13 +102,13 @@ def facts(pid: int) -> ProcessFacts | None:
 
 
 def is_alive(pid: int) -> bool:
-    """True if the process exists and is no zombie."""
+    """Return True if the process exists and is no zombie."""
     found = facts(pid)
     return found is not None and found.is_alive
 
 
 def every_process() -> Iterator[ProcessFacts]:
-    """All processes that this one can see, by pid."""
+    """Yield all processes that this one can see, by pid."""
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         found = facts(pid)
         if found is not None:
@@ -116,7 +116,7 @@ def every_process() -> Iterator[ProcessFacts]:
 
 
 def has_environment(pid: int, setting: str) -> bool:
-    """Whether the process was started with ``NAME=value`` in its environment; False where that cannot be read."""
+    """Return True if a process was started with ``NAME=value`` in its environment; False where that is unreadable."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return setting.encode() in file.read().split(b"\0")
@@ -125,7 +125,7 @@ def has_environment(pid: int, setting: str) -> bool:
 
 
 def num_threads() -> int:
-    """Threads of this process, those of C libraries included."""
+    """Return the number of threads of this process, those of C libraries included."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -151,8 +151,8 @@ def signal_group(leader: int, sig: int) -> bool:
 def kill_until_none(find: Callable[[], Iterable[int]]) -> None:
     """SIGKILL every process that `find` names, until it names none: a dead parent's children come to light.
 
-    That takes as long as the parent takes to die, which it does after all its threads and with all its memory. What
-    cannot be killed, such as a process that waits for a disk, is given up after 2 s.
+    That takes as long as the parent takes to die, which it does after all its threads and with all its memory.
+    Processes that cannot be killed, such as one that waits for a disk, are given up after 2 s.
     """
     deadline = time.monotonic() + _KILL_WITHIN_S
     while alive := [pid for pid in find() if is_alive(pid)]:
@@ -165,7 +165,7 @@ def kill_until_none(find: Callable[[], Iterable[int]]) -> None:
 
 
 def describe_end(code: int) -> str:
-    """``killed by SIGKILL`` or ``exited with code 3``, from an exit code that is minus the signal."""
+    """Return ``killed by SIGKILL`` or ``exited with code 3``, from an exit code that is minus the signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:

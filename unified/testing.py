@@ -11,7 +11,7 @@ Installing unified makes the fixture known to pytest; there is nothing to import
 short intervals, and returns a `LocalCluster`. At the end of the test every cluster is stopped, and the test fails if a
 process, a socket, an open descriptor, a thread or a file in /dev/shm is left. Zombies count as dead.
 
-`eventually` awaits what has no event to wait for::
+`eventually` waits for a condition that has no event::
 
     eventually(lambda: handle.status().stage == "RUNNING", timeout=10, message="the job did not run")
 
@@ -59,10 +59,10 @@ def eventually(predicate: Callable[[], T], timeout: float = 10.0, message: str =
     Args:
         predicate: asked every 10 ms.
         timeout: seconds.
-        message: what did not come true, for the error.
+        message: the condition that did not come true, for the error.
 
     Raises:
-        AssertionError: it did not become true in time.
+        AssertionError: the condition did not become true in time.
     """
     deadline = time.monotonic() + timeout
     while not (value := predicate()):
@@ -76,11 +76,11 @@ class LocalCluster:
     """A master and agents, for one test.
 
     Args:
-        nodes: how many agents; they are called node-1, node-2, …
+        nodes: number of agents; they are called node-1, node-2, …
         devices: virtual devices of each; None: the accelerators that this host really has.
         home: for logs and state.
         env: more environment for daemons and workers, above the short intervals.
-        restart_agents: how often an agent that dies is started again; 0 leaves it dead.
+        restart_agents: times that an agent that dies is started again; 0 leaves it dead.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LocalCluster:
         self._connection: MasterConnection | None = None
         self._handles: list[JobHandle] = []
         self.was_hurt = False
-        """A daemon was killed on purpose, so its sockets may be left for its next life to remove."""
+        """True if a daemon was killed on purpose: its sockets may be left for its successor to remove."""
 
     def __enter__(self) -> Self:
         return self.start()
@@ -129,7 +129,7 @@ class LocalCluster:
 
     @property
     def connection(self) -> MasterConnection:
-        """A connection to the master, closed with the cluster."""
+        """Return a connection to the master, closed with the cluster."""
         from unified.client.connection import MasterConnection
         from unified.security.keys import find_key
 
@@ -139,14 +139,14 @@ class LocalCluster:
 
     @property
     def nodes(self) -> list[NodeStatus]:
-        """The nodes as the master sees them now."""
+        """Return the nodes as the master sees them now."""
         from unified.protocol.client_master import ListNodes, NodeList
 
         return self.connection.ask(ListNodes(), NodeList).nodes
 
     @property
     def jobs(self) -> list[JobLine]:
-        """The jobs that the master knows."""
+        """Return the jobs that the master knows."""
         from unified.protocol.client_master import JobList, ListJobs
 
         return self.connection.ask(ListJobs(), JobList).jobs
@@ -174,13 +174,13 @@ class LocalCluster:
         return handle
 
     def status(self, job: str) -> JobStatus:
-        """A job of this cluster, by id or name."""
+        """Return a job of this cluster, by id or name."""
         from unified.protocol.client_master import GetJob, JobStatus
 
         return self.connection.ask(GetJob(job=job), JobStatus)
 
     def workers(self, job: str | JobHandle) -> dict[str, int]:
-        """Pids of a job's workers that have a process, by full name."""
+        """Return the pids of a job's workers that have a process, by full name."""
         from unified.protocol.records import WorkerState
 
         status = self.status(job if isinstance(job, str) else job.job_id)
@@ -189,14 +189,14 @@ class LocalCluster:
         }
 
     def kill_agent(self, index: int, sig: int = signal.SIGKILL) -> int:
-        """Send a signal to the agent of the node at `index`; its pid."""
+        """Send a signal to the agent of the node at `index`; return its pid."""
         pid = self.agent_pids[index]
         self.was_hurt = True
         os.kill(pid, sig)
         return pid
 
     def processes(self) -> list[str]:
-        """Every living process of the cluster, daemons and workers, as ``pid (command)``."""
+        """Return every living process of the cluster, daemons and workers, as ``pid (command)``."""
         from unified.client.daemons import marked_processes
         from unified.client.embedded import CLUSTER_VARIABLE
 
@@ -254,7 +254,7 @@ def _descriptors() -> dict[int, str]:
 
 
 def _children() -> dict[tuple[int, int], str]:
-    """Living children of this process as ``pid (name)``, by pid and start; zombies do not count."""
+    """Return the living children of this process as ``pid (name)``, by pid and start; zombies do not count."""
     from unified.process import every_process
 
     found: dict[tuple[int, int], str] = {}
@@ -313,7 +313,7 @@ def left_behind(before: Belongings, settle_s: float = SETTLE_S) -> list[str]:
 
 @pytest.fixture
 def local_cluster(tmp_path: Path) -> Iterator[Callable[..., LocalCluster]]:
-    """A factory of clusters: ``local_cluster(nodes=2, devices=2, **options)``, options as `LocalCluster` takes them."""
+    """Factory of clusters: ``local_cluster(nodes=2, devices=2, **options)``, options as `LocalCluster` takes them."""
     clusters: list[LocalCluster] = []
     before = Belongings()
 

@@ -35,7 +35,7 @@ class TransitionTable(Generic[S]):
         return not self.moves[state]
 
     def mermaid(self) -> str:
-        """The table as a mermaid state diagram."""
+        """Return the table as a mermaid state diagram."""
         lines = ["stateDiagram-v2"]
         for old, news in self.moves.items():
             lines += [f"    {old} --> {new}" for new in news] or [f"    {old} --> [*]"]

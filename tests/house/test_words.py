@@ -40,15 +40,8 @@ NO_SUBJECT = {
     "Why",
 }
 SUBJECTLESS: dict[str, int] = {
-    "unified": 10,
     "unified/bus": 41,
     "unified/checkpoint": 4,
-    "unified/compat": 6,
-    "unified/config": 28,
-    "unified/core": 1,
-    "unified/job": 28,
-    "unified/memory": 1,
-    "unified/security": 7,
     "unified/storage": 12,
     "unified/weights": 2,
 }

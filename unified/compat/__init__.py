@@ -5,7 +5,7 @@
 runs a script with the aliases in place, and with ``-m`` a module; its job's workers have them too, and so have the
 processes that it starts. With ``UNIFIED_COMPAT=1`` in the environment the aliases are there from the interpreter's
 start where `unified` is installed, by ``unified_compat.pth``, and else as soon as anything imports `unified`. An alias
-is the very module it stands for, or one whose names are ours, so that a class is one class under both names. A
+is the very module that it stands for, or one whose names are ours, so that a class is one class under both names. A
 `dlrover` or `dtruntime` that is installed is left alone unless the aliases are forced (``UNIFIED_COMPAT=force``,
 ``--force``).
 """
@@ -30,10 +30,10 @@ _WORDS: dict[str, Literal["off", "on", "force"]] = {
 
 
 def mode(env: Mapping[str, str]) -> Literal["off", "on", "force"]:
-    """What ``UNIFIED_COMPAT`` asks for.
+    """Return the word of ``UNIFIED_COMPAT``.
 
     Raises:
-        OptionError: a word that means nothing.
+        OptionError: the word means nothing.
     """
     word = env.get(VARIABLE, "")
     if word.lower() not in _WORDS:
@@ -42,10 +42,10 @@ def mode(env: Mapping[str, str]) -> Literal["off", "on", "force"]:
 
 
 def apply(env: MutableMapping[str, str]) -> None:
-    """Have the aliases, or not, as the environment says; and processes that inherit it, too.
+    """Install the aliases, or not, as the environment says, also for processes that inherit it.
 
     Raises:
-        OptionError: it says something else.
+        OptionError: as `mode`.
     """
     match mode(env):
         case "off":
@@ -60,7 +60,7 @@ def install(*, force: bool = False) -> None:
     """Put the aliases in place, for all imports that come after. Again: only `force` changes.
 
     Args:
-        force: they also stand in front of a `dlrover` or `dtruntime` that is installed.
+        force: put them also in front of a `dlrover` or `dtruntime` that is installed.
     """
     if (finder := _finder()) is None:
         sys.meta_path.insert(0, AliasFinder(force))
@@ -76,12 +76,12 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether the aliases are in place."""
+    """Return True if the aliases are in place."""
     return _finder() is not None
 
 
 def found_installed() -> dict[str, str]:
-    """Which of the packages that the aliases stand for are really installed: name → where."""
+    """Return the real packages that the aliases stand for and that are installed, each with its place."""
     return {root: where for root in ROOTS if (where := installed(root)) is not None}
 
 

@@ -20,7 +20,7 @@ from unified import compat
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script that the command line names. What it raises, SystemExit too, goes through."""
+    """Run the script that the command line names. Its exceptions, SystemExit too, go through."""
     given = _parser().parse_args(arguments)
     os.environ[compat.VARIABLE] = "force" if given.force else "1"
     compat.apply(os.environ)

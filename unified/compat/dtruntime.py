@@ -1,4 +1,4 @@
-"""What ``import dtruntime`` gives. Names are imported at first use: to save checkpoints needs no pyarrow."""
+"""The module ``dtruntime``. Names are imported at first use: to save checkpoints needs no pyarrow."""
 
 from __future__ import annotations
 

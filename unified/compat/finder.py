@@ -1,6 +1,6 @@
 """The import finder that answers for upstream's module names with our modules.
 
-Processes that a script starts have the aliases too, whatever they import first: see `unified.compat.stand_in`.
+Processes that a script starts have the aliases too, whichever module they import first: see `unified.compat.stand_in`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _API = "dlrover.python.unified.api"
 
 
 class AliasFinder(MetaPathFinder):
-    """Finds the aliases, before any other finder: theirs would load our files a second time, under another name.
+    """Finder of the aliases, before any other finder, which would load our files a second time, under another name.
 
     Args:
-        is_forced: also where the real package is installed. What the real one has beside the aliases stays importable.
+        is_forced: also where the real package is installed. Its modules beside the aliases stay importable.
     """
 
     def __init__(self, is_forced: bool) -> None:
@@ -82,7 +82,7 @@ class AliasFinder(MetaPathFinder):
         return ModuleSpec(fullname, loader, is_package=fullname in PACKAGES)
 
     def forget(self) -> None:
-        """Drop what was imported, so that the names mean nothing, or the real packages, again."""
+        """Drop the imported aliases, so that the names mean nothing, or the real packages, again."""
         for name in self._names:
             sys.modules.pop(name, None)
         self._names.clear()
@@ -109,10 +109,10 @@ class _AliasLoader(InspectLoader):
 
 
 class _CounterpartLoader(Loader):
-    """Makes a module whose names are imported from ours at first use.
+    """Loader of a module whose names are imported from ours at first use.
 
     Args:
-        theirs: the real module, where the aliases are forced: it has what is not ours.
+        theirs: the real module, where the aliases are forced: it has the names that are not ours.
     """
 
     def __init__(self, counterpart: Counterpart, theirs: ModuleSpec | None) -> None:
@@ -156,7 +156,7 @@ class _CounterpartLoader(Loader):
         raise AttributeError(f"module {module!r} has no attribute {name!r}, as far as unified knows it.")
 
     def _real(self) -> ModuleType:
-        """The real module, outside `sys.modules`."""
+        """Return the real module, outside `sys.modules`."""
         assert self._theirs is not None
         assert self._theirs.loader is not None
         if self._loaded is None:
@@ -167,12 +167,12 @@ class _CounterpartLoader(Loader):
 
 class _EmptyLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it."""
+        """Do nothing: the module is empty."""
 
 
 def installed(root: str) -> str | None:
-    """Where a real package of that name is, None if there is none. A bare folder of that name is no package: it is what
-    a clone, a run's output or an example happens to be called.
+    """Return the place of a real package of that name, None if there is none. A bare folder is no package: a clone, a
+    run's output or an example may have that name.
     """
     module = sys.modules.get(root)
     if module is not None and module.__name__ == ALIASES.get(root):
@@ -208,7 +208,7 @@ def _real(name: str) -> ModuleSpec | None:
 
 
 def _elsewhere(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """What the other finders have under that name, our stand-ins excepted."""
+    """Return the spec of that name from the other finders, our stand-ins excepted."""
     if path is None and FOLDER in sys.path:
         path = [each for each in sys.path if each != FOLDER]
     for finder in sys.meta_path:

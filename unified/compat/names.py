@@ -1,4 +1,4 @@
-"""Upstream's public names, module by module: which of ours each is, or what to use instead of it."""
+"""Upstream's public names, module by module, with our counterpart of each, or advice on a name without one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Counterpart(NamedTuple):
     """A module of upstream that is made of several of ours."""
 
     names: Mapping[str, str] = {}
-    """Upstream's name → ``module:name`` of ours."""
+    """Our ``module:name`` by upstream's name."""
     rest: str = ""
     """Our module that has the other names."""
     instead: Mapping[str, str] = {}
-    """Names without a counterpart → what to use."""
+    """Advice by name without a counterpart."""
     is_kept: bool = False
-    """A real module of that name is used where there is one, even if the aliases are forced."""
+    """True to use a real module of that name where there is one, even if the aliases are forced."""
 
 
 ALIASES = {
@@ -31,13 +31,13 @@ ALIASES = {
     f"{UPSTREAM}.driver.main": "unified.api.driver",
     "dtruntime": "unified.compat.dtruntime",
 }
-"""Upstream's module → ours. Every other module below ``…unified.api`` is ours of the same name below `unified.api`."""
+"""Our module by upstream's. Every other module below ``…unified.api`` is ours of the same name below `unified.api`."""
 
 PACKAGES = {
     *("dlrover", "dlrover.python", "dlrover.python.common", UPSTREAM, _COMMON, _UTIL),
     *(f"{UPSTREAM}.driver", f"{UPSTREAM}.controller"),
 }
-"""Upstream's packages that lead to what has a counterpart, and hold nothing else."""
+"""Upstream's packages that lead to modules with a counterpart, and hold nothing else."""
 
 _ACTORS = "workers are processes, not Ray actors: write a class or function as the entry point, and current_worker()"
 _MASTER = (
@@ -136,11 +136,11 @@ INSTEAD = {
     "dlrover.trainer": "`unified run` starts scripts as torchrun does, and unified.checkpoint saves and loads",
     "dlrover.python": "of this package only dlrover.python.unified has counterparts",
 }
-"""Modules without a counterpart, and all below them → what to use. The longest that fits counts."""
+"""Advice by module without a counterpart, also for all below it. The longest that fits counts."""
 
 
 def advice(module: str) -> str | None:
-    """Return what to use instead of a module of upstream that has no counterpart; None for any other module."""
+    """Return the advice on a module of upstream that has no counterpart; None for any other module."""
     name = module
     while name:
         if name in INSTEAD:

@@ -29,7 +29,7 @@ class HostPort(NamedTuple):
 
     @property
     def bare_host(self) -> str:
-        """The host without brackets, as `socket` takes it."""
+        """Host without brackets, as `socket` takes it."""
         return self.host.strip("[]")
 
     @property
@@ -112,14 +112,14 @@ def parse_flag(flag: str, text: str) -> HostPort:
 
 
 def find_master(given: str | None, env: Mapping[str, str] | None = None) -> str | None:
-    """The master's address from `given`, else from ``UNIFIED_MASTER``, else None."""
+    """Return the master's address from `given`, else from ``UNIFIED_MASTER``, else None."""
     env = os.environ if env is None else env
     text = given or env.get(MASTER_VARIABLE) or ""
     return parse_address(text) if text else None
 
 
 def require_master(given: str | None, env: Mapping[str, str] | None = None) -> str:
-    """As `find_master`, where there is nothing to do without one.
+    """Return the master's address like `find_master`, where one is needed.
 
     Raises:
         UsageError: neither is given; the message says how to give it.
@@ -134,7 +134,7 @@ def require_master(given: str | None, env: Mapping[str, str] | None = None) -> s
 
 
 def connect_seconds() -> float:
-    """How long to try to reach a master.
+    """Return the seconds for which to try to reach a master.
 
     Raises:
         UsageError: ``UNIFIED_CONNECT_S``, or another interval, is not a number above 0.

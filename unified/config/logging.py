@@ -15,14 +15,14 @@ VARIABLE = "UNIFIED_LOG_LEVEL"
 VARIABLES = (VARIABLE, "DLROVER_LOG_LEVEL", "RUST_LOG")
 Level = Literal["trace", "debug", "info", "warn", "error", "off"]
 LEVELS: Final[dict[Level, int]] = {"trace": 5, "debug": 10, "info": 20, "warn": 30, "error": 40, "off": 60}
-"""Names of log levels, as ``RUST_LOG`` has them, and what `logging` calls them."""
+"""Names of log levels, as ``RUST_LOG`` has them, and their numbers in `logging`."""
 _OTHER_NAMES = {"warning": "warn", "critical": "error", "none": "off"}
 FORGET_S = 3600.0
 MAX_KNOWN = 1000
 
 
 def log_level(env: Mapping[str, str], default: Level = "info") -> Level:
-    """The log level that the environment asks for, else `default`.
+    """Return the log level that the environment asks for, else `default`.
 
     Raises:
         OptionError: as `asked_level`.
@@ -31,10 +31,10 @@ def log_level(env: Mapping[str, str], default: Level = "info") -> Level:
 
 
 def asked_level(env: Mapping[str, str]) -> Level | None:
-    """The log level that the environment asks for, if it does.
+    """Return the log level that the environment asks for, if it does.
 
-    ``DLROVER_LOG_LEVEL`` may be a number of `logging` too. Of ``RUST_LOG``, which may hold levels of single parts
-    (``info,hyper=warn``), the one for everything counts.
+    ``DLROVER_LOG_LEVEL`` may be a number of `logging` too. ``RUST_LOG`` may hold levels of single parts
+    (``info,hyper=warn``); its level for everything counts.
 
     Raises:
         OptionError: ``UNIFIED_LOG_LEVEL`` is no level, or a word in one of the others is nearly one.
@@ -60,7 +60,7 @@ def asked_level(env: Mapping[str, str]) -> Level | None:
 
 
 def logging_level(flag: str | None, env: Mapping[str, str]) -> int:
-    """What a daemon gives to `logging`: the level of its flag, else of the environment.
+    """Return the number for `logging` of a daemon's level: that of its flag, else of the environment.
 
     Raises:
         OptionError: as `log_level`.
@@ -69,10 +69,10 @@ def logging_level(flag: str | None, env: Mapping[str, str]) -> int:
 
 
 def log_from(level: Level, name: str = "unified") -> None:
-    """Have what a logger logs in this process begin at this level: of a script or a worker whose environment says it.
+    """Let a logger of this process, a script or a worker whose environment asks for it, begin at this level.
 
-    A level that the program has set for that logger stays. Without a handler of its own the program shows it on stderr,
-    as Python does with warnings; one that it sets up, before this or after, is told of it alone.
+    A level that the program has set for that logger stays. Without a handler of the program's own, records go to
+    stderr, as warnings do; a handler that it sets up, before this or after, gets them alone.
     """
     logger = logging.getLogger(name)
     if logger.level != logging.NOTSET:
@@ -85,24 +85,24 @@ def log_from(level: Level, name: str = "unified") -> None:
 
 
 class LogOnce:
-    """Says a thing when it is new, and then only counts it.
+    """Filter that lets a repeated event be logged once, and then counts it.
 
-    A thing that happens again after an hour of silence is new once more. At most a thousand are known: of more, as
-    whoever chooses them can make, those not seen for longest are forgotten.
+    An event that happens again after an hour of silence is new once more. At most a thousand are known: of more, the
+    least recently seen are forgotten.
 
     Attributes:
-        total: how often any of them happened.
+        total: number of times that any of them happened.
     """
 
     def __init__(self, forget_s: float = FORGET_S, max_known: int = MAX_KNOWN) -> None:
         self._forget_s = forget_s
         self._max_known = max_known
         self._seen_at: dict[str, float] = {}
-        """Oldest first."""
+        """Time of each event's last occurrence, oldest first."""
         self.total = 0
 
     def is_new(self, now: float, thing: str) -> bool:
-        """It happened; whether that is worth a line."""
+        """Count an event; return True if it is worth a line."""
         self.total += 1
         seen_at = self._seen_at.pop(thing, None)
         self._seen_at[thing] = now
@@ -112,7 +112,7 @@ class LogOnce:
 
 
 def _is_alone(handler: logging.Handler, record: logging.LogRecord) -> bool:
-    """Whether no other handler is told of the record."""
+    """Return True if no other handler gets the record."""
     logger: logging.Logger | None = logging.getLogger(record.name)
     while logger is not None:
         if any(other is not handler for other in logger.handlers):

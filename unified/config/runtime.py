@@ -1,8 +1,8 @@
 """Settings of data, barriers and checkpoints: the reference document's TOML file, and its environment variables.
 
 A file has the sections ``[coordinator]``, ``[storage]``, ``[checkpoint]`` and ``[dataset]``, whose keys are the fields
-of the classes below. It is the one that `load` is given, or that ``UNIFIED_CONFIG`` names. Above it stands the
-environment: ``UNIFIED_<SECTION>_<KEY>`` for each key, such as ``UNIFIED_CHECKPOINT_KEEP_LAST_N=3``, and for a worker's
+of the classes below. The file is given to `load`, or named by ``UNIFIED_CONFIG``. Above it stands the environment:
+``UNIFIED_<SECTION>_<KEY>`` for each key, such as ``UNIFIED_CHECKPOINT_KEEP_LAST_N=3``, and for a worker's
 own place ``COORDINATOR_URL``, ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``. A variable that is empty
 is as unset.
 
@@ -33,47 +33,47 @@ VARIABLES = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",
 }
-"""What says where a worker stands, which is no matter of a file."""
+"""Variables that say where a worker stands, which is no matter of a file."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the coordinator listens, and how it notices that a worker is lost."""
+    """Address of the coordinator, and the times by which it notices that a worker is lost."""
 
     address: str = "127.0.0.1:7077"
-    """Of the master: ``host:port``; port 0: any that is free."""
+    """Address of the master: ``host:port``; port 0: any that is free."""
     heartbeat_interval_ms: Positive = 1000
-    """Of a worker; where the master runs: of all that have none of their own. So is the time-out."""
+    """Interval of a worker's heartbeats; where the master runs, of all workers without one. So is the time-out."""
     heartbeat_timeout_ms: Positive = 30_000
-    """A worker that was silent for this long is lost. Above the interval."""
+    """Silence after which a worker is lost; above the interval."""
 
 
 class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where checkpoints go, where a `CheckpointManager` is not told."""
+    """Place of checkpoints, where a `CheckpointManager` is given none."""
 
     backend: Literal["local", "s3"] = "local"
     bucket: str = ""
-    """Of S3; needed there."""
+    """Bucket of S3; needed there."""
     region: str = ""
-    """Of the bucket. Empty: what the standard chain of S3 clients finds."""
+    """Region of the bucket. Empty: the one that the standard chain of S3 clients finds."""
 
 
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How often checkpoints are saved, and how many are kept."""
+    """Interval, number and compression of checkpoints."""
 
     interval_steps: Positive | None = None
-    """A save at another step does nothing. None: whenever one is asked for."""
+    """Steps between saves: a save at another step does nothing. None: every save counts."""
     keep_last_n: Positive = 5
     compression: Literal["gzip", "zstd"] | None = None
-    """In a file or a variable, ``none`` means that there is none."""
+    """Compression; in a file or a variable, ``none`` means that there is none."""
 
 
 class DatasetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How datasets are cut and read."""
+    """Shard size and read-ahead of datasets."""
 
     default_shard_size: Positive = 10_000
-    """Samples of a shard, where `register` is not told."""
+    """Samples of a shard, where `register` is given none."""
     prefetch_shards: Annotated[int, msgspec.Meta(ge=0)] = 2
     """Shards that are read ahead of the one in use."""
 
@@ -87,32 +87,32 @@ SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them, checked."""
+    """All settings, checked."""
 
     coordinator: CoordinatorSettings = CoordinatorSettings()
     storage: StorageSettings = StorageSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     dataset: DatasetSettings = DatasetSettings()
     coordinator_url: str = "local"
-    """Outside a job. ``http://host:port``, ``tcp://host:port``, ``host:port``, or ``local`` for one in this process,
-    which has to be said where there are several workers."""
+    """Coordinator outside a job: ``http://host:port``, ``tcp://host:port``, ``host:port``, or ``local`` for one in this
+    process, which has to be said where there are several workers."""
     space: str = ""
-    """Of one training outside a job: what a master knows of workers, datasets, barriers and checkpoints in one space is
-    not seen in another."""
+    """Space of one training outside a job: workers, datasets, barriers and checkpoints of one space are not seen in
+    another."""
     worker_id: str = ""
-    """Empty: ``worker-RANK``."""
+    """Id of this worker; empty: ``worker-RANK``."""
     rank: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Below the world size, where that is said."""
+    """Rank of this worker, below the world size, where that is given."""
     world_size: Positive = 1
-    """How many workers there are."""
+    """Number of workers."""
     log_level: Level = "info"
-    """Of the daemons; if it is set, also of the ``unified`` loggers of scripts and workers, in a job too. Not set:
-    ``DLROVER_LOG_LEVEL``, then ``RUST_LOG``."""
+    """Log level of the daemons; if it is set, also of the ``unified`` loggers of scripts and workers, in a job too. Not
+    set: ``DLROVER_LOG_LEVEL``, then ``RUST_LOG``."""
     given: frozenset[tuple[str, str]] = frozenset()
-    """Section and key of all that the file or a variable says; the section of a worker's own place is empty."""
+    """Section and key of all settings from the file or a variable; the section of a worker's own place is empty."""
 
     def says(self, section: str, key: str) -> bool:
-        """Whether this was said, rather than being the default."""
+        """Return True if a setting was given, rather than being the default."""
         return (section, key) in self.given
 
     @classmethod
@@ -120,8 +120,8 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Read the settings of this process.
 
         Args:
-            path: of a TOML file; None: of the one that ``UNIFIED_CONFIG`` names, and without that there is none.
-            env: by default this process's.
+            path: TOML file; None: the one that ``UNIFIED_CONFIG`` names, and without that there is none.
+            env: environment; by default this process's.
 
         Raises:
             OptionError: the file cannot be read, or something is not known or not allowed; the message names it.
@@ -132,8 +132,7 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load_shared(cls) -> Self:
-        """What ``UNIFIED_CONFIG`` and the environment say to all alike: not who this process is, nor what may be wrong
-        about that.
+        """Read the settings that all processes share: not who this process is, nor an error in that.
 
         Raises:
             OptionError: as `load`.
@@ -143,10 +142,10 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load_own(cls, env: Mapping[str, str] | None = None) -> Self:
-        """What the environment says of this process alone: who it is, where its coordinator is, how much it logs.
+        """Read the settings of this process alone: its id, its coordinator, its log level.
 
         Args:
-            env: by default this process's.
+            env: environment; by default this process's.
 
         Raises:
             OptionError: as `load`.
@@ -157,10 +156,10 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str, env: Mapping[str, str], name: str = "the settings") -> Self:
-        """The settings that a file of this text and this environment make together.
+        """Return the settings that a file of this text and this environment make together.
 
         Args:
-            name: what error messages call the file.
+            name: name of the file in error messages.
 
         Raises:
             OptionError: as `load`.
@@ -187,12 +186,12 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def variable_of(section: str, key: str) -> str:
-    """The environment variable that stands above a key of the file."""
+    """Return the environment variable that stands above a key of the file."""
     return f"UNIFIED_{section}_{key}".upper()
 
 
 class _Given(NamedTuple):
-    """A value, and what an error message calls it. As text, a number is written in digits."""
+    """A value, and its name in error messages. As text, a number is written in digits."""
 
     value: Any
     what: str
@@ -257,7 +256,7 @@ def _section(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> msgspec
 
 
 def _checked(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> dict[str, Any]:
-    """The values, each of its field's type."""
+    """Return the values, each of its field's type."""
     if not given:
         return {}
     types = get_type_hints(kind, include_extras=True)
@@ -294,7 +293,7 @@ def _check_url(url: str, what: str) -> None:
 
 
 def _told(error: msgspec.ValidationError, kind: Any, value: object) -> str:
-    """What is wrong with a value, in words."""
+    """Return the error of a value in words."""
     text = str(error)
     if "enum value" in text or "`str | null`" in text:
         words = [*re.findall(r"'(\w+)'", str(kind)), *(["none"] if type(None) in get_args(kind) else [])]
@@ -308,7 +307,7 @@ def _told(error: msgspec.ValidationError, kind: Any, value: object) -> str:
 
 
 def _nearest_key(section: str, key: str) -> str:
-    """Of this section, else of any other."""
+    """Return a hint at the nearest key of this section, else of any other."""
     if hint := nearest(key, SECTIONS[section].__struct_fields__):
         return hint
     for name, kind in SECTIONS.items():

@@ -17,21 +17,21 @@ DEFAULT_PORT = 7077
 
 
 class Intervals(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and how long, in seconds. The master tells agents; tests use shorter ones."""
+    """Intervals and time limits, in seconds. The master tells agents; tests use shorter ones."""
 
     heartbeat_s: float = 1.0
     lease_s: float = 5.0
-    """An agent that was silent for this long is lost."""
+    """Silence after which an agent is lost."""
     settle_s: float = 0.5
-    """How long a failure that looks like collateral waits for its root cause."""
+    """Time for which a failure that looks like collateral waits for its root cause."""
     connect_s: float = 10.0
-    """How long a client or an agent tries to reach its master before it says so."""
+    """Time for which a client or an agent tries to reach its master before it says so."""
     start_s: float = 120.0
-    """From a place to a hello: how long a worker's process may take to start."""
+    """Time that a worker's process may take to start, from a place to a hello."""
 
 
 def intervals(env: Mapping[str, str] | None = None) -> Intervals:
-    """Intervals, each overridden by ``UNIFIED_HEARTBEAT_S``, ``UNIFIED_LEASE_S`` and so on.
+    """Return the intervals, each overridden by ``UNIFIED_HEARTBEAT_S``, ``UNIFIED_LEASE_S`` and so on.
 
     Raises:
         ValueError: a variable that is not a positive number.
@@ -51,7 +51,7 @@ def intervals(env: Mapping[str, str] | None = None) -> Intervals:
 
 
 def home(env: Mapping[str, str] | None = None) -> Path:
-    """Where state and logs live: ``$UNIFIED_HOME``, ``$XDG_STATE_HOME/unified`` or ``~/.local/state/unified``."""
+    """Folder of state and logs: ``$UNIFIED_HOME``, ``$XDG_STATE_HOME/unified`` or ``~/.local/state/unified``."""
     env = os.environ if env is None else env
     if env.get("UNIFIED_HOME"):
         return Path(env["UNIFIED_HOME"])
@@ -59,8 +59,8 @@ def home(env: Mapping[str, str] | None = None) -> Path:
 
 
 def run_root(env: Mapping[str, str] | None = None) -> Path:
-    """Where sockets live, 0700 and short (a Unix socket path has at most 107 characters): ``$UNIFIED_RUN_DIR``,
-    else ``$XDG_RUNTIME_DIR/unified``, else ``/tmp/unified-UID``. Made by `make_private`.
+    """Return the folder of sockets, short as a Unix socket path has at most 107 characters: ``$UNIFIED_RUN_DIR``,
+    else ``$XDG_RUNTIME_DIR/unified``, else ``/tmp/unified-UID``. `make_private` makes it, with mode 0700.
     """
     env = os.environ if env is None else env
     if env.get("UNIFIED_RUN_DIR"):
@@ -84,12 +84,12 @@ def make_private(directory: Path) -> Path:
 
 
 def unusable(what: str, directory: Path, error: OSError, flag: str) -> str:
-    """Why a daemon cannot keep its files where it was told to, or would by default."""
+    """Return an error text: a daemon cannot keep its files in this folder."""
     return f"{what} {directory} cannot be used: {error.strerror}. Choose one with {flag}."
 
 
 def host_id() -> str:
-    """The same for all processes of one boot and one network namespace: those that ``ipc`` sockets join."""
+    """Return an id that processes of one boot and one network namespace share: those that ``ipc`` sockets join."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/net")
@@ -99,7 +99,7 @@ def host_id() -> str:
 
 
 def pid_space() -> str:
-    """The same for all processes that know each other by the same pids: of one boot, one pid namespace.
+    """Return an id that processes of one boot and one pid namespace share: they know each other by the same pids.
 
     Raises:
         OSError: the system has no /proc.
@@ -109,5 +109,5 @@ def pid_space() -> str:
 
 
 def python() -> str:
-    """The interpreter for our own child processes."""
+    """Return the interpreter for our own child processes."""
     return sys.executable

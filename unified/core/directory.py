@@ -143,7 +143,7 @@ class WorkerDirectory:
     def _move_names(
         self, old: DirectoryEntry | None, new: DirectoryEntry, moved: dict[str, WorkerIncarnation | None]
     ) -> None:
-        """Of two that seem to hold a name, because one was told before the other's loss, the one told last does."""
+        """Move names to their new holders: of two that seem to hold a name, the one told last does."""
         names = _names(new)
         if old is not None:
             for name in _names(old).keys() - names.keys():

@@ -1,9 +1,9 @@
-"""Pickles of what has no name that others can import: lambdas, closures, local classes, and what a script defines.
+"""Pickles of objects without a name that others can import: lambdas, closures, and the classes of a script.
 
 A class or function of a script pickles by the name ``__main__.Sample``, which leads to something else in each program,
-or nowhere. Here it travels with the path of its script and with its own code: whoever runs, or has imported, that very
-script takes its own, so that `isinstance` holds, and all others build it. What pickle cannot say at all, such as a
-lambda, is left to cloudpickle. Only a job's own workers read these pickles.
+or nowhere. Here it travels with the path of its script and with its own code: processes that run, or have imported,
+that very script take their own, so that `isinstance` holds, and all others build it. Objects that pickle cannot handle
+at all, such as lambdas, are left to cloudpickle. Only a job's own workers read these pickles.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any
 _origins: weakref.WeakKeyDictionary[Any, tuple[str, str, bytes]] = weakref.WeakKeyDictionary()
 """Arguments of `find_or_build` by which each class or function that was built here from its code travels on."""
 _built: dict[tuple[str, str], tuple[bytes, Any]] = {}
-"""Code and result of what was built last, by script and name: the same code is the same class."""
+"""Last code built, and its result, by script and name: the same code is the same class."""
 _has_readers_elsewhere = True
 
 
 def all_run_this_script() -> None:
-    """Every process that reads what this one sends over the bus runs the same script: names are enough for them."""
+    """Note that every process that reads this one's bus messages runs the same script: names are enough for them."""
     global _has_readers_elsewhere
     _has_readers_elsewhere = False
 
 
 def has_readers_elsewhere() -> bool:
-    """Return True if somebody who runs another program may read what is sent."""
+    """Return True if a process that runs another program may read this one's messages."""
     return _has_readers_elsewhere
 
 
 def dumps(value: object) -> bytes:
-    """A pickle of any value: by pickle where that can say it, else by cloudpickle. `pickle.loads` reads it.
+    """Return a pickle of any value: by pickle where that can handle it, else by cloudpickle. `pickle.loads` reads it.
 
     Raises:
         Exception: something in it, such as a lock or an open file, cannot be sent; from pickle or from the value's own
@@ -54,7 +54,7 @@ def dumps(value: object) -> bytes:
 
 @functools.cache
 def cloud_pickler() -> Any:
-    """The class of cloudpickle's pickler, which does as `reduced` says; cloudpickle is imported when it is needed."""
+    """Return a class of cloudpickle's pickler that uses `reduced`; cloudpickle is imported when it is needed."""
     import cloudpickle
 
     class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
@@ -90,12 +90,12 @@ def reduced(value: Any, *, with_code: bool = True) -> Any:
 
 
 def find_or_build(path: str, name: str, code: bytes) -> Any:
-    """The class or function of a script, for pickles: this process's own if it has that script, or else a new one.
+    """Return the class or function of a script, for pickles: this process's own if it has that script, or a new one.
 
     Args:
-        path: of the script; empty if it has none.
-        name: qualified, of the class or function.
-        code: a cloudpickle of it; empty: it was not made, or could not be.
+        path: path of the script; empty if it has none.
+        name: qualified name of the class or function.
+        code: cloudpickle of it; empty if none was made.
 
     Raises:
         pickle.UnpicklingError: neither can be had.

@@ -29,22 +29,22 @@ class WorkloadGroup:
 
     name: str
     num: int
-    """How many such groups there are."""
+    """Number of such groups."""
     workloads: list[str]
-    """Roles."""
+    """Names of the roles."""
     resource: ResourceDesc
-    """Of one group: the sum over its workers."""
+    """Resources of one group: the sum over its workers."""
 
 
 class DLConfig(Description):
-    """What a job runs. Every check of the description is made when this is built."""
+    """Description of a job. It is checked completely when it is built."""
 
     thing: ClassVar[str] = "job"
 
     user_config: Any = Field(default_factory=dict, validate_default=False)
-    """Read by workers as `current_worker().job_info.user_config`."""
+    """Config that workers read as `current_worker().job_info.user_config`."""
     workloads: dict[str, WorkloadDesc]
-    """By role."""
+    """Workloads by role."""
     global_envs: Envs = Field(default_factory=dict)
     node_number: int = Field(default=1, ge=1)
     accelerator_type: AcceleratorType = AcceleratorType.GPU
@@ -53,7 +53,7 @@ class DLConfig(Description):
     dl_type: DLType = DLType.SFT
     stream_type: DLStreamType = DLStreamType.TASK_STREAM
     collocations: list[set[str]] = Field(default_factory=list)
-    """Each a set of roles that share groups and, by equal parts, devices."""
+    """Sets of roles that share groups and, by equal parts, devices."""
 
     @field_validator("user_config", mode="plain")
     @classmethod
@@ -94,7 +94,7 @@ class DLConfig(Description):
 
     @property
     def workload_group(self) -> list[WorkloadGroup]:
-        """The groups; a role that is not collocated is a group of its own."""
+        """Groups of workers; a role that is not collocated has its own."""
         members: dict[str, list[str]] = {}
         for role, workload in self.workloads.items():
             members.setdefault(workload.group or f"_group_{role}", []).append(role)
@@ -129,7 +129,7 @@ class DLConfig(Description):
         self.workloads = workloads
 
     def _defined(self, role: str) -> str:
-        """The role of this name; in another case where no role has exactly this name, and one has it so."""
+        """Return the role of this name, or the only one whose name differs in case alone."""
         if role in self.workloads:
             return role
         alike = [name for name in self.workloads if name.lower() == role.lower()]
@@ -165,7 +165,7 @@ class DLConfig(Description):
 
 
 class JobConfig(Description):
-    """How a job is submitted: all options of `DLJob.submit`."""
+    """Options of a submission: all options of `DLJob.submit`."""
 
     thing: ClassVar[str] = "job configuration"
 
@@ -206,7 +206,7 @@ class JobConfig(Description):
     master_state_backend_type: MasterStateBackendType = MasterStateBackendType.SQLITE
     """Accepted for scripts of the reference API, without effect: the master always keeps a SQLite file."""
     master_state_backend_config: dict[str, Any] = Field(default_factory=dict)
-    """As `master_state_backend_type`."""
+    """Accepted likewise, without effect."""
     stop_grace_s: Seconds = Field(default=10.0, ge=0)
     """Seconds from SIGTERM to SIGKILL when a worker is stopped."""
     call_timeout_s: Seconds | None = Field(default=None, gt=0)
@@ -216,10 +216,10 @@ class JobConfig(Description):
     start_method: Literal["fork", "spawn"] = "fork"
     """`fork` starts a worker in milliseconds from a process that has torch loaded; `spawn` from nothing."""
     working_dir: str | None = None
-    """Of the workers, on every node of theirs; None: `DLROVER_WORKING_DIR`, or else the driver's own."""
+    """Working directory of the workers, on all their nodes; None: `DLROVER_WORKING_DIR`, or else the driver's own."""
 
     def to_job_info(self) -> JobInfo:
-        """Return what the job's workers know of it. Its `job_id` is its name: the master has not given it one yet."""
+        """Return the `JobInfo` of the job. Its `job_id` is its name: the master has not given it one yet."""
         return JobInfo(
             name=self.job_name,
             job_id=self.job_name,
@@ -239,12 +239,12 @@ class JobConfig(Description):
 
 
 def device_share(accelerator: float, num_roles: int) -> float:
-    """The exact share behind a collocated role's rounded one: six roles have 0.17 each, and all of them 1, not 1.02."""
+    """Return the exact share behind a collocated role's rounded one: six roles of 0.17 share 1, not 1.02."""
     return min(accelerator, 1 / num_roles) if accelerator == round(1 / num_roles, 2) else accelerator
 
 
 def _resolved(value: Any) -> Any:
-    """A DictConfig of its own, with no interpolation left."""
+    """Return a new DictConfig without interpolations."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException, UnsupportedValueType
 

@@ -1,4 +1,4 @@
-"""What all models of a job's description share: an unknown name is an error that says the nearest known one."""
+"""Base of the models of a job's description: an unknown name is an error that says the nearest known one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from unified.errors import nearest
 
 EnvValue = Annotated[str, Field(coerce_numbers_to_str=True)]
-"""Numbers are taken as well: ``{"OMP_NUM_THREADS": 4}``."""
+"""Value of an environment variable; numbers are taken as well: ``{"OMP_NUM_THREADS": 4}``."""
 
 Envs = Annotated[dict[str, EnvValue], BeforeValidator(lambda value: {} if value is None else value)]
 """Environment variables."""
@@ -25,8 +25,8 @@ Seconds = Annotated[
 
 
 def plain_config(value: Any) -> Any:
-    """A config of a role as a plain dict: of a DictConfig, its interpolations resolved; of an argparse.Namespace; of
-    None, empty. Anything else is left for its field to refuse."""
+    """Return the config of a role as a plain dict: of a DictConfig, with interpolations resolved; of an
+    argparse.Namespace; of None, empty. Anything else is left for its field to refuse."""
     if value is None:
         return {}
     if isinstance(value, argparse.Namespace):
@@ -50,11 +50,11 @@ class Description(BaseModel):
     model_config = ConfigDict(populate_by_name=True, extra="forbid", defer_build=True)
 
     thing: ClassVar[str] = "description"
-    """What error messages call this."""
+    """Name of the thing in error messages."""
     input_names: ClassVar[frozenset[str]] = frozenset()
-    """Names that are taken as input, though no field is called so."""
+    """Names that are taken as input, though no field has them."""
     hint: ClassVar[str] = ""
-    """Added when an unknown name is met."""
+    """Hint that is added when an unknown name is met."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,7 +76,7 @@ class Description(BaseModel):
 
 
 def field_of(model: type[BaseModel]) -> dict[str, str]:
-    """Every name that may be given for a field → the field's own name."""
+    """Return the field's own name by every name that may be given for it."""
     found: dict[str, str] = {}
     for field, info in model.model_fields.items():
         found[field] = field

@@ -1,9 +1,7 @@
-"""The process that submits, as far as its workers care.
+"""The process that submits a job, as far as its workers care, and the variables that they take from it.
 
-Which variables of the process that submits its job's workers have too, on whichever hosts they run.
-
-A variable reaches them unless it is a fact of the submitter's host or session, a decision of the cluster, or a
-credential. (The workers of an embedded cluster have all of its environment, because they descend from it.)
+A variable reaches the workers on a cluster unless it is a fact of the submitter's host or session, a decision of the
+cluster, or a credential. (The workers of an embedded cluster descend from it, and have all of its environment.)
 """
 
 from __future__ import annotations
@@ -55,18 +53,18 @@ _USER_AND_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 class Driver(NamedTuple):
-    """What workers take from the process that submits: where it works, and where it imports from."""
+    """Facts that workers take from the process that submits: its directory, and its import path."""
 
     working_dir: str
     sys_path: list[str]
     submitted_by: str
     """user@host:pid, for people."""
     env: Mapping[str, str] = {}
-    """Of `INHERITED`, those that are set."""
+    """Variables of `INHERITED` that are set."""
 
     @classmethod
     def here(cls, env: Mapping[str, str] | None = None) -> Driver:
-        """This process."""
+        """Return the facts of this process."""
         env = os.environ if env is None else env
         cwd = os.getcwd()
         script_dir = cwd if not sys.path or sys.path[0] == "" else sys.path[0]
@@ -80,7 +78,7 @@ class Driver(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Environment that is passed on, and the names that are not."""
+    """Environment that is passed on, and names that are not."""
 
     env: dict[str, str]
     withheld: list[str]
@@ -88,14 +86,14 @@ class Passed(NamedTuple):
 
 
 def passed_on(env: Mapping[str, str]) -> Passed:
-    """Return what of the submitter's environment its workers have on a cluster."""
+    """Return the part of the submitter's environment that its workers have on a cluster."""
     found = {name: value for name, value in env.items() if _is_for_workers(name, value)}
     withheld = sorted(name for name, value in found.items() if is_credential(name, value))
     return Passed({name: value for name, value in found.items() if name not in withheld}, withheld)
 
 
 def asked_for(words: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``--env NAME=VALUE``, and of ``--env NAME``, which takes the value from `env`.
+    """Return the variables of ``--env NAME=VALUE``, and of ``--env NAME``, which takes the value from `env`.
 
     Raises:
         UsageError: it is no name of a variable, or `env` has none of that name.

@@ -17,7 +17,7 @@ _LAUNCHERS = ("torchrun", "dlrover-run")
 
 
 def get_entrypoint_type(entry_point: str) -> WorkloadEntrypointType | None:
-    """The form of an entry point, or None if it has none of them. Nothing is imported or opened."""
+    """Return the form of an entry point, or None if it has none of them. Nothing is imported or opened."""
     try:
         parsed = parse(entry_point)
     except EntryPointError:
@@ -51,7 +51,7 @@ def parse(entry_point: str) -> EntryPoint:
 
 
 def normalized(entry_point: str) -> str:
-    """The entry point as descriptions keep it: no outer blanks, and ``module.attr`` for ``module::attr``.
+    """Return the entry point as descriptions keep it: no outer blanks, and ``module.attr`` for ``module::attr``.
 
     Raises:
         EntryPointError: as `parse`.
@@ -65,7 +65,7 @@ def _is_name(word: str) -> bool:
 
 
 def _is_dotted(text: str) -> bool:
-    """`module.attr`; but `train.py` is a file, not the attribute `py` of a module `train`."""
+    """Return True for `module.attr`; but `train.py` is a file, not the attribute `py` of a module `train`."""
     names = text.split(".")
     return len(names) > 1 and names[-1] != "py" and all(map(_is_name, names))
 

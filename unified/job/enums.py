@@ -6,7 +6,7 @@ from enum import IntEnum, StrEnum
 
 
 class AcceleratorType(StrEnum):
-    """What `device_type` may be. GPU stands for any accelerator that torch drives."""
+    """Values of `device_type`. GPU stands for any accelerator that torch drives."""
 
     CPU = "CPU"
     GPU = "GPU"
@@ -27,7 +27,7 @@ class DLType(StrEnum):
 
 
 class DLStreamType(StrEnum):
-    """Who drives a job: its own code, role by role (task), or the flow of data between roles."""
+    """Driver of a job: its own code, role by role (task), or the flow of data between roles."""
 
     TASK_STREAM = "TASK_STREAM"
     DATA_STREAM = "DATA_STREAM"
@@ -45,7 +45,7 @@ class RLRoleType(StrEnum):
 
 
 class FailoverTrigger(IntEnum):
-    """When a failure is acted on."""
+    """Time at which a failure is acted on."""
 
     NEVER = 0
     WHEN_ROLE_IS_DONE = 1
@@ -53,7 +53,7 @@ class FailoverTrigger(IntEnum):
 
 
 class FailoverExec(IntEnum):
-    """What is done about a failure."""
+    """Action on a failure."""
 
     STOP_JOB = 0
     RESTART_JOB = 1
@@ -69,7 +69,7 @@ class WorkloadEntrypointType(StrEnum):
 
 
 class MasterStateBackendType(StrEnum):
-    """Where the master keeps its state: always its SQLite file. The others are names of the reference API."""
+    """Backend of the master's state: always its SQLite file. The others are names of the reference API."""
 
     SQLITE = "SQLITE"
     RAY_INTERNAL = "RAY_INTERNAL"
@@ -88,7 +88,7 @@ class MasterStage(StrEnum):
 
 
 class ExecutionResultType(StrEnum):
-    """How one run of an entry point ended."""
+    """Result of one run of an entry point."""
 
     SUCCESS = "SUCCESS"
     FAIL = "FAIL"

@@ -1,4 +1,4 @@
-"""From the record that workers have of a role back to the description that the user wrote."""
+"""Conversion of the record that workers have of a role back to the description that the user wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unified.job.workloads import (
 
 
 def workload_of(role: RoleSpec) -> WorkloadDesc:
-    """The description of a role. Its `envs` hold the job's too, and its `config` is decoded.
+    """Return the description of a role. Its `envs` hold the job's too, and its `config` is decoded.
 
     Nothing is checked again: the role was accepted once, maybe by a newer release.
     """

@@ -1,4 +1,4 @@
-"""`JobInfo`: what the code of a job may know of it."""
+"""`JobInfo`: facts of a job for its own code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class JobInfo:
     """The job this worker belongs to.
 
     Attributes:
-        name: as submitted.
+        name: name as submitted.
         job_id: unique in the cluster: the name and a number.
         accelerator_type: `AcceleratorType.GPU`, `CPU` or `TPU`; equal to the string of that name.
     """
@@ -27,7 +27,7 @@ class JobInfo:
 
     @cached_property
     def user_config(self) -> Any:
-        """What the driver gave to `config(…)`: a resolved DictConfig, or the object itself. Decoded at first use."""
+        """Config that the driver gave to `config(…)`: a resolved DictConfig, or the object. Decoded at first use."""
         return decode(self._given) if isinstance(self._given, Blob) else self._given
 
     def __repr__(self) -> str:

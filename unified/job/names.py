@@ -1,4 +1,4 @@
-"""Names of jobs and workers: how they are built, checked and read back."""
+"""Names of jobs and workers: building, checks and parsing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHORT = re.compile(r"(?P<role>.+)-(?P<rank>\d+)\Z")
 
 
 class WorkerRef(NamedTuple):
-    """What a written worker name says: its role and its rank in the role."""
+    """Reference to a worker by its role and its rank in the role."""
 
     role: str
     rank: int
@@ -32,7 +32,7 @@ def check_job_name(name: str) -> str:
 
 
 def worker_name(role: str, world_size: int, rank: int, local_world_size: int, local_rank: int) -> str:
-    """``{role}_{world_size}-{rank}_{local_world_size}-{local_rank}``, as in ``trainer_4-2_2-0``."""
+    """Return ``{role}_{world_size}-{rank}_{local_world_size}-{local_rank}``, as in ``trainer_4-2_2-0``."""
     return f"{role}_{world_size}-{rank}_{local_world_size}-{local_rank}"
 
 
@@ -40,7 +40,7 @@ def parse_worker(name: str) -> WorkerRef:
     """Read a worker's full name, or the short form ``{role}-{rank}``.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the name has neither form.
     """
     found = _WORKER.match(name) or _SHORT.match(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""Options of a submission, from all places they may come from."""
+"""Options of a submission, from defaults, environment and keywords."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ _SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def encode(value: object, what: str = "config") -> Blob:
-    """Bytes of any value.
+    """Return the bytes of a value.
 
     Args:
         value: plain data, a DictConfig, or an object that pickle or cloudpickle can handle.
-        what: what error messages call it.
+        what: name of the value in error messages.
 
     Raises:
-        UsageError: it cannot be pickled.
+        UsageError: the value cannot be pickled.
     """
     if value is None:
         return Blob()
@@ -43,7 +43,7 @@ def encode(value: object, what: str = "config") -> Blob:
 
 
 def decode(blob: Blob, what: str = "config") -> Any:
-    """The value that was encoded. For workers only: a pickle runs code of whoever wrote it.
+    """Return the value that was encoded. For workers only: a pickle runs code of its author.
 
     Raises:
         UsageError: the value's class cannot be imported here, or refuses its bytes.
@@ -75,7 +75,7 @@ def _pack(value: object) -> bytes | None:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether MessagePack gives it back as it was: a tuple would come back as a list, an enum as its value."""
+    """Return True if MessagePack keeps the value: a tuple would come back as a list, an enum as its value."""
     kind = type(value)
     if kind is list:
         return all(map(_is_plain, value))  # type: ignore[call-overload]  # `kind` says that it is a list
@@ -85,7 +85,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_plain_config(value: object) -> bool:
-    """A DictConfig without flags, which plain data would lose."""
+    """Return True for a DictConfig without flags, which plain data would lose."""
     omegaconf = sys.modules.get("omegaconf")  # if nobody imported it, this is none of its objects
     if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
         return False

@@ -1,8 +1,8 @@
 """A job as the daemons see it: plain frozen values, checked when decoded.
 
 Users write pydantic models (`unified.job.config`, `unified.job.workloads`); `submit` turns them into
-these records, which travel to the master, are kept in its store and are sent to agents. What only the
-job's own workers may decode is a `Blob`: the daemons carry it and never look inside.
+these records, which travel to the master, are kept in its store and are sent to agents. Values that only
+the job's own workers may decode are a `Blob`: the daemons carry it and never look inside.
 
 A job whose elastic roles name a range of nodes, made one for as many nodes as there are.
 """
@@ -21,23 +21,23 @@ class Blob(Value, frozen=True, kw_only=True):
     """Bytes that only the job's own workers decode."""
 
     codec: Literal["none", "msgpack", "omegaconf", "pickle"] = "none"
-    """`msgpack`: plain data. `omegaconf`: plain data that becomes a DictConfig. `pickle`: anything else."""
+    """Codec: `msgpack`: plain data. `omegaconf`: plain data that becomes a DictConfig. `pickle`: anything else."""
     data: bytes = b""
 
 
 class Resources(Value, frozen=True, kw_only=True):
-    """What one worker needs, or what a node has. Zero means "does not matter"."""
+    """Amounts that one worker needs, or that a node has. Zero means "does not matter"."""
 
     cpu: float = 0.0
     memory_mb: float = 0.0
     disk_mb: float = 0.0
     accelerator: float = 0.0
-    """Below 1: a share of one device, so that collocated workers can use it together."""
+    """Devices; below 1 a share of one device, so that collocated workers can use it together."""
     user_defined: dict[str, float] = {}
 
 
 class EntryPoint(Value, frozen=True, kw_only=True):
-    """What a worker runs."""
+    """Code that a worker runs."""
 
     kind: Literal["attribute", "script", "module"]
     """`attribute`: a function or class. `script`: a file, or a folder or zip file with a `__main__.py`, as `__main__`.
@@ -62,12 +62,12 @@ class Communication(Value, frozen=True, kw_only=True):
 
 
 class OutputFiles(Value, frozen=True, kw_only=True):
-    """Files of a role's output, and what of it the driver shows: torchrun's `--log-dir`,
+    """Files of a role's output, and the part that the driver shows: torchrun's `--log-dir`,
     `--redirects`, `--tee` and `--local-ranks-filter`. Streams are torchrun's numbers: 1 stdout, 2 stderr, 3 both.
     """
 
     log_dir: str = ""
-    """Absolute, on the workers' nodes. Empty: the submitter makes one, if a stream is to be written at all."""
+    """Absolute path on the workers' nodes. Empty: the submitter makes one, if a stream is to be written at all."""
     run_id: str = "none"
     """Name of the folder in it."""
     redirects: dict[int, int] = {}
@@ -75,7 +75,7 @@ class OutputFiles(Value, frozen=True, kw_only=True):
     tee: dict[int, int] = {}
     """Streams that are written and shown, by local rank; each line has ``[default1]:`` in front."""
     local_ranks: list[int] = []
-    """Only these are shown; empty: all."""
+    """Local ranks that are shown; empty: all."""
     label: str = "default"
     """Word before the local rank in front of each line of `tee`."""
 
@@ -85,7 +85,7 @@ class OutputFiles(Value, frozen=True, kw_only=True):
         return bool(self.log_dir or self.redirects or self.tee)
 
     def file(self, stream: Literal["out", "err"], *, rank: int, local_rank: int, attempt: int) -> str:
-        """Path of the file of one stream of one life; empty if it has none. A folder alone means all of them."""
+        """Path of the file of one stream of one incarnation; empty if it has none. A folder alone means all of them."""
         is_chosen = stream_bits(stream) & (self.redirects.get(local_rank, 0) | self.tee.get(local_rank, 0))
         if not self.log_dir or not (is_chosen or not (self.redirects or self.tee)):
             return ""
@@ -102,7 +102,7 @@ class OutputFiles(Value, frozen=True, kw_only=True):
 
 
 def stream_bits(stream: Literal["out", "err"]) -> int:
-    """torchrun's number of a stream."""
+    """Return torchrun's number of a stream."""
     return 1 if stream == "out" else 2
 
 
@@ -118,7 +118,7 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     """Roles with the same word here share groups: group i holds the i-th run of each."""
     resources: Resources = Resources()
     envs: dict[str, str] = {}
-    """Already merged: the job's global environment below the role's own."""
+    """Environment, already merged: the job's global one below the role's own."""
     config: Blob = Blob()
     is_driver: bool = True
     max_restart: int = 10
@@ -127,7 +127,7 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     cost: neither `per_node_max_failure` nor the job's limit counts them."""
     per_node_max_failure: int = 3
     restart_alone: bool = False
-    """A worker that fails is started again alone, unless the job's strategies forbid any restart. Not if elastic."""
+    """True to start a worker that fails again alone, unless the job's strategies forbid any restart. Not if elastic."""
     rank_based_gpu_selection: bool = False
     auto_visible_devices: bool = True
     communication: Communication = Communication()
@@ -143,12 +143,12 @@ class RoleSpec(Value, frozen=True, kw_only=True):
         return self.total // self.per_group
 
     def worker(self, rank: int) -> str:
-        """Full name of the worker with this rank."""
+        """Return the full name of the worker with this rank."""
         return worker_name(self.name, self.total, rank, self.per_group, rank % self.per_group)
 
     @property
     def workers(self) -> list[str]:
-        """Full names of all workers, by rank."""
+        """Return the full names of all workers, by rank."""
         return [self.worker(rank) for rank in range(self.total)]
 
 
@@ -166,9 +166,9 @@ class JobSpec(Value, frozen=True, kw_only=True):
     name: str
     roles: list[RoleSpec]
     node_num: int = 1
-    """At most this many nodes are used by the job's workers."""
+    """Most nodes of the job's workers."""
     device_per_node: int = 8
-    """At most this many devices of one node are used by the job."""
+    """Most devices of one node that the job uses."""
     accelerator_type: Literal["GPU", "CPU", "TPU"] = "GPU"
     dl_type: str = "SFT"
     stream_type: str = "TASK_STREAM"
@@ -183,7 +183,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     master_isolation_resource: str = ""
     """A resource (of which it takes 1), a label, or ``label=value``, that the node of its store host must have."""
     worker_isolation_resource: str = ""
-    """The same, of the nodes of the workers, each of which takes 1 if it is a resource."""
+    """The same for the nodes of the workers, each of which takes 1 if it is a resource."""
     failover_trigger: Literal[0, 1, 2] = 2
     """0 never, 1 when the other workers of the role are done, 2 now."""
     failover_exec: Literal[0, 1, 2] = 1
@@ -197,16 +197,16 @@ class JobSpec(Value, frozen=True, kw_only=True):
     start_method: Literal["fork", "spawn"] = "fork"
     working_dir: str | None = None
     sys_path: list[str] = []
-    """Put in front of the workers' `sys.path`, where they exist on the node."""
+    """Paths in front of the workers' `sys.path`, where they exist on the node."""
     submitted_by: str = ""
     """user@host:pid of the driver, for people."""
     is_output_followed: bool = False
-    """The driver writes all that workers print to a file or a pipe: no log is rotated past what it has read."""
+    """True if the driver writes all output of workers to a file or a pipe: no log is rotated before it has read it."""
     stdin: DriverProcess | None = None
-    """Process whose stdin rank 0 of the first role reads if it is on that host; every other worker reads nothing."""
+    """Process whose stdin rank 0 of the first role reads if it is on that host; all other workers read nothing."""
 
     def role(self, name: str) -> RoleSpec:
-        """The role of this name; KeyError if there is none."""
+        """Return the role of this name; KeyError if there is none."""
         for role in self.roles:
             if role.name == name:
                 return role
@@ -219,7 +219,7 @@ def has_range(role: RoleSpec) -> bool:
 
 
 def with_nodes(spec: JobSpec, num_nodes: int) -> JobSpec:
-    """The job for a cluster of so many nodes: each range becomes the number within it that is nearest."""
+    """Return the job for a cluster of so many nodes: each range of nodes becomes the nearest number within it."""
     roles = [_with_nodes(role, num_nodes) if has_range(role) else role for role in spec.roles]
     if roles == spec.roles:
         return spec

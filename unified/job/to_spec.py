@@ -1,4 +1,4 @@
-"""From the description a user wrote to the record that daemons and workers read."""
+"""Conversion of the description that a user wrote to the record that daemons and workers read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Driver", "to_spec"]
 
 
 def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
-    """The job as it is sent to the master.
+    """Return the job as it is sent to the master.
 
     The workers' directory is, in this order: `DLROVER_WORKING_DIR` in the role's own environment (left there for the
     worker), `working_dir=`, the variable in the job's environment, in the driver's, the driver's directory.

@@ -1,4 +1,4 @@
-"""What one role runs and needs: the workloads of a job, and their resources."""
+"""Workloads: the code and the resources of each role of a job."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from unified.job.description import Description, Envs, PlainConfig, Seconds
 from unified.job.enums import WorkloadEntrypointType
 
 RAY_KEEPS_DEVICES = "RAY_EXPERIMENTAL_NOSET_"
-"""Variables of upstream's jobs begin so whose workers see every device of their node."""
+"""Beginnings of variables of upstream's jobs whose workers see every device of their node."""
 
 
 class ResourceDesc(Description):
-    """What one worker needs. Zero means "does not matter"."""
+    """Amounts that one worker needs. Zero means "does not matter"."""
 
     thing: ClassVar[str] = "resource"
     hint: ClassVar[str] = " A resource of your own goes into user_defined={name: amount}."
@@ -44,7 +44,7 @@ class ResourceDesc(Description):
 
     @classmethod
     def get_or_default(cls, resource: Mapping[str, Any]) -> ResourceDesc:
-        """The resource described, with one accelerator if it asks for nothing to compute on."""
+        """Return the resource described, with one accelerator if it asks for nothing to compute on."""
         return cls.model_validate(dict(resource)).or_one_accelerator()
 
     def is_empty(self) -> bool:
@@ -52,7 +52,7 @@ class ResourceDesc(Description):
         return not (self.cpu or self.accelerator or any(self.user_defined.values()))
 
     def or_one_accelerator(self) -> ResourceDesc:
-        """The same, or one accelerator, with the memory and disk asked for, if it is empty."""
+        """Return the same, or if it is empty one accelerator with the memory and disk asked for."""
         return ResourceDesc(accelerator=1, memory=self.memory, disk=self.disk) if self.is_empty() else self
 
     def __add__(self, other: ResourceDesc) -> ResourceDesc:
@@ -76,7 +76,7 @@ class ResourceDesc(Description):
 
 
 class NodeGroupFailoverDesc(Description):
-    """Lose all nodes with the same label value together, when one of them stays lost."""
+    """Groups of nodes with the same label value, which are lost together when one of them stays lost."""
 
     thing: ClassVar[str] = "node group failover"
 
@@ -100,7 +100,7 @@ class OutputFilesDesc(Description):
     thing: ClassVar[str] = "output files"
 
     log_dir: str = ""
-    """On the workers' nodes; by default a new one below the folder for temporary files, if anything is written."""
+    """Folder on the workers' nodes; by default a new one below that for temporary files, if anything is written."""
     run_id: str = "none"
     """Name of the folder in it, with a number behind if there is one already."""
     redirects: dict[int, Annotated[int, Field(ge=0, le=3)]] = Field(default_factory=dict)
@@ -108,13 +108,13 @@ class OutputFilesDesc(Description):
     tee: dict[int, Annotated[int, Field(ge=0, le=3)]] = Field(default_factory=dict)
     """Streams that go to files and are shown, by local rank."""
     local_ranks: list[int] = Field(default_factory=list)
-    """Only the output of these is shown; empty: of all."""
+    """Local ranks whose output is shown; empty: all."""
     label: str = "default"
-    """In front of lines of `tee`, before the local rank."""
+    """Word in front of lines of `tee`, before the local rank."""
 
 
 class BaseWorkloadDesc(Description):
-    """What the workloads of all kinds have in common."""
+    """Base of all workloads."""
 
     thing: ClassVar[str] = "workload"
 
@@ -140,14 +140,14 @@ class BaseWorkloadDesc(Description):
     config: PlainConfig = Field(default_factory=dict)
     """Settings of the role alone: its workers read them as `current_worker().actor_info.spec.config`."""
     rank_based_gpu_selection: bool = False
-    """Every worker sees all devices of its group and takes the one of its local rank."""
+    """True to let every worker see all devices of its group and take the one of its local rank."""
     is_driver: bool = True
-    """The job waits for this role. False suits roles that serve rpc until the drivers are done."""
+    """True to let the job wait for this role. False suits roles that serve rpc until the drivers are done."""
     node_group_failover: NodeGroupFailoverDesc = Field(default_factory=NodeGroupFailoverDesc)
-    """Not enabled by default."""
+    """Groups of nodes that are lost together; not enabled by default."""
     sub_stage: list[str] = Field(default_factory=list)
     auto_visible_devices: bool = True
-    """False: the worker sees every device of its node, not only its own."""
+    """True to let the worker see its own devices alone; False: every device of its node."""
 
     @model_validator(mode="before")
     @classmethod
@@ -195,7 +195,7 @@ class BaseWorkloadDesc(Description):
 
     @property
     def entry_point_type(self) -> WorkloadEntrypointType | None:
-        """The form of the entry point."""
+        """Form of the entry point."""
         return entrypoint.get_entrypoint_type(self.entry_point)
 
 
@@ -212,13 +212,13 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
 
     backend: Literal["elastic"] = "elastic"
     comm_pre_check: bool = True
-    """Test the nodes' devices and links before the first round."""
+    """True to test the nodes' devices and links before the first round."""
     comm_auto_setup_process_group: bool = True
-    """Call `init_process_group` before the entry point and `destroy_process_group` after it."""
+    """True to call `init_process_group` before the entry point and `destroy_process_group` after it."""
     comm_backend: str = "auto"
-    """`auto`: nccl with CUDA, else gloo; or any name that torch takes."""
+    """Backend: `auto` for nccl with CUDA, else gloo; or any name that torch takes."""
     comm_timeout_s: Seconds | None = Field(default=None, gt=0)
-    """Of the process group, in seconds; None: torch's own default."""
+    """Timeout of the process group, in seconds; None: torch's own default."""
     comm_port: int = Field(default=0, ge=0, le=65535)
     """`MASTER_PORT` of every round; 0: any port that is free."""
     comm_run_id: str = ""
@@ -254,7 +254,7 @@ class IndependentWorkloadDesc(BaseWorkloadDesc):
     """Base of simple and custom workloads: their workers need not begin together."""
 
     restart_alone: bool = False
-    """The workers do without each other, so that one which fails is started again alone, where
+    """True if the workers do without each other: one that fails is started again alone, where
     `failover_exec_strategy` would restart its role (2) or the job (1)."""
 
 
@@ -270,7 +270,7 @@ class SimpleWorkloadDesc(IndependentWorkloadDesc):
 
 
 class CustomWorkloadDesc(IndependentWorkloadDesc):
-    """As a simple workload; its entry point is given as `module_name` and `class_name`."""
+    """A simple workload whose entry point is given as `module_name` and `class_name`."""
 
     input_names: ClassVar[frozenset[str]] = frozenset()
 
@@ -292,7 +292,7 @@ def parse_nnodes(nnodes: int | str) -> tuple[int, int]:
     """Read a number of nodes, ``4`` or ``"4"``, or a range of them, ``"2:8"``; lowest and highest.
 
     Raises:
-        ValueError: it is neither, or is not at least 1, or the range is upside down.
+        ValueError: the text is neither, or below 1, or its range is upside down.
     """
     parts = str(nnodes).split(":")
     if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 SLICE_NBYTES = 16 << 20
-"""Threads share large pieces in slices of this size. For less, to start one more would take longer than it saves."""
+"""Size of the slices of large pieces that threads share. For less, one more thread would cost more than it saves."""
 MAX_THREADS = 4
-"""More wait for the memory of one processor."""
+"""Most threads: more of them wait for the memory of one processor."""
 
 
 class _PyBuffer(ctypes.Structure):
@@ -53,7 +53,7 @@ def address_of(buffer: bytes | bytearray | memoryview) -> int:
 
 
 class Copy(NamedTuple):
-    """Addresses of memory that stays where it is meanwhile, and bytes."""
+    """A copy to make: addresses of memory that stays where it is meanwhile, and bytes."""
 
     target: int
     source: int
@@ -61,7 +61,7 @@ class Copy(NamedTuple):
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -71,7 +71,7 @@ def copy_memory(copies: Sequence[Copy], num_threads: int) -> None:
     torch's own ``copy_`` lets its threads meet after each tensor, and they wait for each other where cores are busy.
 
     Args:
-        num_threads: at most; fewer are used for little.
+        num_threads: most threads; fewer are used for little.
     """
     useful = sum(copy.nbytes for copy in copies) // SLICE_NBYTES
     num_others = min(num_threads, MAX_THREADS, useful) - 1

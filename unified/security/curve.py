@@ -2,8 +2,8 @@
 
 All members share one key pair. A client knows the server by it: nobody else can read what is sealed with its public
 half. A server knows its clients because each has to show the same public half, and in the handshake that it has the
-secret one; libzmq asks about every client by its ZAP protocol (rfc.zeromq.org/spec/27), and we answer. Whoever knows
-the public half alone gets nowhere.
+secret one; libzmq asks about every client by its ZAP protocol (rfc.zeromq.org/spec/27), and we answer. The public
+half alone opens nothing.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _WHY: dict[int, str] = {
 
 
 def new_key() -> ClusterKey:
-    """A key pair that nobody has yet."""
+    """Make a key pair."""
     public, secret = zmq.curve_keypair()
     return ClusterKey(public=public.decode(), secret=secret.decode())
 
 
 def read_event(monitor: Socket) -> tuple[int, int]:
-    """One event of a socket's monitor, and its value; zmq.Again if there is none."""  # pyzmq's parser loads asyncio
+    """Return one event of a monitor, and its value; zmq.Again if there is none."""  # pyzmq's parser loads asyncio
     kind, value = _EVENT.unpack(monitor.recv(zmq.NOBLOCK))
     while monitor.get(zmq.RCVMORE):
         monitor.recv()
@@ -60,7 +60,7 @@ def read_event(monitor: Socket) -> tuple[int, int]:
 
 
 def secure_client(socket: Socket, key: ClusterKey | None) -> None:
-    """Have a socket that will connect use the key. With None it stays open, and a server with a key refuses it."""
+    """Let a socket that will connect use the key. With None it stays open, and a server with a key refuses it."""
     if key is not None:
         socket.curve_serverkey = key.public.encode()
         socket.curve_publickey = key.public.encode()
@@ -68,7 +68,7 @@ def secure_client(socket: Socket, key: ClusterKey | None) -> None:
 
 
 def secure_server(socket: Socket, key: ClusterKey | None) -> None:
-    """Have a socket that will be bound demand the key. Without a `Gatekeeper` in its context it lets nobody in."""
+    """Let a socket that will be bound demand the key. Without a `Gatekeeper` in its context it lets nobody in."""
     if key is not None:
         socket.curve_server = True
         socket.curve_secretkey = key.secret.encode()
@@ -77,14 +77,14 @@ def secure_server(socket: Socket, key: ClusterKey | None) -> None:
 
 
 class Gatekeeper:
-    """Lets into the sockets of one context those who have the key, and says in the log who had not.
+    """ZAP handler of one context: it lets peers in that have the key, and logs those that have not.
 
-    With no key it does nothing at all. With one, the first server that it secures starts a thread, through which no
-    message passes. One a context, which has one I/O thread: it tells the events of each connection in their order.
+    Without a key it does nothing. With one, the first server that it secures starts a thread, through which no message
+    passes. A context has one gatekeeper and one I/O thread, so the events of a connection come in order.
 
     Args:
-        key: None to leave every socket open.
-        name: whose sockets these are, for the log.
+        key: key of the cluster; None to leave every socket open.
+        name: owner of the sockets, for the log.
     """
 
     def __init__(self, context: Context, key: ClusterKey | None, *, name: str) -> None:
@@ -101,7 +101,7 @@ class Gatekeeper:
 
     @property
     def num_refused(self) -> int:
-        """Connections, since the start."""
+        """Connections that were refused since the start."""
         return self._refusals.total
 
     def socket(self, kind: int, *, is_server: bool = False) -> Socket:
@@ -119,7 +119,7 @@ class Gatekeeper:
             self._guard(socket)
 
     def close(self) -> None:
-        """End the thread: before or after the sockets are closed, and before the context is terminated."""
+        """End the thread, before or after the sockets are closed, and before the context is terminated."""
         thread, self._thread = self._thread, None
         if thread is None or self._bell is None:
             return
@@ -156,7 +156,7 @@ class Gatekeeper:
         return self._bell
 
     def _serve(self, zap: Socket, ear: Socket) -> None:
-        """The thread. At the end it stays until the last event: libzmq waits for whoever reads them."""
+        """Run the thread. At the end it stays until the last event: libzmq waits for the reader of events."""
         doors: dict[Socket, _Door] = {}
         poller = zmq.Poller()
         poller.register(zap, zmq.POLLIN)
@@ -212,17 +212,17 @@ class Gatekeeper:
 
 
 class _Door:
-    """What is known of the connections of one server."""
+    """State of the connections of one server."""
 
     def __init__(self) -> None:
         self.hosts: dict[int, str] = {}
-        """By descriptor: who is at the other end."""
+        """Hosts at the other end, by descriptor."""
         self.why = ""
-        """Of the connection that fails now; empty if none does."""
+        """Reason of the connection that fails now; empty if none does."""
 
 
 def _host_of(descriptor: int) -> str:
-    """The other end of a connection of libzmq's, which may be closing it at this moment."""
+    """Return the host at the other end of a connection of libzmq's, which may be closing it at this moment."""
     try:
         with sockets.socket(fileno=os.dup(descriptor)) as connection:
             return str(connection.getpeername()[0])

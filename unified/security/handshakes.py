@@ -1,4 +1,4 @@
-"""What a client learns of its key from how its handshakes end, so that it need not wait for what cannot come."""
+"""The end of a client's handshakes: it tells of a wrong key, so that nobody waits for a connection that cannot come."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-"""Of a connecting socket, to be handed to `Handshakes.take`."""
+"""Events of a connecting socket, for `Handshakes.take`."""
 SURE_AFTER = 3
-"""A server that cannot read a client's first word hangs up without one of its own, but so does one that is ending."""
+"""Broken handshakes that make sure: a server hangs up on a client that it cannot read, but also when it ends."""
 _HUNG_UP = (errno.EPIPE, errno.ECONNRESET)
 
 
 class Handshakes:
-    """Watches the handshakes of one socket with one master.
+    """Monitor of the handshakes of one socket with one master.
 
     Args:
-        address: of the master, for messages.
+        address: address of the master, for messages.
 
     Attributes:
-        refusal: why the two cannot talk, once that is sure; None before, and after a handshake that succeeded.
+        refusal: reason why the two cannot talk, once that is sure; None before, and after a handshake that succeeded.
         num_broken: handshakes that the master ended without a word, since the last that succeeded.
     """
 
@@ -40,11 +40,11 @@ class Handshakes:
         self._was_ever_well = False
 
     def read(self, monitor: zmq.Socket[bytes]) -> bool:
-        """Take one event from a socket's monitor; whether a handshake succeeded."""
+        """Take one event from a socket's monitor; return True if a handshake succeeded."""
         return self.take(*read_event(monitor))
 
     def take(self, event: int, value: int) -> bool:
-        """Take one event of libzmq; whether a handshake succeeded."""
+        """Take one event of libzmq; return True if a handshake succeeded."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.refusal, self.num_broken, self._was_ever_well = None, 0, True
             return True

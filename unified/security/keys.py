@@ -1,8 +1,8 @@
 """The cluster key: one file that every host of a cluster has a copy of, and nobody but its owner may read.
 
-Whoever has it may command the cluster, so it travels by hand (scp, a secret store) and, on one host, from an agent to
-its workers through the socket pair they were born with: never through an environment, a command line or a log. How
-sockets use it is `unified.security.curve`'s business; what the daemons decide without I/O never sees it.
+Its owner may command the cluster, so it travels by hand (scp, a secret store) and, on one host, from an agent to its
+workers through the socket pair that they inherit: never through an environment, a command line or a log.
+`unified.security.curve` puts it on sockets; the cores of the daemons never see it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class ClusterKey(msgspec.Struct, frozen=True):
     """A CURVE key pair that all members of one cluster share. Neither its text nor its pickle has the secret."""
 
     public: str
-    """40 characters of Z85, as ZeroMQ writes keys."""
+    """Public half: 40 characters of Z85, as ZeroMQ writes keys."""
     secret: str
 
     @property
     def fingerprint(self) -> str:
-        """Tells two keys apart, and helps nobody to guess one: ``SHA256:`` and 16 hexadecimal digits."""
+        """Fingerprint: ``SHA256:`` and 16 hexadecimal digits, which help nobody to guess the key."""
         return f"SHA256:{hashlib.sha256(self.public.encode()).hexdigest()[:16]}"
 
     def __repr__(self) -> str:
@@ -57,13 +57,13 @@ class ClusterKey(msgspec.Struct, frozen=True):
 
 
 def default_key_file(env: Mapping[str, str] | None = None) -> Path:
-    """``$XDG_CONFIG_HOME/unified/cluster.key``, else ``~/.config/unified/cluster.key``."""
+    """Return ``$XDG_CONFIG_HOME/unified/cluster.key``, else ``~/.config/unified/cluster.key``."""
     env = os.environ if env is None else env
     return Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "unified" / "cluster.key"
 
 
 def find_key(address: str, env: Mapping[str, str] | None = None) -> ClusterKey | None:
-    """The key to use with the master at, or listening on, `address`; None to do without.
+    """Return the key to use with the master at, or listening on, `address`; None to do without.
 
     ``UNIFIED_KEY_FILE`` names its file, and empty means none. Where it is not set, the default file is used beyond
     loopback, if it is there: so the clusters that live on one host need no key, whether or not their user has one.
@@ -82,7 +82,7 @@ def load_key(path: Path) -> ClusterKey:
     """Read a key file.
 
     Raises:
-        KeyFileError: it is missing, belongs to somebody else, is open to others, or holds no key.
+        KeyFileError: the file is missing, belongs to somebody else, is open to others, or holds no key.
     """
     try:
         with open(path, "rb", opener=_without_waiting) as file:
@@ -104,7 +104,7 @@ def write_key(path: Path, key: ClusterKey) -> None:
     """Write a new key file, for its owner alone.
 
     Raises:
-        KeyFileError: it is there already, or cannot be written.
+        KeyFileError: the file is there already, or cannot be written.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -137,10 +137,10 @@ def is_loopback(address: str) -> bool:
 
 
 def may_go_without(env: Mapping[str, str] | None = None) -> bool:
-    """What ``UNIFIED_INSECURE`` says: 1 or true, 0 or false.
+    """Return the value of ``UNIFIED_INSECURE``: 1 or true, 0 or false.
 
     Raises:
-        UsageError: it says something else.
+        UsageError: the variable has another value.
     """
     env = os.environ if env is None else env
     text = env.get(INSECURE_VARIABLE, "").strip().lower()
@@ -152,13 +152,13 @@ def may_go_without(env: Mapping[str, str] | None = None) -> bool:
 
 
 def check_listening(who: str, addresses: Iterable[str], key: ClusterKey | None, *, insecure: bool) -> str | None:
-    """May `who`, or the workers it starts, listen there? Beyond loopback it takes a key, or leave to go without.
+    """Check that `who`, or the workers it starts, may listen there: beyond loopback only with a key, or `insecure`.
 
     Returns:
         A warning for the log, or None.
 
     Raises:
-        UsageError: it may not; the message says what to do.
+        UsageError: the daemon may not; the message says what to do.
     """
     beyond = [address for address in addresses if not is_loopback(address)]
     if key is not None or not beyond:
@@ -189,5 +189,5 @@ def _check_private(path: Path, found: os.stat_result) -> None:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Nor for a writer, if it is a pipe."""
+    """Open a file without waiting, not even for the writer of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
