@@ -139,10 +139,14 @@ class DelayedCalls:
     """Calls functions after a delay, one after another, on a thread that is there only while one waits."""
 
     def __init__(self, name: str) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._timer = TimerThread(name, self._ring)
+        self._begin()
+        after_fork(self._begin)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[float, int, Callable[[], object]]] = []
 
     def call_after(self, delay_s: float, work: Callable[[], object]) -> None:
         """Call `work()` in `delay_s` seconds, at the earliest. It should be short; what it raises is logged."""

@@ -22,7 +22,7 @@ from unified.bus.codec.encoder import (
     MAX_DEPTH,
     NUMBER,
     OBJECT,
-    SEALED,
+    SERIALIZED,
     SET,
     TENSOR,
     TEXT,
@@ -98,7 +98,7 @@ class ValueDecoder:
             return complex(*content)
         if code == NUMBER:
             return build_number(*content)
-        if code == SEALED:
+        if code == SERIALIZED:
             return self._serialized(*content)
         if code == BODY:
             return self.unpack(self._taking(content), depth + 1)

@@ -17,7 +17,7 @@ Ext = msgspec.msgpack.Ext
 MAX_DEPTH = 32
 """Containers nested deeper than this are pickled whole."""
 TUPLE, SET, FROZENSET, BYTES, BYTEARRAY, COMPLEX, ARRAY, TENSOR, OBJECT = range(1, 10)
-INT, TEXT, NUMBER, SEALED, BODY, DEVICE, MAP = range(10, 17)
+INT, TEXT, NUMBER, SERIALIZED, BODY, DEVICE, MAP = range(10, 17)
 """Codes of the extension types. MessagePack's own is negative."""
 SCALARS = frozenset({type(None), bool, int, float, str})
 pack = msgspec.msgpack.Encoder().encode
@@ -132,7 +132,7 @@ class ValueEncoder:
     def _serialized(self, value: SerializedValue) -> Any:
         first = len(self.outgoing.buffers)
         self.outgoing.buffers += value.buffers
-        return Ext(SEALED, pack([self.outgoing.aside(value.body), first, len(value.buffers)]))
+        return Ext(SERIALIZED, pack([self.outgoing.aside(value.body), first, len(value.buffers)]))
 
     def _other(self, value: Any, kind: type) -> Any:
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

@@ -53,7 +53,7 @@ def default_limit(directory: str = DIRECTORY, env: Mapping[str, str] | None = No
     return int(found.f_blocks * found.f_frsize * SHARE_OF_MOUNT)
 
 
-def check_room(directory: str, nbytes: int) -> None:
+def check_reserve(directory: str, nbytes: int) -> None:
     """OSError unless a segment of so many bytes leaves the mount its reserve."""
     found = os.statvfs(directory)
     if found.f_bavail * found.f_frsize - nbytes < found.f_blocks * found.f_frsize * RESERVE_OF_MOUNT:
@@ -292,7 +292,7 @@ class SharedPool:
     def _make(self, plan: Plan) -> tuple[Slot, Segment] | None:
         number = next(self._numbers)
         try:
-            check_room(self._directory, plan.capacity)
+            check_reserve(self._directory, plan.capacity)
             segment = Segment(self._directory, self._inbox_id, number, plan.capacity, self._mark)
         except OSError as error:
             with self._lock:
