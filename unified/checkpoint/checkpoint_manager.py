@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the class that users meet. It wires the parts of this package together."""
+"""The checkpoint manager, the class for users: it composes saver, reader and run directory."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class CheckpointManager:
         await asyncio.to_thread(self.wait)
 
     def close(self, timeout: float | None = None) -> None:
-        """`wait`, and save nothing from now on. Can be called twice."""
+        """Wait as `wait` does, and save nothing from now on. Can be called twice."""
         was_closed = self._saver.close()
         try:
             self.wait(timeout)
@@ -231,7 +231,7 @@ class CheckpointManager:
     # --- loading
 
     async def load(self, step: Wanted = None, *, exact: bool = False) -> bytes:
-        """The data of a checkpoint; saves under way here are awaited first.
+        """Load the data of a checkpoint; saves under way here are awaited first.
 
         Args:
             step: None, ``"latest"``, and 0 too, as the reference document has it: the newest.
@@ -253,7 +253,7 @@ class CheckpointManager:
     def load_state(
         self, step: Wanted = None, *, exact: bool = False, map_location: Any = "cpu", weights_only: bool = True
     ) -> Any:
-        """A state dict that `save` saved, or ``torch.save`` into bytes that were saved. Steps and errors as for `load`.
+        """Load a state dict that `save` saved, or ``torch.save`` into saved bytes. Steps and errors: those of `load`.
 
         Of one that several ranks saved, this process gets all of it: whole tensors, in dicts whose keys are text.
 

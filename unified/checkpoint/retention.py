@@ -46,7 +46,6 @@ def plan_sweep(
     protected: Collection[int] = (),
     known_bad: Collection[int] = (),
     writing: Collection[str] = (),
-    orphaned_after_s: float = ORPHANED_AFTER_S,
 ) -> SweepPlan:
     """Plan what to delete.
 
@@ -61,7 +60,6 @@ def plan_sweep(
         protected: steps that stay: those just saved.
         known_bad: steps whose checksum did not match.
         writing: tokens of saves that are under way here.
-        orphaned_after_s: age of a part without a manifest.
     """
     stored = list(stored)
     sizes = {each.key: each.size_bytes for each in stored}
@@ -85,7 +83,7 @@ def plan_sweep(
         # A manifest that cannot be read may name it: whether it is an orphan is not known.
         if found[0] in unreadable:
             continue
-        if each.key in named_by_gone or now - each.modified_at > orphaned_after_s:
+        if each.key in named_by_gone or now - each.modified_at > ORPHANED_AFTER_S:
             parts.append(each.key)
     return SweepPlan(manifests=[manifest_name(step) for step in going], parts=sorted(parts), steps=going)
 

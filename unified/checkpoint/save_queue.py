@@ -74,11 +74,6 @@ class SaveQueue(Generic[T]):
         """The time at which the current save is to be tried again."""
 
     @property
-    def is_idle(self) -> bool:
-        """Nothing is being written and nothing waits."""
-        return self._current is None and not self._waiting
-
-    @property
     def failures(self) -> list[FailedSave]:
         """Failed saves that nobody was told of yet, in order."""
         return list(self._failures)

@@ -1,4 +1,4 @@
-"""A state dict as a stream of bytes: what ``torch.save`` writes, handed on piece by piece and never held as a whole."""
+"""A state dict as the stream of bytes that ``torch.save`` writes, passed on in pieces and never held as a whole."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from unified.errors import CheckpointError, UsageError
 from unified.memory.host_buffers import HostCopy
 
 SMALL_BYTES = 256 << 10
-"""Pieces up to here are copied together, so that many small tensors do not cost a hand-over each."""
+"""Size up to which pieces are copied together, so that many small tensors do not cost a hand-over each."""
 
 
 class StatePayload:
-    """A staged state dict, to be saved; see `unified.checkpoint.payload.Payload`."""
+    """A copied state dict, to be saved; see `unified.checkpoint.payload.Payload`."""
 
     def __init__(self, copy: HostCopy) -> None:
         self.nbytes = copy.nbytes
@@ -36,19 +36,19 @@ class StatePayload:
 
 
 def stream(tree: Any) -> Iterator[Chunk]:
-    """What ``torch.save(tree, file)`` writes, a piece at a time; a piece is valid until the next one is asked for."""
-    handover = Handover()
-    writer = threading.Thread(target=_write, args=(tree, handover), name="checkpoint-pickler", daemon=True)
+    """Yield the bytes of ``torch.save(tree, file)`` in pieces; a piece is valid until the next one is asked for."""
+    pipe = ChunkPipe()
+    writer = threading.Thread(target=_write, args=(tree, pipe), name="checkpoint-pickler", daemon=True)
     writer.start()
     try:
-        yield from handover
+        yield from pipe
     finally:
-        handover.abandon()
+        pipe.abandon()
         writer.join()
 
 
 def load_state(data: Chunk, *, map_location: Any, weights_only: bool) -> Any:
-    """What was saved by `stream`, as ``torch.load`` gives it.
+    """Load the bytes of `stream` as ``torch.load`` does.
 
     Raises:
         CheckpointError: it cannot be loaded, such as objects under ``weights_only``.
@@ -80,11 +80,11 @@ def is_sharded(state: Any) -> bool:
 
 
 class _AbandonedError(Exception):
-    """Nobody reads any more."""
+    """The reader has gone."""
 
 
-class Handover:
-    """A file for one thread to write, and an iterator over its pieces for another: the writer waits for the reader."""
+class ChunkPipe:
+    """A pipe of chunks: a file for one thread to write, an iterator for another to read, in step with each other."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -107,10 +107,10 @@ class Handover:
         return view.nbytes
 
     def flush(self) -> None:
-        """Part of being a file."""
+        """Do nothing, as a file must have it."""
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Nothing more is written."""
+        """Note that nothing more is written."""
         try:
             if error is None:
                 self._give_small()
@@ -121,7 +121,7 @@ class Handover:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Nothing more is read."""
+        """Note that nothing more is read."""
         with self._changed:
             self._is_abandoned = True
             self._piece = None
@@ -157,25 +157,25 @@ class Handover:
                 raise _AbandonedError
 
 
-def _write(tree: Any, handover: Handover) -> None:
+def _write(tree: Any, pipe: ChunkPipe) -> None:
     try:
         with _no_checksums_by_torch():
-            torch.save(tree, handover)  # type: ignore[arg-type]
+            torch.save(tree, pipe)  # type: ignore[arg-type]
     except _AbandonedError:
-        handover.finish()
+        pipe.finish()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         wrong = UsageError(f"the state cannot be pickled: {error}. Leave out of it what cannot be.")
         wrong.__cause__ = error
-        handover.finish(wrong)
+        pipe.finish(wrong)
     except BaseException as error:
-        handover.finish(error)
+        pipe.finish(error)
     else:
-        handover.finish()
+        pipe.finish()
 
 
 def _no_checksums_by_torch() -> contextlib.AbstractContextManager[object]:
-    """In this thread. They take more than twice the time of ours, which is of the same bytes, and torch never looks at
-    them; a zip tool that unpacks what was saved complains about each.
+    """Turn off torch's CRCs in this thread: they take more than twice the time of ours, which is of the same bytes, and
+    torch never looks at them; a zip tool that unpacks what was saved complains about each.
     """
     try:
         from torch.utils.serialization import config

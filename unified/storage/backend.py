@@ -1,4 +1,4 @@
-"""What a store of named objects can do, whatever keeps them."""
+"""The interface of a store of named objects."""
 
 from __future__ import annotations
 
@@ -8,34 +8,12 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self, cast
 
-from unified.errors import (
-    AlreadyExistsError,
-    NotFoundError,
-    StorageDeniedError,
-    StorageError,
-    StorageFullError,
-    StorageUnavailableError,
-    UsageError,
-)
+from unified.errors import AlreadyExistsError, NotFoundError, UsageError
 
 Buffer = bytes | bytearray | memoryview
 Source = Buffer | BinaryIO | Iterable[Buffer]
-"""What can be written: one buffer, an open binary file (read from where it stands), or buffers in a row."""
+"""Data to be written: one buffer, an open binary file (read from where it stands), or buffers in a row."""
 READ_AHEAD_NBYTES = 1 << 20
-
-__all__ = [
-    "AlreadyExistsError",
-    "Buffer",
-    "NotFoundError",
-    "Source",
-    "Stat",
-    "StorageBackend",
-    "StorageDeniedError",
-    "StorageError",
-    "StorageFullError",
-    "StorageUnavailableError",
-    "check_key",
-]
 
 
 class Stat(NamedTuple):
@@ -46,7 +24,7 @@ class Stat(NamedTuple):
     modified_at: float
     """Seconds since the epoch, by the store's clock."""
     etag: str
-    """Another one after each write. What it is made of is the store's own affair."""
+    """Entity tag, a new one after each write. Its form is the store's own affair."""
 
 
 class StorageBackend(ABC):
@@ -74,23 +52,23 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """At most `length` bytes from `start`; fewer, or none, where the object ends before."""
+        """Read at most `length` bytes from `start`; fewer, or none, where the object ends before."""
 
     @abstractmethod
     def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
-        """Fill `buffer` from `start` on, as far as the object goes: how many bytes were read. All are of one write."""
+        """Fill `buffer` from `start` on, as far as the object goes, from one write; return the number of bytes."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[Stat]:
-        """Every object whose key begins with these characters, sorted by key. `prefix` need not end at a `/`."""
+        """Return every object whose key begins with these characters, by key. `prefix` need not end at a `/`."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """After this there is no such object, whether there was one or not."""
+        """Delete an object, if there is one."""
 
     @abstractmethod
     def stat(self, key: str) -> Stat:
-        """Size and time of one object."""
+        """Return size and time of one object."""
 
     def replace(self, key: str, data: Source, etag: str) -> Stat:
         """Put an object in the place of that one version: of several that do so at the same time one succeeds.
@@ -105,7 +83,7 @@ class StorageBackend(ABC):
         return self.write(key, data)
 
     def read(self, key: str) -> bytes:
-        """A whole object. A large one is better read by `read_into`, which needs no second copy."""
+        """Read a whole object. A large one is better read by `read_into`, which needs no second copy."""
         while True:
             before = self.stat(key)
             buffer = bytearray(before.nbytes)
@@ -113,7 +91,7 @@ class StorageBackend(ABC):
                 return bytes(buffer)
 
     def exists(self, key: str) -> bool:
-        """Whether there is such an object."""
+        """Return whether there is such an object."""
         try:
             self.stat(key)
         except NotFoundError:
@@ -121,7 +99,7 @@ class StorageBackend(ABC):
         return True
 
     def open_read(self, key: str) -> BinaryIO:
-        """An object as a file: seekable, buffered, to be closed by the caller.
+        """Open an object as a file: seekable, buffered, to be closed by the caller.
 
         In a bucket, an object that is replaced meanwhile may be read half from one write, half from the other.
         """
@@ -140,7 +118,7 @@ class StorageBackend(ABC):
 
 
 def check_key(key: str) -> str:
-    """The same key.
+    """Return the same key.
 
     Raises:
         UsageError: no key, or one that could leave its store.
@@ -154,12 +132,12 @@ def check_key(key: str) -> str:
 
 
 def replaced_meanwhile(key: str) -> AlreadyExistsError:
-    """What `StorageBackend.replace` raises."""
+    """Return the error of `StorageBackend.replace`."""
     return AlreadyExistsError(f"cannot replace {key!r}: another write has changed it meanwhile")
 
 
 def check_range(start: int, length: int) -> None:
-    """Raises UsageError for a range that begins before the object, or has less than no bytes."""
+    """Raise UsageError for a range that begins before the object, or has less than no bytes."""
     if start < 0 or length < 0:
         raise UsageError(f"bytes from {start}, {length} of them, are no range: neither number may be negative")
 
@@ -193,7 +171,7 @@ class _ObjectFile(io.RawIOBase):
         return self._position
 
     def readall(self) -> bytes:
-        """The rest in one go; the inherited one would ask for it in pieces of a few KiB."""
+        """Read the rest in one go; the inherited method would ask for it in pieces of a few KiB."""
         rest = bytearray(max(0, self._stat.nbytes - self._position))
         num_read = self.readinto(rest)
         return bytes(memoryview(rest)[:num_read])

@@ -1,6 +1,5 @@
-"""Large files past the page cache: blocks are on their way to the disk while the next one is filled.
-
-What is to be written, as pieces of memory.
+"""Data to be written as pieces and blocks of memory, and large files past the page cache: blocks are on their way to
+the disk while the next one is filled.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from unified.errors import UsageError
 from unified.storage.backend import Source
 
 BLOCK_NBYTES = 8 << 20
-"""A multiple of what any disk wants its writes aligned to."""
+"""Size of a block: a multiple of any disk's alignment."""
 NUM_IN_FLIGHT = 2
-"""Keeps a disk busy: it has the next block when it is done with one."""
+"""Number of blocks on their way, which keeps a disk busy: it has the next when it is done with one."""
 COPY_NBYTES = 1 << 20
-"""At most so much is copied at a time, since other threads of Python stand still meanwhile."""
+"""Bytes that are copied at a time, since other threads of Python stand still meanwhile."""
+READ_NBYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -73,7 +73,7 @@ class _BlockWriter:
         self._threads.shutdown(wait=True)  # nothing may write to the file after this
 
     def exchange(self, block: mmap.mmap, start: int) -> mmap.mmap:
-        """Write a full block at `start`; one that is free to be filled."""
+        """Write a full block at `start`; return one that is free to be filled."""
         self._running.add(self._threads.submit(self._write, block, start))
         if not self._idle:
             self._collect()
@@ -111,11 +111,8 @@ def _write_at(descriptor: int, view: memoryview, start: int) -> None:
         written += os.pwrite(descriptor, view[written:], start + written)
 
 
-READ_NBYTES = 4 << 20
-
-
 def pieces_of(data: Source) -> Iterator[memoryview]:
-    """`data` as byte views in order, none of them empty; buffers are not copied.
+    """Yield `data` as byte views in order, none of them empty; buffers are not copied.
 
     Raises:
         UsageError: it is none of what can be written.
@@ -143,7 +140,7 @@ def pieces_of(data: Source) -> Iterator[memoryview]:
 
 
 def size_of(data: Source) -> int | None:
-    """How many bytes `pieces_of` would give, where that is known before reading them."""
+    """Return the number of bytes that `pieces_of` would give, where that is known before reading them."""
     view = _view(data)
     if view is not None:
         return len(view)
@@ -161,9 +158,9 @@ def size_of(data: Source) -> int | None:
 def blocks_of(
     pieces: Iterable[memoryview], sizes: Iterable[int], spare: list[bytearray] | None = None
 ) -> Iterator[bytearray]:
-    """The same bytes in copies of exactly these sizes, the last one shorter. `sizes` must not end before `pieces` do.
+    """Yield the same bytes in copies of exactly these sizes, the last one shorter. `sizes` do not end before `pieces`.
 
-    Copies, so that whoever makes the pieces may use their memory again for the next one.
+    They are copies so that the maker of the pieces may use their memory again for the next one.
 
     Args:
         spare: blocks that are not needed any more, put there by other threads: they are used again where they fit, for

@@ -1,7 +1,4 @@
-"""Objects as files below a folder.
-
-Hidden files of writers that were killed: how they are called, and how the dead are told from the living.
-"""
+"""The local backend: objects as files below a folder."""
 
 from __future__ import annotations
 
@@ -29,55 +26,9 @@ from unified.storage.blocks import pieces_of, write_pieces
 PREFIX = ".unified-"
 SUFFIX = ".part"
 SAFE_AGE_S = 60.0
-"""A file so old, and not locked, has no writer: a writer takes its lock at once after making the file."""
-
-
-def temporary_name(token: str) -> str:
-    """Of a file that is being written; `token` is chosen at random."""
-    return f"{PREFIX}{token}{SUFFIX}"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a file is called so."""
-    return name.startswith(PREFIX) and name.endswith(SUFFIX)
-
-
-def remove_leftovers(folder: Path, now: float | None = None) -> list[str]:
-    """Remove what dead writers left in one folder, and name it. What cannot be removed stays: it is only hidden.
-
-    Args:
-        now: seconds since the epoch.
-    """
-    now = time.time() if now is None else now
-    removed = []
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            if is_temporary(name) and _is_dead(folder / name, now):
-                with contextlib.suppress(OSError):
-                    os.unlink(folder / name)
-                    removed.append(name)
-    return sorted(removed)
-
-
-def _is_dead(path: Path, now: float) -> bool:
-    try:
-        # For writing: over NFS an exclusive lock asks for that.
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        if now - os.fstat(descriptor).st_mtime < SAFE_AGE_S:
-            return False
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # a writer holds it; or no locks on this file system, so that nobody can know
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
+"""Age at which a file that is not locked is an orphan: a writer takes its lock at once after making the file."""
 NUM_TRIES = 10
-"""To find the folder still there between making it and making a file in it."""
+"""Number of tries to find the folder still there between making it and making a file in it."""
 
 
 class LocalBackend(StorageBackend):
@@ -183,7 +134,7 @@ class LocalBackend(StorageBackend):
             return sorted(self._walk(folder, prefix, frozenset()), key=lambda stat: os.fsencode(stat.key))
 
     def delete(self, key: str) -> None:
-        """After this there is no such object. Folders that it leaves empty go too, up to the root."""
+        """Delete an object, and folders that it leaves empty, up to the root."""
         path = self._path(key)
         with _errors(key, path, "delete"):
             try:
@@ -217,14 +168,14 @@ class LocalBackend(StorageBackend):
             yield file
 
     def _open_temporary(self, path: Path) -> tuple[Path, int]:
-        """A new hidden file beside `path`, locked for as long as its writer lives."""
+        """Make a hidden file beside `path`, locked for as long as its writer lives."""
         for tries_left in reversed(range(NUM_TRIES)):
             self._make_folder(path.parent)
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "a folder", str(path))
             if path.parent not in self._swept:
                 self._swept.add(path.parent)
-                remove_leftovers(path.parent)
+                remove_orphans(path.parent)
             temporary = path.parent / temporary_name(secrets.token_hex(8))
             try:
                 descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -232,7 +183,7 @@ class LocalBackend(StorageBackend):
                 if not tries_left:
                     raise
                 continue
-            # Some file systems have no locks: there, leftovers stay (see `remove_leftovers`).
+            # Some file systems have no locks: there, orphans stay (see `remove_orphans`).
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return temporary, descriptor
@@ -294,7 +245,7 @@ def _stat(key: str, found: os.stat_result) -> Stat:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Among those who replace in a folder, one at a time."""
+    """Let writers replace in a folder one at a time."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks
@@ -312,7 +263,7 @@ def _first_missing(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _errors(key: str, path: Path, action: str) -> Iterator[None]:
-    """Errors of the system as errors of a store."""
+    """Turn errors of the system into errors of a store."""
     try:
         yield
     except StorageError:
@@ -347,3 +298,47 @@ def _errors(key: str, path: Path, action: str) -> Iterator[None]:
                 raise StorageUnavailableError(f"cannot {action} {key!r}: {path}: {reason}; is it mounted?") from error
             case _:
                 raise StorageError(f"cannot {action} {key!r}: {path}: {reason}") from error
+
+
+def temporary_name(token: str) -> str:
+    """Return the name of a file that is being written; `token` is chosen at random."""
+    return f"{PREFIX}{token}{SUFFIX}"
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether it is the name of a file that is being written."""
+    return name.startswith(PREFIX) and name.endswith(SUFFIX)
+
+
+def remove_orphans(folder: Path, now: float | None = None) -> list[str]:
+    """Remove files of writers that were killed from a folder, and return their names; the rest is only hidden.
+
+    Args:
+        now: seconds since the epoch.
+    """
+    now = time.time() if now is None else now
+    removed = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if is_temporary(name) and _is_orphan(folder / name, now):
+                with contextlib.suppress(OSError):
+                    os.unlink(folder / name)
+                    removed.append(name)
+    return sorted(removed)
+
+
+def _is_orphan(path: Path, now: float) -> bool:
+    try:
+        # For writing: over NFS an exclusive lock asks for that.
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if now - os.fstat(descriptor).st_mtime < SAFE_AGE_S:
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # a writer holds it; or no locks on this file system, so that nobody can know
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,4 +1,4 @@
-"""A path or an address as a store and where in it."""
+"""Locations: from a path or an address to a store and a key prefix in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def open_storage(
     path: str | os.PathLike[str], *, region: str | None = None, endpoint_url: str | None = None
 ) -> tuple[StorageBackend, str]:
-    """The store that a path is in, and the key, or beginning of keys, that the path is there.
+    """Return the store that a path is in, and the key, or beginning of keys, that the path is there.
 
     ====================== ============================= ==================
     path                   store                         key prefix

@@ -1,4 +1,4 @@
-"""Objects in a bucket of any S3 store."""
+"""The S3 backend: objects in a bucket of any S3 store."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from unified.storage.s3_transfer import MIN_PART_NBYTES, Download, Upload
 from unified.threads import after_fork
 
 LIST_PAGE = 1000
-"""Objects in one answer of the store; its own limit is the same."""
+"""Number of objects in one answer of the store; its own limit is the same."""
 NUM_VERSIONS = 10
-"""An object that is replaced so often while it is read is given up."""
+"""Number of times that an object may be replaced while it is read, before it is given up."""
 
 
 class S3Backend(StorageBackend):
@@ -198,7 +198,7 @@ class S3Backend(StorageBackend):
             return self._client, self._threads
 
     def _fill(self, key: str, view: memoryview, start: int, etag: str) -> bool:
-        """Fetch exactly this version into all of `view`, in parts; false: it is another version by now."""
+        """Fetch exactly this version into all of `view`, in parts; return False if it is another version by now."""
         client, threads = self._connect()
         download = Download(client, self.bucket, self._name(key), etag)
         offsets = range(0, len(view), self._part_nbytes)

@@ -1,4 +1,4 @@
-"""A client of botocore (the heart of boto3) for any S3 store, and its errors as ours. Imported at the first client."""
+"""The client of botocore (the heart of boto3) for any S3 store, and its errors as ours."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CREDENTIALS = "the environment, the AWS configuration files, or the machine's r
 
 
 class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the client of one bucket."""
+    """Settings of the client of one bucket."""
 
     bucket: str
     region: str | None
@@ -53,13 +53,13 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_installed() -> None:
-    """ImportError if botocore is not; nothing of it is imported."""
+    """Raise ImportError if botocore is not installed; nothing of it is imported."""
     if "botocore" not in sys.modules and importlib.util.find_spec("botocore") is None:
         raise ImportError(NOT_INSTALLED)
 
 
 def make_client(settings: S3Settings) -> Any:
-    """A new client. Credentials come from the standard chain when the first request is made.
+    """Return a new client. Credentials come from the standard chain when the first request is made.
 
     Raises:
         ImportError: botocore is not installed.
@@ -103,14 +103,14 @@ def make_client(settings: S3Settings) -> Any:
 
 @functools.cache
 def _descriptions() -> Any:
-    """What botocore knows of S3's calls: to read it takes nine tenths of the time of making a client."""
+    """Return botocore's descriptions of S3's calls, whose reading takes nine tenths of the time of making a client."""
     from botocore.loaders import create_loader
 
     return create_loader()
 
 
 def check_endpoint(url: str | None) -> str | None:
-    """The same address.
+    """Return the same address.
 
     Raises:
         UsageError: it is none, or holds a user or a password, which errors and logs would then show.
@@ -127,7 +127,7 @@ def check_endpoint(url: str | None) -> str | None:
 
 @contextlib.contextmanager
 def s3_errors(bucket: str, key: str, action: str) -> Iterator[None]:
-    """Errors of botocore as errors of a store. `key` is the whole one; none: it is about the bucket."""
+    """Turn errors of botocore into errors of a store. `key` is the whole one; none: it is about the bucket."""
     from botocore import exceptions as boto
 
     what = f"cannot {action} s3://{bucket}/{key}"
@@ -154,12 +154,12 @@ def s3_errors(bucket: str, key: str, action: str) -> Iterator[None]:
 
 
 def code_of(error: Any) -> str:
-    """The word by which S3 says what was wrong, such as ``"NoSuchKey"``; a bare number where there was no body."""
+    """Return S3's word for the error, such as ``"NoSuchKey"``; a bare number where there was no body."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
 def status_of(error: Any) -> int:
-    """The HTTP status of a refusal."""
+    """Return the HTTP status of a refusal."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 

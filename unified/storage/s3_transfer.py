@@ -1,7 +1,4 @@
-"""One object, or a part of it, from a bucket into memory.
-
-One object from memory into a bucket: in one request, or in parts of which several are under way.
-"""
+"""Transfers of one object: from a bucket into memory; into a bucket in one request, or in parts, several at a time."""
 
 from __future__ import annotations
 
@@ -22,16 +19,16 @@ from unified.storage.blocks import blocks_of, pieces_of, size_of
 from unified.storage.s3_client import code_of, s3_errors, status_of
 
 NUM_BROKEN = 5
-"""Answers that may break off without any byte having come, before it is given up."""
+"""Number of answers that may break off without any byte having come, before it is given up."""
 PAUSE = Backoff(first_s=0.1, limit_s=5.0)
 
 
 class Download:
-    """Reads from one object.
+    """A reader of one object.
 
     Args:
         name: the object's whole key.
-        etag: of the version that is wanted; empty: the one that the first answer is of.
+        etag: the version that is wanted; empty: that of the first answer.
     """
 
     def __init__(self, client: Any, bucket: str, name: str, etag: str = "") -> None:
@@ -41,7 +38,7 @@ class Download:
         self._etag = etag
 
     def fill(self, view: memoryview, start: int) -> int | None:
-        """Fill `view` with the bytes from `start` on: how many there were, or None: it is another version by now.
+        """Fill `view` with the bytes from `start` on; return their number, or None: it is another version by now.
 
         An answer that breaks off is asked for again from there.
         """
@@ -69,7 +66,7 @@ class Download:
                 time.sleep(PAUSE.delay_s(num_broken, SystemRandom()))
 
     def _ask(self, etag: str, first: int, last: int) -> Any:
-        """The answer, or the status 412 (another version) or 416 (the object ends before)."""
+        """Return the answer, or the status 412 (another version) or 416 (the object ends before)."""
         from botocore.exceptions import ClientError
 
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
@@ -88,9 +85,9 @@ MIN_PART_NBYTES = 5 << 20
 MAX_PARTS = 10_000
 MAX_PART_NBYTES = 5 << 30
 NUM_SAME_SIZE = 900
-"""Of an object of unknown size, after so many parts each part is twice as large: 5 TiB, the most there can be, fit."""
+"""Number of parts of an object of unknown size after which parts are twice as large: so 5 TiB fit, the limit of S3."""
 TOKEN = "unified-write"
-"""In an object's metadata: by which write it came."""
+"""Key in an object's metadata that tells which write made it."""
 
 
 class Sent(NamedTuple):
@@ -101,7 +98,7 @@ class Sent(NamedTuple):
 
 
 class Upload:
-    """Writes one object, once.
+    """A writer of one object, once.
 
     Args:
         threads: to send parts with.
@@ -129,7 +126,7 @@ class Upload:
         self._token = secrets.token_hex(16)
 
     def send(self, data: Source, *, if_absent: bool = False, if_match: str | None = None) -> Sent:
-        """Raises what `StorageBackend` says; AlreadyExistsError only with `if_absent` or `if_match`, an etag."""
+        """Send the object; raise AlreadyExistsError only with `if_absent` or `if_match`, an etag."""
         condition: dict[str, str] = {}
         if if_absent or if_match is not None:
             # Some stores ignore the condition below; and nobody wants to send gigabytes to be refused at the end.
@@ -189,7 +186,7 @@ class Upload:
             raise
 
     def _finish(self, request: Any, nbytes: int) -> Sent:
-        """Make the request after which the object is there."""
+        """Make the request that completes the object."""
         from botocore.exceptions import ClientError
 
         with self._errors():
@@ -209,7 +206,7 @@ class Upload:
         return Sent(nbytes, answer["ETag"].strip('"'), at)
 
     def _head(self) -> Any:
-        """What is there; None: nothing."""
+        """Return the object that is there; None: none."""
         from botocore.exceptions import ClientError
 
         with self._errors():
@@ -230,14 +227,14 @@ class Upload:
 
 
 def part_sizes(part_nbytes: int, nbytes: int | None) -> Iterator[int]:
-    """Bytes of each part of an object of `nbytes`, or of one of unknown size, so that 10 000 parts are enough."""
+    """Yield the size of each part of an object of `nbytes`, or of unknown size, so that 10 000 parts are enough."""
     if nbytes is not None:
         return itertools.repeat(max(part_nbytes, -(-nbytes // MAX_PARTS)))
     return (min(part_nbytes << (index // NUM_SAME_SIZE), MAX_PART_NBYTES) for index in itertools.count())
 
 
 def _await_some(running: set[Future[None]]) -> set[Future[None]]:
-    """Wait until one has ended; those that have not. Raises what one of the ended ones raised."""
+    """Wait until one has ended; return those that have not. An error of an ended one is raised."""
     done, others = wait(running, return_when=FIRST_COMPLETED)
     for each in done:
         each.result()

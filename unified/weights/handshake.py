@@ -152,7 +152,7 @@ class Handshake:
         return Verdict(failed, bool(failed) and may_come and time.monotonic() < deadline)
 
     def abort(self, attempt: Attempt, workers: Iterable[str], reason: str) -> None:
-        """Have receivers forget it. Nobody waits: whoever does not hear of it drops it when its time is up."""
+        """Have receivers forget it. Nobody waits: a receiver that does not hear of it drops it when its time is up."""
         wanted = set(workers)
         lives = [life for life in attempt.lives if life.worker in wanted]
         with contextlib.suppress(RpcError):
@@ -161,14 +161,14 @@ class Handshake:
             )
 
     def error(self, version: int | None, failures: Mapping[str, TransferFailure]) -> WeightsError:
-        """Says who did not get it, and why."""
+        """Return an error that names the workers without the version, and the reasons."""
         what = self._what if version is None else f"version {version} of {self._what}"
         texts = "".join(f"\n  {worker}: {failure.text}" for worker, failure in failures.items())
         is_late = {failure.kind for failure in failures.values()} <= {LATE, GONE}
         return (WeightsTimeoutError if is_late else WeightsError)(f"{what} did not reach:{texts}")
 
     def _find(self, targets: Sequence[str], deadline: float) -> tuple[dict[str, int], list[WorkerIncarnation]]:
-        """The newest version that each worker has, and its life, as soon as each has a receiver."""
+        """Return the newest version of each worker and its incarnation, as soon as each has a receiver."""
         found: dict[str, tuple[int, WorkerIncarnation]] = {}
         num_tries = 0
         while True:
@@ -199,7 +199,7 @@ class Handshake:
     def _ask(
         self, lives: Sequence[WorkerIncarnation], verb: str, args: Sequence[Any], deadline: float
     ) -> dict[str, Any]:
-        """The answers by worker, or the failure of the call."""
+        """Return the answers by worker, or the failure of the call."""
         answers: dict[str, Any] = {}
         calls = call_incarnations(self._bus, lives, method(self._name, verb), args, timeout=left_s(deadline))
         for life, call in zip(lives, calls, strict=True):
@@ -224,5 +224,5 @@ def _can_stay_shared(buckets: Sequence[Bucket], *, is_passed_on: bool) -> bool:
 
 
 def left_s(deadline: float) -> float:
-    """Seconds to a deadline on the monotonic clock, and never none: a call wants more than zero."""
+    """Return the seconds to a deadline on the monotonic clock, above zero as a call needs it."""
     return max(deadline - time.monotonic(), 0.001)

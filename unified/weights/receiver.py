@@ -1,4 +1,4 @@
-"""`WeightsReceiver`: where a worker gets the weights that another role sends it."""
+"""The weights receiver, through which a worker gets the weights that another role sends it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class WeightsReceiver:
         return self._service.version
 
     def wait(self, min_version: int | None = None, timeout: float | None = None) -> int:
-        """Wait until a version of at least `min_version` (None: any) is complete; its number, which may be higher.
+        """Wait until a version of at least `min_version` (None: any) is complete; return its number, perhaps a higher one.
 
         Args:
             timeout: seconds; None: as long as this worker lives.
@@ -77,7 +77,7 @@ class WeightsReceiver:
         return self._wait(min_version, timeout).version
 
     def state_dict(self) -> VersionedStateDict:
-        """The newest complete version, whole: a state dict with its number as `.version`, copied nowhere.
+        """Return the newest complete version, whole: a state dict with its number as `.version`, copied nowhere.
 
         Its tensors are for reading alone, and stay as they are for as long as they are kept. ``.clone()`` what is to be
         changed.

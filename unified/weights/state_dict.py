@@ -21,7 +21,7 @@ _COMPILED = "_orig_mod"
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DistributedDataParallel, DataParallel and torch.compile, which put a prefix before its keys."""
+    """Return the model inside DistributedDataParallel, DataParallel and torch.compile, which prefix its keys."""
     while True:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             module = module.module
@@ -32,7 +32,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_replicated(weights: object) -> bool:
-    """A model of which each rank of the process group has the same copy: DistributedDataParallel says so."""
+    """Return whether each rank of the process group has the same copy of a model: DistributedDataParallel says so."""
     module = weights
     while isinstance(getattr(module, _COMPILED, None), torch.nn.Module):
         module = getattr(module, _COMPILED)
@@ -87,8 +87,8 @@ class OutgoingStateDict:
 
     @torch.no_grad()
     def collect(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor itself; a sharded one is gathered, which is a collective of all its ranks. Not cast yet, unless
-        it was gathered: fewer bytes travel then."""
+        """Return the tensor itself; a sharded one is gathered, which is a collective of all its ranks. It is cast only if it
+        was gathered: fewer bytes travel then."""
         tensor = self._tensors[entry.key]
         if not entry.is_sharded:
             return tensor
@@ -125,7 +125,7 @@ class OutgoingStateDict:
 
 
 def check_bucket(plan: TransferPlan, index: int, tensors: Sequence[object]) -> list[torch.Tensor]:
-    """The tensors of a bucket that came, if they are those that the plan announced.
+    """Return the tensors of a bucket that came, if they are those that the plan announced.
 
     Raises:
         UsageError: they are not.
@@ -144,14 +144,14 @@ def check_bucket(plan: TransferPlan, index: int, tensors: Sequence[object]) -> l
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Is it a DTensor? That module takes long to import, and where nobody did there is none."""
+    """Return whether it is a DTensor, whose module takes long to import; where nobody did there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """The same for two tensors only if they are one memory, looked at in one way; on every rank that has a part, also
-    where that part is empty."""
+    """Return a key, the same for two tensors only if they are one memory, seen in one way; on every rank, also
+    where its part is empty."""
     local = _local(tensor)
     storage = local.untyped_storage()._cdata
     return storage, local.storage_offset(), local.dtype, tuple(tensor.shape), local.stride(), local.is_conj()
@@ -177,7 +177,7 @@ class VersionedStateDict(OrderedDict[str, Any]):
 
 
 def assemble(plan: TransferPlan, tensors: Mapping[str, torch.Tensor]) -> VersionedStateDict:
-    """The state dict of a plan, whose entries' values are `tensors`."""
+    """Return the state dict of a plan, whose entries' values are `tensors`."""
     state = VersionedStateDict()
     for key in plan.keys:
         if key in plan.others:
@@ -224,7 +224,7 @@ def load(
 
 
 def _matched(state: VersionedStateDict, own: Mapping[str, Any], *, keep_rest: bool) -> VersionedStateDict:
-    """`state` with its tensors laid out as those of `own` are."""
+    """Return `state` with its tensors laid out as those of `own` are."""
     matched = VersionedStateDict()
     for key, value in state.items():
         if key in own:
@@ -269,7 +269,7 @@ def _differ(key: str, mine: Any, value: Any) -> str:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Between tensors of one kind a copy casts without losing more than precision."""
+    """Return the kind of a tensor: between those of one kind a copy loses no more than precision."""
     return tensor.is_floating_point(), tensor.is_complex()
 
 

@@ -18,7 +18,7 @@ class TensorEntry(NamedTuple):
 
     key: str
     dtype: str
-    """Its name in torch: ``bfloat16``."""
+    """Name of the dtype in torch: ``bfloat16``."""
     shape: tuple[int, ...]
     nbytes: int
     is_sharded: bool = False
@@ -53,7 +53,7 @@ class TransferPlan(NamedTuple):
     version: int
     buckets: tuple[Bucket, ...]
     keys: tuple[str, ...]
-    """All, in the order of the state dict."""
+    """All keys, in the order of the state dict."""
     aliases: Mapping[str, str]
     """Tied tensors: a key, and the key of the entry that has its value."""
     others: Mapping[str, Any]
@@ -62,7 +62,7 @@ class TransferPlan(NamedTuple):
     """The part that torch keeps beside a state dict (the versions of its modules)."""
     senders: tuple[WorkerIncarnation, ...]
     children: Mapping[str, tuple[WorkerIncarnation, ...]]
-    """By root, the workers on its node that it passes buckets on to."""
+    """Workers on a root's node that it passes buckets on to, by root."""
     stays_shared: bool
     """The sender can spare the shared memory of this version until the next one."""
     timeout_s: float
@@ -74,9 +74,9 @@ class TransferPlan(NamedTuple):
 
 
 def cut(entries: Iterable[TensorEntry], bucket_bytes: int, num_ranks: int = 1) -> tuple[Bucket, ...]:
-    """Buckets of at most `bucket_bytes`, in the order given; a larger tensor is one by itself.
+    """Return buckets of at most `bucket_bytes`, in the order given; a larger tensor is one by itself.
 
-    What no rank has alone is spread over the ranks; the rest, which rank 0 has as well as any, it sends.
+    Tensors that no rank has alone are spread over the ranks; rank 0, which has the rest as well as any, sends that.
     """
     plain: list[TensorEntry] = []
     sharded: list[TensorEntry] = []
@@ -88,7 +88,7 @@ def cut(entries: Iterable[TensorEntry], bucket_bytes: int, num_ranks: int = 1) -
 
 
 def digest(buckets: Iterable[Bucket], aliases: Mapping[str, str], others: Iterable[str]) -> str:
-    """The same for ranks that are about to send the same model in the same way."""
+    """Return a digest, the same for ranks that are about to send the same model in the same way."""
     text = repr((list(buckets), sorted(aliases.items()), sorted(others)))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -24,9 +24,9 @@ from unified.protocol.records import WorkerIncarnation
 from unified.values import Value
 
 MAX_OPEN = 2
-"""Sessions at a time: their memory is a model each."""
+"""Number of sessions at a time: their memory is a model each."""
 MAX_REMEMBERED = 64
-"""Sessions that are over, whose end can still be asked for."""
+"""Number of ended sessions whose end can still be asked for."""
 
 
 GONE, LATE, FAILED, SUPERSEDED = "gone", "late", "failed", "superseded"
@@ -63,7 +63,7 @@ class TransferOffer(Value, frozen=True, kw_only=True):
     senders: tuple[WorkerIncarnation, ...]
     """Workers that will send buckets; the first answers for the session, which is over when one of them dies."""
     expires_at: float
-    """Past this nobody sends any more."""
+    """Time after which nobody sends any more."""
     force: bool = False
     """The version is taken though a newer one is there."""
 
@@ -72,7 +72,7 @@ class SessionOutcome(StrEnum):
     """Ends of a session."""
 
     PUBLISHED = "published"
-    """Complete, and now the newest version."""
+    """The version is complete, and now the newest."""
     SUPERSEDED = "superseded"
     """A newer version was complete first: as good as delivered."""
     DROPPED = "dropped"
@@ -131,10 +131,10 @@ class VersionTable:
         self._open: dict[str, _Session] = {}
         self._past: OrderedDict[str, SessionEnd] = OrderedDict()
         self._over: dict[str, int] = {}
-        """For each worker the newest of its lives that is over."""
+        """Newest incarnation that is over, by worker."""
 
     def begin(self, now: float, offer: TransferOffer) -> OfferReply:
-        """A sender wants to deliver a version. Saying it twice changes nothing."""
+        """Answer a sender that wants to deliver a version. A second time changes nothing."""
         if offer.session in self._open:
             return OfferReply()
         ended = self.expire(now)
@@ -150,7 +150,7 @@ class VersionTable:
         return OfferReply("", ended)
 
     def take(self, session: str, index: int) -> BucketVerdict:
-        """A bucket came. After STORE, say `stored` when its tensors are safe."""
+        """Decide about a bucket that came. After STORE, call `stored` when its tensors are safe."""
         incoming = self._open.get(session)
         if incoming is None or not 0 <= index < incoming.offer.num_buckets:
             return BucketVerdict.UNWANTED
@@ -160,7 +160,7 @@ class VersionTable:
         return BucketVerdict.STORE
 
     def stored(self, session: str, index: int) -> list[SessionEnd]:
-        """The tensors of a taken bucket are safe."""
+        """Note that the tensors of a taken bucket are safe."""
         incoming = self._open.get(session)
         if incoming is None or index not in incoming.taken:
             return []
@@ -185,7 +185,7 @@ class VersionTable:
         return [] if incoming is None else [self._end(incoming, SessionOutcome.DROPPED, reason)]
 
     def life_over(self, life: WorkerIncarnation, reason: str) -> list[SessionEnd]:
-        """A worker's life, and all before it, is over: so are the sessions to which it was to send."""
+        """Note that a worker's life, and all before it, is over, and so the sessions to which it was to send."""
         if life.incarnation <= self._over.get(life.worker, -1):
             return []
         self._over[life.worker] = life.incarnation
@@ -217,11 +217,11 @@ class VersionTable:
 
     @property
     def open_sessions(self) -> list[str]:
-        """Sessions whose tensors are worth keeping."""
+        """The sessions whose tensors are worth keeping."""
         return list(self._open)
 
     def check(self) -> list[str]:
-        """Invariants that do not hold; none, unless this file has a defect."""
+        """Return the invariants that do not hold; none, unless this file has a defect."""
         broken = []
         if len(self._open) > MAX_OPEN:
             broken.append(f"{len(self._open)} sessions are open")

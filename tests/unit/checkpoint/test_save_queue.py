@@ -66,7 +66,7 @@ def test_a_failed_save_is_tried_again_later_and_later_and_then_reported_once() -
     assert not queue.failed(3.0, error)
     assert [(each.step, each.num_tries, each.error) for each in queue.take_failures()] == [(7, 3, error)]
     assert queue.take_failures() == []
-    assert queue.is_idle
+    assert queue.steps == []
 
 
 def test_a_final_failure_is_not_tried_again() -> None:
@@ -74,7 +74,7 @@ def test_a_final_failure_is_not_tried_again() -> None:
     queue.offer(QueuedSave(7, 1, 7))
     queue.next()
     assert not queue.failed(0.0, PermissionError("no"), is_final=True)
-    assert queue.is_idle
+    assert queue.steps == []
 
 
 def test_an_end_without_a_beginning_is_refused() -> None:

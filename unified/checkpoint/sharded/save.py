@@ -61,7 +61,7 @@ MAX_NAMED = 8
 
 @dataclass(eq=False)
 class RankShare:
-    """This rank's share in a save."""
+    """The share of one rank in a save."""
 
     request: SaveRequest
     """The save, without payloads: the same on every rank."""
@@ -72,7 +72,7 @@ class RankShare:
     """Entries of the whole state; on rank 0 alone."""
     num_tries: int = 0
     part: Part | None = None
-    """This rank's, once it is written."""
+    """The part of this rank, once it is written."""
     deadline: float = 0.0
     is_published: bool = False
     """The manifest was begun, so that parts may belong to it."""
@@ -277,7 +277,7 @@ class ShardedSaver:
         return failures
 
     def clear(self) -> None:
-        """Give memory back."""
+        """Give idle memory back."""
         self._pool.trim()
 
     def _agree(
