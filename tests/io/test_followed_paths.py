@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.support.bus import World, entry
 from tests.support.file_trace import ROOT, FileTrace
 from tests.support.runtime import InstantBus, worker_of
 from unified.api.runtime import RoleGroup, rpc
+from unified.checkpoint import CheckpointManager
 from unified.worker.context import set_current_worker
 
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -80,6 +82,20 @@ def test_a_call_crosses_the_files_that_the_page_lists(
     files = {file for heading in headings for file in listed(heading)}
     assert set(trace.files) == files
     assert len(files) <= limit
+
+
+def test_a_save_crosses_the_files_that_the_page_lists(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {"weight": torch.ones(1000)}
+    with CheckpointManager(tmp_path) as manager, closing(FileTrace("checkpoint-")) as trace:
+        manager.save(state, step=1)  # the first one imports
+        manager.wait()
+        with trace.here():
+            manager.save(state, step=1)
+        manager.wait()
+    files = listed("A checkpoint save, file by file")
+    assert set(trace.files) == set(files)
+    assert len(files) <= 20
 
 
 @pytest.mark.parametrize("heading", [*HEADINGS])

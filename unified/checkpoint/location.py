@@ -59,7 +59,8 @@ def open_location(
     Raises:
         UsageError: a backend, a bucket or a name of a run that cannot be.
     """
-    from unified.storage import LocalBackend, open_storage
+    from unified.storage.local import LocalBackend
+    from unified.storage.location import open_storage
 
     path = os.fspath(storage_path)
     within = run_prefix(options["run_id"], options["framework"])

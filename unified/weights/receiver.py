@@ -65,7 +65,7 @@ class WeightsReceiver:
         return self._service.version
 
     def wait(self, min_version: int | None = None, timeout: float | None = None) -> int:
-        """Wait until a version of at least `min_version` (None: any) is complete; return its number, perhaps a higher one.
+        """Wait until a version of at least `min_version` (None: any) is complete; return its number.
 
         Args:
             timeout: seconds; None: as long as this worker lives.

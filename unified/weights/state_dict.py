@@ -87,8 +87,8 @@ class OutgoingStateDict:
 
     @torch.no_grad()
     def collect(self, entry: TensorEntry) -> torch.Tensor:
-        """Return the tensor itself; a sharded one is gathered, which is a collective of all its ranks. It is cast only if it
-        was gathered: fewer bytes travel then."""
+        """Return the tensor itself; a sharded one is gathered, which is a collective of all its ranks. It is cast
+        only if it was gathered: fewer bytes travel then."""
         tensor = self._tensors[entry.key]
         if not entry.is_sharded:
             return tensor
