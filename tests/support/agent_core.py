@@ -19,10 +19,7 @@ from unified.protocol.agent_master import (
     RunOrder,
 )
 from unified.protocol.records import Inbox, JobWorkerIncarnation, NodeResources, WorkerState
-from unified.protocol.worker_agent import (
-    Hello,
-    WorkerToAgent,
-)
+from unified.protocol.worker_agent import Hello, WorkerToAgent
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.messages import (
     AgentAction,

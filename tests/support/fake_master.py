@@ -10,13 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from unified.protocol.client_master import (
-    ClientToMaster,
-    MasterAnswer,
-    Refused,
-    client_to_master,
-    master_to_client,
-)
+from unified.protocol.client_master import ClientToMaster, MasterAnswer, Refused, client_to_master, master_to_client
 from unified.protocol.framing import Codec
 
 A = TypeVar("A")

@@ -30,15 +30,7 @@ from unified.protocol.client_master import (
     SubmitJob,
     WorkerStatus,
 )
-from unified.protocol.records import (
-    Device,
-    EventRecord,
-    NodeResources,
-    NodeState,
-    Progress,
-    Stage,
-    WorkerState,
-)
+from unified.protocol.records import Device, EventRecord, NodeResources, NodeState, Progress, Stage, WorkerState
 
 if TYPE_CHECKING:
     from tests.support.fake_master import FakeMaster

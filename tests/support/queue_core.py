@@ -90,12 +90,7 @@ class Story:
     """A queue that is told one thing after the other. Items are strings of one byte each."""
 
     def __init__(self, size: int = 3, max_bytes: int | None = None, *, is_durable: bool = False) -> None:
-        self.options: dict[str, Any] = {
-            "name": "q",
-            "size": size,
-            "max_bytes": max_bytes,
-            "is_durable": is_durable,
-        }
+        self.options: dict[str, Any] = {"name": "q", "size": size, "max_bytes": max_bytes, "is_durable": is_durable}
         self.now = 100.0
         self.core = QueueCore(self.now, **self.options)
         self.journal = JournalModel()

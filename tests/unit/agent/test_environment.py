@@ -11,14 +11,7 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
 from unified_agent.core.launching import launch_of
-from unified_agent.environment import (
-    RESOLVER,
-    NodeFacts,
-    devices_of,
-    starting_variables,
-    tunables,
-    worker_environment,
-)
+from unified_agent.environment import RESOLVER, NodeFacts, devices_of, starting_variables, tunables, worker_environment
 
 ENTRY = EntryPoint(kind="attribute", target="m")
 ROLE = RoleSpec(name="trainer", kind="elastic", entry_point=ENTRY, total=4, per_group=2)
@@ -88,11 +81,7 @@ def test_a_store_host_needs_little() -> None:
         ("cuda", {"CUDA_VISIBLE_DEVICES": "1"}, "cuda:0"),
         ("rocm", {"HIP_VISIBLE_DEVICES": "1"}, "cuda:0"),
         ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "1"}, "npu:0"),
-        (
-            "virtual",
-            {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""},
-            "cpu",
-        ),
+        ("virtual", {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}, "cpu"),
     ],
 )
 def test_each_vendor_has_its_variable(kind: str, visible: dict[str, str], torch_device: str) -> None:

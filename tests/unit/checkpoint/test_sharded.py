@@ -84,10 +84,7 @@ def test_what_all_ranks_have_is_written_once_the_small_by_the_first_and_the_larg
     own = item("own", 8)
     plans = shared_out([SavePlan(small + large), SavePlan([*small, *large, own])])
     names = [[each.index.fqn for each in plan.items] for plan in plans]
-    assert names == [
-        [*(f"small-{number}" for number in range(5)), "large-1", "large-3"],
-        ["large-0", "large-2", "own"],
-    ]
+    assert names == [[*(f"small-{number}" for number in range(5)), "large-1", "large-3"], ["large-0", "large-2", "own"]]
 
 
 class Two:

@@ -84,11 +84,7 @@ def test_a_live_reader_far_behind_skips_and_says_so() -> None:
     size = 95_000_000
     said = stream.take(chunk(b"first\nhalf a li", size=size), 0.0)
     target = size - CHUNK_BYTES
-    assert said == [
-        "[trainer-0] first",
-        "[trainer-0] half a li",
-        "[trainer-0] … 95 MB skipped, whole log: /logs/0.out",
-    ]
+    assert said == ["[trainer-0] first", "[trainer-0] half a li", "[trainer-0] … 95 MB skipped, whole log: /logs/0.out"]
     assert stream.cursor.request("job").offset == target
     rest = b"ne cut off\nlast\n"
     assert stream.take(chunk(rest, target, size), 0.0) == ["[trainer-0] last"]

@@ -48,9 +48,7 @@ def test_names_that_are_imported_are_ours() -> None:
     from dlrover.python.unified.api.builder import DLJobBuilder  # type: ignore[import-not-found]
     from dlrover.python.unified.api.builder.base import DLJob  # type: ignore[import-not-found]
     from dlrover.python.unified.api.runtime import current_worker, rpc  # type: ignore[import-not-found]
-    from dlrover.python.unified.api.runtime.ray_dataloader_iter import (  # type: ignore[import-not-found]
-        patch_dataloader_ray,
-    )
+    from dlrover.python.unified.api.runtime.ray_dataloader_iter import patch_dataloader_ray  # type: ignore[import-not-found]
     from dlrover.python.unified.api.runtime.rpc_helper import RPC_REGISTRY  # type: ignore[import-not-found]
     from dlrover.python.unified.common.config import JobConfig  # type: ignore[import-not-found]
     from dlrover.python.unified.common.enums import DLType  # type: ignore[import-not-found]

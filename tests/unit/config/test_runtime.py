@@ -179,17 +179,11 @@ def test_settings_are_no_options_of_a_job() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (
-            "[chekpoint]",
-            "run.toml: there is no section [chekpoint]. Did you mean 'checkpoint'? There are: coor",
-        ),
+        ("[chekpoint]", "run.toml: there is no section [chekpoint]. Did you mean 'checkpoint'? There are: coor"),
         ("[logging]\nlevel = 3", "run.toml: there is no section [logging]. There are: coordinator, storage,"),
         ("keep_last_n = 3", "run.toml: there is no section [keep_last_n]. There are"),
         ("checkpoint = 3", "run.toml: checkpoint is a section, to be written as [checkpoint] with its keys below."),
-        (
-            "[checkpoint]\nkeep_last = 3",
-            "[checkpoint] has no key 'keep_last'. Did you mean 'keep_last_n'? There",
-        ),
+        ("[checkpoint]\nkeep_last = 3", "[checkpoint] has no key 'keep_last'. Did you mean 'keep_last_n'? There"),
         ("[storage]\ninterval_steps = 3", "[storage] has no key 'interval_steps'. It belongs into [checkpoint]."),
         ("[dataset]\nnonsense = 3", "has no key 'nonsense'. There are: default_shard_size, prefetch_shards."),
         ("[dataset", "run.toml: this is not TOML: Expected ']'"),

@@ -22,9 +22,7 @@ from unified.job.spec import EntryPoint
         (
             """./train.py --name 'two words' --json '{"a": 1}' --empty ''""",
             EntryPoint(
-                kind="script",
-                target="./train.py",
-                argv=["--name", "two words", "--json", '{"a": 1}', "--empty", ""],
+                kind="script", target="./train.py", argv=["--name", "two words", "--json", '{"a": 1}', "--empty", ""]
             ),
         ),
         ("'my dir/train.py' x", EntryPoint(kind="script", target="my dir/train.py", argv=["x"])),

@@ -119,11 +119,7 @@ def test_a_past_life_of_a_jobs_worker_is_refused_though_none_ever_registered() -
 
     def of(life: int) -> list[DataRequest]:
         about: dict[str, Any] = {"space": "job-1", "dataset_id": "d", "worker_id": "w0", "life": life}
-        return [
-            SetDataWorker(**about),
-            GetDataShard(**about, epoch=0),
-            MarkDone(**about, epoch=0, shard_ids=[0]),
-        ]
+        return [SetDataWorker(**about), GetDataShard(**about, epoch=0), MarkDone(**about, epoch=0, shard_ids=[0])]
 
     def answers(life: int) -> list[MasterAnswer]:
         return [answer for request in of(life) for answer in behind.ask(request)]

@@ -85,8 +85,7 @@ def test_remote_error_carries_the_far_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "summary", "number"),
-    [(3, "exited with code 3", 3), ("no data", "exited with code 1: no data", 1)],
+    ("code", "summary", "number"), [(3, "exited with code 3", 3), ("no data", "exited with code 1: no data", 1)]
 )
 def test_system_exit(code: object, summary: str, number: int) -> None:
     error = SystemExit(code)

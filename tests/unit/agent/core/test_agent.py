@@ -6,22 +6,9 @@ import msgspec
 import pytest
 
 from tests.support.agent_core import SPEC, STORE, W0, W1, Driver, next_life, started, wanted
-from unified.protocol.agent_master import (
-    AgentRegistered,
-    DesiredJob,
-    RegisterAgain,
-    RunOrder,
-)
+from unified.protocol.agent_master import AgentRegistered, DesiredJob, RegisterAgain, RunOrder
 from unified.protocol.records import Failure, Inbox, JobWorkerIncarnation, Progress, WorkerState
-from unified.protocol.worker_agent import (
-    Failed,
-    Finished,
-    Hello,
-    Reported,
-    Run,
-    Running,
-    Stop,
-)
+from unified.protocol.worker_agent import Failed, Finished, Hello, Reported, Run, Running, Stop
 from unified_agent.core.messages import (
     AgentEvent,
     SignalWorker,
@@ -157,11 +144,7 @@ def test_the_states_of_a_good_life_are_told() -> None:
     assert (ended.state, ended.failure) == (WorkerState.EXITED, None)
 
 
-CRASHES = [
-    (-9, "killed by SIGKILL", None, 9),
-    (-11, "killed by SIGSEGV", None, 11),
-    (3, "exited with code 3", 3, None),
-]
+CRASHES = [(-9, "killed by SIGKILL", None, 9), (-11, "killed by SIGSEGV", None, 11), (3, "exited with code 3", 3, None)]
 
 
 @pytest.mark.parametrize(("code", "summary", "exit_code", "signal"), CRASHES)

@@ -18,13 +18,7 @@ from unified.protocol.agent_master import (
     RegisterAgent,
 )
 from unified.protocol.records import DirectoryEntry, Progress, Reachability
-from unified.protocol.worker_agent import (
-    DirectoryNews,
-    Finished,
-    Reported,
-    Running,
-    Stop,
-)
+from unified.protocol.worker_agent import DirectoryNews, Finished, Reported, Running, Stop
 from unified_agent.core.messages import (
     AgentEvent,
     Exit,

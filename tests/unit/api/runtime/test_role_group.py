@@ -269,10 +269,7 @@ def test_proxy_of_a_role_is_of_its_rank_0_and_a_namespace_may_be_missing(bus: In
     ("owner", "message"),
     [
         ("rollout-7", r"No actor is named 'rollout-7'\. Role 'rollout' has ranks 0 to 2: rank 7\?"),
-        (
-            "rolout",
-            r"No actor is named 'rolout'\. Did you mean 'rollout'\? The job has the roles trainer",
-        ),
+        ("rolout", r"No actor is named 'rolout'\. Did you mean 'rollout'\? The job has the roles trainer"),
         ("other-0", r"No actor is named 'other-0'\. The job has the roles"),
         ("rollout_9-0_1-0", r"No actor is named 'rollout_9-0_1-0'"),
     ],

@@ -63,10 +63,7 @@ def assigned(found: PlacementPlan) -> dict[str, tuple[str, list[int]]]:
     short = {}
     for one in found.assignments:
         name, world_rank, _ = one.worker.rsplit("_", 2)
-        short[f"{name}-{world_rank.split('-')[1]}"] = (
-            one.node,
-            [index for _, index in one.allocation.devices],
-        )
+        short[f"{name}-{world_rank.split('-')[1]}"] = (one.node, [index for _, index in one.allocation.devices])
     return dict(sorted(short.items()))
 
 
@@ -362,10 +359,7 @@ def test_what_the_store_host_needs_is_reserved() -> None:
 def test_the_store_host_goes_where_it_may_and_does_not_count_among_the_nodes() -> None:
     spec = control(trainer(1), master_isolation_resource="HEAD")
     found = on_at_most(1, spec, node(devices=2), node(HEAD=1))
-    assert {one.worker.split("_")[0]: one.node for one in found.assignments} == {
-        "t": "n1",
-        "store": "n2",
-    }
+    assert {one.worker.split("_")[0]: one.node for one in found.assignments} == {"t": "n1", "store": "n2"}
     assert place(spec, node(devices=2)).reason == (
         "the store host of the job may only be on a node with the resource or label 'HEAD', and there is none"
     )
