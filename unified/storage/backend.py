@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self, cast
 
 from unified.errors import AlreadyExistsError, NotFoundError, UsageError
@@ -111,9 +110,7 @@ class StorageBackend(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from unified.errors import UsageError
@@ -149,9 +148,7 @@ class WeightsReceiver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _wait(self, min_version: int | None, timeout: float | None) -> VersionedStateDict:
