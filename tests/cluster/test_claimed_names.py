@@ -20,13 +20,15 @@ from unified.testing import LocalCluster, eventually
 pytestmark = pytest.mark.cluster
 
 CODE = '''
+import sys
 import time
 
 from unified.api.runtime.worker import current_worker
 from unified.errors import UsageError
 
 def say(*words):
-    print(time.monotonic(), *words, flush=True)
+    sys.stdout.write(" ".join(map(str, (time.monotonic(), *words))) + "\\n")  # at once: two threads say something
+    sys.stdout.flush()
 
 def pause():
     while not current_worker().should_stop:
