@@ -24,9 +24,10 @@ class LeaseTable(Generic[K]):
 
     def renew(self, key: K, now: float, *, lease_s: float | None = None) -> None:
         """Believe in `key` for `lease_s` seconds more (default: the table's)."""
-        deadline = self._deadline[key] = now + (self.lease_s if lease_s is None else lease_s)
-        check = self._checks.deadline(key)
-        if check is None or deadline < check:
+        deadline = now + (self.lease_s if lease_s is None else lease_s)
+        known = self._deadline.get(key)
+        self._deadline[key] = deadline
+        if known is None or deadline < known:
             self._checks.arm(key, deadline)
 
     def drop(self, key: K) -> None:

@@ -28,10 +28,6 @@ class TimerTable(Generic[K]):
         """Forget a key; one that was never armed is no error."""
         self._deadline.pop(key, None)
 
-    def deadline(self, key: K) -> float | None:
-        """Return the deadline of a key; None if it is not armed."""
-        return self._deadline[key][0] if key in self._deadline else None
-
     def __contains__(self, key: K) -> bool:
         return key in self._deadline
 
