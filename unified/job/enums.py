@@ -78,12 +78,16 @@ class MasterStateBackendType(StrEnum):
 
 
 class MasterStage(StrEnum):
-    """Stages in the life of a job."""
+    """Stages of a job."""
 
     INIT = "INIT"
+    """Submitted: the job waits for a place, or its workers are starting."""
     READY = "READY"
+    """Placed, and every worker has answered."""
     RUNNING = "RUNNING"
+    """Running: its workers have their orders to run, so all that run see this."""
     STOPPING = "STOPPING"
+    """Stopping: the outcome is decided, and workers are being stopped."""
     STOPPED = "STOPPED"
 
 

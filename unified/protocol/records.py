@@ -7,24 +7,11 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from unified.job.enums import MasterStage
 from unified.transitions import TransitionTable
 from unified.values import Value
 
-
-class Stage(StrEnum):
-    """Stages of a job."""
-
-    INIT = "INIT"
-    """Submitted: the job waits for a place, or its workers are starting."""
-    READY = "READY"
-    """Placed, and every worker has answered."""
-    RUNNING = "RUNNING"
-    """Running: its workers have their orders to run, so all that run see this."""
-    STOPPING = "STOPPING"
-    """Stopping: the outcome is decided, and workers are being stopped."""
-    STOPPED = "STOPPED"
-
-
+Stage = MasterStage
 JOB_MOVES = TransitionTable(
     "job",
     {

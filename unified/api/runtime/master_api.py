@@ -61,7 +61,7 @@ class MasterCall(Generic[P, R]):
 def get_status() -> MasterStatus:
     """Stage, exit code and number of restarts of this worker's job."""
     job = _ask(GetJob(job=_job_id()), JobStatus)
-    return MasterStatus(MasterStage(job.stage), job.exit_code, job.num_restarts)
+    return MasterStatus(job.stage, job.exit_code, job.num_restarts)
 
 
 def get_actor_info(name: str) -> ActorInfo:
