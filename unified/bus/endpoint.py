@@ -20,14 +20,14 @@ from typing import Any
 
 import zmq
 
-from unified.bus.calls.client import CallDesk
-from unified.bus.calls.deadlock.pool import PoolWatch
-from unified.bus.calls.dispatcher import MailSorter
+from unified.bus.calls.client import CallClient
+from unified.bus.calls.deadlock.pool import PoolMonitor
+from unified.bus.calls.dispatcher import Dispatcher
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry
-from unified.bus.calls.sender import Courier, Parcel
-from unified.bus.calls.server import MAX_HANDLER_THREADS, CallService
+from unified.bus.calls.sender import OutgoingPayload, Sender
+from unified.bus.calls.server import MAX_HANDLER_THREADS, CallServer
 from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments
 from unified.bus.executor import HandlerPool, Trimmer
@@ -105,7 +105,7 @@ class BusEndpoint:
     @property
     def num_rejected(self) -> int:
         """Messages that were dropped because they could not be read, were for somebody else, or came before."""
-        return self._sorter.intake.num_rejected
+        return self._dispatcher.admission.num_rejected
 
     def start(self) -> Inbox:
         """Bind the inbox, start to receive, and return where others find it.
@@ -139,29 +139,29 @@ class BusEndpoint:
         self._connections = ConnectionTable(
             me, inbox, policy, self._network.relay, self._gatekeeper, self._io, self._trimmer, limit_bytes
         )
-        self._courier = Courier(
+        self._sender = Sender(
             me, self._connections, self._io, self._pool, self._memory, self.directory, self._trimmer, limit_bytes
         )
-        self._desk = CallDesk(
+        self._client = CallClient(
             self,
             self.directory,
             me,
-            self._courier,
+            self._sender,
             self._connections,
             default_timeout_s=self._default_timeout_s,
             limit_bytes=limit_bytes,
         )
-        self._pool.on_full = PoolWatch(self._pool, self._desk.outgoing).begin
-        self._service = CallService(me, self.registry, self._courier.reply, self._desk, self._pool, self._io)
-        self._sorter = MailSorter(
-            me, self._desk, self._service, self._courier, self._connections, self._io, self._memory, self._reader
+        self._pool.on_full = PoolMonitor(self._pool, self._client.outgoing_calls).begin
+        self._server = CallServer(me, self.registry, self._sender.reply, self._client, self._pool, self._io)
+        self._dispatcher = Dispatcher(
+            me, self._client, self._server, self._sender, self._connections, self._io, self._memory, self._reader
         )
         self._sweeper.start()
         self.unread.start()
-        self._desk.start()
-        self._connections.start(self._sorter)
-        self._io.start(self._sorter)
-        self._remote_thread = self._sockets.start(self._sorter)
+        self._client.start()
+        self._connections.start(self._dispatcher)
+        self._io.start(self._dispatcher)
+        self._remote_thread = self._sockets.start(self._dispatcher)
         self._is_started = True
         after_fork(self._abandon)
         return inbox
@@ -170,7 +170,7 @@ class BusEndpoint:
         """Take news of the job's directory in, from any thread. The calls of an incarnation that is over have all ended
         before a listener is told of that, and before any other incarnation is called."""
         with self._learning:  # listeners are told of changes in the order in which they came about
-            changes = self._desk.learn(entries)
+            changes = self._client.learn(entries)
             for listener in [*self._listeners]:
                 listener(changes)
 
@@ -181,7 +181,7 @@ class BusEndpoint:
 
     def open(self) -> None:
         """The exports are complete: begin with the calls that waited for that."""
-        self._service.open()
+        self._server.open()
 
     def call(
         self,
@@ -211,8 +211,8 @@ class BusEndpoint:
             RpcTimeoutError: no room came before the deadline.
         """
         self._check_may_call(method)
-        parcel = Parcel(encode_arguments(args, kwargs, devices=True))
-        return self._desk.call(target, method, parcel, timeout, self._may_wait(block), incarnation)
+        payload = OutgoingPayload(encode_arguments(args, kwargs, devices=True))
+        return self._client.call(target, method, payload, timeout, self._may_wait(block), incarnation)
 
     def call_many(
         self,
@@ -231,11 +231,11 @@ class BusEndpoint:
             incarnations: of each target, see `call`.
         """
         self._check_may_call(method)
-        parcel = Parcel(encode_arguments(args, kwargs, devices=True), num_readers=len(targets))
+        payload = OutgoingPayload(encode_arguments(args, kwargs, devices=True), num_readers=len(targets))
         may_wait = self._may_wait(block)
         bound = [None] * len(targets) if incarnations is None else incarnations
         return [
-            self._desk.call(target, method, parcel, timeout, may_wait, incarnation)
+            self._client.call(target, method, payload, timeout, may_wait, incarnation)
             for target, incarnation in zip(targets, bound, strict=True)
         ]
 
@@ -249,11 +249,11 @@ class BusEndpoint:
     ) -> list[RpcFuture[Any]]:
         """Call several workers, each with arguments of its own. If one cannot be sent, none is called."""
         self._check_may_call(method)
-        parcels = [Parcel(encode_arguments(args, kwargs, devices=True)) for args, kwargs in arguments]
+        payloads = [OutgoingPayload(encode_arguments(args, kwargs, devices=True)) for args, kwargs in arguments]
         may_wait = self._may_wait(True)
         return [
-            self._desk.call(target, method, parcel, timeout, may_wait)
-            for target, parcel in zip(targets, parcels, strict=True)
+            self._client.call(target, method, payload, timeout, may_wait)
+            for target, payload in zip(targets, payloads, strict=True)
         ]
 
     def allocate(self, nbytes: int) -> memoryview | None:
@@ -277,11 +277,11 @@ class BusEndpoint:
         with self._lock:
             if self._is_closing or not self._is_started or self._pid != os.getpid():
                 return
-            self._is_closing = self._courier.is_closing = True
+            self._is_closing = self._sender.is_closing = True
         self._io.pass_on_now()  # a handler may close its own bus
-        self._courier.release()
-        self._desk.close(f"the bus of worker {self.worker} was closed.")
-        self._service.close()
+        self._sender.release()
+        self._client.close(f"the bus of worker {self.worker} was closed.")
+        self._server.close()
         self._pool.close()
         self._linger()
         self._connections.close(LINGER_MS)
@@ -308,17 +308,17 @@ class BusEndpoint:
     def before_wait(self, awaited: Awaited, task: int = 0) -> tuple[InboundCall | int, bool, Awaited]:
         """See `unified.bus.calls.future.Host`."""
         self._check_is_ours()
-        if self._courier.is_holding:
-            self._courier.release()
+        if self._sender.is_holding:
+            self._sender.release()
         if awaited.link is None and threading.get_ident() == self._remote_thread:
             raise awaited.waited_in_vain()
         self._io.pass_on_now()
-        return self._service.begin_wait(awaited, task), self._pool.waits(), awaited
+        return self._server.begin_wait(awaited, task), self._pool.waits(), awaited
 
     def after_wait(self, token: Any) -> None:
         """See `unified.bus.calls.future.Host`."""
         who, is_pooled, awaited = token
-        self._service.end_wait(who, awaited)
+        self._server.end_wait(who, awaited)
         if is_pooled:
             self._pool.waited()
 
@@ -335,8 +335,8 @@ class BusEndpoint:
         Returns:
             how many errors of calls were not read since the start.
         """
-        self._courier.release()
-        self._desk.settle(quiet_s, within_s)
+        self._sender.release()
+        self._client.settle(quiet_s, within_s)
         return self.unread.tell_all()
 
     def _check_may_call(self, method: str) -> None:
@@ -367,8 +367,8 @@ class BusEndpoint:
     def peer_gone(self, inbox_id: str) -> None:
         """Forget the process behind an inbox."""
         self._connections.drop(inbox_id)  # first: what is granted later finds that its way is lost
-        self._service.caller_died(inbox_id)
-        self._sorter.intake.forget(inbox_id)
+        self._server.caller_died(inbox_id)
+        self._dispatcher.admission.forget(inbox_id)
         self._sweeper.put(partial(self._memory.forget, inbox_id))
         self._sweeper.put(partial(self._reader.forget, inbox_id))
 

@@ -130,7 +130,7 @@ def test_cancel_stops_an_async_handler_and_drops_a_queued_one(world: World) -> N
     queued = a.call("b", "note", (1,), {})
     assert queued.cancel()
     behind = a.call("b", "note", (2,), {})
-    eventually(lambda: len(b._service._known) == 34)  # the last has arrived, so the cancellation before it has too
+    eventually(lambda: len(b._server._known) == 34)  # the last has arrived, so the cancellation before it has too
     release.set()
     behind.result(PATIENCE_S)
     assert all(each.result(PATIENCE_S) for each in holding)
@@ -152,7 +152,7 @@ def test_call_before_the_exports_are_open_waits(world: World) -> None:
     early = a.call("b", "ping", (), {})
     with pytest.raises(RpcTimeoutError, match="had not ended after"):
         early.result(0.05)
-    b._service._registry["ping"] = lambda: "open"
+    b._server._registry["ping"] = lambda: "open"
     b.open()
     assert early.result(PATIENCE_S) == "open"
 
@@ -247,13 +247,13 @@ def test_call_to_oneself_and_from_inside_a_handler(world: World) -> None:
     async def back_async() -> Any:
         return await b.call("a", "ping", (), {})
 
-    b._service._registry["back_async"] = back_async
+    b._server._registry["back_async"] = back_async
     assert call(a, "back_async") == "pong"
 
 
 def test_answer_finds_a_caller_that_the_directory_does_not_know(world: World) -> None:
     a, b = world.pair({"ping": lambda: 1})
-    assert b._desk.table.directory.get("a") is None
+    assert b._client.table.directory.get("a") is None
     assert call(a, "ping") == 1
 
 
@@ -310,7 +310,7 @@ def test_bytes_in_flight_are_bounded(world: World) -> None:
         assert blocked.result(PATIENCE_S).result(PATIENCE_S)
     assert first.result(PATIENCE_S)
     assert call(a, "hold", b"x" * 300_000)  # larger than the limit, and alone
-    assert a._desk._window.held("b") == 0
+    assert a._client._flow_control.held("b") == 0
 
 
 def test_closing_ends_open_calls_and_refuses_new_ones(world: World) -> None:
@@ -331,7 +331,7 @@ def test_closing_is_not_held_up_by_a_dead_peer_or_a_stuck_handler(world: World) 
     gone = Inbox(inbox_id="gone", routes=[f"ipc://{world.run_dir}/gone", "tcp://127.0.0.1:9"], host_id=HOST_ID)
     a.update_directory([entry("b", inbox), entry("c", gone)])
     futures = [a.call("b", "stuck", (), {}), a.call("c", "ping", (b"x" * 100_000,), {})]
-    eventually(lambda: b._service._known)
+    eventually(lambda: b._server._known)
     began = time.monotonic()
     a.close()
     b.close()

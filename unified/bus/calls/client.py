@@ -16,12 +16,12 @@ import msgspec
 from unified.bus.buffers import Buffer
 from unified.bus.calls import pending
 from unified.bus.calls.deadlock.monitor import OutgoingCall
-from unified.bus.calls.flow_control import CALL_OVERHEAD_BYTES, Window
+from unified.bus.calls.flow_control import CALL_OVERHEAD_BYTES, FlowControl
 from unified.bus.calls.future import RpcFuture, call_in_words
 from unified.bus.calls.inbound import CURRENT
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.calls.remote_errors import rebuild
-from unified.bus.calls.sender import Courier, Parcel
+from unified.bus.calls.sender import OutgoingPayload, Sender
 from unified.bus.codec.codec import decode
 from unified.bus.identity import BusIdentity
 from unified.bus.streams.stream import Host, RpcStream, StreamFeed
@@ -37,7 +37,7 @@ _NO_CHAIN: list[int] = []
 
 
 class _Outbound(msgspec.Struct, eq=False):
-    """What the shell keeps of an open call."""
+    """An open call, as the client keeps it."""
 
     future: RpcFuture[Any] | None
     """None once it has ended in a stream."""
@@ -46,7 +46,7 @@ class _Outbound(msgspec.Struct, eq=False):
     trace_id: str
     chain: list[int]
     nbytes: int
-    parcel: Parcel | None
+    payload: OutgoingPayload | None
     """None once it was sent on a route that does not give calls back."""
     made_on: int
     """Ident of a thread."""
@@ -54,7 +54,7 @@ class _Outbound(msgspec.Struct, eq=False):
     place: int = 0
     """Among all that were sent; 0 until it was."""
     inbox: Inbox | None = None
-    """Of the life that it was sent to."""
+    """Inbox of the life that the call was sent to."""
     link: UnixConnection | None = None
     feed: StreamFeed | None = None
 
@@ -78,7 +78,7 @@ class ClientHost(Host, Protocol):
         """The process behind an inbox is gone."""
 
 
-class CallDesk:
+class CallClient:
     """The open calls of one endpoint.
 
     Args:
@@ -92,7 +92,7 @@ class CallDesk:
         host: ClientHost,
         directory: WorkerDirectory,
         identity: BusIdentity,
-        courier: Courier,
+        sender: Sender,
         connections: ConnectionTable,
         *,
         default_timeout_s: float | None,
@@ -100,14 +100,14 @@ class CallDesk:
     ) -> None:
         self._host = host
         self._trace = f"{identity.inbox[:8]}."
-        self._courier = courier
+        self._sender = sender
         self._connections = connections
         self._default_timeout_s = default_timeout_s
         self._lock = threading.Lock()
         self.table = pending.CallTable(directory)
         self._outbound: dict[int, _Outbound] = {}
         self._call_ids = itertools.count(1)
-        self._window = Window(limit_bytes)
+        self._flow_control = FlowControl(limit_bytes)
         self._reaper = SerialWorker("bus-reaper", self._cancel)
         self._resumer = SerialWorker("bus-resumer", self._send_waiting)
         self._timer = TimerThread("bus-alarm", self._pass_time, stays=True)
@@ -120,7 +120,7 @@ class CallDesk:
     def close(self, reason: str) -> None:
         """End every open call with RpcCancelledError, and the threads."""
         self.step(pending.BusClosed(reason=reason))
-        self._window.close()
+        self._flow_control.close()
         self._reaper.close()
         self._resumer.close()
         self._timer.close(CLOSE_WITHIN_S)
@@ -129,7 +129,7 @@ class CallDesk:
         self,
         target: str,
         method: str,
-        parcel: Parcel,
+        payload: OutgoingPayload,
         timeout: float | None,
         may_wait: bool,
         incarnation: int | None = None,
@@ -138,10 +138,10 @@ class CallDesk:
         if timeout is None:
             timeout = self._default_timeout_s
         deadline = None if timeout is None else time.monotonic() + timeout
-        nbytes = parcel.nbytes + CALL_OVERHEAD_BYTES
-        if self._courier.is_holding and self._window.is_full(target, nbytes):
-            self._courier.release()
-        self._window.take(target, nbytes, block=may_wait, deadline=deadline)
+        nbytes = payload.nbytes + CALL_OVERHEAD_BYTES
+        if self._sender.is_holding and self._flow_control.is_full(target, nbytes):
+            self._sender.release()
+        self._flow_control.take(target, nbytes, block=may_wait, deadline=deadline)
         call_id = next(self._call_ids)
         future: RpcFuture[Any] = RpcFuture(
             (method, target), deadline=deadline, host=self._host, on_cancel=partial(self._cancel, call_id)
@@ -151,7 +151,7 @@ class CallDesk:
             trace_id, chain = f"{self._trace}{call_id}", _NO_CHAIN
         else:
             trace_id, chain = handled.trace_id, [*handled.chain, handled.token]
-        outbound = _Outbound(future, target, method, trace_id, chain, nbytes, parcel, threading.get_ident())
+        outbound = _Outbound(future, target, method, trace_id, chain, nbytes, payload, threading.get_ident())
         self._outbound[call_id] = outbound
         try:
             with self._lock:
@@ -235,7 +235,7 @@ class CallDesk:
         if not is_awaited:
             inbox = None if is_last else self.table.directory.inbox(envelope.sender)
             if inbox is not None:  # a CANCEL can have overtaken its call; without another the generator waits for MORE
-                self._courier.tell(Kind.CANCEL, call_id, inbox)
+                self._sender.tell(Kind.CANCEL, call_id, inbox)
             return
         if not is_last:
             self._open_stream(call_id)
@@ -264,9 +264,9 @@ class CallDesk:
         outbound = self._outbound.get(call_id)
         self.step(pending.SendFailed(call_id=call_id, error=error))
         if outbound is not None and outbound.inbox is not None:
-            self._courier.tell(Kind.CANCEL, call_id, outbound.inbox)
+            self._sender.tell(Kind.CANCEL, call_id, outbound.inbox)
 
-    def outgoing(self) -> list[OutgoingCall]:
+    def outgoing_calls(self) -> list[OutgoingCall]:
         """The open calls."""
         return [
             OutgoingCall(
@@ -318,7 +318,7 @@ class CallDesk:
                 if outbound is not None:
                     outbound.fail(error, later)
             case pending.SendCancel(call_id=call_id, inbox=inbox):
-                self._courier.tell(Kind.CANCEL, call_id, inbox)
+                self._sender.tell(Kind.CANCEL, call_id, inbox)
             case pending.DropPeer(inbox_id=inbox_id):
                 self._host.peer_gone(inbox_id)
 
@@ -336,7 +336,7 @@ class CallDesk:
     def _send_call(
         self, call_id: int, outbound: _Outbound, inbox: Inbox, timeout_s: float | None, may_wait: bool
     ) -> None:
-        if outbound.parcel is None or outbound.future is None:
+        if outbound.payload is None or outbound.future is None:
             return
         try:
             way = self._connections.way(inbox)
@@ -346,17 +346,17 @@ class CallDesk:
         except OSError as error:
             self.step(pending.LinkLost(inbox_id=inbox.inbox_id, reason=str(error)))
             return
-        parcel, future = outbound.parcel, outbound.future
+        payload, future = outbound.payload, outbound.future
         outbound.inbox = inbox
         if not way.may_give_back:
-            outbound.parcel = None
+            outbound.payload = None
         elif way.is_relay:
             outbound.is_relayed = True
         if isinstance(way, UnixConnection):
             outbound.link = way
             future.comes_on(way)
         try:
-            outbound.place = self._courier.call(
+            outbound.place = self._sender.call(
                 way,
                 call_id,
                 inbox.inbox_id,
@@ -364,7 +364,7 @@ class CallDesk:
                 timeout_s,
                 outbound.trace_id,
                 outbound.chain,
-                parcel,
+                payload,
                 may_wait,
                 future.has_ended,
                 outbound.place,
@@ -380,7 +380,7 @@ class CallDesk:
         inbox, link, future = outbound.inbox, outbound.link, outbound.future
         feed = StreamFeed(
             outbound.words,
-            send_more=lambda count: self._courier.tell(Kind.MORE, call_id, inbox, count),
+            send_more=lambda count: self._sender.tell(Kind.MORE, call_id, inbox, count),
             cancel=partial(self._cancel, call_id),
             abandon=partial(self._reaper.put, call_id),
             link=link,
@@ -405,7 +405,7 @@ class CallDesk:
 
     def _let_go(self, outbound: _Outbound | None) -> None:
         if outbound is not None:
-            self._window.give_back(outbound.target, outbound.nbytes)
+            self._flow_control.give_back(outbound.target, outbound.nbytes)
             if outbound.feed is not None and outbound.link is not None:
                 outbound.link.unwant()
 

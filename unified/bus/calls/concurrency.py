@@ -14,7 +14,7 @@ class QueuedCall(Protocol):
     sender: str
     method: str
     chain: list[int]
-    gate: Any
+    limit: Any
     stream: Any
 
     @property
@@ -29,23 +29,24 @@ class QueuedCall(Protocol):
 CallT = TypeVar("CallT", bound=QueuedCall)
 
 
-class Gate(Generic[CallT]):
+class ConcurrencyLimit(Generic[CallT]):
     """Limit on the calls of a method or group that run at once; the others wait in its queue.
 
     Args:
         name: the method or group, for messages.
+        size: how many run at once.
     """
 
-    def __init__(self, name: str, limit: int) -> None:
+    def __init__(self, name: str, size: int) -> None:
         self.name = name
-        self.limit = limit
+        self.size = size
         self.running: list[CallT] = []
         self.waiting: deque[CallT] = deque()
 
     def enter(self, call: CallT) -> bool:
         """Return True if the call may run now; otherwise the call is queued."""
-        call.gate = self
-        if len(self.running) < self.limit and not self.waiting:
+        call.limit = self
+        if len(self.running) < self.size and not self.waiting:
             self.running.append(call)
             return True
         self.waiting.append(call)
@@ -58,7 +59,7 @@ class Gate(Generic[CallT]):
         elif call in self.waiting:
             self.waiting.remove(call)
         admitted = []
-        while self.waiting and len(self.running) < self.limit:
+        while self.waiting and len(self.running) < self.size:
             call = self.waiting.popleft()
             self.running.append(call)
             admitted.append(call)
@@ -69,7 +70,7 @@ class Gate(Generic[CallT]):
         """True while streams run under this limit: they may wait for their readers."""
         return any(call.stream is not None for call in self.running)
 
-    def hopeless(self) -> list[CallT]:
+    def deadlocked(self) -> list[CallT]:
         """Return the queued calls that can never run: each call that runs waits, through the calls that its handler
         made, for the queued one."""
         if any(not call.waits for call in self.running):
@@ -78,7 +79,7 @@ class Gate(Generic[CallT]):
         return [call for call in self.waiting if holders.issubset(call.chain)]
 
 
-class StartOrder(Generic[CallT]):
+class SenderOrder(Generic[CallT]):
     """Per-sender order: the calls of one sender to one method start in the order in which they came, although different
     threads run them."""
 
@@ -111,7 +112,7 @@ class StartOrder(Generic[CallT]):
         return None
 
 
-class Pace:
+class InlinePolicy:
     """Policy that runs a method's handler inline, on the I/O thread, once the method has shown that it is short.
 
     Seconds are those of the clock on the wall, so that a short call is long when its thread loses the processor in the

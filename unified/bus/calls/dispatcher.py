@@ -13,11 +13,11 @@ from types import TracebackType
 
 from unified.bus.buffers import Buffer
 from unified.bus.calls import pending
-from unified.bus.calls.client import CallDesk
+from unified.bus.calls.client import CallClient
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.remote_errors import describe_ours
-from unified.bus.calls.sender import Courier
-from unified.bus.calls.server import CallService
+from unified.bus.calls.sender import Sender
+from unified.bus.calls.server import CallServer
 from unified.bus.codec.codec import Encoded
 from unified.bus.identity import BusIdentity
 from unified.bus.shm.pool import SharedPool
@@ -47,20 +47,20 @@ class TooOldError(ProtocolError):
 
 
 class SeenCalls:
-    """Which calls of one sender have come, by their places among all that it sent. Not all of them are for this inbox,
-    and calls of several threads may overtake one another a little. Takes some 20 KiB at most."""
+    """Set of the calls of one sender that have come, by their places among all that it sent. Not all of them are for
+    this inbox, and calls of several threads may overtake one another a little. Takes some 20 KiB at most."""
 
     KEPT = 65_536
-    """So far behind the newest one a call is too old."""
+    """Distance behind the newest call at which a call is too old."""
     _BITS = 512
 
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}
-        """One bit for each call that came."""
+        """Blocks of one bit for each call that came."""
         self._first_block = 0
 
     def is_new(self, place: int) -> bool:
-        """Whether it has surely not come before; from now on it has."""
+        """Add a call; return True if it has surely not come before."""
         number, bit = place // self._BITS, 1 << (place % self._BITS)
         if number < self._first_block:
             return False
@@ -74,7 +74,7 @@ class SeenCalls:
         return True
 
     def is_too_old(self, place: int) -> bool:
-        """Whether nobody knows any more if it came."""
+        """Return True if it is not known any more whether the call came."""
         return place // self._BITS < self._first_block
 
     def _begin(self, number: int) -> None:
@@ -84,11 +84,11 @@ class SeenCalls:
             self._blocks = {each: block for each, block in self._blocks.items() if each >= first}
 
 
-class Intake:
-    """Checks what comes to one inbox.
+class Admission:
+    """Admission of messages to one inbox: checks of version, job, inbox, sender and duplicates.
 
     Args:
-        tombstones: of those whose calls are not taken in.
+        tombstones: dead incarnations, whose calls are not taken in.
 
     Attributes:
         num_rejected: messages that were dropped.
@@ -107,10 +107,10 @@ class Intake:
         self.num_rejected = 0
 
     def read(self, frame: Bytes) -> Envelope:
-        """A first frame, if it is for this inbox.
+        """Decode a first frame that is for this inbox.
 
         Raises:
-            ProtocolError: it is to be dropped.
+            ProtocolError: the message is to be dropped.
         """
         envelope = decode_envelope(frame)
         if envelope.target != self._inbox_id:
@@ -120,11 +120,11 @@ class Intake:
         return envelope
 
     def check_new(self, envelope: Envelope) -> None:
-        """Whether it is to be run.
+        """Check that a call is to be run.
 
         Raises:
-            TooOldError: that cannot be told.
-            ProtocolError: it came before, or its sender's life is over.
+            TooOldError: nobody can tell any more whether the call came before.
+            ProtocolError: the call came before, or its sender's life is over.
         """
         seen = self._seen.get(envelope.sender)
         if seen is None:
@@ -141,7 +141,8 @@ class Intake:
             raise ProtocolError(f"call {envelope.call_id} of worker {envelope.worker} came a second time")
 
     def _meet_outsider(self, inbox_id: str) -> None:
-        """Nobody tells when it is gone, so the one that came first is forgotten for one too many."""
+        """Add a caller from outside the job. Nobody tells when it is gone, so the first one is forgotten for one too
+        many."""
         self._outsiders.append(inbox_id)
         if len(self._outsiders) > MAX_OUTSIDERS:
             gone = self._outsiders.popleft()
@@ -149,7 +150,7 @@ class Intake:
             self.on_outsider_gone(gone)
 
     def forget(self, inbox_id: str) -> None:
-        """That life is over; `tombstones` has it."""
+        """Forget the calls of a life that is over; `tombstones` has it."""
         self._seen.pop(inbox_id, None)
 
     def reject(self, error: ProtocolError) -> None:
@@ -166,7 +167,7 @@ class Intake:
 
 
 def _raised_at(trace: TracebackType | None) -> tuple[object, ...]:
-    """The line of code, which says what an error is about when its text differs each time."""
+    """Return the line of code, which tells errors apart whose text differs each time."""
     if trace is None:
         return ()
     while trace.tb_next is not None:
@@ -178,24 +179,25 @@ logger = logging.getLogger(__name__)
 _ANSWERS = (Kind.RESULT, Kind.ITEM, Kind.ERROR, Kind.STREAM)  # no set: to hash an enum takes longer than to look
 
 
-class MailSorter(TransportEvents):
-    """Hands on what one endpoint receives. What cannot be believed or read is counted and dropped.
+class Dispatcher(TransportEvents):
+    """Gives each message that one endpoint receives to the part that handles its kind. Messages that cannot be believed
+    or read are counted and dropped.
 
     Args:
-        desk: gets the answers.
-        service: gets the calls.
+        client: gets the answers.
+        server: gets the calls.
         memory, reader: shared memory of this process, and of others.
 
     Attributes:
-        intake: looks at envelopes.
+        admission: looks at envelopes.
     """
 
     def __init__(
         self,
         identity: BusIdentity,
-        desk: CallDesk,
-        service: CallService,
-        courier: Courier,
+        client: CallClient,
+        server: CallServer,
+        sender: Sender,
         connections: ConnectionTable,
         io: IoThreads,
         memory: SharedPool,
@@ -203,20 +205,20 @@ class MailSorter(TransportEvents):
     ) -> None:
         self._identity = identity
         self._worker = identity.worker
-        self._desk = desk
-        self._service = service
-        self._courier = courier
+        self._client = client
+        self._server = server
+        self._sender = sender
         self._connections = connections
         self._io = io
         self._memory = memory
         self._reader = reader
-        self.intake = Intake(identity, connections.tombstones)
-        self.intake.on_outsider_gone = connections.forget_relayed
+        self.admission = Admission(identity, connections.tombstones)
+        self.admission.on_outsider_gone = connections.forget_relayed
 
     def message_came(self, link: UnixConnection, frames: Frames) -> None:
         """See `TransportEvents`, as for all that follow."""
         try:
-            envelope = self.intake.read(frames.envelope)
+            envelope = self.admission.read(frames.envelope)
             if envelope.kind is Kind.HELLO:
                 inbox = decode_hello(frames.body)
                 self._connections.greet(envelope.sender, inbox)
@@ -228,17 +230,17 @@ class MailSorter(TransportEvents):
             buffers = self._buffers(envelope, frames, link)
             self._dispatch(envelope, frames.body, buffers, link, False)
         except ProtocolError as error:
-            self.intake.reject(error)
+            self.admission.reject(error)
             if not link.peer_id:  # it did not even begin as it should
                 self.connection_lost(link, str(error))
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
 
     def _buffers(self, envelope: Envelope, frames: Frames, link: UnixConnection) -> list[Buffer]:
-        """Those of a message, wherever they lie.
+        """Return the buffers of a message, from shared memory or beside it.
 
         Raises:
-            ProtocolError: they cannot be read here; whoever waits has been told.
+            ProtocolError: the buffers cannot be read here; whoever waits has been told.
         """
         if envelope.shared is None:
             return frames.buffers
@@ -251,17 +253,18 @@ class MailSorter(TransportEvents):
         return buffers
 
     def _refuse_unreadable(self, envelope: Envelope, link: UnixConnection, reason: ProtocolError) -> None:
-        """Its caller waits, and is not to wait for ever."""
+        """End the call of a message that cannot be read: its caller is not to wait for ever."""
         if envelope.kind in _ANSWERS and isinstance(reason, PayloadGoneError):
-            self._desk.step(pending.MailLost(call_id=envelope.call_id, reason=str(reason)))
+            self._client.step(pending.MailLost(call_id=envelope.call_id, reason=str(reason)))
         elif envelope.kind in _ANSWERS:
-            self._desk.fail(envelope.call_id, reason)
+            self._client.fail(envelope.call_id, reason)
         elif envelope.kind is Kind.CALL:
             error = RpcError(f"the arguments of {envelope.method!r} cannot be read in worker {self._worker}: {reason}")
             self._answer_with(error, envelope, link, False)
 
     def _answer_too_old(self, envelope: Envelope, link: UnixConnection | None, is_relayed: bool) -> None:
-        """A repetition, most likely, whose caller has long had its answer. If not, it waits: for ever, without this."""
+        """Answer a call that may be a repetition. Most likely its caller has had the answer; if not, it would wait for
+        ever."""
         error = RouteLostError(
             f"the call of {envelope.method!r} reached worker {self._worker} behind so many later ones that it cannot "
             "be told from a repetition, and was not run; whether it had run before is not known. Call again if it may "
@@ -282,21 +285,21 @@ class MailSorter(TransportEvents):
             link=link,
             is_relayed=is_relayed,
         )
-        self._courier.reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+        self._sender.reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
 
     def answer_came(self, link: UnixConnection, frames: Frames) -> None:
         is_lent = self._io.lend()
         try:
-            envelope = self.intake.read(frames.envelope)
+            envelope = self.admission.read(frames.envelope)
             if envelope.sender != link.peer_id or envelope.kind not in _ANSWERS:
                 if envelope.kind is Kind.WAITS and envelope.sender == link.peer_id:
-                    self._service.watch.hear(envelope.call_id, frames.body)
+                    self._server.deadlocks.hear(envelope.call_id, frames.body)
                     return
                 raise ProtocolError(f"{envelope.kind.name} from {envelope.sender!r} on a link to {link.peer_id!r}")
             buffers = self._buffers(envelope, frames, link)
-            self._desk.take(envelope, frames.body, buffers)
+            self._client.take(envelope, frames.body, buffers)
         except ProtocolError as error:
-            self.intake.reject(error)
+            self.admission.reject(error)
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
         finally:
@@ -305,9 +308,9 @@ class MailSorter(TransportEvents):
 
     def remote_came(self, mail: RemoteMessage) -> None:
         try:
-            envelope = self.intake.read(mail.envelope)
+            envelope = self.admission.read(mail.envelope)
             if envelope.kind in _ANSWERS:
-                self._desk.take(envelope, mail.body, mail.buffers)
+                self._client.take(envelope, mail.body, mail.buffers)
             elif envelope.kind is Kind.HELLO:
                 self._connections.greet(envelope.sender, decode_hello(mail.body))
             elif envelope.kind is Kind.UNDELIVERABLE:
@@ -315,7 +318,7 @@ class MailSorter(TransportEvents):
             else:
                 self._dispatch(envelope, mail.body, mail.buffers, None, mail.is_relayed)
         except ProtocolError as error:
-            self.intake.reject(error)
+            self.admission.reject(error)
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
 
@@ -325,12 +328,12 @@ class MailSorter(TransportEvents):
         match envelope.kind:
             case Kind.CALL:
                 try:
-                    self.intake.check_new(envelope)
+                    self.admission.check_new(envelope)
                 except TooOldError:
                     self._answer_too_old(envelope, link, is_relayed)
                     raise
                 expires = None if envelope.timeout_s is None else time.monotonic() + envelope.timeout_s
-                self._service.accept(
+                self._server.accept(
                     InboundCall(
                         envelope.call_id,
                         envelope.sender,
@@ -346,54 +349,54 @@ class MailSorter(TransportEvents):
                     )
                 )
             case Kind.CANCEL:
-                self._service.cancel(envelope.sender, envelope.call_id)
+                self._server.cancel(envelope.sender, envelope.call_id)
             case Kind.MORE:
-                self._service.more(envelope.sender, envelope.call_id, envelope.count)
+                self._server.more(envelope.sender, envelope.call_id, envelope.count)
             case Kind.WAITS:
-                self._service.watch.hear(envelope.call_id, body)
+                self._server.deadlocks.hear(envelope.call_id, body)
             case _:
                 raise ProtocolError(f"an unexpected {envelope.kind.name} from worker {envelope.worker}")
 
     def idle(self) -> None:
-        self._courier.release()
+        self._sender.release()
 
     def room_came(self, link: UnixConnection) -> None:
-        self._service.resume(link)
+        self._server.resume(link)
 
     def connection_lost(self, link: UnixConnection, reason: str) -> None:
         self._connections.forget(link)
         link.close()
         if link.error is not None:
-            self.intake.reject(link.error)
+            self.admission.reject(link.error)
         if link.peer_id:
             self._memory.forget(link.peer_id)
         if link.is_ours:
-            self._desk.step(pending.LinkLost(inbox_id=link.peer_id, reason=reason))
+            self._client.step(pending.LinkLost(inbox_id=link.peer_id, reason=reason))
         else:
-            self._service.link_lost(link)
+            self._server.link_lost(link)
 
     def relayed(self, inbox_id: str) -> None:
-        self._desk.detoured(inbox_id)
+        self._client.detoured(inbox_id)
 
     def lost(self, inbox_id: str, reason: str) -> None:
-        self._desk.step(pending.LinkLost(inbox_id=inbox_id, reason=reason))
+        self._client.step(pending.LinkLost(inbox_id=inbox_id, reason=reason))
 
     def unsure(self, inbox_id: str) -> None:
-        self._service.peer_lost(inbox_id)
+        self._server.peer_lost(inbox_id)
 
     def relay_lost(self) -> None:
-        self._desk.relay_lost()
-        self._service.relay_lost(self._connections.is_relayed)
+        self._client.relay_lost()
+        self._server.relay_lost(self._connections.is_relayed)
 
     def _on_undeliverable(self, envelope: Envelope, mail: RemoteMessage) -> None:
         lost = decode_undelivered(mail.body)
         if lost.kind is Kind.CALL:
-            self._desk.step(pending.DeliveryFailed(call_id=envelope.call_id, code=lost.code))
+            self._client.step(pending.DeliveryFailed(call_id=envelope.call_id, code=lost.code))
         elif lost.kind is Kind.MORE:
             words = {"unknown-target": "the relay does not know it", "overloaded": "too much waits for it at the relay"}
-            self._desk.step(pending.MailLost(call_id=envelope.call_id, reason=words[lost.code]))
+            self._client.step(pending.MailLost(call_id=envelope.call_id, reason=words[lost.code]))
         elif lost.kind in _ANSWERS:
-            self._service.cancel(lost.target, envelope.call_id)  # a stream of which an item was lost is of no use
+            self._server.cancel(lost.target, envelope.call_id)  # a stream of which an item was lost is of no use
             if lost.code == "overloaded":
                 error = BusOverloadedError(
                     f"worker {self._worker} answered {envelope.method!r}, and the relay dropped the answer: too many "
@@ -401,4 +404,4 @@ class MailSorter(TransportEvents):
                 )
                 ours = self._identity.envelope(Kind.ERROR, lost.target, envelope.call_id, envelope.method)
                 way = self._connections.way(Inbox(inbox_id=lost.target))
-                self._courier.send(way, ours, describe_ours(error), [], False, lambda: False)
+                self._sender.send(way, ours, describe_ours(error), [], False, lambda: False)

@@ -13,7 +13,7 @@ CALL_OVERHEAD_BYTES = 512
 """Memory that an empty call takes, on both sides, roughly."""
 
 
-class Window:
+class FlowControl:
     """Counter of the bytes of the open calls to each target, from the call until its end.
 
     Args:

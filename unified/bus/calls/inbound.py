@@ -13,7 +13,7 @@ from unified.bus.buffers import Buffer
 from unified.protocol.envelope import Kind
 
 if TYPE_CHECKING:
-    from unified.bus.calls.concurrency import Gate
+    from unified.bus.calls.concurrency import ConcurrencyLimit
     from unified.bus.calls.future import RpcFuture
     from unified.bus.codec.codec import Encoded
     from unified.bus.streams.generator import StreamSource
@@ -53,7 +53,7 @@ class InboundCall(msgspec.Struct, eq=False):
     """True once the handler has returned, or will never begin."""
     waits: tuple[Awaited, ...] = ()
     """Calls and streams that threads and tasks of the handler wait for now."""
-    gate: Gate[InboundCall] | None = None
+    limit: ConcurrencyLimit[InboundCall] | None = None
     task: asyncio.Task[None] | None = None
     deferred: RpcFuture[Any] | None = None
     """The call that the handler returned: both end together, and are given up together."""

@@ -15,7 +15,7 @@ MAX_KEPT = 10_000
 """Number of messages that may wait in a ZeroMQ socket, and be lost with its connection."""
 
 
-class AnsweredCalls:
+class RecentReplies:
     """The newest calls that this worker answered.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
-from unified.bus.calls.concurrency import Gate, Pace
+from unified.bus.calls.concurrency import ConcurrencyLimit, InlinePolicy
 from unified.errors import RpcNotFoundError, UsageError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -304,23 +304,23 @@ class Method(NamedTuple):
     function: Callable[..., Any]
     is_async: bool
     is_inline: bool
-    gate: Gate[Any] | None
-    pace: Pace
+    limit: ConcurrencyLimit[Any] | None
+    inline_policy: InlinePolicy
 
 
-def describe_method(name: str, function: Callable[..., Any], gates: dict[str, Gate[Any]]) -> Method:
+def describe_method(name: str, function: Callable[..., Any], limits: dict[str, ConcurrencyLimit[Any]]) -> Method:
     """Describe a function.
 
     Args:
         limits: concurrency limits of the server, by name; a missing one is made.
     """
     mark = mark_of(function) or RpcMark(name, False)
-    gate = None
+    limit = None
     if mark.group is not None or mark.concurrency is not None:
-        limit = mark.concurrency or 1
+        size = mark.concurrency or 1
         key = f"group {mark.group!r}" if mark.group is not None else f"method {name!r}"
-        gate = gates.get(key)
-        if gate is None:
-            gate = gates[key] = Gate(key, limit)
-        gate.limit = min(gate.limit, limit)  # of a group whose members say different numbers
-    return Method(function, is_async(function), mark.inline, gate, Pace())
+        limit = limits.get(key)
+        if limit is None:
+            limit = limits[key] = ConcurrencyLimit(key, size)
+        limit.size = min(limit.size, size)  # of a group whose members say different numbers
+    return Method(function, is_async(function), mark.inline, limit, InlinePolicy())

@@ -31,11 +31,11 @@ from unified.protocol.records import Inbox
 _staging = threading.Lock()
 
 
-class Parcel:
-    """A value encoded once, and laid into shared memory once, however many it goes to.
+class OutgoingPayload:
+    """Outgoing payload: a value encoded once, and laid into shared memory once, for one receiver or more.
 
     Args:
-        num_readers: how many it goes to.
+        num_readers: number of receivers.
     """
 
     __slots__ = ("_export", "_is_exported", "_num_readers", "content", "nbytes")
@@ -47,15 +47,16 @@ class Parcel:
         self._export: Export | None = None
         self._is_exported = False
 
-    def settled(self, devices: Sequence[str], is_same_process: bool) -> Parcel:
-        """With its CUDA tensors made into frames for one reader, which sees these devices; itself if it has none."""
+    def settled(self, devices: Sequence[str], is_same_process: bool) -> OutgoingPayload:
+        """Return the payload with its CUDA tensors as frames for one reader that sees these devices; itself if it has
+        none."""
         if not has_device_tensors(self.content.buffers):
             return self
         frames = settle(self.content.buffers, devices, is_same_process=is_same_process)
-        return Parcel(self.content._replace(buffers=frames))
+        return OutgoingPayload(self.content._replace(buffers=frames))
 
     def grant(self, pool: SharedPool, reader: str) -> ExportedBuffers | None:
-        """How its buffers reach the inbox `reader` of this host; None: as frames, all of them."""
+        """Return how the buffers reach the inbox `reader` of this host; None: as frames, all of them."""
         if self._num_readers == 1:
             exported = pool.export(self.content.buffers)
             granted = None if exported is None else exported.grant(reader)
@@ -66,30 +67,30 @@ class Parcel:
             if not self._is_exported:
                 self._export = pool.export(self.content.buffers, self._num_readers)
                 self._is_exported = True
-        return None if self._export is None else self._export.grant(reader)  # let go of when this parcel is
+        return None if self._export is None else self._export.grant(reader)  # let go of when this payload is
 
 
 def has_device_tensors(buffers: Sequence[object]) -> bool:
-    """Whether some of what is to be sent lies on a device."""
+    """Return True if some of the buffers lie on a device."""
     return any(isinstance(buffer, DeviceTensor) for buffer in buffers)
 
 
 logger = logging.getLogger(__name__)
 BURST_S = 0.0002
-"""Calls to one peer that follow each other faster share writes, until somebody waits for one, or for a tick."""
+"""Seconds between calls to one peer below which they share writes, until somebody waits for one, or for a tick."""
 _ENDS = (Kind.RESULT, Kind.ERROR)
-"""Never wait on a link: where they would have to, no further handlers are begun (`UnixConnection.is_full`)."""
+"""Kinds that never wait on a link: instead no further handlers are begun (`UnixConnection.is_full`)."""
 
 
-class Courier:
-    """Everything that one endpoint sends.
+class Sender:
+    """Sends all messages of one endpoint.
 
     Args:
         pool: waits for room where the sending thread must not.
-        memory: for large payloads on this host.
+        memory: shared memory for large payloads on this host.
         directory: has the inboxes of living peers.
-        trimmer: gives back what is idle of `memory`.
-        limit_bytes: that may wait on one way before a sender that may wait has to.
+        trimmer: gives back idle parts of `memory`.
+        limit_bytes: bytes that may wait on one connection before a sender that may wait has to.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Courier:
         timeout_s: float | None,
         trace_id: str,
         chain: list[int],
-        parcel: Parcel,
+        payload: OutgoingPayload,
         may_wait: bool,
         give_up: Callable[[], bool],
         place: int,
@@ -140,7 +141,7 @@ class Courier:
             Its place among the calls that were sent. It is taken as late as can be: a call that is far behind is not
             believed (`unified.bus.calls.dispatcher`), and to copy a large argument takes as long as many small calls.
         """
-        shared, buffers = self._share(way, parcel)
+        shared, buffers = self._share(way, payload)
         place = place or next(self._places)
         envelope = Envelope(
             BUS_VERSION,
@@ -157,7 +158,7 @@ class Courier:
             shared,
             place,
         )
-        self.send(way, envelope, parcel.content.body, buffers, may_wait, give_up)
+        self.send(way, envelope, payload.content.body, buffers, may_wait, give_up)
         return place
 
     def reply(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool:
@@ -174,7 +175,7 @@ class Courier:
             except (RpcError, OSError) as error:
                 logger.warning("worker=%s event=answer-lost method=%s reason=%r", self._worker, call.method, str(error))
                 return False
-        shared, buffers = self._share(way, Parcel(answer)) if answer.buffers else (None, answer.buffers)
+        shared, buffers = self._share(way, OutgoingPayload(answer)) if answer.buffers else (None, answer.buffers)
         if shared is not None and not has_device_tensors(answer.buffers):
             answer.buffers.clear()  # copied: what it was made in shall be free for the answer to the next call
         envelope = Envelope(
@@ -238,17 +239,17 @@ class Courier:
             if is_counted:
                 self._pool.waited()
 
-    def _share(self, way: Connection, parcel: Parcel) -> tuple[list[Any] | None, list[Buffer]]:
-        """What of a payload goes through shared memory, and the buffers that go beside the message."""
-        if not parcel.content.buffers:
+    def _share(self, way: Connection, payload: OutgoingPayload) -> tuple[list[Any] | None, list[Buffer]]:
+        """Return the parts of a payload that go through shared memory, and the buffers that go beside the message."""
+        if not payload.content.buffers:
             return None, []
         if not isinstance(way, UnixConnection):
-            return None, parcel.settled((), False).content.buffers
-        parcel = parcel.settled(way.devices, way.peer_id == self._inbox_id)
-        buffers = parcel.content.buffers
+            return None, payload.settled((), False).content.buffers
+        payload = payload.settled(way.devices, way.peer_id == self._inbox_id)
+        buffers = payload.content.buffers
         if not way.can_share:
             return None, buffers
-        granted = parcel.grant(self._memory, way.peer_id)
+        granted = payload.grant(self._memory, way.peer_id)
         if granted is None:
             return None, buffers
         if way.is_lost:  # and what was on its way there forgotten, perhaps before this was
@@ -268,7 +269,7 @@ class Courier:
         return bool(self._holding)
 
     def _shares_write(self, link: UnixConnection, kind: Kind) -> bool:
-        """Whether a message may wait a little for others to be written with."""
+        """Return True if a message may wait a little for others to be written with."""
         if kind is Kind.CALL:
             now = time.monotonic()
             is_burst = now - link.sent_at < BURST_S
@@ -277,6 +278,7 @@ class Courier:
         return kind is Kind.RESULT and self._io.has_mail and self._io.is_leader()
 
     def _inbox_of(self, inbox_id: str, is_relayed: bool) -> Inbox | None:
-        """Where an answer goes. None if its sender is known to be dead; one that the relay knows need not be known."""
+        """Return the inbox that an answer goes to; None if that is known to be dead. The relay's callers need not be
+        known."""
         known = self._connections.greeted(inbox_id) or self._directory.inbox(inbox_id)
         return Inbox(inbox_id=inbox_id) if known is None and is_relayed else known

@@ -1,7 +1,7 @@
-"""The callee's side: calls come in, handlers run, answers go out.
+"""Call server, the callee's end of calls: calls come in, handlers run, answers go out.
 
-Which thread a handler runs on: an ``async def`` on the event loop; ``@rpc(inline=True)``, and a plain function that has
-shown to be short, on the thread that received the call; all others on a pool.
+Thread of a handler: an ``async def`` on the event loop; ``@rpc(inline=True)``, and a plain function that has
+shown to be short, on the thread that received the call; all others on the pool.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from unified.bus.calls.concurrency import Gate, StartOrder
-from unified.bus.calls.deadlock.monitor import LineWatch, OpenCalls
+from unified.bus.calls.concurrency import ConcurrencyLimit, SenderOrder
+from unified.bus.calls.deadlock.monitor import DeadlockMonitor, OutgoingCalls
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT, InboundCall, Reply
-from unified.bus.calls.recent_replies import AnsweredCalls
+from unified.bus.calls.recent_replies import RecentReplies
 from unified.bus.calls.registry import Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
 from unified.bus.codec.codec import Encoded, decode, encode
@@ -36,21 +36,21 @@ from unified.protocol.envelope import Kind
 logger = logging.getLogger(__name__)
 MAX_HANDLER_THREADS = 32
 MAX_CHAIN = 64
-_OWN_GATE = "those that run wait for this one. Do not call a serialised method from its own handler."
+_OWN_LIMIT = "those that run wait for this one. Do not call a serialised method from its own handler."
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, dict, tuple})
 
 
-class CallService:
+class CallServer:
     """Runs handlers. Calls that come before `open` wait.
 
     Attributes:
-        watch: over calls in line.
+        deadlocks: the monitor of queued calls.
 
     Args:
-        reply: sends an answer home.
-        calls: those that were made here.
-        pool: for sync handlers; shared with whoever else must not block.
-        io: whose leading thread may run short handlers.
+        reply: sends an answer to its caller.
+        calls: open calls that were made here.
+        pool: for sync handlers; shared with others that must not block.
+        io: its leading thread may run short handlers.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CallService:
         identity: BusIdentity,
         registry: MethodRegistry,
         reply: Reply,
-        calls: OpenCalls,
+        calls: OutgoingCalls,
         pool: HandlerPool,
         io: IoThreads,
     ) -> None:
@@ -72,16 +72,16 @@ class CallService:
         self._known: dict[tuple[str, int], InboundCall] = {}
         self._early: list[InboundCall] | None = []
         self._methods: dict[str, Method] = {}
-        self._gates: dict[str, Gate[InboundCall]] = {}
-        self._order: StartOrder[InboundCall] = StartOrder()
+        self._limits: dict[str, ConcurrencyLimit[InboundCall]] = {}
+        self._order: SenderOrder[InboundCall] = SenderOrder()
         self._parked: dict[UnixConnection, list[Callable[[], object]]] = {}
-        """What would begin calls whose link is full."""
-        self._answered = AnsweredCalls(identity.worker, lambda *answer: self._reply(*answer))
+        """Functions that begin calls whose link is full."""
+        self._recent_replies = RecentReplies(identity.worker, lambda *answer: self._reply(*answer))
         self._lock = threading.Lock()
-        self.watch = LineWatch(
+        self.deadlocks = DeadlockMonitor(
             identity,
             known=self._known,
-            gates=self._gates,
+            limits=self._limits,
             lock=self._lock,
             reply=reply,
             refuse=self._refuse,
@@ -91,7 +91,7 @@ class CallService:
         pool.on_used_up = self._refuse_queued
 
     def accept(self, call: InboundCall) -> None:
-        """Take a call in; never blocks for longer than an inline handler does."""
+        """Take a call in. Never blocks for longer than an inline handler does."""
         self._known[call.sender, call.call_id] = call
         if self._early is not None:
             with self._lock:
@@ -101,7 +101,7 @@ class CallService:
         self._begin(call)
 
     def open(self) -> None:
-        """The methods are registered: begin with the calls that wait."""
+        """Begin with the calls that wait: the methods are registered."""
         while True:
             with self._lock:  # what comes meanwhile lines up behind those that wait
                 early, self._early = self._early, None if not self._early else []
@@ -111,7 +111,7 @@ class CallService:
                 self._begin(call)
 
     def cancel(self, sender: str, call_id: int) -> None:
-        """The caller gave up: a call that has not begun never will, an async handler is cancelled."""
+        """Give a call up for its caller: one that has not begun never will, an async handler is cancelled."""
         call = self._known.get((sender, call_id))
         if call is None:
             return
@@ -122,67 +122,71 @@ class CallService:
             self._loop.run(call.task.cancel)
         elif call.deferred is not None:
             call.deferred.cancel()
-        gate = call.gate
+        limit = call.limit
         with self._lock:
-            is_in_line = gate is not None and call in gate.waiting
-        if is_in_line:
+            is_queued = limit is not None and call in limit.waiting
+        if is_queued:
             self._forget(call)
 
     def more(self, sender: str, call_id: int, count: int) -> None:
-        """The caller has consumed so many items of a stream."""
+        """Take in how many items of a stream the caller has consumed."""
         call = self._known.get((sender, call_id))
         if call is not None and call.stream is not None:
             call.stream.more(count)
 
     def caller_died(self, inbox_id: str) -> None:
-        """Nobody waits for the answers to its calls any more."""
+        """Give up the calls of a caller that is dead."""
         for sender, call_id in list(self._known):
             if sender == inbox_id:
                 self.cancel(sender, call_id)
 
     def link_lost(self, link: UnixConnection) -> None:
-        """Answers to the calls that came on it would go nowhere."""
+        """Give up the calls that came on a link: their answers would go nowhere."""
         for call in list(self._known.values()):
             if call.link is link:
                 self.cancel(call.sender, call.call_id)
         self.resume(link)
 
     def resume(self, link: UnixConnection) -> None:
-        """There is room again for the answers to the calls that came on it."""
+        """Begin the calls that waited for room on a link for their answers."""
         with self._lock:
             parked = self._parked.pop(link, [])
         for begin in parked:
             begin()
 
     def relay_lost(self, is_relayed: Callable[[str], bool]) -> None:
-        """The connection to the relay broke; is mail to this inbox sent through it?"""
-        self._pool.submit(lambda: self._answered.lost(list(self._known.values()), is_relayed, "the bus relay"))
+        """Tell callers whose answers may be lost, since the connection to the relay broke.
+
+        Args:
+            is_relayed: True if messages to an inbox go through the relay.
+        """
+        self._pool.submit(lambda: self._recent_replies.lost(list(self._known.values()), is_relayed, "the bus relay"))
 
     def peer_lost(self, inbox_id: str) -> None:
-        """The direct connection to this inbox broke."""
+        """Tell a caller whose answers may be lost, since the direct connection to its inbox broke."""
         self._pool.submit(
-            lambda: self._answered.lost(list(self._known.values()), lambda each: each == inbox_id, "its caller")
+            lambda: self._recent_replies.lost(list(self._known.values()), lambda each: each == inbox_id, "its caller")
         )
 
     def begin_wait(self, awaited: Awaited, task: int) -> InboundCall | int:
-        """This thread, or the task of this id, is about to wait; give what comes back to `end_wait`."""
+        """Note that this thread, or the task of this id, is about to wait; give the value returned to `end_wait`."""
         call = CURRENT.get()
         if call is None:
-            return self.watch.begin_outside(awaited, task)
+            return self.deadlocks.begin_outside(awaited, task)
         with self._lock:
             call.waits = (*call.waits, awaited)
-            hopeless = call.gate.hopeless() if call.gate is not None else []
-        for each in hopeless:
-            self._refuse(each, _OWN_GATE)
+            deadlocked = call.limit.deadlocked() if call.limit is not None else []
+        for each in deadlocked:
+            self._refuse(each, _OWN_LIMIT)
         method = self._methods.get(call.method)
         if method is not None:
-            method.pace.forget()
+            method.inline_policy.forget()
         return call
 
     def end_wait(self, who: InboundCall | int, awaited: Awaited) -> None:
-        """It waits no more."""
+        """Note that the wait is over."""
         if isinstance(who, int):
-            self.watch.end_outside(who)
+            self.deadlocks.end_outside(who)
         else:
             with self._lock:
                 waits = list(who.waits)
@@ -191,7 +195,7 @@ class CallService:
 
     def close(self) -> None:
         """Cancel async handlers and stop the loop. The pool is its owner's."""
-        self.watch.close()
+        self.deadlocks.close()
         for call in list(self._known.values()):
             if call.stream is not None:
                 call.stream.close()
@@ -199,7 +203,7 @@ class CallService:
         self._known.clear()
 
     def _begin(self, call: InboundCall) -> None:
-        """On the thread that received the call."""
+        """Begin a call, on the thread that received it."""
         if len(call.chain) > MAX_CHAIN:
             what = f"the call of {call.method!r} in worker {self._worker} was refused: {len(call.chain)} handlers"
             why = "each waiting for the next, led to it. Do they call one another in a circle?"
@@ -211,16 +215,16 @@ class CallService:
             return
         method = self._methods.get(call.method)
         if method is None or method.function is not function:
-            method = self._methods[call.method] = describe_method(call.method, function, self._gates)
-        if method.gate is not None:
+            method = self._methods[call.method] = describe_method(call.method, function, self._limits)
+        if method.limit is not None:
             with self._lock:
-                may_enter = method.gate.enter(call)
-                hopeless = [] if may_enter else method.gate.hopeless()
-            for each in hopeless:
-                self._refuse(each, _OWN_GATE)
+                may_enter = method.limit.enter(call)
+                deadlocked = [] if may_enter else method.limit.deadlocked()
+            for each in deadlocked:
+                self._refuse(each, _OWN_LIMIT)
             if not may_enter:
-                if call.chain or method.gate.has_streams:
-                    self.watch.begin()
+                if call.chain or method.limit.has_streams:
+                    self.deadlocks.begin()
                 return
         self._hand_on(call, method)
 
@@ -230,8 +234,8 @@ class CallService:
         elif method.is_async:
             self._loop.run(lambda: self._start_task(call, method))
         elif (
-            method.pace.is_short
-            and method.gate is None
+            method.inline_policy.is_short
+            and method.limit is None
             and self._io.is_leader()
             and self._io.may_run
             and self._order.is_free(call)
@@ -252,27 +256,27 @@ class CallService:
             if is_lent:
                 self._io.take_back()
 
-    def _run(self, call: InboundCall, method: Method, in_line: bool) -> None:
+    def _run(self, call: InboundCall, method: Method, in_order: bool) -> None:
         """Run a plain handler to its end, on this thread."""
         if call.is_stale:
-            if in_line:
+            if in_order:
                 self._start_next(call)
             self._forget(call)
             return
         if call.link is not None and call.link.is_full and not method.is_inline:
-            self._park(call.link, lambda: self._pool.submit(partial(self._run, call, method, in_line)))
+            self._park(call.link, lambda: self._pool.submit(partial(self._run, call, method, in_order)))
             return
         token = CURRENT.set(call)
         began = 0.0
         try:
             args, kwargs = self._arguments(call)
             began = time.perf_counter()
-            if in_line:
-                in_line = False
+            if in_order:
+                in_order = False
                 self._start_next(call)
             value = method.function(*args, **kwargs)
             if not call.waits:
-                method.pace.took(time.perf_counter() - began)
+                method.inline_policy.took(time.perf_counter() - began)
             # Who has the answer calls again at once: the memory of this call's arguments shall be free by then.
             del args, kwargs
             if type(value) not in _PLAIN and self._ends_later(call, value):
@@ -282,7 +286,7 @@ class CallService:
         except BaseException as error:
             kind, answer = Kind.ERROR, self._errors.describe(call, error)
         finally:
-            if in_line:
+            if in_order:
                 self._start_next(call)
             CURRENT.reset(token)
         self._answer(call, kind, answer, not self._io.is_leader())
@@ -294,7 +298,7 @@ class CallService:
             self.resume(link)
 
     def _ends_later(self, call: InboundCall, value: Any) -> bool:
-        """Whether what a plain handler returned is something to wait for."""
+        """Answer later if a plain handler returned something to wait for; return True then."""
         if is_stream(value):
             self._stream(call, value)
             return True
@@ -311,7 +315,7 @@ class CallService:
         return False
 
     def _stream(self, call: InboundCall, generator: AnyGenerator) -> None:
-        """In the context of the call: run what its handler returned."""
+        """Run the generator that a handler returned, in the context of the call."""
 
         def send(kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
             return self._reply(call, kind, content, may_wait, count)
@@ -347,7 +351,7 @@ class CallService:
         call.task = asyncio.ensure_future(work)
 
     def _answer_future(self, call: InboundCall, ended: Future[Any]) -> None:
-        """A handler's own future has ended, on whichever thread ended it."""
+        """Answer with the outcome of a handler's own future, on the thread that ended it."""
         try:
             kind, answer = Kind.RESULT, encode(ended.result(), devices=True)
         except BaseException as error:
@@ -361,7 +365,7 @@ class CallService:
             self._pool.submit(partial(self._run, following, self._methods[following.method], True))
 
     def _start_task(self, call: InboundCall, method: Method) -> None:
-        """On the loop."""
+        """Start an async handler, on the loop."""
         if call.link is not None and call.link.is_full and not call.is_stale:
             self._park(call.link, lambda: self._loop.run(lambda: self._start_task(call, method)))
             return
@@ -414,15 +418,15 @@ class CallService:
         else:
             self._begin(call)  # registered since
 
-    def _refuse(self, call: InboundCall, circle: str) -> None:
-        """End a call, if it is in line still."""
-        gate = call.gate
+    def _refuse(self, call: InboundCall, cycle: str) -> None:
+        """End a call, if it is still queued."""
+        limit = call.limit
         with self._lock:
-            if gate is None or call not in gate.waiting:
+            if limit is None or call not in limit.waiting:
                 return  # it was let in meanwhile, or given up
-            gate.waiting.remove(call)
+            limit.waiting.remove(call)
         what = f"the call of {call.method!r} in worker {self._worker} was refused"
-        self._fail(call, RpcError(f"{what}: calls of {gate.name} wait for one another there, and {circle}"))
+        self._fail(call, RpcError(f"{what}: calls of {limit.name} wait for one another there, and {cycle}"))
 
     def _fail(self, call: InboundCall, error: RpcError) -> None:
         self._errors.log(call, error)
@@ -433,7 +437,7 @@ class CallService:
         if call.is_stale:
             return
         if call.link is None:
-            self._answered.add(call)
+            self._recent_replies.add(call)
         try:
             self._reply(call, kind, answer, may_wait)
         except Exception as error:  # such as a body of more than 4 GiB; its caller is not to wait for ever
@@ -442,15 +446,15 @@ class CallService:
     def _forget(self, call: InboundCall) -> None:
         self._known.pop((call.sender, call.call_id), None)
         call.has_ended = True
-        if call.gate is not None:
+        if call.limit is not None:
             with self._lock:
                 # They line up under the lock that they were let in under: of two threads, the one that let the later
                 # call in may be the first to get further.
-                admitted = [each for each in call.gate.leave(call) if self._is_next(each)]
+                admitted = [each for each in call.limit.leave(call) if self._is_next(each)]
             self._admit(admitted)
 
     def _is_next(self, call: InboundCall) -> bool:
-        """Under the lock: whether a call that its gate has let in may be begun; else `_start_next` does it."""
+        """Return True if a call that its limit has admitted may begin, under the lock; else `_start_next` begins it."""
         method = self._methods[call.method]
         return method.is_async or method.is_inline or self._order.line_up(call)
 
@@ -463,8 +467,8 @@ class CallService:
                 self._pool.submit(partial(self._run, call, method, not method.is_inline))
 
     def _refuse_queued(self) -> None:
-        """All threads there may be wait for other calls: what these have led to is among what is queued, and with no
-        thread for it they might wait for ever."""
+        """Refuse queued calls that handlers made: all threads there may be wait for other calls, perhaps for these, and
+        with no thread for them they might wait for ever."""
         if getattr(self._refusing, "is_here", False):
             return
         self._refusing.is_here = True
@@ -472,8 +476,8 @@ class CallService:
             while queued := self._pool.withdraw(self._was_led_to):
                 for work in queued:
                     assert isinstance(work, partial)
-                    call, _, in_line = work.args
-                    if in_line:
+                    call, _, in_order = work.args
+                    if in_order:
                         self._start_next(call)
                     error = RpcError(
                         f"the call of {call.method!r} in worker {self._worker} was refused: all "
@@ -485,5 +489,5 @@ class CallService:
             self._refusing.is_here = False
 
     def _was_led_to(self, work: Callable[[], object]) -> bool:
-        """Whether work of the pool is a call that some handler made."""
+        """Return True if work of the pool is a call that some handler made."""
         return isinstance(work, partial) and work.func == self._run and bool(work.args[0].chain)

@@ -15,7 +15,7 @@ import pytest
 from tests.support.bus import PATIENCE_S, World, entry
 from unified.bus.calls.inbound import current_call
 from unified.bus.calls.registry import rpc
-from unified.bus.calls.sender import Courier
+from unified.bus.calls.sender import Sender
 from unified.bus.calls.server import MAX_HANDLER_THREADS
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.transport.io_threads import INLINE_TICKS
@@ -202,9 +202,9 @@ def test_cancelled_call_in_line_lets_the_next_through(world: World) -> None:
 
     a, b = world.pair({"alone": alone})
     first, second, third = (a.call("b", "alone", (i,), {}) for i in range(3))
-    eventually(lambda: len(b._service._known) == 3 and ran)
+    eventually(lambda: len(b._server._known) == 3 and ran)
     assert second.cancel()
-    eventually(lambda: len(b._service._known) == 2)
+    eventually(lambda: len(b._server._known) == 2)
     release.set()
     assert (first.result(PATIENCE_S), third.result(PATIENCE_S)) == (0, 2)
     assert ran == [0, 2]
@@ -365,7 +365,7 @@ def test_cancelling_from_another_thread_wakes_whoever_receives(world: World) -> 
     future = a.call("b", "wait", (), {})
     waiter = threading.Thread(target=future.exception)
     waiter.start()
-    eventually(lambda: b._service._known)
+    eventually(lambda: b._server._known)
     future.cancel()
     waiter.join(PATIENCE_S)
     assert not waiter.is_alive()
@@ -379,7 +379,7 @@ def test_link_that_breaks_without_a_death_ends_the_call(world: World) -> None:
     a, b = world.pair({"wait": lambda: release.wait(PATIENCE_S), "ping": lambda: 1})
     assert call(a, "ping") == 1
     future = a.call("b", "wait", (), {})
-    eventually(lambda: any(method.method == "wait" for method in b._service._known.values()))
+    eventually(lambda: any(method.method == "wait" for method in b._server._known.values()))
     link = a._connections._connections[b.inbox_id]
     assert isinstance(link, UnixConnection)
     link._socket.shutdown(2)
@@ -395,12 +395,12 @@ def test_the_memory_of_arguments_and_results_is_free_before_the_answer_goes(
     """Who calls again at once would else get new memory from the system, which can take longer than the call itself."""
     seen: list[weakref.ref[Any]] = []
     left: list[bool] = []
-    send = Courier.send
+    send = Sender.send
 
-    def look(courier: Courier, way: Any, envelope: Envelope, *more: Any) -> bool:
+    def look(sender: Sender, way: Any, envelope: Envelope, *more: Any) -> bool:
         if envelope.kind is Kind.RESULT:
             left.append(seen[-1]() is not None)
-        return send(courier, way, envelope, *more)
+        return send(sender, way, envelope, *more)
 
     def take(array: np.ndarray) -> int:
         memory: Any = array
@@ -414,7 +414,7 @@ def test_the_memory_of_arguments_and_results_is_free_before_the_answer_goes(
         seen.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(Courier, "send", look)
+    monkeypatch.setattr(Sender, "send", look)
     a, _ = world.pair({"take": take, "make": make})
     for _ in range(10):  # on a thread of the pool, and where it is received
         call(a, "take", np.ones(1_000_000, "u1"))

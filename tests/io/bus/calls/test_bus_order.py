@@ -19,9 +19,9 @@ from unified.testing import eventually
 def test_caller_of_a_call_that_came_too_late_to_be_believed_is_told(world: World) -> None:
     ran: list[int] = []
     a, b = world.pair({"note": ran.append})
-    a._courier._places = itertools.count(10 * SeenCalls.KEPT)
+    a._sender._places = itertools.count(10 * SeenCalls.KEPT)
     a.call("b", "note", (1,), {}).result(PATIENCE_S)
-    a._courier._places = itertools.count(1)
+    a._sender._places = itertools.count(1)
     with pytest.raises(RouteLostError, match="the call of 'note' reached worker b behind so many later ones"):
         a.call("b", "note", (2,), {}).result(PATIENCE_S)
     assert ran == [1]
@@ -34,15 +34,15 @@ def test_call_whose_argument_takes_long_to_be_copied_is_not_too_old(
     monkeypatch.setattr(SeenCalls, "KEPT", 2 * SeenCalls._BITS)
     is_copying, release = threading.Event(), threading.Event()
     a, _ = world.pair({"size": lambda value: len(value)})
-    share = a._courier._share
+    share = a._sender._share
 
-    def share_slowly(way: Any, parcel: Any) -> Any:
-        if parcel.content.buffers:
+    def share_slowly(way: Any, payload: Any) -> Any:
+        if payload.content.buffers:
             is_copying.set()
             assert release.wait(PATIENCE_S)
-        return share(way, parcel)
+        return share(way, payload)
 
-    a._courier._share = share_slowly  # type: ignore[method-assign]
+    a._sender._share = share_slowly  # type: ignore[method-assign]
     sizes: list[int] = []
     large = threading.Thread(
         target=lambda: sizes.append(a.call("b", "size", (np.ones(100_000),), {}).result(PATIENCE_S))
@@ -67,7 +67,7 @@ def test_calls_that_waited_for_their_worker_go_before_those_that_are_made_while_
     futures = [a.call("b", "note", (i,), {}) for i in range(50)]
     _, inbox = world.endpoint("b", {"note": note})
     is_sending, release = threading.Event(), threading.Event()
-    send = a._courier.call
+    send = a._sender.call
 
     def send_slowly(*args: Any) -> int:
         if not is_sending.is_set():
@@ -75,7 +75,7 @@ def test_calls_that_waited_for_their_worker_go_before_those_that_are_made_while_
             assert release.wait(PATIENCE_S)
         return send(*args)
 
-    a._courier.call = send_slowly  # type: ignore[method-assign, assignment]
+    a._sender.call = send_slowly  # type: ignore[method-assign, assignment]
     news = threading.Thread(target=a.update_directory, args=([entry("b", inbox)],))
     news.start()
     assert is_sending.wait(PATIENCE_S)

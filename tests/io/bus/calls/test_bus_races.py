@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.bus import PATIENCE_S, World, entry
 from unified.bus.calls import client
-from unified.bus.calls.sender import Parcel
+from unified.bus.calls.sender import OutgoingPayload
 from unified.bus.streams.stream import StreamFeed
 from unified.errors import RpcCancelledError, RpcTimeoutError, WorkerDiedError
 from unified.protocol.records import Reachability
@@ -27,14 +27,14 @@ def test_stream_whose_call_is_cancelled_while_it_is_opened_ends(world: World, mo
     a, b = world.pair({"count": count})
 
     def make_feed(*args: Any, **options: Any) -> StreamFeed:
-        (call_id,) = a._desk._outbound
-        a._desk._cancel(call_id)
+        (call_id,) = a._client._outbound
+        a._client._cancel(call_id)
         return StreamFeed(*args, **options)
 
     monkeypatch.setattr(client, "StreamFeed", make_feed)
     with pytest.raises(RpcCancelledError):
         a.call("b", "count", (), {}).result(PATIENCE_S / 2)
-    assert eventually(lambda: not b._service._known)
+    assert eventually(lambda: not b._server._known)
     assert all(link._num_wanting == 0 for link in a._io.connections)
 
 
@@ -44,10 +44,10 @@ def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypa
     a, b = world.pair({"size": len})
     data = np.zeros(2**20, "u1")
     assert a.call("b", "size", (data,), {}).result(PATIENCE_S) == 2**20
-    grant = Parcel.grant
+    grant = OutgoingPayload.grant
 
-    def die_and_grant(self: Parcel, *args: Any) -> Any:
-        monkeypatch.setattr(Parcel, "grant", grant)
+    def die_and_grant(self: OutgoingPayload, *args: Any) -> Any:
+        monkeypatch.setattr(OutgoingPayload, "grant", grant)
         (link,) = a._io.connections
         b.close()
         assert eventually(lambda: link.is_lost)
@@ -55,7 +55,7 @@ def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypa
         a.update_directory([dead])
         return grant(self, *args)
 
-    monkeypatch.setattr(Parcel, "grant", die_and_grant)
+    monkeypatch.setattr(OutgoingPayload, "grant", die_and_grant)
     with pytest.raises(WorkerDiedError):
         a.call("b", "size", (data,), {}).result(PATIENCE_S)
     gc.collect()

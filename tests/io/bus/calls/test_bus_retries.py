@@ -70,7 +70,7 @@ def test_cancelling_reaches_the_attempt_that_runs(world: World) -> None:
     a, _ = world.endpoint("a")
     future = retried(a, "ping")
     assert future.cancel()
-    assert not a._desk._outbound
+    assert not a._client._outbound
 
 
 def test_full_window_is_tried_again(world: World) -> None:

@@ -119,8 +119,8 @@ def test_answers_that_are_not_taken(world_of_links: World, method: str) -> None:
     ids = stopped.answers(NUM_CALLS)
     writer.join(PATIENCE_S)
     assert sorted(ids) == sorted(began) == list(range(1, NUM_CALLS + 1))
-    assert eventually(lambda: not b._service._known)
-    assert not b._service._parked
+    assert eventually(lambda: not b._server._known)
+    assert not b._server._parked
     stopped.close()
 
 
@@ -138,8 +138,8 @@ def test_caller_that_dies_while_its_answers_wait(world_of_links: World) -> None:
     stopped.close()
     writer.join(PATIENCE_S)
     assert eventually(lambda: not b._io.connections)
-    assert eventually(lambda: not b._service._known)
-    assert not b._service._parked
+    assert eventually(lambda: not b._server._known)
+    assert not b._server._parked
 
 
 def test_last_answers_leave_before_the_bus_is_closed(world_of_links: World) -> None:
@@ -147,7 +147,7 @@ def test_last_answers_leave_before_the_bus_is_closed(world_of_links: World) -> N
     caller = Stopped(inbox)
     for i in range(1, 6):
         caller.call(i, "plain")
-    assert eventually(lambda: backlog(b) > 0 and len(b._service._known) == 0 and b._io.connections)
+    assert eventually(lambda: backlog(b) > 0 and len(b._server._known) == 0 and b._io.connections)
     answers: list[int] = []
     reader = threading.Timer(0.1, lambda: answers.extend(caller.answers(5)))
     reader.start()
@@ -207,7 +207,7 @@ def test_every_end_of_a_call_is_the_end_of_it(world: World) -> None:
         assert start(method).exception(PATIENCE_S) is not None
     assert start("forever", 0.05).exception(PATIENCE_S) is not None
     cancelled = [start(each) for each in ("forever", "promise", "alone", "alone", "alone")]
-    assert eventually(lambda: later and len(b._service._known) == 5)
+    assert eventually(lambda: later and len(b._server._known) == 5)
     for each in cancelled:
         each.cancel()
     later[0].set_result(1)
@@ -221,8 +221,8 @@ def test_every_end_of_a_call_is_the_end_of_it(world: World) -> None:
         start(method).result(PATIENCE_S).close()
         del cancelled[:]
         start(method).result(PATIENCE_S)  # dropped at once
-    assert eventually(lambda: not b._service._known)
-    assert eventually(lambda: not b._service._order._lines)
-    assert all(not gate.running and not gate.waiting for gate in b._service._gates.values())
-    assert eventually(lambda: not a._desk._outbound)
-    assert a._desk._window.held("b") == 0
+    assert eventually(lambda: not b._server._known)
+    assert eventually(lambda: not b._server._order._lines)
+    assert all(not gate.running and not gate.waiting for gate in b._server._limits.values())
+    assert eventually(lambda: not a._client._outbound)
+    assert a._client._flow_control.held("b") == 0

@@ -95,7 +95,7 @@ def test_items_come_in_order_to_the_end(a: BusEndpoint, method: str, counter: Co
     assert list(stream(a, method, 500)) == list(range(500))
     assert counter.ends == ["end"]
     assert list(stream(a, method, 0)) == []
-    assert not a._desk._outbound
+    assert not a._client._outbound
 
 
 async def test_async_iteration(a: BusEndpoint, method: str) -> None:
@@ -136,7 +136,7 @@ def test_early_close_closes_the_generator(a: BusEndpoint, method: str, counter: 
     assert counter.ended.wait(PATIENCE_S)
     assert counter.ends == ["GeneratorExit"]
     assert list(items) == []
-    eventually(lambda: not a._desk._outbound)
+    eventually(lambda: not a._client._outbound)
 
 
 def test_dropped_handle_closes_the_generator(a: BusEndpoint, method: str, counter: Counter) -> None:
@@ -152,8 +152,8 @@ def test_dropped_future_closes_the_generator(world: World, method: str, counter:
     a, b = world.pair(counter.methods())
     a.call("b", method, (1000,), {})
     gc.collect()
-    eventually(lambda: not a._desk._outbound)
-    eventually(lambda: not b._service._known)
+    eventually(lambda: not a._client._outbound)
+    eventually(lambda: not b._server._known)
     assert counter.ends in ([], ["GeneratorExit"])  # none: it was closed before it had begun
 
 
@@ -193,7 +193,7 @@ def test_generator_that_waits_for_its_caller_ends_at_the_deadline(
     got = []
     with pytest.raises(RpcTimeoutError):
         got += list(iter(lambda: next(items), None))
-    eventually(lambda: not a._desk._outbound)
+    eventually(lambda: not a._client._outbound)
 
 
 def test_error_after_some_items(world: World) -> None:
@@ -312,7 +312,7 @@ def test_death_of_the_caller_closes_the_generator(world: World, method: str, cou
     b.update_directory([entry("a", None, 0, Reachability.DEAD, "killed")])
     assert counter.ended.wait(PATIENCE_S)
     assert counter.ends == ["GeneratorExit"]
-    eventually(lambda: not b._service._known)
+    eventually(lambda: not b._server._known)
     items.close()
 
 
@@ -350,7 +350,7 @@ def test_relay_that_is_lost_ends_the_streams_that_went_through_it(
             list(items)
         assert counter.ended.wait(PATIENCE_S)
         assert counter.ends == ["GeneratorExit"]
-        eventually(lambda: not b._service._known)
+        eventually(lambda: not b._server._known)
         relay = BusRelay(address)
         relay.start()
         assert list(a.call("b", method, (20,), {}, timeout=PATIENCE_S).result()) == list(range(20))
@@ -367,7 +367,7 @@ def test_callee_that_loses_its_relay_says_so_to_who_might_wait_for_what_was_lost
         a, b = world.pair(counter.methods())
         items = stream(a, "never")
         assert next(items) == 0
-        b._sorter.relay_lost()
+        b._dispatcher.relay_lost()
         with pytest.raises(RouteLostError, match="the connection of worker b to the bus relay broke"):
             next(items)
         assert counter.ended.wait(PATIENCE_S)

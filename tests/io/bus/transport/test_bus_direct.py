@@ -176,7 +176,7 @@ def test_a_connection_that_breaks_ends_the_calls_that_were_sent_on_it(hosts: Hos
     hosts.to_a.open()
     hosts.to_b.open()
     future = hosts.a.call("b", "wait", (), {})
-    eventually(lambda: any(call.method == "wait" for call in hosts.b._service._known.values()))
+    eventually(lambda: any(call.method == "wait" for call in hosts.b._server._known.values()))
     hosts.to_b.reset()
     with pytest.raises(RouteLostError, match=r"lost while 'wait' was open \(the connection to tcp://.* broke\)"):
         future.result(PATIENCE_S)
@@ -205,9 +205,9 @@ def test_an_answer_that_was_lost_on_its_way_ends_its_call(hosts: Hosts, method: 
     hosts.to_a.swallows = True
     future = hosts.a.call("b", method, (), {})
     way = hosts.way(hosts.b, hosts.a)
-    known = hosts.b._service._known
+    known = hosts.b._server._known
     if method == "ping":
-        eventually(lambda: len(hosts.b._service._answered) == 2)
+        eventually(lambda: len(hosts.b._server._recent_replies) == 2)
     else:
         eventually(lambda: any(call.stream is not None for call in known.values()))
     assert not future.done()

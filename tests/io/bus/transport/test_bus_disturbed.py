@@ -64,7 +64,7 @@ def test_interrupted_wait_loses_nothing(world: World) -> None:
     assert call(a, "ping") == 1
     release.set()
     assert [each.result(PATIENCE_S) for each in futures] == [0, 1, 2]
-    assert eventually(lambda: not b._service._known)
+    assert eventually(lambda: not b._server._known)
 
 
 def test_interrupts_at_any_moment_end_every_call(world: World) -> None:
@@ -287,13 +287,13 @@ def test_no_file_numbers_left_is_waited_out(tmp_path: Path, caplog: pytest.LogCa
 
 def test_answer_that_cannot_be_sent_is_an_error_of_its_call(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = world.pair({"ping": lambda: 1})
-    send = b._courier.send
+    send = b._sender.send
 
     def fail(way: Any, envelope: Envelope, *rest: Any) -> bool:
         if envelope.kind is Kind.RESULT:
             raise OverflowError("too large to be said")
         return send(way, envelope, *rest)
 
-    monkeypatch.setattr(b._courier, "send", fail)
+    monkeypatch.setattr(b._sender, "send", fail)
     with pytest.raises(OverflowError, match="too large to be said"):
         call(a, "ping")

@@ -209,18 +209,18 @@ def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path
     try:
         a, b = world.pair({"ping": lambda: "pong", "swallow": lambda: "lost"})
         assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
-        reply, answered = b._service._reply, threading.Event()
+        reply, answered = b._server._reply, threading.Event()
 
         def lose(*args: Any, **kwargs: Any) -> bool:
             answered.set()
             return True
 
-        b._service._reply = lose
+        b._server._reply = lose
         pending = a.call("b", "swallow", (), {})
         assert answered.wait(PATIENCE_S)
-        b._service._reply = reply
+        b._server._reply = reply
         assert not pending.done()
-        b._sorter.relay_lost()
+        b._dispatcher.relay_lost()
         with pytest.raises(RouteLostError, match="the answer to 'swallow' may have been lost"):
             pending.result(PATIENCE_S)
         assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.calls.concurrency import Gate, Pace, StartOrder
+from unified.bus.calls.concurrency import ConcurrencyLimit, InlinePolicy, SenderOrder
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import InboundCall
 
@@ -14,55 +14,55 @@ def call(call_id: int, sender: str = "a", method: str = "m", chain: list[int] | 
     return InboundCall(call_id, sender, "a_1-0_1-0", method, None, b"", [], chain=chain or [])
 
 
-@given(limit=st.integers(1, 4), ends=st.lists(st.integers(0, 9), max_size=40), count=st.integers(0, 20))
-def test_gate_admits_in_order_and_never_too_many(limit: int, ends: list[int], count: int) -> None:
-    gate = Gate[InboundCall]("m", limit)
+@given(size=st.integers(1, 4), ends=st.lists(st.integers(0, 9), max_size=40), count=st.integers(0, 20))
+def test_gate_admits_in_order_and_never_too_many(size: int, ends: list[int], count: int) -> None:
+    limit = ConcurrencyLimit[InboundCall]("m", size)
     calls = [call(i) for i in range(count)]
-    started = [each for each in calls if gate.enter(each)]
+    started = [each for each in calls if limit.enter(each)]
     for pick in ends:
-        assert len(gate.running) <= limit
-        if gate.running:
-            started += gate.leave(gate.running[pick % len(gate.running)])
-    while gate.running:
-        started += gate.leave(gate.running[0])
+        assert len(limit.running) <= size
+        if limit.running:
+            started += limit.leave(limit.running[pick % len(limit.running)])
+    while limit.running:
+        started += limit.leave(limit.running[0])
     assert started == calls
-    assert not gate.waiting
+    assert not limit.waiting
 
 
 def test_call_given_up_in_line_lets_the_next_through() -> None:
-    gate = Gate[InboundCall]("m", 1)
+    limit = ConcurrencyLimit[InboundCall]("m", 1)
     first, second, third = call(1), call(2), call(3)
-    assert [gate.enter(each) for each in (first, second, third)] == [True, False, False]
-    assert gate.leave(second) == []
-    assert gate.leave(first) == [third]
+    assert [limit.enter(each) for each in (first, second, third)] == [True, False, False]
+    assert limit.leave(second) == []
+    assert limit.leave(first) == [third]
 
 
 def test_circle_is_seen_only_while_somebody_waits_in_it() -> None:
-    gate = Gate[InboundCall]("m", 1)
+    limit = ConcurrencyLimit[InboundCall]("m", 1)
     holder = call(1)
-    assert gate.enter(holder)
+    assert limit.enter(holder)
     own, other = call(2, "b", chain=[holder.token]), call(3, "c", chain=[77])
-    assert not gate.enter(own)
-    assert not gate.enter(other)
-    assert gate.hopeless() == []  # its handler may return without waiting
+    assert not limit.enter(own)
+    assert not limit.enter(other)
+    assert limit.deadlocked() == []  # its handler may return without waiting
     holder.waits = (RpcFuture(),)
-    assert gate.hopeless() == [own]
+    assert limit.deadlocked() == [own]
 
 
 def test_gate_for_two_is_hopeless_only_when_both_wait_for_the_call() -> None:
-    gate = Gate[InboundCall]("m", 2)
+    limit = ConcurrencyLimit[InboundCall]("m", 2)
     one, two = call(1), call(2)
-    gate.enter(one)
-    gate.enter(two)
-    gate.enter(call(3, chain=[one.token]))
-    gate.enter(inner := call(4, chain=[one.token, two.token]))
+    limit.enter(one)
+    limit.enter(two)
+    limit.enter(call(3, chain=[one.token]))
+    limit.enter(inner := call(4, chain=[one.token, two.token]))
     one.waits = two.waits = (RpcFuture(),)
-    assert gate.hopeless() == [inner]
+    assert limit.deadlocked() == [inner]
 
 
 @given(st.lists(st.sampled_from(["start", "come"]), max_size=30))
 def test_one_after_the_other(moves: list[str]) -> None:
-    order = StartOrder[InboundCall]()
+    order = SenderOrder[InboundCall]()
     came = handed = 0
     out: list[InboundCall] = []
     for move in moves:
@@ -86,27 +86,27 @@ def test_one_after_the_other(moves: list[str]) -> None:
 
 
 def test_pace_has_to_be_shown_again_after_a_long_run() -> None:
-    pace = Pace()
+    policy = InlinePolicy()
     for _ in range(4):
-        assert not pace.is_short
-        pace.took(0.0001)
-    assert pace.is_short
-    pace.took(0.5)
-    assert not pace.is_short
+        assert not policy.is_short
+        policy.took(0.0001)
+    assert policy.is_short
+    policy.took(0.5)
+    assert not policy.is_short
     for _ in range(15):
-        pace.took(0.0001)
-    assert not pace.is_short
-    pace.took(0.0001)
-    assert pace.is_short
+        policy.took(0.0001)
+    assert not policy.is_short
+    policy.took(0.0001)
+    assert policy.is_short
 
 
 def test_pace_forgives_a_long_call_after_many_short_ones() -> None:
-    pace = Pace()
-    for _ in range(Pace.MANY):
-        pace.took(0.0001)
-    pace.took(0.5)
-    assert pace.is_short
-    for _ in range(Pace.MANY - 1):
-        pace.took(0.0001)
-    pace.took(0.5)
-    assert not pace.is_short
+    policy = InlinePolicy()
+    for _ in range(InlinePolicy.MANY):
+        policy.took(0.0001)
+    policy.took(0.5)
+    assert policy.is_short
+    for _ in range(InlinePolicy.MANY - 1):
+        policy.took(0.0001)
+    policy.took(0.5)
+    assert not policy.is_short

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.calls.dispatcher import MAX_OUTSIDERS, Intake, SeenCalls, TooOldError
+from unified.bus.calls.dispatcher import MAX_OUTSIDERS, Admission, SeenCalls, TooOldError
 from unified.bus.identity import BusIdentity
 from unified.bus.transport.connections import Tombstones
 from unified.errors import ProtocolError, VersionMismatchError
@@ -45,17 +45,17 @@ def test_gap_of_any_size_is_one_step() -> None:
 
 
 def test_repetitions_are_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    intake = Intake(ME, Tombstones())
+    admission = Admission(ME, Tombstones())
     for i in range(1000):
         envelope = Envelope(BUS_VERSION, Kind.CALL, i, "a", "w", "b", count=i)
-        intake.check_new(envelope)
+        admission.check_new(envelope)
         with pytest.raises(ProtocolError, match=rf"call {i} of worker w came a second time") as caught:
-            intake.check_new(envelope)
-        intake.reject(caught.value)
-    assert intake.num_rejected == 1000
+            admission.check_new(envelope)
+        admission.reject(caught.value)
+    assert admission.num_rejected == 1000
     assert len(caplog.records) == 1
-    intake.forget("a")
-    assert not intake._seen
+    admission.forget("a")
+    assert not admission._seen
 
 
 @given(st.permutations(range(1, 40)), st.lists(st.integers(0, 38)))
@@ -77,10 +77,10 @@ def test_ids_are_forgotten_without_being_believed_again(monkeypatch: pytest.Monk
 
 
 def test_what_is_known_to_have_come_is_told_from_what_is_only_old() -> None:
-    intake = Intake(ME, Tombstones())
+    admission = Admission(ME, Tombstones())
 
     def come(place: int) -> None:
-        intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 7, "a", "a_1-0_1-0", "b", count=place))
+        admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 7, "a", "a_1-0_1-0", "b", count=place))
 
     for place in (1, 2 * SeenCalls.KEPT, 2 * SeenCalls.KEPT - 1):
         come(place)
@@ -93,36 +93,36 @@ def test_what_is_known_to_have_come_is_told_from_what_is_only_old() -> None:
 
 
 def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    intake = Intake(ME._replace(job="job-1", inbox="me", worker="b"), Tombstones())
+    admission = Admission(ME._replace(job="job-1", inbox="me", worker="b"), Tombstones())
     right = Envelope(BUS_VERSION, Kind.CALL, 1, "a", "a_1-0_1-0", "me", "m", job="job-1")
-    assert intake.read(encode_envelope(right)) == right
-    intake.check_new(right)
+    assert admission.read(encode_envelope(right)) == right
+    admission.check_new(right)
     with pytest.raises(ProtocolError, match="came a second time"):
-        intake.check_new(right)
+        admission.check_new(right)
     with pytest.raises(ProtocolError, match="of job 'job-2', and this is 'job-1'"):
-        intake.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 2, "a", "a", "me", "m", job="job-2")))
+        admission.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 2, "a", "a", "me", "m", job="job-2")))
     with pytest.raises(ProtocolError, match="not this life's"):
-        intake.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 3, "a", "a", "you", "m", job="job-1")))
+        admission.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 3, "a", "a", "you", "m", job="job-1")))
     newer = encode_envelope(Envelope(BUS_VERSION + 1, Kind.CALL, 3, "a", "a", "me", "m", job="job-1"))
     for _ in range(3):
         with pytest.raises(VersionMismatchError) as raised:
-            intake.read(newer)
-        intake.reject(raised.value)
-    assert intake.num_rejected == 3
+            admission.read(newer)
+        admission.reject(raised.value)
+    assert admission.num_rejected == 3
     assert len(caplog.records) == 1
 
 
 def test_calls_of_the_dead_are_refused_however_old() -> None:
     departed = Tombstones()
-    intake = Intake(ME, departed)
-    intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "a_1-0_1-0", "b", count=1))
+    admission = Admission(ME, departed)
+    admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "a_1-0_1-0", "b", count=1))
     departed.add("a")
-    intake.forget("a")
+    admission.forget("a")
     for call_id in (1, 2):
         with pytest.raises(ProtocolError, match=f"call {call_id} of a life of worker a_1-0_1-0 that is over"):
-            intake.check_new(Envelope(BUS_VERSION, Kind.CALL, call_id, "a", "a_1-0_1-0", "b", count=call_id))
-    assert not intake._seen
-    intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a2", "a_1-0_1-0", "b", count=1))
+            admission.check_new(Envelope(BUS_VERSION, Kind.CALL, call_id, "a", "a_1-0_1-0", "b", count=call_id))
+    assert not admission._seen
+    admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a2", "a_1-0_1-0", "b", count=1))
 
 
 def test_only_so_many_of_the_dead_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,24 +134,26 @@ def test_only_so_many_of_the_dead_are_remembered(monkeypatch: pytest.MonkeyPatch
 
 
 def test_each_kind_of_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    intake = Intake(ME, Tombstones())
-    intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "w", "b", count=2 * SeenCalls.KEPT))
+    admission = Admission(ME, Tombstones())
+    admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "w", "b", count=2 * SeenCalls.KEPT))
     for _ in range(3):
         for place in (1, 2 * SeenCalls.KEPT):  # one too old, and one a second time: both begin with the same word
             with pytest.raises(ProtocolError) as caught:
-                intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "w", "b", count=place))
-            intake.reject(caught.value)
-        intake.reject(ProtocolError("never raised"))
+                admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "w", "b", count=place))
+            admission.reject(caught.value)
+        admission.reject(ProtocolError("never raised"))
     assert len(caplog.records) == 3
-    assert intake.num_rejected == 9
+    assert admission.num_rejected == 9
 
 
 def test_callers_from_outside_the_job_come_and_go_without_end() -> None:
-    intake = Intake(ME, Tombstones())
+    admission = Admission(ME, Tombstones())
     gone: list[str] = []
-    intake.on_outsider_gone = gone.append
+    admission.on_outsider_gone = gone.append
     for number in range(MAX_OUTSIDERS + 3):
-        intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, f"o{number}", f"{OUTSIDE}me@host-{number}", "b", count=1))
-        intake.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, f"w{number}", "worker", "b", count=1))
+        admission.check_new(
+            Envelope(BUS_VERSION, Kind.CALL, 1, f"o{number}", f"{OUTSIDE}me@host-{number}", "b", count=1)
+        )
+        admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, f"w{number}", "worker", "b", count=1))
     assert gone == ["o0", "o1", "o2"]
-    assert len(intake._seen) == MAX_OUTSIDERS + MAX_OUTSIDERS + 3  # workers are forgotten when they end
+    assert len(admission._seen) == MAX_OUTSIDERS + MAX_OUTSIDERS + 3  # workers are forgotten when they end

@@ -1,16 +1,24 @@
-"""Calls that wait for one another in a circle, through any number of workers: how one is found, and broken. Pure.
+"""Deadlock detection on the waits-for graph of calls, over any number of workers, and the call that breaks a cycle.
+Pure.
 
-A call is *halted* in one of two ways. It is in line at a gate, and goes on when **any** of the calls that the gate has
-let in ends. Or its handler waits for calls that it made, and goes on when **all** of them have ended (a handler that
-would go on with the first of several is taken to need them all). A worker tells the callers of its halted calls what
-these wait for, and all that it has heard of those; so what is known goes back along open calls until it comes round.
+Source: Chandy, Misra and Haas, *Distributed Deadlock Detection*, ACM TOCS 1983. Their probes chase the edges of the
+graph from process to process; a probe that comes back to its start has found a cycle. Ours differs in three ways:
 
-A generator that is as far ahead of its reader as it may be waits for that reader, and holds its gate meanwhile. Of its
-reader only the caller knows; so where the way leads through one it is the caller that ends a call: one of its own that
-is in line or, if none is, one of its own that leads there.
+- Waits are of two kinds. A queued call goes on when **any** of the calls that its limit has admitted ends (OR). A
+  handler goes on when **all** of the calls that it waits for have ended (AND; one that would go on with the first of
+  several is
+  taken to need them all). A probe serves only one kind at a time; here the graph is reduced: calls that may go on are
+  taken out until none is left to take (`stuck`). What remains is deadlocked, and nothing else is.
+- Messages go against the edges: a worker tells the callers of its blocked calls what these wait for, and all that it
+  has heard of those. So each worker comes to know the whole of a cycle that its own calls are in. - One call is
+  refused: the queued call of the cycle whose name comes first, which all workers choose alike.
 
-What was true once is true still, whenever it was heard: none of the calls in a circle has ended, for each needs another
-of them to end first. Only a wait that was given up can make it untrue; so what was heard is soon forgotten.
+A generator that is as far ahead of its reader as it may be waits for that reader, and holds its limit meanwhile. Only
+the caller knows the reader; so in a cycle through one the caller ends a call: one of its own that is queued or, if none
+is, one of its own that leads there.
+
+Knowledge does not go stale while a cycle stands: none of its calls has ended, for each needs another of them to end
+first. Only a wait that was given up can make an edge untrue; so reports of other workers are soon forgotten.
 """
 
 from __future__ import annotations
@@ -24,166 +32,166 @@ from unified.errors import ProtocolError
 from unified.protocol.framing import UNREADABLE
 
 REPEAT_S = 2.0
-"""A caller that was told is told again after so long, or when there is news."""
+"""Seconds after which a caller that was told is told again; news goes at once."""
 KEEP_S = 5.0
-"""What was heard counts for so long."""
+"""Seconds for which a report of another worker counts."""
 MOST_TOLD = 256
-"""Halted calls in one message."""
+"""Number of blocked calls in one message, at most."""
 
 
-class Halted(msgspec.Struct, frozen=True, array_like=True):
-    """A call that does not go on."""
+class BlockedCall(msgspec.Struct, frozen=True, array_like=True):
+    """A call that does not go on, and its edges in the graph."""
 
     call: str
-    """Its name, in all workers the same (`name_of`)."""
+    """Name of the call, the same in all workers (`name_of`)."""
     inbox: str
-    """Of its callee."""
+    """Inbox of its callee."""
     words: str
-    is_in_line: bool
-    """It needs one of `waits_for` to end; else all of them."""
+    is_queued: bool
+    """True if the call needs one of `waits_for` to end (OR); False: all of them (AND)."""
     waits_for: list[str]
 
 
 class Findings(NamedTuple):
-    """What a look at the calls that are halted here came to, by the name of the call."""
+    """Outcome of a look at the calls that are blocked here, by the name of the call."""
 
-    tell: dict[str, list[Halted]]
-    """Callers that are to be told, and what."""
+    tell: dict[str, list[BlockedCall]]
+    """Reports for callers."""
     refuse: dict[str, str]
-    """Calls that are in line for ever, and the circle in words: those in line here, and those made here."""
+    """Calls that end the wait, queued here or made here, with the cycle in words."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Halted])
+_decoder = msgspec.msgpack.Decoder(list[BlockedCall])
 
 
 def name_of(caller_inbox: str, call_id: int) -> str:
-    """A call's name, of which both its ends know the parts."""
+    """Return the name of a call, whose parts both ends know."""
     return f"{caller_inbox}.{call_id}"
 
 
 def reader_of(stream: str) -> str:
-    """The name of what reads the stream that a call has become; it is halted while the handler it belongs to is."""
+    """Return the name of the reader of a stream, which is blocked while the handler it belongs to is."""
     return f"{stream}>"
 
 
-def encode_halted(halted: list[Halted]) -> bytes:
-    """The body of a WAITS."""
-    return _encoder.encode(halted)
+def encode_blocked(blocked: list[BlockedCall]) -> bytes:
+    """Encode the body of a WAITS."""
+    return _encoder.encode(blocked)
 
 
-def decode_halted(body: bytes | bytearray | memoryview) -> list[Halted]:
-    """The body of a WAITS; ProtocolError if it is none."""
+def decode_blocked(body: bytes | bytearray | memoryview) -> list[BlockedCall]:
+    """Decode the body of a WAITS; ProtocolError if it is none."""
     try:
         return _decoder.decode(body)
     except UNREADABLE as error:
         raise ProtocolError(f"not the body of a WAITS: {error}") from None
 
 
-class Circles:
-    """What one worker knows of halted calls, its own and others'.
+class WaitsForGraph:
+    """The waits-for graph as one worker knows it: its own blocked calls, and those that other workers reported.
 
     Args:
-        inbox_id: of this worker.
+        inbox_id: inbox of this worker.
     """
 
     def __init__(self, inbox_id: str) -> None:
         self._inbox_id = inbox_id
-        self._heard: dict[str, tuple[float, list[Halted]]] = {}
-        self._told: dict[str, tuple[float, list[Halted]]] = {}
+        self._heard: dict[str, tuple[float, list[BlockedCall]]] = {}
+        self._told: dict[str, tuple[float, list[BlockedCall]]] = {}
         self._seen: set[str] = set()
-        """Calls that were halted at the last look."""
+        """Calls that were blocked at the last look."""
 
     @property
     def has_heard(self) -> bool:
-        """Something that counts still was heard before the last look, or since."""
+        """True while a report of another worker counts."""
         return bool(self._heard)
 
-    def hear(self, now: float, call: str, halted: list[Halted]) -> None:
-        """The callee of a call that was made here says what it waits for."""
+    def hear(self, now: float, call: str, blocked: list[BlockedCall]) -> None:
+        """Take in the report of a callee: what a call made here waits for."""
         self._heard.pop(call, None)  # the newest is to be the last
-        self._heard[call] = (now, halted)
+        self._heard[call] = (now, blocked)
 
     def look(
-        self, now: float, here: list[Halted], came: Mapping[str, bool], made_here: Collection[str] = ()
+        self, now: float, here: list[BlockedCall], came: Mapping[str, bool], made_here: Collection[str] = ()
     ) -> Findings:
-        """What is to be done about the calls halted here now.
+        """Return whom to tell of the calls blocked here now, and which calls to end.
 
         Args:
-            here: all of them.
-            came: those of them that are calls from elsewhere, and whether a handler made them. The others are in
-                nobody's way, but for those whose caller holds a stream.
+            here: all calls blocked here.
+            came: those that came from elsewhere, with True if a handler made the call. Other calls are in nobody's
+                way, but for those whose caller holds a stream.
             made_here: calls to others.
         """
         self._heard = {call: heard for call, heard in self._heard.items() if heard[0] + KEEP_S > now}
-        graph = {each.call: each for _, halted in self._heard.values() for each in halted}
-        # Of what is halted here nobody else knows better.
+        graph = {each.call: each for _, blocked in self._heard.values() for each in blocked}
+        # Of what is blocked here nobody else knows better.
         graph = {call: each for call, each in graph.items() if each.inbox != self._inbox_id}
         graph |= {each.call: each for each in here}
         dead = stuck(graph)
         refuse: dict[str, str] = {}
         for each in dead.values():
             is_ours = each.inbox == self._inbox_id or (each.call in made_here and _is_through_reader(each.call, dead))
-            if each.is_in_line and is_ours and is_to_be_refused(each.call, dead):
+            if each.is_queued and is_ours and is_to_be_refused(each.call, dead):
                 refuse[each.call] = in_words(each.call, dead)
         if not refuse:
             ours = [call for call in dead if call in made_here and _is_through_reader(call, dead)]
             ours = [call for call in ours if reader_of(call) not in dead[call].waits_for]  # a stream is to be read on
             refuse |= {call: in_words(call, dead) for call in ours if call == _first_of(ours, call, dead)}
         told, self._told = self._told, {}
-        tell: dict[str, list[Halted]] = {}
+        tell: dict[str, list[BlockedCall]] = {}
         for each in here:
             if each.call not in came or each.call in refuse or each.call not in self._seen:
                 continue
             if not came[each.call] and not _is_through_reader(each.call, graph):
                 continue
-            if not each.is_in_line and not any(call in graph for call in each.waits_for):
+            if not each.is_queued and not any(call in graph for call in each.waits_for):
                 continue
-            halted = [graph[call] for call in reach(each.call, graph)][:MOST_TOLD]
+            blocked = [graph[call] for call in reach(each.call, graph)][:MOST_TOLD]
             told_at, was_told = told.get(each.call, (-REPEAT_S, []))
-            if halted != was_told or told_at + REPEAT_S <= now:
-                tell[each.call] = halted
+            if blocked != was_told or told_at + REPEAT_S <= now:
+                tell[each.call] = blocked
                 told_at = now
-            self._told[each.call] = (told_at, halted)
+            self._told[each.call] = (told_at, blocked)
         self._seen = {each.call for each in here}
         return Findings(tell, refuse)
 
 
-def stuck(graph: dict[str, Halted]) -> dict[str, Halted]:
-    """Those that never go on, whatever the calls do of which nothing is known, with their edges to one another."""
+def stuck(graph: dict[str, BlockedCall]) -> dict[str, BlockedCall]:
+    """Return the calls that can never go on, whatever the unknown calls do: the graph, reduced."""
     dead = dict(graph)
     while free := [
         call
         for call, each in dead.items()
-        if not each.waits_for or not (all if each.is_in_line else any)(other in dead for other in each.waits_for)
+        if not each.waits_for or not (all if each.is_queued else any)(other in dead for other in each.waits_for)
     ]:
         for call in free:
             del dead[call]
     return dead
 
 
-def is_to_be_refused(call: str, dead: dict[str, Halted]) -> bool:
-    """Whether this call in line is the one of its circle that breaks it: of all that could, the one whose name comes
-    first, so that all workers choose the same. A circle that waits for another one is left until that is broken."""
+def is_to_be_refused(call: str, dead: dict[str, BlockedCall]) -> bool:
+    """Return True if this queued call is the one that breaks its cycle: of all that could, the one whose name comes
+    first, so that all workers choose the same. A cycle that waits for another one is left until that is broken."""
     others = reach(call, dead, beyond=True)
     if call not in others:
         return False
-    in_line = [other for other in others if dead[other].is_in_line]
-    return call == min(in_line) and all(call in reach(other, dead, beyond=True) for other in in_line)
+    queued = [other for other in others if dead[other].is_queued]
+    return call == min(queued) and all(call in reach(other, dead, beyond=True) for other in queued)
 
 
-def _is_through_reader(call: str, graph: dict[str, Halted]) -> bool:
+def _is_through_reader(call: str, graph: dict[str, BlockedCall]) -> bool:
     return any(other == reader_of(stream) for stream in reach(call, graph) for other in graph[stream].waits_for)
 
 
-def _first_of(made_here: Collection[str], call: str, dead: dict[str, Halted]) -> str:
-    """Of the calls made here that are in one circle with this one; empty if it is in none."""
+def _first_of(made_here: Collection[str], call: str, dead: dict[str, BlockedCall]) -> str:
+    """Return the first of the calls made here that are in one cycle with this one; empty if it is in none."""
     others = reach(call, dead, beyond=True)
     return min(other for other in others if other in made_here) if call in others else ""
 
 
-def in_words(call: str, dead: dict[str, Halted]) -> str:
-    """The shortest circle through a call."""
+def in_words(call: str, dead: dict[str, BlockedCall]) -> str:
+    """Return the shortest cycle through a call, for messages."""
     path = {other: [call] for other in dead[call].waits_for if other in dead}
     queue = list(path)
     for other in queue:
@@ -193,12 +201,12 @@ def in_words(call: str, dead: dict[str, Halted]) -> str:
             if further in dead and further not in path:
                 path[further] = [*path[other], other]
                 queue.append(further)
-    return " -> ".join(f"{dead[each].words} {_STATES[dead[each].is_in_line]}" for each in path.get(call, [call]))
+    return " -> ".join(f"{dead[each].words} {_STATES[dead[each].is_queued]}" for each in path.get(call, [call]))
 
 
-def reach(call: str, graph: dict[str, Halted], *, beyond: bool = False) -> list[str]:
-    """The halted calls that a call waits for, directly or not, the nearest first; before them itself or, if `beyond`
-    only where the way leads back to it."""
+def reach(call: str, graph: dict[str, BlockedCall], *, beyond: bool = False) -> list[str]:
+    """Return the blocked calls that a call waits for, directly or not, the nearest first. The call itself comes before
+    them or, if `beyond`, only where the way leads back to it."""
     found = dict.fromkeys(_next(call, graph) if beyond else [call])
     queue = list(found)
     for each in queue:
@@ -209,7 +217,7 @@ def reach(call: str, graph: dict[str, Halted], *, beyond: bool = False) -> list[
     return queue
 
 
-def _next(call: str, graph: dict[str, Halted]) -> Iterable[str]:
+def _next(call: str, graph: dict[str, BlockedCall]) -> Iterable[str]:
     return [other for other in graph[call].waits_for if other in graph]
 
 

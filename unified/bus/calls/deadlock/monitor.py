@@ -1,5 +1,5 @@
-"""Looks at the calls in line at gates, as long as there are any that handlers made, and has those refused that would
-wait for ever (`unified.bus.calls.deadlock.graph`)."""
+"""Deadlock monitor of one endpoint: looks at queued calls, as long as there are any that handlers made, and ends calls
+that would wait for ever (`unified.bus.calls.deadlock.graph`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from unified.bus.buffers import Buffer
-from unified.bus.calls.concurrency import Gate
-from unified.bus.calls.deadlock.graph import Circles, Findings, Halted, decode_halted, encode_halted, name_of, reader_of
+from unified.bus.calls.concurrency import ConcurrencyLimit
+from unified.bus.calls.deadlock.graph import (
+    BlockedCall,
+    Findings,
+    WaitsForGraph,
+    decode_blocked,
+    encode_blocked,
+    name_of,
+    reader_of,
+)
 from unified.bus.calls.inbound import InboundCall, Reply
 from unified.bus.calls.retry import LATER
 from unified.bus.codec.codec import Encoded
@@ -24,7 +32,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 _TOLD = float("inf")
 WARN_S = 10.0
-"""A call in line behind a stream that its own caller does not read may wait for ever; after so long the log says so."""
+"""Seconds after which the log names a call that is queued behind a stream of its own caller: it may wait for ever."""
 
 
 class OutgoingCall(NamedTuple):
@@ -32,30 +40,30 @@ class OutgoingCall(NamedTuple):
 
     call_id: int
     awaited: object
-    """Its future, or its feed."""
+    """Future of the call, or feed of its stream."""
     handler: int | None
-    """Token of the call whose handler made it; None: it was made outside of handlers."""
+    """Token of the call whose handler made this one; None: it was made outside of handlers."""
     watcher: int
-    """Ident of the thread that waits for it with `concurrent.futures.wait`, say, which does not tell the bus; or 0."""
+    """Ident of the thread that waits with `concurrent.futures.wait`, say, which does not tell the bus; or 0."""
 
 
-class OpenCalls(Protocol):
-    """The calls that were made here and are open (`unified.bus.calls.client`)."""
+class OutgoingCalls(Protocol):
+    """The open calls that were made here (`unified.bus.calls.client`)."""
 
-    def outgoing(self) -> list[OutgoingCall]: ...
+    def outgoing_calls(self) -> list[OutgoingCall]: ...
     def give_up(self, call_id: int, error: RpcError) -> None: ...
 
 
-class LineWatch:
-    """Looks every `LOOK_S` as long as there is something to see.
+class DeadlockMonitor:
+    """Monitor that looks every `LOOK_S` while calls are queued, or other workers report blocked calls.
 
     Args:
-        known: its calls that have not ended, those in line too.
-        gates: what they are in line at.
-        lock: of the gates.
+        known: incoming calls that have not ended, queued ones too.
+        limits: concurrency limits with their queues.
+        lock: guards the limits.
         reply: tells a caller.
-        refuse: ends a call, if it is in line still, and says why.
-        calls: those that were made here.
+        refuse: ends a call, if it is still queued, and says why.
+        calls: calls that were made here.
     """
 
     def __init__(
@@ -63,31 +71,31 @@ class LineWatch:
         identity: BusIdentity,
         *,
         known: Mapping[tuple[str, int], InboundCall],
-        gates: Mapping[str, Gate[InboundCall]],
+        limits: Mapping[str, ConcurrencyLimit[InboundCall]],
         lock: threading.Lock,
         reply: Reply,
         refuse: Callable[[InboundCall, str], object],
-        calls: OpenCalls,
+        calls: OutgoingCalls,
     ) -> None:
         self._inbox_id = identity.inbox
         self._worker = identity.worker
         self._known = known
         self._outside: dict[int, object] = {}
-        """What is waited for outside of handlers, by the idents of threads and minus the ids of tasks."""
-        self._gates = gates
-        self._lock_of_gates = lock
+        """Calls and streams waited for outside of handlers, by the idents of threads and minus the ids of tasks."""
+        self._limits = limits
+        self._lock_of_limits = lock
         self._reply = reply
         self._refuse = refuse
         self._calls = calls
-        self._circles = Circles(identity.inbox)
+        self._graph = WaitsForGraph(identity.inbox)
         self._behind: dict[str, float] = {}
-        """Calls in line behind streams that their own callers do not read, since when; `_TOLD`: the log says so."""
+        """Times since which calls are queued behind streams of their own callers; `_TOLD`: the log says so."""
         self._lock = threading.Lock()
         self._is_looking = False
         self._is_closed = False
 
     def begin(self) -> None:
-        """There is something to see."""
+        """Begin to look, if nobody does."""
         if not self._is_looking:
             with self._lock:
                 if self._is_looking or self._is_closed:
@@ -96,25 +104,25 @@ class LineWatch:
             LATER.call_after(LOOK_S, self._look)
 
     def hear(self, call_id: int, body: Buffer) -> None:
-        """The callee of a call made here says what it waits for.
+        """Take in the report of a callee: what a call made here waits for.
 
         Raises:
-            ProtocolError: it says nothing that can be read.
+            ProtocolError: the report cannot be read.
         """
-        halted = decode_halted(body)
+        blocked = decode_blocked(body)
         with self._lock:
-            self._circles.hear(time.monotonic(), name_of(self._inbox_id, call_id), halted)
+            self._graph.hear(time.monotonic(), name_of(self._inbox_id, call_id), blocked)
         self.begin()
 
     def begin_outside(self, awaited: object, task: int) -> int:
-        """Outside of handlers this thread is about to wait, or the task of this id; give what comes back to
-        `end_outside`."""
+        """Note that this thread, or the task of this id, is about to wait outside of handlers; give the value returned
+        to `end_outside`."""
         strand = -task or threading.get_ident()
         self._outside[strand] = awaited
         return strand
 
     def end_outside(self, strand: int) -> None:
-        """It waits no more."""
+        """Note that the wait is over."""
         self._outside.pop(strand, None)
 
     def close(self) -> None:
@@ -122,52 +130,53 @@ class LineWatch:
         self._is_closed = True
 
     def _look(self) -> None:
-        self._is_looking = False  # first: what gets in line from here on asks again
+        self._is_looking = False  # first: a call queued from here on asks again
         if self._is_closed:
             return
-        waiting = self._in_line()
+        waiting = self._queued()
         calls = {_name(call): call for call, _ in waiting}
-        here = [self._halted(call, True, [_name(other) for other in let_in]) for call, let_in in waiting]
-        outgoing = _OutgoingCalls(self._inbox_id, self._calls.outgoing())
+        here = [self._blocked(call, True, [_name(other) for other in admitted]) for call, admitted in waiting]
+        index = _WaitIndex(self._inbox_id, self._calls.outgoing_calls())
         for call in list(self._known.values()):
             name = _name(call)
-            if call.gate is not None and _is_parked(call):
+            if call.limit is not None and _is_parked(call):
                 calls[name] = call
-                here.append(self._halted(call, False, [reader_of(name)]))
-            elif names := outgoing.names(call):
+                here.append(self._blocked(call, False, [reader_of(name)]))
+            elif names := index.names(call):
                 calls[name] = call
-                here.append(self._halted(call, False, names))
-                readers = [reader_of(stream) for stream in outgoing.streams_read_by(call)]
-                here += [Halted(reader, self._inbox_id, "its reader", False, [name]) for reader in readers]
-        here += outgoing.outside(self._outside, self._worker)
-        findings = self._decide(here, {name: bool(call.chain) for name, call in calls.items()}, outgoing.ids)
-        for name, halted in findings.tell.items():
-            self._reply(calls[name], Kind.WAITS, Encoded(encode_halted(halted), []), False)
-        for name, circle in findings.refuse.items():
-            words = f"none goes on: {circle} -> the first of these."
+                here.append(self._blocked(call, False, names))
+                readers = [reader_of(stream) for stream in index.streams_read_by(call)]
+                here += [BlockedCall(reader, self._inbox_id, "its reader", False, [name]) for reader in readers]
+        here += index.outside(self._outside, self._worker)
+        findings = self._decide(here, {name: bool(call.chain) for name, call in calls.items()}, index.ids)
+        for name, blocked in findings.tell.items():
+            self._reply(calls[name], Kind.WAITS, Encoded(encode_blocked(blocked), []), False)
+        for name, cycle in findings.refuse.items():
+            words = f"none goes on: {cycle} -> the first of these."
             if name in calls:
                 self._refuse(calls[name], f"{words} Have one of them call where it is in no such group.")
             else:
                 advice = "Read the stream to its end before you wait for the call, or close it."
                 what = f"a call from worker {self._worker} was given up: calls wait for one another"
-                self._calls.give_up(outgoing.ids[name], RpcError(f"{what}, and {words} {advice}"))
+                self._calls.give_up(index.ids[name], RpcError(f"{what}, and {words} {advice}"))
         self._warn(time.monotonic(), waiting)
-        if waiting or self._circles.has_heard:
+        if waiting or self._graph.has_heard:
             self.begin()
 
-    def _in_line(self) -> list[tuple[InboundCall, list[InboundCall]]]:
-        """Calls in line that handlers made or that are behind streams, and for each those that its gate has let in."""
+    def _queued(self) -> list[tuple[InboundCall, list[InboundCall]]]:
+        """Return the queued calls that handlers made or that are behind streams, each with those that its limit
+        admitted."""
         found: list[tuple[InboundCall, list[InboundCall]]] = []
-        with self._lock_of_gates:
-            for gate in list(self._gates.values()):
-                let_in, has_streams = gate.running[:], gate.has_streams
-                found += [(call, let_in) for call in gate.waiting if has_streams or call.chain]
+        with self._lock_of_limits:
+            for limit in list(self._limits.values()):
+                admitted, has_streams = limit.running[:], limit.has_streams
+                found += [(call, admitted) for call in limit.waiting if has_streams or call.chain]
         return found
 
     def _warn(self, now: float, waiting: list[tuple[InboundCall, list[InboundCall]]]) -> None:
         was_behind, self._behind = self._behind, {}
-        for call, let_in in waiting:
-            if not all(_is_parked(each) and each.sender == call.sender for each in let_in):
+        for call, admitted in waiting:
+            if not all(_is_parked(each) and each.sender == call.sender for each in admitted):
                 continue
             since = was_behind.get(_name(call), now)
             if now - since >= WARN_S:
@@ -179,31 +188,33 @@ class LineWatch:
                     self._worker,
                     call.method,
                     call.worker,
-                    let_in[0].method,
+                    admitted[0].method,
                     WARN_S,
                 )
             self._behind[_name(call)] = since
 
-    def _decide(self, here: list[Halted], came: Mapping[str, bool], made_here: Collection[str]) -> Findings:
+    def _decide(self, here: list[BlockedCall], came: Mapping[str, bool], made_here: Collection[str]) -> Findings:
         with self._lock:
-            return self._circles.look(time.monotonic(), here, came, made_here)
+            return self._graph.look(time.monotonic(), here, came, made_here)
 
-    def _halted(self, call: InboundCall, is_in_line: bool, waits_for: list[str]) -> Halted:
-        return Halted(_name(call), self._inbox_id, f"{call.method!r} in worker {self._worker}", is_in_line, waits_for)
+    def _blocked(self, call: InboundCall, is_queued: bool, waits_for: list[str]) -> BlockedCall:
+        return BlockedCall(
+            _name(call), self._inbox_id, f"{call.method!r} in worker {self._worker}", is_queued, waits_for
+        )
 
 
-class _OutgoingCalls:
-    """Which calls a handler waits for."""
+class _WaitIndex:
+    """Index of the open calls by the handlers and threads that wait for them."""
 
-    def __init__(self, inbox_id: str, outgoing: Iterable[OutgoingCall]) -> None:
+    def __init__(self, inbox_id: str, calls: Iterable[OutgoingCall]) -> None:
         self.ids: dict[str, int] = {}
-        """Of all, by name."""
+        """Ids of all open calls, by name."""
         self._inbox_id = inbox_id
         self._names: dict[int, str] = {}
         self._streams: dict[int | None, list[StreamFeed]] = {}
         self._watched: dict[int | None, list[tuple[int, str]]] = {}
-        """Calls by who made them, and the threads that watch them."""
-        self._kept = list(outgoing)  # so that what `id` names is there
+        """Threads that wait without telling the bus, and the calls they wait for, by the handler that made them."""
+        self._kept = list(calls)  # so that what `id` names is there
         for each in self._kept:
             name = self._names[id(each.awaited)] = name_of(inbox_id, each.call_id)
             self.ids[name] = each.call_id
@@ -213,24 +224,26 @@ class _OutgoingCalls:
                 self._watched.setdefault(each.handler, []).append((each.watcher, name))
 
     def names(self, call: InboundCall) -> list[str]:
-        """Of the calls that its handler waits for."""
+        """Return the names of the calls that a handler waits for."""
         if not call.waits and call.deferred is None and not self._watched:
             return []
         awaited = [*call.waits] if call.deferred is None else [*call.waits, call.deferred]
         return sorted({*self._known(awaited), *(name for _, name in self._watched.get(call.token, ()))})
 
     def streams_read_by(self, call: InboundCall) -> list[str]:
-        """Those that its handler does not read now, since all of it waits for something else."""
+        """Return the names of the streams that a handler does not read now, since all of it waits for something
+        else."""
         if len(call.waits) != 1:
             return []
         streams = self._streams.get(call.token, ())
         return [self._names[id(each)] for each in streams if each is not call.waits[0]]
 
-    def outside(self, waits: Mapping[int, object], worker: str) -> list[Halted]:
-        """Threads and tasks that wait outside of handlers, and with them the streams that they were the last to read.
+    def outside(self, waits: Mapping[int, object], worker: str) -> list[BlockedCall]:
+        """Return threads and tasks that wait outside of handlers, and the readers of streams that they were the last to
+        read.
 
         Args:
-            waits: for what, by ident of a thread, or minus the id of a task.
+            waits: calls and streams waited for, by ident of a thread, or minus the id of a task.
         """
         streams = self._streams.get(None, ())
         if not streams:  # nothing else can be waiting for them
@@ -238,7 +251,7 @@ class _OutgoingCalls:
         names = {strand: {*self._known([awaited])} for strand, awaited in list(waits.items())}
         for thread, name in self._watched.get(None, ()):
             names.setdefault(thread, set()).add(name)
-        halted = []
+        blocked = []
         for strand, awaited in names.items():
             # While a thread waits, so do all of its tasks.
             unread = [
@@ -250,9 +263,11 @@ class _OutgoingCalls:
             if awaited and unread:
                 name = f"{self._inbox_id}:{strand}"
                 what = f"{'a thread' if strand > 0 else 'a task'} of worker {worker}"
-                halted.append(Halted(name, self._inbox_id, what, False, sorted(awaited)))
-                halted += [Halted(reader_of(each), self._inbox_id, "its reader", False, [name]) for each in unread]
-        return halted
+                blocked.append(BlockedCall(name, self._inbox_id, what, False, sorted(awaited)))
+                blocked += [
+                    BlockedCall(reader_of(each), self._inbox_id, "its reader", False, [name]) for each in unread
+                ]
+        return blocked
 
     def _known(self, awaited: Iterable[object]) -> list[str]:
         return [self._names[id(each)] for each in _parts(awaited) if id(each) in self._names]
@@ -263,7 +278,7 @@ def _is_parked(call: InboundCall) -> bool:
 
 
 def _parts(awaited: Iterable[object]) -> Iterator[object]:
-    """What is waited for, and what that is made of."""
+    """Yield each call or stream waited for, and its parts."""
     for each in awaited:
         yield each
         yield from _parts(getattr(each, "parts", ()))

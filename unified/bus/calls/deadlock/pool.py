@@ -1,5 +1,5 @@
-"""Finds out which threads of the pool wait for calls and have not said so: `concurrent.futures.wait` and `as_completed`
-know nothing of the bus. Looks only while there is work that no thread is free for."""
+"""Monitor of the handler pool: finds threads that wait for calls with `concurrent.futures.wait` or `as_completed`,
+which know nothing of the bus. Looks only while there is work that no thread is free for."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from unified.bus.executor import HandlerPool
 LOOK_S = 0.25
 
 
-class Watched(Protocol):
+class WatchedCall(Protocol):
     """An open call."""
 
     @property
     def watcher(self) -> int:
-        """Ident of the thread that waits for it without having said so; 0: none."""
+        """Ident of the thread that waits for the call without having said so; 0: none."""
 
 
-class PoolWatch:
-    """Has others stand in for such threads.
+class PoolMonitor:
+    """Has other threads stand in for those that wait.
 
     Args:
-        asked: the open calls of this worker.
+        outgoing_calls: returns the open calls of this worker.
     """
 
-    def __init__(self, pool: HandlerPool, asked: Callable[[], Iterable[Watched]]) -> None:
+    def __init__(self, pool: HandlerPool, outgoing_calls: Callable[[], Iterable[WatchedCall]]) -> None:
         self._pool = pool
-        self._asked = asked
+        self._outgoing_calls = outgoing_calls
         self._is_looking = False
 
     def begin(self) -> None:
-        """The pool is full."""
+        """Begin to look: the pool is full."""
         if not self._is_looking:
             self._is_looking = True  # of two threads that both begin, both look: that does no harm
             LATER.call_after(LOOK_S, self._look)
@@ -41,6 +41,6 @@ class PoolWatch:
     def _look(self) -> None:
         self._is_looking = False  # first: if the pool gets full from here on, it says so
         is_full = self._pool.is_full
-        self._pool.presume({each.watcher for each in self._asked() if each.watcher} if is_full else ())
+        self._pool.presume({each.watcher for each in self._outgoing_calls() if each.watcher} if is_full else ())
         if is_full:
             self.begin()

@@ -1,4 +1,5 @@
-"""Circles of calls through gates of several workers: always broken, only when there is one; a plain one only once."""
+"""Cycles of calls through concurrency limits of several workers: always broken, only when there is one; a plain one
+only once."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from unified.bus.calls.deadlock.graph import (
     KEEP_S,
-    Circles,
-    Halted,
-    decode_halted,
-    encode_halted,
+    BlockedCall,
+    WaitsForGraph,
+    decode_blocked,
+    encode_blocked,
     name_of,
     reader_of,
     stuck,
@@ -50,8 +51,8 @@ class Job:
         self.running: list[Call] = []
         self.lines: dict[tuple[str, int], list[Call]] = {}
         self.inside: Counter[tuple[str, int]] = Counter()
-        self.circles = {worker: Circles(worker) for worker in WORKERS}
-        self.mail: list[tuple[str, str, list[Halted]]] = []
+        self.graphs = {worker: WaitsForGraph(worker) for worker in WORKERS}
+        self.mail: list[tuple[str, str, list[BlockedCall]]] = []
         self.refused: list[str] = []
         self._num_calls = 0
         roots = [self.make(plan, None) for plan in plans]
@@ -95,28 +96,28 @@ class Job:
                 else:
                     self.inside[gate] -= 1
 
-    def halted(self, worker: str | None = None) -> list[Halted]:
+    def blocked(self, worker: str | None = None) -> list[BlockedCall]:
         """All that does not go on, of one worker or of all."""
         found = []
         for (where, gate), line in self.lines.items():
             let_in = [call.name for call in self.running if (call.plan.worker, call.plan.gate) == (where, gate)]
-            found += [Halted(call.name, where, "", True, let_in) for call in line if worker in (None, where)]
+            found += [BlockedCall(call.name, where, "", True, let_in) for call in line if worker in (None, where)]
         for call in self.running:
             names = [each.name for each in call.awaited if not each.has_ended]
             if worker in (None, call.plan.worker):
-                found.append(Halted(call.name, call.plan.worker, "", False, names))
+                found.append(BlockedCall(call.name, call.plan.worker, "", False, names))
         return found
 
     def look(self, worker: str) -> None:
         by_name = {call.name: call for call in [*self.running, *itertools.chain(*self.lines.values())]}
         came = {name: call.parent is not None for name, call in by_name.items()}
-        findings = self.circles[worker].look(self.now, self.halted(worker), came)
-        for name, halted in findings.tell.items():
+        findings = self.graphs[worker].look(self.now, self.blocked(worker), came)
+        for name, blocked in findings.tell.items():
             caller = by_name[name].parent
             assert caller is not None
-            self.mail.append((caller.plan.worker, name, decode_halted(encode_halted(halted))))
+            self.mail.append((caller.plan.worker, name, decode_blocked(encode_blocked(blocked))))
         for name in findings.refuse:
-            dead = stuck({each.call: each for each in self.halted()})
+            dead = stuck({each.call: each for each in self.blocked()})
             assert name in dead, "a call that would have gone on was refused"
             call = by_name[name]
             self.lines[call.plan.worker, call.plan.gate].remove(call)  # type: ignore[index]
@@ -125,8 +126,8 @@ class Job:
             self.settle()
 
     def deliver(self, index: int) -> None:
-        worker, name, halted = self.mail.pop(index)
-        self.circles[worker].hear(self.now, name, halted)
+        worker, name, blocked = self.mail.pop(index)
+        self.graphs[worker].hear(self.now, name, blocked)
 
 
 def plans(depth: int) -> st.SearchStrategy[Plan]:
@@ -162,40 +163,42 @@ def test_one_call_of_a_plain_circle_is_refused(size: int, chance) -> None:  # ty
 
 
 def test_what_was_heard_long_ago_does_not_count() -> None:
-    circles = Circles("w0")
-    here = [Halted("x.1", "w0", "f", True, ["x.2"]), Halted("x.2", "w0", "g", False, ["w0.3"])]
-    heard = [Halted("w0.3", "w1", "h", True, ["x.4"]), Halted("x.4", "w1", "i", False, ["x.1"])]
-    circles.hear(0.0, "w0.3", heard)
-    assert not circles.look(KEEP_S, here, {"x.1": True}).refuse
-    circles.hear(KEEP_S, "w0.3", heard)
-    (circle,) = circles.look(KEEP_S, here, {"x.1": True}).refuse.values() or [""]
+    graph = WaitsForGraph("w0")
+    here = [BlockedCall("x.1", "w0", "f", True, ["x.2"]), BlockedCall("x.2", "w0", "g", False, ["w0.3"])]
+    heard = [BlockedCall("w0.3", "w1", "h", True, ["x.4"]), BlockedCall("x.4", "w1", "i", False, ["x.1"])]
+    graph.hear(0.0, "w0.3", heard)
+    assert not graph.look(KEEP_S, here, {"x.1": True}).refuse
+    graph.hear(KEEP_S, "w0.3", heard)
+    (circle,) = graph.look(KEEP_S, here, {"x.1": True}).refuse.values() or [""]
     assert circle == ""  # w0.3 is to be refused: its name comes first
-    circles.hear(KEEP_S, "w0.3", [Halted("y.3", "w1", "h", False, ["x.1"])])
-    later = [here[0], Halted("x.2", "w0", "g", False, ["y.3"])]
-    assert circles.look(KEEP_S, later, {"x.1": True}).refuse == {"x.1": "f (in line) -> g (waits) -> h (waits)"}
+    graph.hear(KEEP_S, "w0.3", [BlockedCall("y.3", "w1", "h", False, ["x.1"])])
+    later = [here[0], BlockedCall("x.2", "w0", "g", False, ["y.3"])]
+    assert graph.look(KEEP_S, later, {"x.1": True}).refuse == {"x.1": "f (in line) -> g (waits) -> h (waits)"}
 
 
 def test_call_behind_a_stream_is_ended_by_its_caller_when_that_reads_the_stream() -> None:
-    circles = Circles("w0")
-    reading = Halted("x.9", "w0", "k", False, ["w0.2"])
-    circles.hear(0.0, "w0.2", [Halted("w0.2", "w1", "c", True, ["w0.1"]), Halted("w0.1", "w1", "g", False, ["w0.1>"])])
-    reader = Halted(reader_of("w0.1"), "w0", "the reader", False, ["x.9"])
-    assert not circles.look(0.0, [reading], {}, {"w0.1", "w0.2"}).refuse  # others may read it
-    assert set(circles.look(0.0, [reading, reader], {}, {"w0.1", "w0.2"}).refuse) == {"w0.2"}
-    assert not circles.look(0.0, [reading, reader], {}, set()).refuse  # it has ended meanwhile
+    graph = WaitsForGraph("w0")
+    reading = BlockedCall("x.9", "w0", "k", False, ["w0.2"])
+    graph.hear(
+        0.0, "w0.2", [BlockedCall("w0.2", "w1", "c", True, ["w0.1"]), BlockedCall("w0.1", "w1", "g", False, ["w0.1>"])]
+    )
+    reader = BlockedCall(reader_of("w0.1"), "w0", "the reader", False, ["x.9"])
+    assert not graph.look(0.0, [reading], {}, {"w0.1", "w0.2"}).refuse  # others may read it
+    assert set(graph.look(0.0, [reading, reader], {}, {"w0.1", "w0.2"}).refuse) == {"w0.2"}
+    assert not graph.look(0.0, [reading, reader], {}, set()).refuse  # it has ended meanwhile
 
 
 def test_caller_is_told_again_only_when_there_is_news_or_time_has_passed() -> None:
-    circles = Circles("w0")
-    here = [Halted("x.1", "w0", "f", True, ["x.2"])]
-    told = [bool(circles.look(i * LOOK_S, here, {"x.1": True}).tell) for i in range(20)]
+    graph = WaitsForGraph("w0")
+    here = [BlockedCall("x.1", "w0", "f", True, ["x.2"])]
+    told = [bool(graph.look(i * LOOK_S, here, {"x.1": True}).tell) for i in range(20)]
     assert told.index(True) == 1  # not at first sight
     assert [i for i, is_told in enumerate(told) if is_told] == [1, 9, 17]
-    circles.look(5.0, [Halted("x.1", "w0", "f", True, ["x.5"])], {"x.1": True})
-    assert circles.look(5.25, here, {"x.1": True}).tell
+    graph.look(5.0, [BlockedCall("x.1", "w0", "f", True, ["x.5"])], {"x.1": True})
+    assert graph.look(5.25, here, {"x.1": True}).tell
 
 
 def test_rubbish_is_no_message() -> None:
     for body in (b"", b"\xc1", b"\x81\xa1a\x01", b"\x91\x91\xa1a"):
         with pytest.raises(ProtocolError, match="not the body of a WAITS"):
-            decode_halted(body)
+            decode_blocked(body)

@@ -135,8 +135,8 @@ def test_line_that_moves_refuses_nobody(world: World) -> None:
 
     cast = Cast(world, a=serving, b=asking)
     calls = [cast.call("a", "b", "ask", i) for i in range(5)]
-    watch = cast.ends["b"]._service.watch
-    assert eventually(lambda: watch._circles.has_heard)  # they were told that they wait, and for what
+    watch = cast.ends["b"]._server.deadlocks
+    assert eventually(lambda: watch._graph.has_heard)  # they were told that they wait, and for what
     release.set()
     assert [ask(each) for each in calls] == list(range(5))
 
