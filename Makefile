@@ -45,7 +45,7 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
-	MYPYPATH=benchmarks:benchmarks/peers $(BIN)/mypy tests benchmarks
+	$(BIN)/mypy tests benchmarks
 	@for folder in docs examples/*; do test ! -d $$folder || MYPYPATH=$$folder $(BIN)/mypy $$folder/*.py || exit 1; done
 
 layers: setup
@@ -64,19 +64,19 @@ sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts
 bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
 
 bench-launch: setup ## start-up and recovery against torchrun (about ten minutes)
-	$(BIN)/python benchmarks/launch.py $(TABLES)
+	$(BIN)/python benchmarks/launch/run.py $(TABLES)
 
 bench-bus: setup peers ## calls, arrays and queues against Ray, Monarch and xoscar, held against our floors (about twenty minutes)
-	$(BIN)/python benchmarks/bus.py --check $(TABLES)
+	$(BIN)/python benchmarks/bus/run.py --check $(TABLES)
 
 bench-coordinator: setup ## heartbeats, look-ups, barriers and assignment, held against our floors (about two minutes)
-	$(BIN)/python benchmarks/coordinator.py --check $(TABLES)
+	$(BIN)/python benchmarks/coordinator/run.py --check $(TABLES)
 
 bench-checkpoint: setup ## stall, throughput and memory of saves, held against our floors (about five minutes)
-	$(BIN)/python benchmarks/checkpoint.py --check $(TABLES)
+	$(BIN)/python benchmarks/checkpoint/run.py --check $(TABLES)
 
 bench-scale: setup ## what 1 000 and 5 000 inboxes cost the master, and a call beside them (about two minutes)
-	$(BIN)/python benchmarks/bus_scale.py $(TABLES)
+	$(BIN)/python benchmarks/bus/scale.py $(TABLES)
 
 peers: $(PEERS)/ray/.installed $(PEERS)/xoscar/.installed $(PEERS)/monarch/.installed ## what bench-bus compares with
 

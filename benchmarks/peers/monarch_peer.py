@@ -1,4 +1,4 @@
-"""Monarch actors on the work of `bus_work`. Prints one JSON line a figure; see benchmarks/README.md."""
+"""Monarch actors on the work of `benchmarks.bus.work`. Prints one JSON line a figure; see benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import time
 from typing import Any
 
-import bus_work as work
 import numpy as np
 import psutil
 from monarch.actor import Actor, endpoint, this_host
+
+from benchmarks.bus import work
 
 
 class Echo(Actor):

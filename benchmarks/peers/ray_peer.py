@@ -1,15 +1,16 @@
-"""Ray actors on the work of `bus_work`. Prints one JSON line a figure; see benchmarks/README.md."""
+"""Ray actors on the work of `benchmarks.bus.work`. Prints one JSON line a figure; see benchmarks/README.md."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-import bus_work as work
 import numpy as np
 import psutil
 import ray
 from ray.util.queue import Queue
+
+from benchmarks.bus import work
 
 
 @ray.remote(num_cpus=0)

@@ -1,4 +1,4 @@
-"""xoscar actors on the work of `bus_work`. Prints one JSON line a figure; see benchmarks/README.md."""
+"""xoscar actors on the work of `benchmarks.bus.work`. Prints one JSON line a figure; see benchmarks/README.md."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import bus_work as work
 import numpy as np
 import psutil
 import xoscar
+
+from benchmarks.bus import work
 
 
 class Echo(xoscar.Actor):

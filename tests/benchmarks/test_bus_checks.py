@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bus_checks
-import bus_work
+from benchmarks.bus import checks, work
 
 
 def words(ours: dict[str, float], ray: dict[str, float]) -> dict[str, str]:
-    found = bus_checks.verdicts({"direct": ours, "ray": ray})
+    found = checks.verdicts({"direct": ours, "ray": ray})
     return {
         each.floor.row: each.word for each in found if each.floor.contender == "direct" and each.floor.peer == "ray"
     }
@@ -24,14 +23,14 @@ def test_less_is_better_for_times_and_more_for_rates() -> None:
 
 def test_a_floor_between_two_different_things_says_so() -> None:
     ours, ray = {"memory_idle": 200.0}, {"memory_idle": 400.0, "rss_children": 3000.0}
-    lines = [str(each) for each in bus_checks.verdicts({"direct": ours, "ray": ray}) if each.ratio is not None]
+    lines = [str(each) for each in checks.verdicts({"direct": ours, "ray": ray}) if each.ratio is not None]
     assert [line.partition(" (two different things: ours is PSS without workers")[0] for line in lines] == [
         "direct against ray: memory_idle ÷ rss_children 15.00× (floor 8×): pass"
     ]
-    unlike = [floor for floor in bus_checks.FLOORS if floor.row != floor.peer_row]
+    unlike = [floor for floor in checks.FLOORS if floor.row != floor.peer_row]
     assert all(floor.note for floor in unlike)
 
 
 def test_every_floor_is_on_a_row_that_is_measured() -> None:
-    rows = {name for floor in bus_checks.FLOORS for name in (floor.row, floor.peer_row)}
-    assert rows <= set(bus_work.NAMES)
+    rows = {name for floor in checks.FLOORS for name in (floor.row, floor.peer_row)}
+    assert rows <= set(work.NAMES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import checkpoint_report
-import checkpoint_work as work
 import pytest
+
+from benchmarks.checkpoint import report, work
 
 FOUND = {
     "unified": {"stall": 150.0, "local": 900.0, "peak": 1.1, "s3": 60.0, "s3_peak": 1.1},
@@ -14,7 +14,7 @@ FOUND = {
 
 
 def words(**ours: float) -> dict[tuple[str, str], str]:
-    found = checkpoint_report.judged({**FOUND, "unified": {**FOUND["unified"], **ours}})
+    found = report.judged({**FOUND, "unified": {**FOUND["unified"], **ours}})
     return {(each.floor.row, each.floor.peer): each.word for each in found}
 
 
@@ -38,7 +38,7 @@ def test_what_is_a_little_worse_fails(row: str, value: float, peers: set[str]) -
 
 
 def test_what_was_not_measured_is_no_pass() -> None:
-    assert {each.word for each in checkpoint_report.judged({"unified": FOUND["unified"]})} == {"pass", "not measured"}
+    assert {each.word for each in report.judged({"unified": FOUND["unified"]})} == {"pass", "not measured"}
 
 
 def test_every_floor_is_on_a_row_that_is_measured() -> None:
@@ -47,7 +47,7 @@ def test_every_floor_is_on_a_row_that_is_measured() -> None:
 
 
 def test_the_table_has_what_is_published_and_how_many_times_better_ours_is() -> None:
-    table = {line[0]: line[1:] for line in checkpoint_report.lines(FOUND)}
+    table = {line[0]: line[1:] for line in report.lines(FOUND)}
     assert table["to disk, from `save` to the manifest, MB/s"] == [
         "900",
         "1 000",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import short_jobs
 
+from benchmarks.launch import short_jobs
 from tests.cluster.conftest import Project
 from unified.api.builder import DLJobBuilder
 from unified.testing import LocalCluster

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import coordinator_load as load
 import msgspec
 import pytest
-from coordinator_master import SHARDS, WORKERS, Populace, master
 
+from benchmarks.coordinator import load
+from benchmarks.coordinator.master import SHARDS, WORKERS, Populace, master
 from unified.protocol.coordinator import DataShards, HeartbeatResponse, coordinator_to_worker
 
 

@@ -1,6 +1,6 @@
 """What no bus can beat on this machine: bare sockets between two processes, and copies in memory.
 
-``bus_floor.py zmq|socket|memory`` prints one JSON line a figure.
+``floor.py zmq|socket|memory`` prints one JSON line a figure.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import bus_work as work
 import numpy as np
 import zmq
 
+from benchmarks.bus import work
 from unified.memory.copy import Copy, copy_memory, num_cores
 from unified.worker.fork_setup import keep_freed
 from unified_agent.environment import TUNABLES, tunables

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bus_checks import Floor
-from bus_work import MIB, Row
+from benchmarks.bus.checks import Floor
+from benchmarks.bus.work import MIB, Row
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import coordinator_load as load
-
+from benchmarks.coordinator import load
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (

@@ -7,8 +7,7 @@ import statistics
 import time
 from pathlib import Path
 
-import bus_work as work
-
+from benchmarks.bus import work
 from unified import RoleActor, RoleGroup, current_worker, rpc
 
 CALLS = 5_000

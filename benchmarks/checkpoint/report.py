@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import checkpoint_work as work
-import report_table
-from bus_checks import Medians, Verdict, times_better, verdicts
-from bus_report import short
+from benchmarks import report_table
+from benchmarks.bus.checks import Medians, Verdict, times_better, verdicts
+from benchmarks.bus.report import short
+from benchmarks.checkpoint import work
 
 HEADINGS = ["", *work.TITLES.values(), "reference, 64 cores", *(f"× {work.TITLES[peer]}" for peer in work.PEERS)]
 

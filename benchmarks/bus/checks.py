@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import bus_work as work
+from benchmarks.bus import work
 
 Medians = Mapping[str, Mapping[str, float]]
 """By contender, then by row."""

@@ -20,14 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import bus_work as work
 import msgspec
 import psutil
-import report_table
-from bus_report import short
-from bus_scale_job import CALLS, READINGS
-from launch import fill, machine
 
+from benchmarks import report_table
+from benchmarks.bus import work
+from benchmarks.bus.report import short
+from benchmarks.bus.scale_job import CALLS, READINGS
+from benchmarks.launch.run import fill, machine
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.client.embedded import EmbeddedCluster
 from unified.client.handle import JobHandle
@@ -36,8 +36,8 @@ from unified.errors import MasterUnreachableError
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 
 HERE = Path(__file__).parent
-README = HERE / "README.md"
-MARK = "<!-- filled from benchmarks/bus_scale.py -->"
+README = HERE.parent / "README.md"
+MARK = "<!-- filled from benchmarks/bus/scale.py -->"
 PATIENCE_S = 240.0
 CALM_S = 5.0
 WINDOW_S = 10.0
@@ -188,7 +188,7 @@ def load(master: str, nodes: int, per_node: int) -> Iterator[tuple[Callable[[], 
         yield dict, lambda: None
         return
     process = subprocess.Popen(
-        [sys.executable, HERE / "bus_scale_load.py", master, str(nodes), str(per_node)],
+        [sys.executable, HERE / "scale_load.py", master, str(nodes), str(per_node)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -251,15 +251,17 @@ def job(folder: Path, inboxes: int) -> DLJob:
         .device_type("CPU")
         .config({"folder": str(folder)})
         .role("caller")
-        .run("bus_scale_job.Caller")
+        .run("benchmarks.bus.scale_job.Caller")
         .resource(accelerator=1)
         .role("callee")
-        .run("bus_scale_job.Callee")
+        .run("benchmarks.bus.scale_job.Callee")
         .resource(accelerator=1)
         .not_driver()
     )
     if inboxes:
-        builder = builder.role("sim").run("bus_scale_job.Callee").total(inboxes).resource(user_defined={"sim": 1})
+        builder = (
+            builder.role("sim").run("benchmarks.bus.scale_job.Callee").total(inboxes).resource(user_defined={"sim": 1})
+        )
         builder = builder.not_driver()
     built: DLJob = builder.build()
     return built

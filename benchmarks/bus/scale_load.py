@@ -1,6 +1,6 @@
 """Many agents in one process, each with a worker or more that exist only on paper: real sockets, real messages.
 
-``bus_scale_load.py MASTER NODES INBOXES_A_NODE`` registers the nodes, converges to what the master desires, and sends
+``scale_load.py MASTER NODES INBOXES_A_NODE`` registers the nodes, converges to what the master desires, and sends
 one heartbeat a second for every agent; from a line on its standard input on, one for every inbox. It prints a JSON line
 of totals every half second, and ends with its standard input.
 """

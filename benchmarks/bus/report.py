@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import bus_checks
-import bus_work as work
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.bus import checks, work
 
 TITLES = {
     "direct": "unified",
@@ -120,18 +120,18 @@ def plot(result: dict[str, Any], file: Path) -> None:
     pyplot.close(figure)
 
 
-def better(found: bus_checks.Medians, row: work.Row, peer: str) -> float | None:
+def better(found: checks.Medians, row: work.Row, peer: str) -> float | None:
     """How many times better ours, direct, is than a peer; None where one was not measured."""
     ours, theirs = _figure(found, "direct", row), _figure(found, peer, row)
-    return None if ours is None or theirs is None else bus_checks.times_better(row.name, ours, theirs)
+    return None if ours is None or theirs is None else checks.times_better(row.name, ours, theirs)
 
 
-def _figure(found: bus_checks.Medians, contender: str, row: work.Row) -> float | None:
+def _figure(found: checks.Medians, contender: str, row: work.Row) -> float | None:
     name = row.plain if row.plain and contender in PEERS else row.name
     return found.get(contender, {}).get(name)
 
 
-def _ratio(found: bus_checks.Medians, row: work.Row, peer: str) -> str:
+def _ratio(found: checks.Medians, row: work.Row, peer: str) -> str:
     ratio = better(found, row, peer)
     return "–" if ratio is None else f"{ratio:.1f}"
 

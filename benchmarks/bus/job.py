@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bus_work as work
 import numpy as np
 
+from benchmarks.bus import work
 from unified import RoleActor, RoleGroup, current_worker, rpc, shared_empty
 from unified.client.daemons import marked_processes
 from unified.client.embedded import CLUSTER_VARIABLE

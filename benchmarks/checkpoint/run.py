@@ -9,16 +9,15 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import checkpoint_report as report
-import checkpoint_work as work
-from bus import HERE, README, Measure, check, interleaved, names_of, run, touch
-from bus_checks import medians
-from bus_ours import Figures
-from bus_work import wanted
-from checkpoint_store import BUCKET, is_installed, store
-from launch import fill, machine
+from benchmarks.bus.checks import medians
+from benchmarks.bus.ours import Figures
+from benchmarks.bus.run import HERE, README, Measure, check, interleaved, names_of, run, touch
+from benchmarks.bus.work import wanted
+from benchmarks.checkpoint import report, work
+from benchmarks.checkpoint.store import BUCKET, is_installed, store
+from benchmarks.launch.run import fill, machine
 
-MARK = "<!-- filled from benchmarks/checkpoint.py -->"
+MARK = "<!-- filled from benchmarks/checkpoint/run.py -->"
 
 
 def main() -> int:
@@ -66,7 +65,7 @@ def measure(name: str, mib: int, place: Path | None, rows: list[str]) -> Figures
     """One contender once: in a process for the disk, and in another, with a store of its own, for S3."""
     values: dict[str, float] = {}
     errors: list[str] = []
-    program: list[str | Path] = [sys.executable, HERE / "checkpoint_contender.py", name, "--mib", str(mib)]
+    program: list[str | Path] = [sys.executable, HERE / "checkpoint/contender.py", name, "--mib", str(mib)]
     with tempfile.TemporaryDirectory(prefix="unified-bench-", dir=place) as folder:
         asked = [*program, "--place", folder]
         if wanted(*work.ON_DISK, rows=rows):

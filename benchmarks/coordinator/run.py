@@ -12,20 +12,18 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-import coordinator_load as load
-import coordinator_report as report
-import coordinator_spread as spread
 import msgspec
-from bus import README, names_of
-from bus_checks import medians
-from bus_work import percentiles_us, read, wanted
-from coordinator_master import Populace, master
-from launch import fill, machine
 
+from benchmarks.bus.checks import medians
+from benchmarks.bus.run import README, names_of
+from benchmarks.bus.work import percentiles_us, read, wanted
+from benchmarks.coordinator import load, report, spread
+from benchmarks.coordinator.master import Populace, master
+from benchmarks.launch.run import fill, machine
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.coordinator import HeartbeatResponse, worker_to_coordinator
 
-MARK = "<!-- filled from benchmarks/coordinator.py -->"
+MARK = "<!-- filled from benchmarks/coordinator/run.py -->"
 STORM = 200
 """Questions of each worker in one reading of a rate."""
 BARRIERS = 300

@@ -13,30 +13,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import bus_checks
-import bus_floor
-import bus_ours
-import bus_report
-import bus_work as work
 import numpy as np
-from launch import fill, machine
 
-HERE = Path(__file__).parent
+from benchmarks.bus import checks, floor, ours, report, work
+from benchmarks.launch.run import fill, machine
+
+HERE = Path(__file__).parents[1]
 ROOT = HERE.parent
 README = HERE / "README.md"
-MARK = "<!-- filled from benchmarks/bus.py -->"
+MARK = "<!-- filled from benchmarks/bus/run.py -->"
 ENVIRONMENTS = ROOT / "out" / "peers"
 """One virtual environment a peer; `make peers` makes them."""
 PROGRAM_S = 180.0
 WARM_MIB = 3072
 PACKAGES = {"ray": "ray", "monarch": "torchmonarch", "xoscar": "xoscar"}
-Measure = Callable[[list[str]], bus_ours.Figures]
+Measure = Callable[[list[str]], ours.Figures]
 
 
 def main() -> int:
     args = parse()
     if args.check_only:
-        return check(bus_checks.verdicts(json.loads((args.out / "bus.json").read_text())["medians"]))
+        return check(checks.verdicts(json.loads((args.out / "bus.json").read_text())["medians"]))
     contenders, missing = chosen(args.contenders)
     touch(WARM_MIB)
     figures, problems = interleaved(contenders, args.rows, args.rounds)
@@ -46,17 +43,17 @@ def main() -> int:
         "contenders": list(contenders),
         "missing": missing,
         "versions": {name: version(name) for name in contenders if name in PACKAGES},
-        "medians": bus_checks.medians(figures),
+        "medians": checks.medians(figures),
         "figures": figures,
         "problems": problems,
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "bus.json").write_text(json.dumps(result, indent=1))
-    bus_report.plot(result, args.out / "bus.svg")
-    bus_report.show(result)
+    report.plot(result, args.out / "bus.svg")
+    report.show(result)
     if args.readme:
-        fill(README, bus_report.markdown(result), MARK)
-    code = check(bus_checks.verdicts(bus_checks.medians(figures))) if args.check else 0
+        fill(README, report.markdown(result), MARK)
+    code = check(checks.verdicts(checks.medians(figures))) if args.check else 0
     return 1 if problems else code
 
 
@@ -67,9 +64,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--contenders",
         "--peers",
-        type=names_of(list(bus_report.TITLES)),
+        type=names_of(list(report.TITLES)),
         default=[],
-        help=f"comma-separated, of {', '.join(bus_report.TITLES)}; default: all that are installed",
+        help=f"comma-separated, of {', '.join(report.TITLES)}; default: all that are installed",
     )
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where bus.json and bus.svg go")
     parser.add_argument("--readme", action="store_true", help="put the table into benchmarks/README.md")
@@ -91,16 +88,16 @@ def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 def chosen(asked: list[str]) -> tuple[dict[str, Measure], list[str]]:
     """What to measure, in the order of the table, and the peers that are not installed."""
     ways: dict[str, Measure] = {
-        "direct": partial(bus_ours.measure, "auto"),
-        "relay": partial(bus_ours.measure, "relay"),
-        **{name: partial(run, [interpreter(name), HERE / "peers" / f"{name}_peer.py"]) for name in bus_report.PEERS},
+        "direct": partial(ours.measure, "auto"),
+        "relay": partial(ours.measure, "relay"),
+        **{name: partial(run, [interpreter(name), HERE / "peers" / f"{name}_peer.py"]) for name in report.PEERS},
         **{
-            name: partial(run, [sys.executable, HERE / "bus_floor.py", name], env=bus_floor.environment())
-            for name in bus_floor.FLOORS
+            name: partial(run, [sys.executable, HERE / "bus/floor.py", name], env=floor.environment())
+            for name in floor.FLOORS
         },
     }
     wanted = {name: way for name, way in ways.items() if not asked or name in asked}
-    missing = [name for name in wanted if name in bus_report.PEERS and not is_installed(name)]
+    missing = [name for name in wanted if name in report.PEERS and not is_installed(name)]
     return {name: way for name, way in wanted.items() if name not in missing}, missing
 
 
@@ -129,11 +126,11 @@ def interleaved(
     return figures, problems
 
 
-def run(command: Sequence[str | Path], rows: list[str], *, env: Mapping[str, str] = os.environ) -> bus_ours.Figures:
+def run(command: Sequence[str | Path], rows: list[str], *, env: Mapping[str, str] = os.environ) -> ours.Figures:
     """A program that takes rows as arguments and prints one JSON line a figure; one that hangs is killed."""
     process = subprocess.Popen(
         [*command, *rows],
-        env={**env, "PYTHONPATH": str(HERE)},
+        env={**env, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -150,7 +147,7 @@ def run(command: Sequence[str | Path], rows: list[str], *, env: Mapping[str, str
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     values = {line["name"]: line["value"] for line in lines}
     wanted = {name: value for name, value in values.items() if not rows or name in rows}
-    return bus_ours.Figures(wanted, [error] if error else [])
+    return ours.Figures(wanted, [error] if error else [])
 
 
 def is_installed(name: str) -> bool:
@@ -171,7 +168,7 @@ def touch(mib: int) -> None:
     np.ones(mib * work.MIB, np.uint8)
 
 
-def check(verdicts: Iterable[bus_checks.Verdict]) -> int:
+def check(verdicts: Iterable[checks.Verdict]) -> int:
     """Print each floor; 1 if one was missed."""
     found = list(verdicts)
     for verdict in found:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bus_work import MIB, rss_mib, say
-from checkpoint_work import LOCAL, PEAK, READINGS, STALL, STORE, STORE_PEAK, nbytes_of, state
+
+from benchmarks.bus.work import MIB, rss_mib, say
+from benchmarks.checkpoint.work import LOCAL, PEAK, READINGS, STALL, STORE, STORE_PEAK, nbytes_of, state
 
 SMALL_MIB = 1
 """Saved first of all, so that what is imported then is in no figure."""

@@ -1,4 +1,4 @@
-"""Our own columns: a real cluster on this host, and jobs on it that do the work of `bus_work`."""
+"""Our own columns: a real cluster on this host, and jobs on it that do the work of `benchmarks.bus.work`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import bus_work as work
-
+from benchmarks.bus import work
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.client.daemons import marked_processes
 from unified.client.embedded import CLUSTER_VARIABLE, EmbeddedCluster
@@ -30,7 +29,7 @@ def measure(route: str, rows: list[str]) -> Figures:
 
     Args:
         route: ``auto`` or ``relay``, for `UNIFIED_BUS_ROUTE`.
-        rows: names of `bus_work.ROWS`; all if empty.
+        rows: names of `work.ROWS`; all if empty.
     """
     values: dict[str, float] = {}
     errors: list[str] = []
@@ -97,16 +96,16 @@ def bench_job(out: Path, route: str, rows: list[str]) -> DLJob:
         .config({"out": str(out), "rows": rows})
         .global_env({"UNIFIED_BUS_ROUTE": route})
         .role("bench")
-        .run("bus_job.Bench")
+        .run("benchmarks.bus.job.Bench")
         .resource(cpu=0.01)
         .max_restart(0)
         .role("echo")
-        .run("bus_job.Echo")
+        .run("benchmarks.bus.job.Echo")
         .total(work.WORKERS)
         .resource(cpu=0.01)
         .not_driver()
         .role("caller")
-        .run("bus_job.Caller")
+        .run("benchmarks.bus.job.Caller")
         .total(2)
         .resource(cpu=0.01)
         .not_driver()
@@ -124,7 +123,7 @@ def start_job(out: Path, route: str) -> DLJob:
         .config({"out": str(out)})
         .global_env({"UNIFIED_BUS_ROUTE": route})
         .role("starter")
-        .run("bus_job.Starter")
+        .run("benchmarks.bus.job.Starter")
         .total(work.WORKERS)
         .resource(cpu=0.01)
         .build()

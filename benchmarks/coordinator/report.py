@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import report_table
-from bus_report import short
-from bus_work import Row
+from benchmarks import report_table
+from benchmarks.bus.report import short
+from benchmarks.bus.work import Row
 
 Medians = Mapping[str, Mapping[str, float]]
 """By contender, then by row."""

@@ -20,15 +20,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bus_work import pss_mib
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bus.work import pss_mib
 from unified.client.embedded import EmbeddedCluster
 
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
-README = Path(__file__).parents[1] / "README.md"
-MARK = "<!-- filled from benchmarks/launch.py -->"
+README = Path(__file__).parents[2] / "README.md"
+MARK = "<!-- filled from benchmarks/launch/run.py -->"
 END_MARK = "<!-- end of the filled part -->"
 RANKS = 2
 DEADLINE_S = 60.0
