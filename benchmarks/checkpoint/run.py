@@ -14,7 +14,7 @@ from benchmarks.bus.ours import Figures
 from benchmarks.bus.run import HERE, README, Measure, check, interleaved, names_of, run, touch
 from benchmarks.bus.work import wanted
 from benchmarks.checkpoint import report, work
-from benchmarks.checkpoint.store import BUCKET, is_installed, store
+from benchmarks.checkpoint.work import BUCKET, is_installed, store
 from benchmarks.launch.run import fill, machine
 
 MARK = "<!-- filled from benchmarks/checkpoint/run.py -->"

@@ -17,7 +17,7 @@ import msgspec
 from benchmarks.bus.checks import medians
 from benchmarks.bus.run import README, names_of
 from benchmarks.bus.work import percentiles_us, read, wanted
-from benchmarks.coordinator import load, report, spread
+from benchmarks.coordinator import load, report
 from benchmarks.coordinator.master import Populace, master
 from benchmarks.launch.run import fill, machine
 from unified.data.coordinator_client import RemoteCoordinator
@@ -30,11 +30,11 @@ BARRIERS = 300
 """In one round: so that the third longest is its p99."""
 LATENCIES = 2_000
 PURE: dict[str, Callable[[], float]] = {
-    "assign": partial(spread.assign_ms, shuffle=False),
-    "assign_shuffled": partial(spread.assign_ms, shuffle=True),
-    "assign_memory": spread.peak_mb,
-    "unevenness": spread.unevenness_percent,
-    "moved": spread.moved_percent,
+    "assign": partial(report.assign_ms, shuffle=False),
+    "assign_shuffled": partial(report.assign_ms, shuffle=True),
+    "assign_memory": report.peak_mb,
+    "unevenness": report.unevenness_percent,
+    "moved": report.moved_percent,
 }
 Figures = Iterator[tuple[str, str, float]]
 """Contender, row, value."""
