@@ -28,37 +28,28 @@ from unified.core.coordinator.records import (
     row_key,
 )
 from unified.core.coordinator.state import Space, current, heard
-from unified.protocol.client_master import Done
+from unified.errors import UsageError
 from unified.protocol.coordinator import BarrierResponse, LeaveBarrier, ReleasedBy, WaitBarrier
 
 
-def wait(step: CoordinatorStep, space: Space, token: Token, request: WaitBarrier) -> None:
-    """Handle an arrival, or a worker that asks again for the answer of one."""
+def wait(step: CoordinatorStep, space: Space, token: Token, request: WaitBarrier) -> BarrierResponse | None:
+    """Handle an arrival, or a worker that asks again for the answer of one. None: the answer comes with a release."""
     presence = current(space, request.worker_id, request.session)
-    if not isinstance(presence, Presence):
-        step.refuse(token, *presence)
-        return
     heard(space, presence, step.now)
     barrier = space.barriers.get(request.barrier_id)
-    if barrier is not None:
-        answer = _answered(barrier, request)
-        if answer is not None:
-            step.answer(token, answer)
-            return
-    refusal = _refusal(presence, barrier, request)
-    if refusal is not None:
-        step.refuse(token, "bad-request", refusal)
-        return
+    if barrier is not None and (answer := _answered(barrier, request)) is not None:
+        return answer
+    _check(presence, barrier, request)
     if barrier is None:
         past = PastReleases(space=space.name, barrier_id=request.barrier_id, number=0, generation=0)
         barrier = space.barriers[request.barrier_id] = Barrier(past=past)
     _arrive(step, space, barrier, presence, token, request)
     _settle(step, space, barrier)
+    return None
 
 
-def leave(step: CoordinatorStep, space: Space, token: Token, request: LeaveBarrier) -> None:
+def leave(step: CoordinatorStep, space: Space, request: LeaveBarrier) -> None:
     """Let an arrival wait no more. If it does not wait here, nothing happens."""
-    step.answer(token, Done())
     barrier = space.barriers.get(request.barrier_id)
     waiting = barrier.waiting.get(request.worker_id) if barrier is not None else None
     if barrier is None or waiting is None or waiting.presence.session != request.session:
@@ -137,31 +128,30 @@ def _answered(barrier: Barrier, request: WaitBarrier) -> BarrierResponse | None:
     return None
 
 
-def _refusal(presence: Presence, barrier: Barrier | None, request: WaitBarrier) -> str | None:
+def _check(presence: Presence, barrier: Barrier | None, request: WaitBarrier) -> None:
     who, world = f"worker {request.worker_id}", request.world_size
     registered = presence.worker.info.world_size
     if not request.barrier_id:
-        return f"{who} waits at a barrier without an id."
+        raise UsageError(f"{who} waits at a barrier without an id.")
     if world < 1 or world != registered:
-        return (
+        raise UsageError(
             f"{who} waits at barrier {request.barrier_id!r} of {world}, and is registered with world_size={registered}:"
             " both must be the number of workers that meet there, at least 1."
         )
     if request.timeout_s is not None and not request.timeout_s >= 0:
-        return f"{who} would wait {request.timeout_s} s: give 0 or more, or nothing to wait without an end."
+        raise UsageError(f"{who} would wait {request.timeout_s} s: give 0 or more, or nothing to wait without an end.")
     if barrier is None or not barrier.waiting:
-        return None
+        return
     if world != barrier.world_size:
-        return (
+        raise UsageError(
             f"{who} waits at barrier {barrier.barrier_id!r} of {world}, where {barrier.opened_by} waits for "
             f"{barrier.world_size}: all must say the same world_size."
         )
     if request.on_loss != barrier.on_loss:
-        return (
+        raise UsageError(
             f"{who} waits at barrier {barrier.barrier_id!r} with on_loss={request.on_loss!r}, where "
             f"{barrier.opened_by} has {barrier.on_loss!r}: all must say the same."
         )
-    return None
 
 
 def _arrive(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 
-from unified.core.coordinator.messages import CoordinatorStep, Token
+from unified.core.coordinator.messages import CoordinatorStep
 from unified.core.coordinator.records import CHECKPOINT, EVENTS_WINDOW_S, MAX_EVENTS, Checkpoint, row_key
 from unified.core.coordinator.state import Space
+from unified.errors import UsageError
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     CheckpointResponse,
@@ -24,20 +25,16 @@ REPORT_S = 60.0
 """Shortest time between two checkpoints of a series in the event log: a job that saves each second would fill it."""
 
 
-def notify(step: CoordinatorStep, space: Space, token: Token, request: NotifyCheckpoint) -> None:
+def notify(step: CoordinatorStep, space: Space, request: NotifyCheckpoint) -> CheckpointResponse:
     """Take note of a complete checkpoint. Of two with one step the later notice counts: that one lies there now."""
     if request.step < 0 or not request.path:
-        step.refuse(
-            token,
-            "bad-request",
+        raise UsageError(
             f"a checkpoint has a step of 0 or more and the path of its manifest; this one has step {request.step} and "
-            f"path {request.path!r}.",
+            f"path {request.path!r}."
         )
-        return
     latest = space.checkpoints.get(request.name)
     if latest is not None and request.step < latest.notice.step and not request.goes_back:
-        step.answer(token, CheckpointResponse(is_latest=False))
-        return
+        return CheckpointResponse(is_latest=False)
     if latest is None or latest.notice != request:
         reported_at = latest.reported_at if latest is not None else -math.inf
         is_news = request.goes_back or step.now - reported_at >= REPORT_S
@@ -53,17 +50,16 @@ def notify(step: CoordinatorStep, space: Space, token: Token, request: NotifyChe
                 space.name,
                 request.worker_id,
             )
-    step.answer(token, CheckpointResponse(is_latest=True))
+    return CheckpointResponse(is_latest=True)
 
 
-def latest(step: CoordinatorStep, space: Space, token: Token, request: GetLatestCheckpoint) -> None:
-    """Answer with the checkpoint to go on from."""
+def latest(space: Space, request: GetLatestCheckpoint) -> RecoveryInfo:
+    """Return the checkpoint to go on from."""
     checkpoint = space.checkpoints.get(request.name)
     if checkpoint is None:
-        step.answer(token, RecoveryInfo(is_found=False))
-        return
+        return RecoveryInfo(is_found=False)
     notice = checkpoint.notice
-    answer = RecoveryInfo(
+    return RecoveryInfo(
         is_found=True,
         step=notice.step,
         path=notice.path,
@@ -74,7 +70,6 @@ def latest(step: CoordinatorStep, space: Space, token: Token, request: GetLatest
         metadata=notice.metadata,
         saved_at=checkpoint.saved_at,
     )
-    step.answer(token, answer)
 
 
 MAX_NAME = 200
@@ -82,17 +77,14 @@ MAX_REASON = 500
 """Longest texts, in characters."""
 
 
-def tell(step: CoordinatorStep, space: Space, token: Token, request: TellEvent) -> None:
+def tell(step: CoordinatorStep, space: Space, request: TellEvent) -> Done:
     """Log a worker's event, unless there were too many of late."""
     worker_id = request.worker_id
     if not worker_id or len(worker_id) > MAX_NAME or not worker_id.isprintable():
-        step.refuse(token, "bad-request", f"an event is told by a worker_id of 1 to {MAX_NAME} printable characters.")
-        return
+        raise UsageError(f"an event is told by a worker_id of 1 to {MAX_NAME} printable characters.")
     if len(space.event_times) == MAX_EVENTS and step.now - space.event_times[0] < EVENTS_WINDOW_S:
-        note = f"not kept: {MAX_EVENTS} events were told within {EVENTS_WINDOW_S:g} s"
-        step.answer(token, Done(note=note))
-        return
+        return Done(note=f"not kept: {MAX_EVENTS} events were told within {EVENTS_WINDOW_S:g} s")
     space.event_times.append(step.now)
     reason = request.reason if len(request.reason) <= MAX_REASON else f"{request.reason[:MAX_REASON]}…"
     step.report(request.event, reason, space.name, worker_id)
-    step.answer(token, Done())
+    return Done()

@@ -16,15 +16,15 @@ from unified.core.coordinator.messages import (
     RequestCame,
     Row,
     SpaceClosed,
-    Token,
     WorkerGone,
 )
 from unified.core.coordinator.persistence import forget, restore
 from unified.core.coordinator.state import CoordinatorTimers, Space, heard
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
+from unified.errors import DatasetError, RefusedError, UsageError
+from unified.protocol.client_master import Done, MasterAnswer, Refused
 from unified.protocol.coordinator import (
     AdvanceEpoch,
-    CoordinatorRequest,
     DataRequest,
     DeregisterWorker,
     GetDatasets,
@@ -85,15 +85,12 @@ class CoordinatorCore:
         """Return the actions for an event. Every event has an answer in every state, even if it is nothing."""
         step = CoordinatorStep(now)
         match event:
-            case RequestCame(token=token, request=request, lives=lives):
-                space = self.spaces.get(request.space)
-                if space is not None:
-                    self._answer(step, space, token, request, lives)
-                else:
-                    space = Space(request.space, self.timers)
-                    self._answer(step, space, token, request, lives)
-                    if not space.is_empty:  # else a question about nothing would be remembered for ever
-                        self.spaces[request.space] = space
+            case RequestCame():
+                name = event.request.space
+                space = self.spaces.get(name) or Space(name, self.timers)
+                self._answer(step, space, event)
+                if not space.is_empty:  # else a question about nothing would be remembered for ever
+                    self.spaces[name] = space
             case WorkerGone():
                 gone = self.spaces.get(event.space)
                 presence = gone.present.get(gone.id_of(event.worker_id)) if gone is not None else None
@@ -126,51 +123,56 @@ class CoordinatorCore:
         heard(space, presence, now)
         return space.alive
 
-    def _answer(
-        self,
-        step: CoordinatorStep,
-        space: Space,
-        token: Token,
-        request: CoordinatorRequest,
-        lives: dict[str, int] | None,
-    ) -> None:
+    def _answer(self, step: CoordinatorStep, space: Space, event: RequestCame) -> None:
+        try:
+            answer = self._handle(step, space, event)
+        except RefusedError as refusal:
+            answer = Refused(code=refusal.code, reason=refusal.reason)
+        except (UsageError, DatasetError) as error:
+            answer = Refused(code="bad-request", reason=str(error))
+        if answer is not None:
+            step.answer(event.token, answer)
+
+    def _handle(self, step: CoordinatorStep, space: Space, event: RequestCame) -> MasterAnswer | None:
+        request = event.request
         if isinstance(request, DataRequest) and request.is_id:
             request = msgspec.structs.replace(request, worker_id=space.member_of(request.worker_id), is_id=False)
         match request:
             case Heartbeat():
-                step.answer(token, self.heartbeat(step.now, request))
+                return self.heartbeat(step.now, request)
             case GetDataShard():
-                datasets.shards(step, space, token, request)
+                return datasets.shards(step, space, request)
             case GetRankFiles():
-                datasets.rank_files(step, space, token, request)
+                return datasets.rank_files(space, request)
             case MarkDone():
-                datasets.mark_done(step, space, token, request)
+                return datasets.mark_done(step, space, request)
             case WaitBarrier():
-                barriers.wait(step, space, token, request)
+                return barriers.wait(step, space, event.token, request)
             case LeaveBarrier():
-                barriers.leave(step, space, token, request)
+                barriers.leave(step, space, request)
+                return Done()
             case RegisterWorker():
-                workers.register(step, space, token, request, self.heartbeats)
+                return workers.register(step, space, request, self.heartbeats)
             case DeregisterWorker():
-                workers.deregister(step, space, token, request)
+                return workers.deregister(step, space, request)
             case RegisterDataset():
-                datasets.register(step, space, token, request)
+                return datasets.register(step, space, request)
             case RestorePosition():
-                positions.restore(step, space, token, request, lives)
+                return positions.restore(step, space, request, event.lives)
             case SetDataWorker():
-                datasets.set_worker(step, space, token, request, self.heartbeats.timeout_s)
+                return datasets.set_worker(step, space, request, self.heartbeats.timeout_s)
             case AdvanceEpoch():
-                datasets.advance(step, space, token, request)
+                return datasets.advance(step, space, request)
             case GetDatasets():
-                datasets.listing(step, space, token)
+                return datasets.listing(space)
             case NotifyCheckpoint():
-                checkpoints.notify(step, space, token, request)
+                return checkpoints.notify(step, space, request)
             case GetLatestCheckpoint():
-                checkpoints.latest(step, space, token, request)
+                return checkpoints.latest(space, request)
             case TellEvent():
-                checkpoints.tell(step, space, token, request)
+                return checkpoints.tell(step, space, request)
             case _:
-                step.refuse(token, "bad-request", f"a coordinator does not know {type(request).__name__}.")
+                raise UsageError(f"a coordinator does not know {type(request).__name__}.")
 
     def _deadline_reached(self, step: CoordinatorStep) -> None:
         due = self.next_deadline

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from unified.core.coordinator.dataset import MAX_MARKS, DatasetState
-from unified.core.coordinator.messages import CoordinatorStep, Token
+from unified.core.coordinator.messages import CoordinatorStep
 from unified.core.coordinator.records import AWAITED, DATASET, LEDGER, MARK, WORKER, AwaitedMembers, names, row_key
-from unified.core.coordinator.state import Space, absent, displaced
-from unified.errors import UnifiedError, nearest
+from unified.core.coordinator.state import Space, absent, check_session
+from unified.errors import RefusedError, UsageError, nearest
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     AdvanceEpoch,
     DataRequest,
     DatasetRegistration,
     Datasets,
+    DataShards,
     GetDataShard,
     GetRankFiles,
     MarkDone,
@@ -23,62 +24,47 @@ from unified.protocol.coordinator import (
 )
 
 
-def register(step: CoordinatorStep, space: Space, token: Token, request: RegisterDataset) -> None:
+def register(step: CoordinatorStep, space: Space, request: RegisterDataset) -> DatasetRegistration:
     """Register a dataset; again with the same values, nothing happens."""
     dataset = space.datasets.get(request.dataset_id)
     if dataset is None:
-        try:
-            dataset = DatasetState.begin(request)
-        except UnifiedError as error:
-            step.refuse(token, "bad-request", str(error))
-            return
+        dataset = DatasetState.begin(request)
         space.datasets[request.dataset_id] = dataset
         step.save(DATASET, row_key(space.name, request.dataset_id), request)
         _save(step, space, dataset)
         shards = f"{dataset.plan.num_shards} shards of {request.shard_size} samples at most"
         step.report("dataset-registered", f"{request.dataset_id!r} of {request.path}: {shards}", space.name)
     elif differences := dataset.differences(request):
-        step.refuse(
-            token,
+        raise RefusedError(
             "name-taken",
             f"dataset {request.dataset_id!r} is registered already, with other values: {'; '.join(differences)}. "
             "Register it as it was, or under another name.",
         )
-        return
     num_shards, epoch = dataset.plan.num_shards, dataset.ledger.epoch
-    step.answer(token, DatasetRegistration(dataset_id=request.dataset_id, num_shards=num_shards, epoch=epoch))
+    return DatasetRegistration(dataset_id=request.dataset_id, num_shards=num_shards, epoch=epoch)
 
 
-def shards(step: CoordinatorStep, space: Space, token: Token, request: GetDataShard) -> None:
-    """Answer with the shards that a worker has still to read of an epoch."""
-    dataset = asked(step, space, token, request)
-    if dataset is None:
-        return
+def shards(step: CoordinatorStep, space: Space, request: GetDataShard) -> DataShards:
+    """Return the shards that a worker has still to read of an epoch."""
+    dataset = asked(space, request)
     hear(step, space, dataset, request.worker_id)
     limit = request.limit
     ready = None if limit else dataset.ready.get((request.worker_id, request.epoch))
     if ready is not None and ready.revision == space.revision:
-        step.answer(token, ready)
-        return
+        return ready
     ledger, worker_id, epoch = dataset.ledger, request.worker_id, request.epoch
     if worker_id not in ledger.workers:
         gone = space.gone.get(space.id_of(worker_id))
         if gone is not None and request.dataset_id in gone.datasets:
-            step.refuse(token, *absent(space, gone.worker_id))
-        else:
-            step.refuse(
-                token,
-                "not-found",
-                f"dataset {request.dataset_id!r} is not spread over worker {space.id_of(worker_id)}, but over "
-                f"{names(map(space.id_of, ledger.workers)) or 'nobody'}: let it join first.",
-            )
-        return
-    if epoch < ledger.epoch:
-        step.refuse(token, "bad-request" if epoch < 0 else "ended", _past(dataset, epoch))
-        return
+            raise absent(space, gone.worker_id)
+        raise RefusedError(
+            "not-found",
+            f"dataset {request.dataset_id!r} is not spread over worker {space.id_of(worker_id)}, but over "
+            f"{names(map(space.id_of, ledger.workers)) or 'nobody'}: let it join first.",
+        )
+    _check_epoch(dataset, epoch)
     if limit < 0:
-        step.refuse(token, "bad-request", f"{limit} shards cannot be asked for: give 1 or more, or 0 for all.")
-        return
+        raise UsageError(f"{limit} shards cannot be asked for: give 1 or more, or 0 for all.")
     revision, is_open = ledger.revision, ledger.is_open(epoch)
     shard_ids = ledger.shards_of(worker_id, epoch, limit)
     save_changed(step, space, dataset, revision)
@@ -87,29 +73,20 @@ def shards(step: CoordinatorStep, space: Space, token: Token, request: GetDataSh
     answer = dataset.shards(epoch, shard_ids, space.revision)
     if not limit:
         dataset.ready[worker_id, epoch] = answer
-    step.answer(token, answer)
+    return answer
 
 
-def mark_done(step: CoordinatorStep, space: Space, token: Token, request: MarkDone) -> None:
+def mark_done(step: CoordinatorStep, space: Space, request: MarkDone) -> ShardsDone:
     """Count shards that a worker has read to their end."""
-    dataset = asked(step, space, token, request)
-    if dataset is None:
-        return
+    dataset = asked(space, request)
     if not request.session and space.id_of(request.worker_id) in space.present:
-        step.refuse(
-            token,
-            "bad-request",
+        raise UsageError(
             f"worker {space.id_of(request.worker_id)} is registered, and only that life of it says what it has read. "
-            "This call is of another process, or was made after it deregistered: make it where it registered.",
+            "This call is of another process, or was made after it deregistered: make it where it registered."
         )
-        return
     hear(step, space, dataset, request.worker_id)
     revision = dataset.ledger.revision
-    try:
-        counted = dataset.ledger.mark_done(request.epoch, request.worker_id, request.shard_ids)
-    except UnifiedError as error:
-        step.refuse(token, "bad-request", str(error))
-        return
+    counted = dataset.ledger.mark_done(request.epoch, request.worker_id, request.shard_ids)
     if counted:
         if request.life >= 0:
             dataset.marked[request.worker_id] = request.life
@@ -120,17 +97,13 @@ def mark_done(step: CoordinatorStep, space: Space, token: Token, request: MarkDo
         else:
             space.revision += dataset.ledger.revision != revision
             _save(step, space, dataset)
-    step.answer(token, ShardsDone(shard_ids=counted, revision=space.revision))
+    return ShardsDone(shard_ids=counted, revision=space.revision)
 
 
-def rank_files(step: CoordinatorStep, space: Space, token: Token, request: GetRankFiles) -> None:
-    """Answer with the whole files of a rank: the same answer whoever asks, and whatever was read."""
-    dataset = asked(step, space, token, request)
-    if dataset is None:
-        return
-    if request.epoch < dataset.ledger.epoch:
-        step.refuse(token, "bad-request" if request.epoch < 0 else "ended", _past(dataset, request.epoch))
-        return
+def rank_files(space: Space, request: GetRankFiles) -> RankFiles:
+    """Return the whole files of a rank: the same ones whoever asks, and whatever was read."""
+    dataset = asked(space, request)
+    _check_epoch(dataset, request.epoch)
     presence = space.present.get(space.id_of(request.worker_id))
     world_size, rank = request.world_size, request.rank
     if rank < 0 and presence is not None:
@@ -139,39 +112,30 @@ def rank_files(step: CoordinatorStep, space: Space, token: Token, request: GetRa
         worlds = sorted({world for world, _ in space.rank_slots})
         if len(worlds) != 1:
             said = f"workers have registered with world sizes {names(map(str, worlds))}" if worlds else "nobody has yet"
-            step.refuse(
-                token,
+            raise RefusedError(
                 "world-unknown",
                 f"over how many ranks are the files of dataset {request.dataset_id!r} spread? Set WORLD_SIZE for each "
                 f"of them, give DatasetRegistry(…, world_size=N), or register a TrainingOrchestrator first: {said}.",
             )
-            return
         world_size = worlds[0]
     if not 0 <= rank < world_size:
         who = f"rank {rank}" if rank >= 0 else f"worker {request.worker_id}, which has registered no rank,"
-        step.refuse(
-            token, "bad-request", f"{who} is not in a world of {world_size}: its ranks are 0 to {world_size - 1}."
-        )
-        return
+        raise UsageError(f"{who} is not in a world of {world_size}: its ranks are 0 to {world_size - 1}.")
     by_rank = dataset.files_by_rank(request.epoch, world_size)
     files = dataset.info.files
-    answer = RankFiles(
+    return RankFiles(
         file_paths=[files[number].path if files else dataset.info.path for number in by_rank[rank]],
         num_files=sum(map(len, by_rank)),
         idle=[each for each, mine in enumerate(by_rank) if not mine],
     )
-    step.answer(token, answer)
 
 
-def set_worker(step: CoordinatorStep, space: Space, token: Token, request: SetDataWorker, await_s: float) -> None:
+def set_worker(step: CoordinatorStep, space: Space, request: SetDataWorker, await_s: float) -> Done:
     """Let a worker join or leave, by its own wish or another's. One that another has named is awaited `await_s`."""
-    dataset = asked(step, space, token, request)
-    if dataset is None:
-        return
+    dataset = asked(space, request)
     worker_id = request.worker_id
     if not worker_id:
-        step.refuse(token, "bad-request", f"a worker of dataset {request.dataset_id!r} needs a worker_id.")
-        return
+        raise UsageError(f"a worker of dataset {request.dataset_id!r} needs a worker_id.")
     gone = space.gone.get(space.id_of(worker_id))
     if gone is not None and gone.end == "worker-lost":
         # Those who were there when it was lost would leave it shards that nobody reads. If all of them are newer, this
@@ -185,8 +149,7 @@ def set_worker(step: CoordinatorStep, space: Space, token: Token, request: SetDa
             gone.datasets = [*others, request.dataset_id] if joins_later else others
             step.save(WORKER, row_key(space.name, gone.worker_id), gone)
         if joins_later:
-            step.answer(token, Done(note=f"worker {gone.worker_id} is lost, and joins when it registers again"))
-            return
+            return Done(note=f"worker {gone.worker_id} is lost, and joins when it registers again")
     is_heard = not request.is_awaited or space.id_of(worker_id) in space.present
     if is_heard or not request.is_member:
         hear(step, space, dataset, worker_id)
@@ -195,28 +158,27 @@ def set_worker(step: CoordinatorStep, space: Space, token: Token, request: SetDa
         space.timers.awaited.arm((space.name, request.dataset_id, worker_id), step.now + await_s)
         _save_awaited(step, space, dataset)
     _set_member(step, space, dataset, worker_id, is_member=request.is_member)
-    step.answer(token, Done())
+    return Done()
 
 
-def advance(step: CoordinatorStep, space: Space, token: Token, request: AdvanceEpoch) -> None:
+def advance(step: CoordinatorStep, space: Space, request: AdvanceEpoch) -> Done:
     """Go on to an epoch; one that is the current one, or past, changes nothing."""
-    dataset = _find(step, space, token, request.dataset_id)
-    if dataset is None:
-        return
+    dataset = _find(space, request.dataset_id)
+    revision = dataset.ledger.revision
     if request.epoch < 0:
-        step.refuse(token, "bad-request", _past(dataset, request.epoch))
-        return
-    if not _advance(step, space, dataset, request.epoch):
-        step.answer(token, Done(note=f"dataset {request.dataset_id!r} is in epoch {dataset.ledger.epoch}"))
-        return
-    step.answer(token, Done())
+        _check_epoch(dataset, request.epoch)
+    if not dataset.ledger.advance(request.epoch):
+        return Done(note=f"dataset {request.dataset_id!r} is in epoch {dataset.ledger.epoch}")
+    step.report("epoch-advanced", f"dataset {request.dataset_id!r} is in epoch {request.epoch} now", space.name)
+    save_changed(step, space, dataset, revision)
+    return Done()
 
 
-def listing(step: CoordinatorStep, space: Space, token: Token) -> None:
-    """Answer with all datasets, for people and programs."""
+def listing(space: Space) -> Datasets:
+    """Return all datasets, for people and programs."""
     ids = {presence.worker.member: worker_id for worker_id, presence in space.present.items()}
     datasets = [space.datasets[dataset_id].status(ids) for dataset_id in sorted(space.datasets)]
-    step.answer(token, Datasets(datasets=datasets, workers=sorted(space.present)))
+    return Datasets(datasets=datasets, workers=sorted(space.present))
 
 
 def drop_worker(step: CoordinatorStep, space: Space, worker_id: str) -> list[str]:
@@ -267,19 +229,18 @@ def spread(step: CoordinatorStep, space: Space, dataset_id: str, members: set[st
     save_changed(step, space, dataset, revision)
 
 
-def asked(step: CoordinatorStep, space: Space, token: Token, request: DataRequest) -> DatasetState | None:
-    """Return the dataset that a worker asks about; else refuse the request, and return None."""
-    if request.session and (refusal := displaced(space, request.worker_id, request.session)) is not None:
-        step.refuse(token, *refusal)
-        return None
-    return _find(step, space, token, request.dataset_id)
+def asked(space: Space, request: DataRequest) -> DatasetState:
+    """Return the dataset that a worker asks about; RefusedError: there is none, or the worker may not ask."""
+    if request.session:
+        check_session(space, request.worker_id, request.session)
+    return _find(space, request.dataset_id)
 
 
-def _find(step: CoordinatorStep, space: Space, token: Token, dataset_id: str) -> DatasetState | None:
+def _find(space: Space, dataset_id: str) -> DatasetState:
     dataset = space.datasets.get(dataset_id)
     if dataset is None:
         hint = nearest(dataset_id, space.datasets)
-        step.refuse(token, "not-found", f"no dataset {dataset_id!r} is registered here: register it first.{hint}")
+        raise RefusedError("not-found", f"no dataset {dataset_id!r} is registered here: register it first.{hint}")
     return dataset
 
 
@@ -297,22 +258,15 @@ def _save_awaited(step: CoordinatorStep, space: Space, dataset: DatasetState) ->
     step.save(AWAITED, row_key(space.name, dataset_id), record if dataset.awaited else None)
 
 
-def _past(dataset: DatasetState, epoch: int) -> str:
+def _check_epoch(dataset: DatasetState, epoch: int) -> None:
     if epoch < 0:
-        return f"dataset {dataset.plan.dataset_id!r} has no epoch {epoch}: they are counted from 0."
-    return (
-        f"epoch {epoch} of dataset {dataset.plan.dataset_id!r} is past, and nothing of it is handed out again: the "
-        f"current one is {dataset.ledger.epoch}."
-    )
-
-
-def _advance(step: CoordinatorStep, space: Space, dataset: DatasetState, epoch: int) -> bool:
-    revision = dataset.ledger.revision
-    if not dataset.ledger.advance(epoch):
-        return False
-    step.report("epoch-advanced", f"dataset {dataset.plan.dataset_id!r} is in epoch {epoch} now", space.name)
-    save_changed(step, space, dataset, revision)
-    return True
+        raise UsageError(f"dataset {dataset.plan.dataset_id!r} has no epoch {epoch}: they are counted from 0.")
+    if epoch < dataset.ledger.epoch:
+        raise RefusedError(
+            "ended",
+            f"epoch {epoch} of dataset {dataset.plan.dataset_id!r} is past, and nothing of it is handed out again: the "
+            f"current one is {dataset.ledger.epoch}.",
+        )
 
 
 def _set_member(step: CoordinatorStep, space: Space, dataset: DatasetState, worker_id: str, *, is_member: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from unified.protocol.client_master import MasterAnswer, Refused
+from unified.protocol.client_master import MasterAnswer
 from unified.protocol.coordinator import CoordinatorRequest
 from unified.values import Value
 
@@ -101,9 +101,6 @@ class CoordinatorStep:
 
     def answer(self, token: Token, answer: MasterAnswer) -> None:
         self._answers.append(AnswerRequest(token=token, answer=answer))
-
-    def refuse(self, token: Token, code: str, reason: str) -> None:
-        self._answers.append(AnswerRequest(token=token, answer=Refused(code=code, reason=reason)))
 
     def report(self, event: str, reason: str, space: str, worker_id: str = "") -> None:
         self._reports.append(LogEvent(event=event, reason=reason, space=space, worker_id=worker_id))

@@ -9,10 +9,10 @@ import msgspec
 
 from unified.core.coordinator.dataset import DatasetState
 from unified.core.coordinator.datasets import asked, hear, save_changed
-from unified.core.coordinator.messages import CoordinatorStep, Token
+from unified.core.coordinator.messages import CoordinatorStep
 from unified.core.coordinator.records import POSITION, Load, LoadedPosition, names, row_key
 from unified.core.coordinator.state import Space
-from unified.errors import UnifiedError
+from unified.errors import UsageError
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import RestorePosition
 
@@ -20,40 +20,37 @@ Lives = Mapping[str, int] | None
 """Incarnation of each worker of a job that runs; None: it is not known."""
 
 
-def restore(step: CoordinatorStep, space: Space, token: Token, request: RestorePosition, lives: Lives) -> None:
+def restore(step: CoordinatorStep, space: Space, request: RestorePosition, lives: Lives) -> Done:
     """Set a dataset back; or, for one of several who go back together, let it join those that have done so."""
-    dataset = asked(step, space, token, request)
-    if dataset is None:
-        return
+    dataset = asked(space, request)
     hear(step, space, dataset, request.worker_id)
     mine = dataset.position.loads.get(request.worker_id) if dataset.position is not None else None
     if mine is not None and mine.process == request.process and request.number <= mine.number:
-        step.answer(token, Done(note="this process has loaded it already"))
-        return
+        return Done(note="this process has loaded it already")
     position = _joined(space, dataset, request, mine, lives)
     digest = _digest(request)
     if position is None:
         if reading := _reading(dataset, request, lives):
-            step.refuse(token, "bad-request", _alone(request, reading))
-            return
+            raise UsageError(
+                f"worker {request.worker_id} cannot set dataset {request.dataset_id!r} back alone: {names(reading)} "
+                "read on. All who read it together load the position before any of them reads, and are started again "
+                "together (an elastic role is); or each has a dataset of its own name, or loads none and goes on with "
+                "what is left."
+            )
         position = LoadedPosition(space=space.name, dataset_id=request.dataset_id, digest=digest, loads={})
-        if not _set_back(step, space, token, dataset, request, lives):
-            return
+        _set_back(step, space, dataset, request, lives)
     elif position.digest != digest:
         others = names(sorted(name for name in position.loads if name != request.worker_id))
-        step.refuse(
-            token,
-            "bad-request",
+        raise UsageError(
             f"{others} loaded another position of dataset {request.dataset_id!r} than worker {request.worker_id}: all "
-            "who read it together load the same one (merge_positions makes one of all ranks'), or none does.",
+            "who read it together load the same one (merge_positions makes one of all ranks'), or none does."
         )
-        return
     position.loads[request.worker_id] = Load(
         process=request.process, number=request.number, life=request.life, session=request.session
     )
     dataset.position = position
     step.save(POSITION, row_key(space.name, request.dataset_id), position)
-    step.answer(token, Done())
+    return Done()
 
 
 def _joined(
@@ -91,26 +88,13 @@ def _reading(dataset: DatasetState, request: RestorePosition, lives: Lives) -> l
     return sorted(name for name in running if name != me and name not in loads)
 
 
-def _alone(request: RestorePosition, reading: list[str]) -> str:
-    return (
-        f"worker {request.worker_id} cannot set dataset {request.dataset_id!r} back alone: {names(reading)} read on. "
-        "All who read it together load the position before any of them reads, and are started again together (an "
-        "elastic role is); or each has a dataset of its own name, or loads none and goes on with what is left."
-    )
-
-
 def _set_back(
-    step: CoordinatorStep, space: Space, token: Token, dataset: DatasetState, request: RestorePosition, lives: Lives
-) -> bool:
-    """Set the ledger back; if that cannot be, refuse the request and return False."""
+    step: CoordinatorStep, space: Space, dataset: DatasetState, request: RestorePosition, lives: Lives
+) -> None:
     revision = dataset.ledger.revision
-    try:
-        for shard_id, _ in request.begun:
-            dataset.plan.bounds(shard_id)
-        dataset.ledger.rewind(request.epoch, request.done)
-    except UnifiedError as error:
-        step.refuse(token, "bad-request", str(error))
-        return False
+    for shard_id, _ in request.begun:
+        dataset.plan.bounds(shard_id)
+    dataset.ledger.rewind(request.epoch, request.done)
     if request.world:
         there = [presence.worker.member for presence in space.present.values()] if lives is None else lives
         known = {*request.world, *there}
@@ -121,7 +105,6 @@ def _set_back(
     save_changed(step, space, dataset, revision)
     where = f"epoch {request.epoch}, with {len(set(request.done))} of {dataset.plan.num_shards} shards done"
     step.report("dataset-restored", f"{request.dataset_id!r} goes on from {where}", space.name, request.worker_id)
-    return True
 
 
 def _digest(request: RestorePosition) -> str:

@@ -8,6 +8,7 @@ from unified.core.coordinator.dataset import DatasetState
 from unified.core.coordinator.records import MAX_EVENTS, Barrier, Checkpoint, Presence, RegisteredWorker
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
+from unified.errors import RefusedError
 from unified.protocol.coordinator import HeartbeatResponse
 
 
@@ -90,33 +91,39 @@ def heard(space: Space, presence: Presence, now: float) -> None:
     space.timers.leases.renew(presence, now, lease_s=presence.worker.timeout_s)
 
 
-def current(space: Space, worker_id: str, session: str) -> Presence | tuple[str, str]:
-    """Return this incarnation, if it is there; else code and reason of a refusal."""
+def current(space: Space, worker_id: str, session: str) -> Presence:
+    """Return this incarnation; RefusedError: it is not there."""
     presence = space.present.get(worker_id)
     if presence is None:
-        return absent(space, worker_id)
-    return presence if presence.session == session else ("replaced", f"worker {worker_id} {REPLACED}")
+        raise absent(space, worker_id)
+    if presence.session != session:
+        raise replaced(worker_id)
+    return presence
 
 
-def displaced(space: Space, member: str, session: str) -> tuple[str, str] | None:
-    """Return code and reason of the refusal of an incarnation that is over and asks about its own shards, else None.
+def check_session(space: Space, member: str, session: str) -> None:
+    """Raise RefusedError for an incarnation that is over and asks about its own shards.
 
     A session that was never registered here is as none: such a worker is known by its id alone.
     """
     worker_id = space.id_of(member)
-    presence = space.present.get(worker_id)
+    presence, gone = space.present.get(worker_id), space.gone.get(worker_id)
     if presence is not None:
-        is_over = session not in ("", presence.session)
-        return ("replaced", f"worker {worker_id} {REPLACED}") if is_over else None
-    gone = space.gone.get(worker_id)
-    if gone is not None and session and session in (gone.info.session, *gone.past_sessions):
-        return absent(space, worker_id)
-    return None
+        if session not in ("", presence.session):
+            raise replaced(worker_id)
+    elif gone is not None and session and session in (gone.info.session, *gone.past_sessions):
+        raise absent(space, worker_id)
 
 
-def absent(space: Space, worker_id: str) -> tuple[str, str]:
-    """Return code and reason of the refusal of a worker that is not there."""
+def replaced(worker_id: str) -> RefusedError:
+    """Return the refusal of an incarnation that a newer one has replaced."""
+    return RefusedError("replaced", f"worker {worker_id} {REPLACED}")
+
+
+def absent(space: Space, worker_id: str) -> RefusedError:
+    """Return the refusal of a worker that is not there."""
     gone = space.gone.get(worker_id)
     if gone is None:
-        return "unknown-worker", f"worker {worker_id} is not registered: register it first."
-    return "unknown-worker", f"worker {worker_id} is not registered any more, as {gone.reason}: register it again."
+        return RefusedError("unknown-worker", f"worker {worker_id} is not registered: register it first.")
+    reason = f"worker {worker_id} is not registered any more, as {gone.reason}: register it again."
+    return RefusedError("unknown-worker", reason)

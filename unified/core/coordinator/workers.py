@@ -6,7 +6,7 @@ import math
 from typing import Literal, NamedTuple
 
 from unified.core.coordinator import barriers, datasets
-from unified.core.coordinator.messages import CoordinatorStep, Token
+from unified.core.coordinator.messages import CoordinatorStep
 from unified.core.coordinator.records import (
     MAX_GONE,
     MAX_PAST_SESSIONS,
@@ -16,7 +16,8 @@ from unified.core.coordinator.records import (
     names,
     row_key,
 )
-from unified.core.coordinator.state import REPLACED, Space, heard
+from unified.core.coordinator.state import Space, heard, replaced
+from unified.errors import RefusedError, UsageError
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import DeregisterWorker, RegisterWorker, WorkerRegistration
 
@@ -37,16 +38,13 @@ HEARTBEAT_TIMES = HeartbeatTimes()
 
 
 def register(
-    step: CoordinatorStep, space: Space, token: Token, request: RegisterWorker, heartbeats: HeartbeatTimes
-) -> None:
+    step: CoordinatorStep, space: Space, request: RegisterWorker, heartbeats: HeartbeatTimes
+) -> WorkerRegistration:
     """Register an incarnation, which may say again that it has begun."""
     timeout_s = heartbeats.timeout_s if request.timeout_s is None else request.timeout_s
     presence = space.present.get(request.worker_id)
     known = presence.worker if presence is not None else space.gone.get(request.worker_id)
-    refusal = _refusal(step, space, request, known, presence)
-    if refusal is not None:
-        step.refuse(token, *refusal)
-        return
+    _check(step, space, request, known, presence)
     if presence is None or presence.session != request.session:
         if presence is not None:
             remove(step, space, presence, "a new life of it registered", "worker-replaced")
@@ -58,13 +56,12 @@ def register(
         _take_rank_slot(space, presence.worker)
         step.save(WORKER, row_key(space.name, request.worker_id), presence.worker)
     heard(space, presence, step.now)
-    answer = WorkerRegistration(
+    return WorkerRegistration(
         assigned_id=request.worker_id,
         heartbeat_interval_s=min(heartbeats.interval_s, presence.worker.timeout_s / 3),
         incarnation=presence.worker.incarnation,
         timeout_s=presence.worker.timeout_s,
     )
-    step.answer(token, answer)
 
 
 def silent(step: CoordinatorStep, space: Space, presence: Presence, *, is_late: bool) -> None:
@@ -80,14 +77,13 @@ def silent(step: CoordinatorStep, space: Space, presence: Presence, *, is_late: 
     remove(step, space, presence, f"nothing was heard from it for {step.now - presence.seen_at:.1f} s", "worker-lost")
 
 
-def deregister(step: CoordinatorStep, space: Space, token: Token, request: DeregisterWorker) -> None:
+def deregister(step: CoordinatorStep, space: Space, request: DeregisterWorker) -> Done:
     """Deregister an incarnation; asked again, or by one that is over already, nothing happens."""
     presence = space.present.get(request.worker_id)
     if presence is None or presence.session != request.session:
-        step.answer(token, Done(note="this life of the worker was not registered any more"))
-        return
-    step.answer(token, Done())
+        return Done(note="this life of the worker was not registered any more")
     remove(step, space, presence, "it deregistered", "worker-left")
+    return Done()
 
 
 def remove(step: CoordinatorStep, space: Space, presence: Presence, reason: str, end: End) -> None:
@@ -120,37 +116,36 @@ def remove(step: CoordinatorStep, space: Space, presence: Presence, reason: str,
     barriers.drop_worker(step, space, presence, "closed" if end == "worker-left" else "lost")
 
 
-def _refusal(
+def _check(
     step: CoordinatorStep,
     space: Space,
     request: RegisterWorker,
     known: RegisteredWorker | None,
     presence: Presence | None,
-) -> tuple[str, str] | None:
+) -> None:
     worker_id, rank, world = request.worker_id, request.rank, request.world_size
     if not worker_id or not request.session:
-        return "bad-request", "a worker needs a worker_id and a session that are not empty."
+        raise UsageError("a worker needs a worker_id and a session that are not empty.")
     if request.timeout_s is not None and not 0 < request.timeout_s < math.inf:
-        return "bad-request", f"worker {worker_id} has timeout_s={request.timeout_s}: give seconds above 0."
+        raise UsageError(f"worker {worker_id} has timeout_s={request.timeout_s}: give seconds above 0.")
     if world < 0 or rank < -1:
-        return "bad-request", f"worker {worker_id} has rank {rank} of world size {world}: neither can be negative."
+        raise UsageError(f"worker {worker_id} has rank {rank} of world size {world}: neither can be negative.")
     if 0 < world <= rank:
-        return "bad-request", f"worker {worker_id} has rank {rank}, and the ranks of {world} workers are below {world}."
+        raise UsageError(f"worker {worker_id} has rank {rank}, and the ranks of {world} workers are below {world}.")
     if known is not None and request.session in known.past_sessions:
-        return "replaced", f"worker {worker_id} {REPLACED}"
+        raise replaced(worker_id)
     is_same = presence is not None and presence.session == request.session
     if is_same and presence is not None and presence.waits_at and presence.worker.rank_slot != (world, rank):
         at = names(sorted(presence.waits_at))
-        return "bad-request", f"worker {worker_id} waits at barrier {at}: its rank and world cannot change now."
+        raise UsageError(f"worker {worker_id} waits at barrier {at}: its rank and world cannot change now.")
     holder = space.rank_slots.get((world, rank), worker_id)
     if holder != worker_id:
         silent_s = step.now - space.present[holder].seen_at
-        return (
+        raise RefusedError(
             "name-taken",
             f"rank {rank} of {world} is held by worker {holder}, heard from {silent_s:.1f} s ago: deregister that one, "
             "wait until it is taken for lost, or give another training outside a job a UNIFIED_SPACE of its own.",
         )
-    return None
 
 
 def _begin(
