@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from multiprocessing.context import BaseContext
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -263,9 +262,7 @@ class DataLoaderPatch:
     def __enter__(self) -> DataLoaderPatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
