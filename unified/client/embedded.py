@@ -56,6 +56,7 @@ class EmbeddedCluster:
         max_master_restarts: how often the master is started again, at its address and with its state.
 
     Attributes:
+        address: ``tcp://127.0.0.1:PORT`` of the master.
         cluster_id: the value of ``UNIFIED_CLUSTER_ID`` in all its processes.
         problem: why the cluster is of no use any more, or None.
         leftovers: after `stop`: processes that had to be killed and sockets that nobody removed.
@@ -84,7 +85,7 @@ class EmbeddedCluster:
         self._env = dict(env or {})
         self._max_agent_restarts = max_agent_restarts
         self._max_master_restarts = max_master_restarts
-        self._address = ""
+        self.address = ""
         self._run_dir = settings.run_root() / f"e{os.getpid()}-{self.cluster_id[-6:]}"
         self._master: Daemon | None = None
         self._agents: list[Daemon] = []
@@ -101,11 +102,6 @@ class EmbeddedCluster:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    @property
-    def address(self) -> str:
-        """``tcp://127.0.0.1:PORT`` of the master."""
-        return self._address
 
     @property
     def master_pid(self) -> int:
@@ -177,8 +173,8 @@ class EmbeddedCluster:
     def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
         while not self._spawned.wait(POLL_S):
             self._check(deadline, timeout_s, "the master did not write its address")
-        key = find_key(self._address, self._environment())
-        with MasterConnection(self._address, key=key, timeout_s=timeout_s) as connection:
+        key = find_key(self.address, self._environment())
+        with MasterConnection(self.address, key=key, timeout_s=timeout_s) as connection:
             while True:
                 try:
                     nodes = connection.ask(ListNodes(), NodeList, timeout_s=1.0).nodes
@@ -203,7 +199,7 @@ class EmbeddedCluster:
         """The thread that owns the daemons."""
         try:
             self._start_first_master()
-            if self._address:
+            if self.address:
                 for name in self.node_names:
                     self._agents.append(self._start_agent(name))
                 self._spawned.set()
@@ -223,7 +219,7 @@ class EmbeddedCluster:
         self._master = self._start_master("tcp://127.0.0.1:0")
         while not self._stopping.is_set():
             if address_file.exists() and (text := address_file.read_text()).endswith("\n"):
-                self._address = text.strip()
+                self.address = text.strip()
                 return
             if self._master.wait(POLL_S):
                 self.problem = f"the embedded master {self._master.last_words()}"
@@ -239,7 +235,7 @@ class EmbeddedCluster:
         return Daemon("unified_master", arguments, self.home / "master.log", self._environment())
 
     def _start_agent(self, name: str) -> Daemon:
-        arguments = ["--master", self._address, "--node-id", name]
+        arguments = ["--master", self.address, "--node-id", name]
         arguments += ["--state-dir", str(self.home / name), "--die-with-parent", str(self._owner)]
         if self.devices_per_node is not None:
             arguments += ["--devices", str(self.devices_per_node)]
@@ -268,7 +264,7 @@ class EmbeddedCluster:
                     self.problem = _master_problem(self._master, num_master_restarts)
                 elif not self._stopping.wait(MASTER_BACKOFF.delay_s(num_master_restarts)):
                     num_master_restarts += 1
-                    self._master = self._start_master(self._address)
+                    self._master = self._start_master(self.address)
             for index, agent in enumerate(self._agents):
                 if agent.is_ended and self.problem is None:
                     if restarts[index] >= self._max_agent_restarts:
