@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [
-    *(f"tests/unit/job/test_job_{part}.py" for part in ("config", "workloads", "to_spec", "payload")),
+    *(f"tests/unit/job/test_{part}.py" for part in ("config", "workloads", "to_spec", "payload")),
     *("tests/unit/api/builder/test_builder.py", "tests/unit/compat/test_document_blocks.py"),
     *("tests/unit/compat/test_names.py", "tests/unit/worker/test_context.py"),
     "tests/io/checkpoint/test_checkpoint_run_layout.py",
