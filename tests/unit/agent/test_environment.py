@@ -92,8 +92,7 @@ def test_each_vendor_has_its_variable(kind: str, visible: dict[str, str], torch_
 
 def test_a_worker_without_devices_sees_none() -> None:
     env = worker_environment(job(), msgspec.structs.replace(WORKER, devices=[]), node())
-    assert env["CUDA_VISIBLE_DEVICES"] == ""
-    assert env["ACCELERATE_TORCH_DEVICE"] == "cpu"
+    assert (env["CUDA_VISIBLE_DEVICES"], env["ACCELERATE_TORCH_DEVICE"]) == ("", "cpu")
 
 
 def test_cpu_slots_are_not_taken_for_real_devices() -> None:
@@ -104,8 +103,7 @@ def test_cpu_slots_are_not_taken_for_real_devices() -> None:
 def test_a_worker_sees_the_devices_of_its_group_and_takes_its_own() -> None:
     worker = msgspec.structs.replace(WORKER, group_devices=[3, 1])
     launch = launch_of(worker, job(), node(), neighbours=[worker], relay="", directory=[])
-    assert launch.env["CUDA_VISIBLE_DEVICES"] == "3,1"
-    assert launch.env["ACCELERATE_TORCH_DEVICE"] == "cuda:1"
+    assert (launch.env["CUDA_VISIBLE_DEVICES"], launch.env["ACCELERATE_TORCH_DEVICE"]) == ("3,1", "cuda:1")
     assert [device.index for device in launch.devices] == [1]
 
 
@@ -117,8 +115,7 @@ def test_ascend_devices_are_listed_in_ascending_order() -> None:
 def test_without_automatic_visibility_a_worker_sees_the_whole_node() -> None:
     worker = msgspec.structs.replace(WORKER, group_devices=[3, 1])
     env = worker_environment(job(msgspec.structs.replace(ROLE, auto_visible_devices=False)), worker, node())
-    assert env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
-    assert env["ACCELERATE_TORCH_DEVICE"] == "cuda:1"
+    assert (env["CUDA_VISIBLE_DEVICES"], env["ACCELERATE_TORCH_DEVICE"]) == ("0,1,2,3", "cuda:1")
 
 
 def test_devices_are_called_as_the_agent_was_told_to_call_them() -> None:

@@ -45,16 +45,13 @@ JOB = DLJobBuilder().node_num(2).device_per_node(4).config({"a": 1}).train("m.f"
 
 def test_a_name_and_nothing_else(sent: Submission) -> None:
     assert JOB.submit("x") == 7
-    assert sent.spec.name == "x"
-    assert (sent.spec.node_num, sent.spec.device_per_node) == (2, 4)
+    assert (sent.spec.name, sent.spec.node_num, sent.spec.device_per_node) == ("x", 2, 4)
     assert sent.options == {"master": None, "blocking": True, "wait": True}
 
 
 def test_the_name_as_a_keyword_and_other_options(sent: Submission) -> None:
     JOB.submit(job_name="y", blocking=False, master="tcp://h:1", wait=False, master_memory=128, stop_grace_s=1)
-    assert sent.spec.name == "y"
-    assert sent.spec.master_memory_mb == 128
-    assert sent.spec.stop_grace_s == 1
+    assert (sent.spec.name, sent.spec.master_memory_mb, sent.spec.stop_grace_s) == ("y", 128, 1)
     assert sent.options == {"master": "tcp://h:1", "blocking": False, "wait": False}
 
 
@@ -62,8 +59,7 @@ def test_the_environment_counts(sent: Submission, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DLROVER_UNIFIED_JOB_NAME", "from-env")
     monkeypatch.setenv("UNIFIED_MASTER", "tcp://env:1")
     JOB.submit()
-    assert sent.spec.name == "from-env"
-    assert sent.options["master"] == "tcp://env:1"
+    assert (sent.spec.name, sent.options["master"]) == ("from-env", "tcp://env:1")
     JOB.submit("x", False)
     assert sent.spec.name == "x"
     assert sent.options["blocking"] is False

@@ -38,8 +38,7 @@ def sweep(
 
 def test_older_checkpoints_go_manifest_and_parts() -> None:
     plan = sweep(*map(checkpoint, range(4)))
-    assert plan.steps == [0, 1]
-    assert plan.manifests == ["step-000000.json", "step-000001.json"]
+    assert (plan.steps, plan.manifests) == ([0, 1], ["step-000000.json", "step-000001.json"])
     assert plan.parts == ["step-000000.t.bin", "step-000001.t.bin"]
 
 

@@ -81,8 +81,7 @@ def item(name: str, nbytes: int) -> WriteItem:
 def test_what_all_ranks_have_is_written_once_the_small_by_the_first_and_the_large_by_turns() -> None:
     small = [item(f"small-{number}", 8) for number in range(5)]
     large = [item(f"large-{number}", SMALL_BYTES + 1) for number in range(4)]
-    own = item("own", 8)
-    plans = shared_out([SavePlan(small + large), SavePlan([*small, *large, own])])
+    plans = shared_out([SavePlan(small + large), SavePlan([*small, *large, item("own", 8)])])
     names = [[each.index.fqn for each in plan.items] for plan in plans]
     assert names == [[*(f"small-{number}" for number in range(5)), "large-1", "large-3"], ["large-0", "large-2", "own"]]
 

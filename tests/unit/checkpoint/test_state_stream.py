@@ -15,8 +15,7 @@ from unified.memory.host_buffers import BufferPool, stage_state  # noqa: E402
 
 def test_torch_reads_the_stream_and_its_own_files_keep_their_checksums() -> None:
     tree = {"large": torch.rand(300_000), "small": [torch.arange(3)], "epoch": 7}
-    data = b"".join(bytes(chunk) for chunk in stream(tree))
-    loaded = torch.load(io.BytesIO(data))
+    loaded = torch.load(io.BytesIO(b"".join(bytes(chunk) for chunk in stream(tree))))
     assert torch.equal(loaded["large"], tree["large"])
     assert torch.equal(loaded["small"][0], tree["small"][0])
     assert loaded["epoch"] == 7

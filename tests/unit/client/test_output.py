@@ -114,8 +114,7 @@ def test_of_several_only_whole_lines_are() -> None:
 
 def test_what_is_missing_is_said_on_stderr() -> None:
     out, err = File(), File()
-    output = WorkerOutput(out, err)
-    output.write([Output(A, "a\n", note="5 kB skipped")])
+    WorkerOutput(out, err).write([Output(A, "a\n", note="5 kB skipped")])
     assert (out.content(), err.content()) == (b"a\n", "[w-0] … 5 kB skipped\n".encode())
 
 
@@ -142,8 +141,7 @@ def test_two_streams_of_one_file_are_one_place(tmp_path: Path) -> None:
         assert is_same_place(one, same)
         assert not is_same_place(one, other)
         assert is_same_place(Terminal(), Terminal())
-        output = WorkerOutput(one, same)
-        output.write([Output(A, "half", is_end=True), Output(ERR, "oh\n")])
+        WorkerOutput(one, same).write([Output(A, "half", is_end=True), Output(ERR, "oh\n")])
         assert Path(one.name).read_text() == "half\noh\n"
 
 

@@ -80,8 +80,7 @@ def test_a_failure_names_worker_node_limit_log_and_what_to_do_next() -> None:
 def test_a_reason_that_repeats_the_failure_is_said_once() -> None:
     end = EndReport(worker="w_1-0_1-0", incarnation=0, node="n", failure=Failure(summary="E: x"), limit="max_restart")
     lines = end_lines(ended(1, end=end, reason="failed: w_1-0_1-0 on n: E: x; the limit max_restart=0 is used up"))
-    assert lines[2:4] == ["  failure  E: x", "  limit    the limit max_restart=0 is used up"]
-    assert len(lines) == 5
+    assert (lines[2:4], len(lines)) == (["  failure  E: x", "  limit    the limit max_restart=0 is used up"], 5)
 
 
 def test_a_failure_without_a_worker_still_has_a_reason_and_a_next_step() -> None:
@@ -94,8 +93,7 @@ def test_a_failure_without_a_worker_still_has_a_reason_and_a_next_step() -> None
 
 def test_a_huge_traceback_fits_a_screen() -> None:
     failure = Failure(summary="E: " + "y" * 10_000 + "\nsecond", traceback="\n".join("x" * 5000 for _ in range(500)))
-    end = EndReport(worker="w_1-0_1-0", incarnation=0, node="n", failure=failure)
-    lines = end_lines(ended(1, end=end))
+    lines = end_lines(ended(1, end=EndReport(worker="w_1-0_1-0", incarnation=0, node="n", failure=failure)))
     assert len(lines) <= 30
     assert max(len(line) for line in lines) <= 420
     assert "    … 480 lines above, in the log" in lines

@@ -136,8 +136,7 @@ def test_all_names_of_a_module_can_be_imported_at_once(module: str) -> None:
 
 
 def test_a_name_that_nobody_has_is_an_ordinary_error() -> None:
-    module = importlib.import_module(f"{UNIFIED}.common.enums")
-    assert not hasattr(module, "Nothing")
+    assert not hasattr(importlib.import_module(f"{UNIFIED}.common.enums"), "Nothing")
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
         exec(f"from {UNIFIED}.common.enums import Nothing")
 

@@ -9,15 +9,12 @@ from unified.errors import DatasetError
 
 
 def test_as_the_document_shows_it() -> None:
-    manager = ShardManager("imagenet", 1000)
-    shards = manager.assign_shards(0, "worker-1")
-    assert shards == list(range(1000))
+    assert ShardManager("imagenet", 1000).assign_shards(0, "worker-1") == list(range(1000))
 
     ring = ConsistentHash()
     ring.add_node("worker-1")
     ring.add_node("worker-2")
-    node = ring.get_node_for_shard("imagenet", 42)
-    assert node in ("worker-1", "worker-2")
+    assert ring.get_node_for_shard("imagenet", 42) in ("worker-1", "worker-2")
 
 
 def test_workers_come_read_and_go() -> None:

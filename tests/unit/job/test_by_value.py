@@ -81,8 +81,7 @@ def test_whoever_runs_the_script_has_its_own_classes_and_others_build_them(scrip
     train, other = scripts
     written = run(train, "write")
     assert run(train, "read", given=written) == b"my own\n"
-    passed_on = run(other, "pass", given=written)
-    assert run(train, "read", given=passed_on) == b"my own\n"
+    assert run(train, "read", given=run(other, "pass", given=written)) == b"my own\n"
 
 
 def test_where_all_run_one_script_no_code_is_sent(scripts: tuple[Path, Path]) -> None:

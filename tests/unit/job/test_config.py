@@ -27,13 +27,9 @@ def refusal(roles: dict[str, dict[str, Any]] | None = None, **fields: Any) -> st
 
 def test_defaults_of_a_job() -> None:
     made = job()
-    assert made.node_number == 1
-    assert made.device_per_node == 8
+    assert (made.node_number, made.device_per_node) == (1, 8)
     assert made.accelerator_type is AcceleratorType.GPU
-    assert made.accelerator_type == "GPU"
-    assert made.user_config == {}
-    assert made.global_envs == {}
-    assert made.dl_type == "SFT"
+    assert (made.accelerator_type, made.user_config, made.global_envs, made.dl_type) == ("GPU", {}, {}, "SFT")
     assert made.stream_type == "TASK_STREAM"
 
 
@@ -169,16 +165,14 @@ def test_a_collocation_takes_another_case_only_where_no_role_has_the_name() -> N
 
 @pytest.mark.parametrize("num_roles", range(1, 17))
 def test_equal_shares_of_all_roles_are_one_device(num_roles: int) -> None:
-    share = device_share(round(1 / num_roles, 2), num_roles)
-    assert num_roles * share <= 1 + 1e-9
+    assert num_roles * device_share(round(1 / num_roles, 2), num_roles) <= 1 + 1e-9
     roles = {f"r{number}": {"total": 8, "per_group": 8} for number in range(num_roles)}
     made = job(roles, collocations=[set(roles)], device_per_node=8)
     assert made.workloads["r0"].resource.accelerator == round(1 / num_roles, 2)
 
 
 def test_defaults_of_a_submission() -> None:
-    config = JobConfig(job_name="x", dl_config=job())
-    rest = config.model_dump(exclude={"dl_config"})
+    rest = JobConfig(job_name="x", dl_config=job()).model_dump(exclude={"dl_config"})
     assert rest == {
         "job_name": "x",
         "master": None,

@@ -151,13 +151,11 @@ def test_the_driver_tells_where_it_works_and_imports(monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(scripts), "/elsewhere"])
     here = Driver.here(env={})
-    assert here.working_dir == str(tmp_path)
-    assert here.sys_path == [str(scripts), str(tmp_path)]
+    assert (here.working_dir, here.sys_path) == (str(tmp_path), [str(scripts), str(tmp_path)])
     assert here.submitted_by.endswith(f"@{os.uname().nodename}:{os.getpid()}")
     monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
     there = Driver.here(env={"DLROVER_WORKING_DIR": "/w"})
-    assert there.sys_path == [str(tmp_path)]
-    assert there.working_dir == "/w"
+    assert (there.sys_path, there.working_dir) == ([str(tmp_path)], "/w")
 
 
 ROLES: dict[str, dict[str, Any]] = {

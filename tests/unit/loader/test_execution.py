@@ -52,8 +52,7 @@ def test_any_chain_of_operators_does_what_lists_would(size: int, names: list[str
 @pytest.mark.parametrize("buffer", [1, 4, 1000])
 def test_shuffle_is_a_permutation_that_its_seed_decides(buffer: int) -> None:
     data = Dataset(lambda: iter(range(50))).shuffle(3, buffer)
-    assert sorted(data) == list(range(50))
-    assert list(data) == list(data)
+    assert (sorted(data), list(data)) == (list(range(50)), list(data))
     assert (list(data) == list(range(50))) == (buffer == 1)
     if buffer > 1:
         assert list(data) != list(Dataset(lambda: iter(range(50))).shuffle(4, buffer))
@@ -110,10 +109,8 @@ def test_methods_leave_the_dataset_as_it_is() -> None:
 def test_batches_of_the_source_travel_as_numbers() -> None:
     """A stage that looks the source up itself, rather than one that is sent what was looked up here."""
     spread = Spread(2, None, 2, None, True)
-    run = PipelineRun(range(10), Dataset(range(10)).batch(4).map(len)._operators, spread)
-    (stage,) = run._stages
-    assert stage._parts.dataset[3] == [3]
-    assert stage._size == 4
+    (stage,) = PipelineRun(range(10), Dataset(range(10)).batch(4).map(len)._operators, spread)._stages
+    assert (stage._parts.dataset[3], stage._size) == ([3], 4)
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,7 @@ def test_a_batch_that_plain_pickle_cannot_say_goes_by_value() -> None:
     parts = LoaderParts(dataset=[1], collate_fn=lambda keys: lambda: keys, has_batches=True)
     loaders.handle(BringParts("f", parts.pack()), ALICE)
     loaders.handle(OpenStream("f", 0, 1, 7, 0, 0), ALICE)
-    reply = fetch(loaders, "f", [0])
-    assert iterator.unwrap(reply.value)() == [1]
+    assert iterator.unwrap(fetch(loaders, "f", [0]).value)() == [1]
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,7 @@ def test_what_is_saved_is_known_to_the_next_one_and_forgotten_with_the_job() -> 
     assert behind.kept
     assert all(kind.startswith("coordinator-") for kind, _ in behind.kept)
     after = Behind(dict(behind.kept))
-    heartbeat = Heartbeat(space="job-1", worker_id="w0", session="s")
-    (answer,) = after.ask(heartbeat)
+    (answer,) = after.ask(Heartbeat(space="job-1", worker_id="w0", session="s"))
     assert isinstance(answer, HeartbeatResponse)
     assert answer.is_known
     assert after.kept == behind.kept

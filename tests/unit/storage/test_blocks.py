@@ -58,8 +58,7 @@ def test_every_object_that_s3_can_hold_has_parts_enough(nbytes: int, part: int) 
 
 def test_parts_of_an_unknown_size_stay_small_while_they_can() -> None:
     sizes = list(itertools.islice(part_sizes(8 << 20, None), MAX_PARTS))
-    assert sizes[:900] == [8 << 20] * 900
-    assert sizes == sorted(sizes)
+    assert (sizes[:900], sizes) == ([8 << 20] * 900, sorted(sizes))
     assert sizes[-1] <= 5 << 30
 
 

@@ -73,6 +73,5 @@ def test_one_worker_of_each_other_node_passes_on() -> None:
 def test_everybody_is_reached_once(nodes: dict[str, str]) -> None:
     lives = [WorkerIncarnation(name, 0) for name in nodes]
     roots, children = tree(lives, nodes, "n1")
-    reached = [*roots, *(life for name in children for life in children[name])]
-    assert sorted(reached) == sorted(lives)
+    assert sorted([*roots, *(life for name in children for life in children[name])]) == sorted(lives)
     assert set(children) <= {life.worker for life in roots}

@@ -162,8 +162,7 @@ def test_abort_ends_what_is_open_and_nothing_else() -> None:
     begun(assembly, opening("t", 2))
     assert assembly.abort("t", "so it was said") == [SessionEnd("t", SessionOutcome.DROPPED, 2, "so it was said")]
     assert assembly.abort("t", "again") == []
-    refusal = assembly.begin(0, opening("t", 2)).refusal
-    assert refusal == "this attempt is over: so it was said"
+    assert assembly.begin(0, opening("t", 2)).refusal == "this attempt is over: so it was said"
 
 
 def test_progress_in_words() -> None:

@@ -192,8 +192,7 @@ def test_a_dependency_that_is_missing_is_named(module: Path) -> None:
     with pytest.raises(EntryPointError, match=r"'wk_needs' imports 'nowhere_to_be_found'.*python=") as caught:
         attribute("run", "wk_needs")
     failure = describe(caught.value)
-    assert failure.category == "setup"
-    assert failure.exception_type == "ModuleNotFoundError"
+    assert (failure.category, failure.exception_type) == ("setup", "ModuleNotFoundError")
     assert "wk_needs.py" in failure.traceback
     assert "unified/worker" not in failure.traceback
 
@@ -235,8 +234,7 @@ def test_script_runs_as_main(module: Path) -> None:
         "seen = [__name__, __file__, sys.argv, sys.path[0], wk_beside.value, type(copy)]\n"
     )
     seen = run(script(path, "--lr", "3"))
-    directory = str(path.parent)
-    assert seen[:5] == ["__main__", str(path), [str(path), "--lr", "3"], directory, 7]
+    assert seen[:5] == ["__main__", str(path), [str(path), "--lr", "3"], str(path.parent), 7]
     assert seen[5].__module__ == "__main__"
 
 

@@ -84,8 +84,7 @@ def test_elastic_variables_are_those_of_torchrun() -> None:
     variables = environment.elastic(given, given.spec.role("trainer"), order, 4711)
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "4711")
     assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]) == ("1", "2", "1")
-    assert variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    assert variables["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert (variables["TORCHELASTIC_USE_AGENT_STORE"], variables["TORCHELASTIC_RESTART_COUNT"]) == ("True", "1")
     assert variables["GROUP_RANK"] == "1"
 
 
@@ -163,8 +162,7 @@ def test_a_launcher_s_run_id_limit_and_error_file_reach_the_ranks() -> None:
     given = launch(role={"communication": communication, "role_max_restart": 6}, log_file="/logs/job-1/w/1.err")
     order = RunOrder(round=2, rank=1, world_size=2)
     variables = environment.elastic(given, given.spec.role("trainer"), order, 4711)
-    assert variables["TORCHELASTIC_RUN_ID"] == "exp7"
-    assert variables["TORCHELASTIC_MAX_RESTARTS"] == "6"
+    assert (variables["TORCHELASTIC_RUN_ID"], variables["TORCHELASTIC_MAX_RESTARTS"]) == ("exp7", "6")
     assert variables["TORCHELASTIC_ERROR_FILE"] == "/logs/job-1/w/1.error.json"
     plain = launch()
     assert environment.elastic(plain, plain.spec.role("trainer"), order, 1)["TORCHELASTIC_RUN_ID"] == "job-1"

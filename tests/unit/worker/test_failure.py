@@ -36,8 +36,7 @@ def raised(error: BaseException) -> BaseException:
 
 def test_summary_is_one_line() -> None:
     failure = describe(raised(ValueError("\n  first\nsecond")))
-    assert failure.summary == "ValueError: first"
-    assert failure.category == "user"
+    assert (failure.summary, failure.category) == ("ValueError: first", "user")
     assert failure.exception_type == "ValueError"
     assert "raise error" in failure.traceback
     assert not failure.is_collateral

@@ -44,8 +44,7 @@ def test_many_reports_few_messages_and_the_last_is_sent() -> None:
     for step in range(1000):
         reporter.report(step, None, {"loss": 1 / (step + 1)})
     reporter.flush()
-    assert len(sent) == 2
-    assert sent[-1] == Progress(step=999, total=1000, metrics={"loss": 0.001})
+    assert (len(sent), sent[-1]) == (2, Progress(step=999, total=1000, metrics={"loss": 0.001}))
 
 
 def test_flush_says_nothing_twice() -> None:

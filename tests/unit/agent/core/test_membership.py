@@ -416,8 +416,7 @@ def test_the_next_life_claims_nothing_yet(driver: Driver) -> None:
 
 def test_answers_are_news_and_older_ones_are_not(driver: Driver) -> None:
     first = DirectoryEntry(worker="a", incarnation=0, state=Reachability.ALIVE, inbox=Inbox(inbox_id="i"))
-    refusal = {"x": NameRefusal(number=1, holder="b")}
-    refused = msgspec.structs.replace(first, refused=refusal, revision=1)
+    refused = msgspec.structs.replace(first, refused={"x": NameRefusal(number=1, holder="b")}, revision=1)
     granted = msgspec.structs.replace(first, names={"x": 3}, revision=2)
     for entry in (first, refused, granted):
         driver.hear(DirectoryChanged(job_id="job-1", entries=[entry]))

@@ -81,9 +81,7 @@ def test_defaults_come_from_the_environment_as_with_torchrun(monkeypatch: pytest
     monkeypatch.setenv("PET_MAX_RESTARTS", "2")
     for read in (by_torch, by_table) if HAS_TORCH else (by_table,):
         workload = only_role(read("torchrun pkg.train"))
-        assert workload.total == 3
-        assert workload.max_restart == 2
-        assert workload.entry_point == "-m pkg.train"
+        assert (workload.total, workload.max_restart, workload.entry_point) == (3, 2, "-m pkg.train")
 
 
 @both_readers
@@ -91,16 +89,13 @@ def test_a_command_of_the_guide(read: Reader) -> None:
     job = read("dlrover-run --nnodes=1 --nproc_per_node=1 /root/dummy_run.py --test 0")
     workload = only_role(job)
     assert (job.node_num, job.device_per_node) == (1, 1)
-    assert (workload.total, workload.per_group) == (1, 1)
-    assert workload.entry_point == "/root/dummy_run.py --test 0"
+    assert (workload.total, workload.per_group, workload.entry_point) == (1, 1, "/root/dummy_run.py --test 0")
 
 
 @both_readers
 def test_nothing_is_added_that_was_not_said(read: Reader) -> None:
     job = read("torchrun --nnodes=2 --nproc-per-node=4 train.py")
-    assert job.device_type == "GPU"
-    assert job.config == {}
-    assert job.env == {}
+    assert (job.device_type, job.config, job.env) == ("GPU", {}, {})
     assert only_role(job).envs == {}
     assert (job.node_num, job.device_per_node, only_role(job).total) == (2, 8, 8)
 
@@ -120,8 +115,7 @@ def test_standalone_restarts_module_and_role(read: Reader, launcher_name: str) -
         read(f"{launcher_name} --standalone --nproc-per-node 2 --max-restarts=3 --role worker -m pkg.train --lr 1"),
         "worker",
     )
-    assert workload.max_restart == 3
-    assert workload.total == 2
+    assert (workload.max_restart, workload.total) == (3, 2)
     assert parse(workload.entry_point) == EntryPoint(kind="module", target="pkg.train", argv=["--lr", "1"])
 
 

@@ -66,8 +66,7 @@ def test_roles_and_what_suits_them() -> None:
     assert (trainer.resource.cpu, trainer.resource.memory, trainer.resource.accelerator) == (4, 8192, 0)
     assert (trainer.total, trainer.per_group) == (1, 1)
     assert job.get_workload("ACTOR").envs == {"e1": "v1"}
-    assert job.stream_type == "TASK_STREAM"
-    assert job.dl_type == "RL"
+    assert (job.stream_type, job.dl_type) == ("TASK_STREAM", "RL")
 
 
 def test_collocation_takes_either_case() -> None:

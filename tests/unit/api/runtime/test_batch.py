@@ -209,8 +209,7 @@ def test_sequence_reads_like_the_list_and_only_the_runs_it_needs(
 @given(runs, st.integers(0, 30))
 def test_iteration_asks_for_a_run_when_it_comes_to_it(runs: list[list[int]], stop: int) -> None:
     reading = Reading(runs, set())
-    got = list(itertools.islice(reading.sequence, stop))
-    assert got == reading.flat[:stop]
+    assert list(itertools.islice(reading.sequence, stop)) == reading.flat[:stop]
     assert reading.read == set(reading.run_of[:stop])
 
 

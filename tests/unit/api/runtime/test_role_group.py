@@ -62,8 +62,7 @@ def test_group_is_a_sequence_of_actors() -> None:
     for index in (3, -4):
         with pytest.raises(IndexError, match=rf"RoleGroup\('rollout'\)\[{index}\]: it has 3 workers"):
             group[index]
-    assert group[1].info.role == "rollout"
-    assert repr(group) == "RoleGroup('rollout', 3 actors)"
+    assert (group[1].info.role, repr(group)) == ("rollout", "RoleGroup('rollout', 3 actors)")
 
 
 def test_group_of_several_roles() -> None:
@@ -260,8 +259,7 @@ def test_size_of_a_batch_by_its_name(bus: InstantBus) -> None:
 
 def test_proxy_of_a_role_is_of_its_rank_0_and_a_namespace_may_be_missing(bus: InstantBus) -> None:
     export_rpc_instance(None, Service())
-    proxy = UserRpcProxy("rollout", None, Service)
-    assert proxy.hello("you") == "Hello, you!"
+    assert UserRpcProxy("rollout", None, Service).hello("you") == "Hello, you!"
     assert bus.calls[-1][:2] == ("rollout_3-0_1-0", "hello")
 
 

@@ -183,8 +183,7 @@ def test_deadline_says_what_was_awaited(events: list[News], state: str) -> None:
 @pytest.mark.parametrize("event", [CallCancelled(call_id=1), TimePassed()])
 def test_callee_is_told_when_nobody_waits_any_more(event: Event) -> None:
     story = Story(news("alive"), Made(timeout_s=1))
-    actions = story.tell(event, after_s=1)
-    assert SendCancel(call_id=1, inbox=Inbox(inbox_id="b0")) in actions
+    assert SendCancel(call_id=1, inbox=Inbox(inbox_id="b0")) in story.tell(event, after_s=1)
     assert not story.answer("b0"), "it is late"
 
 

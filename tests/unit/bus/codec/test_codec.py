@@ -123,8 +123,7 @@ def test_large_bytes_travel_beside_the_body(kind: type) -> None:
 
 def test_large_array_is_not_copied_and_arrives_read_only() -> None:
     array = np.arange(100_000)
-    encoded = encode(Box(array))
-    assert np.shares_memory(np.frombuffer(encoded.buffers[0], np.uint8), array)
+    assert np.shares_memory(np.frombuffer(encode(Box(array)).buffers[0], np.uint8), array)
     plain = encode(array)
     frame = bytearray(plain.buffers[0])
     back = decode(plain.body, [frame])

@@ -167,8 +167,7 @@ def test_attributes_of_the_users_are_kept() -> None:
 
 
 def test_state_dicts() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.BatchNorm1d(100))
-    state = model.state_dict()
+    state = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.BatchNorm1d(100)).state_dict()
     encoded = encode(state)
     assert sum(memoryview(buffer).nbytes for buffer in encoded.buffers) == 100 * 100 * 4
     back = over_the_wire(state)

@@ -85,8 +85,7 @@ def test_error_comes_after_the_items_before_it_and_is_the_remote_one() -> None:
     assert "stream_source.py" not in caught.value.traceback
     with pytest.raises(StopIteration):
         next(stream)
-    assert wire.sent[-1] == (Kind.ERROR, 1)
-    assert wire.cancelled == 0
+    assert (wire.sent[-1], wire.cancelled) == ((Kind.ERROR, 1), 0)
 
 
 def test_value_that_cannot_be_sent_ends_the_stream_and_closes_the_generator() -> None:

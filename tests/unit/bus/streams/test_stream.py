@@ -133,8 +133,7 @@ async def test_async_to_async() -> None:
     task = asyncio.create_task(wire.source.run_async())
     assert [i async for i in RpcStream[int](wire.feed)] == list(range(300))
     await task
-    assert wire.sent[0] == (Kind.STREAM, 0)
-    assert wire.sent[-1] == (Kind.RESULT, 300)
+    assert (wire.sent[0], wire.sent[-1]) == ((Kind.STREAM, 0), (Kind.RESULT, 300))
 
 
 async def test_sync_to_async(pool: HandlerPool) -> None:
@@ -235,8 +234,7 @@ async def test_async_errors_reach_the_caller() -> None:
 
 async def test_task_that_is_cancelled_from_outside_closes_the_generator() -> None:
     seen: list[str] = []
-    wire = Wire(count_async(100, seen))
-    task = asyncio.create_task(wire.source.run_async())
+    task = asyncio.create_task(Wire(count_async(100, seen)).source.run_async())
     for _ in range(100):
         await asyncio.sleep(0)
     task.cancel()

@@ -203,8 +203,7 @@ class StreamMachine(RuleBasedStateMachine):
         assert self.feed.is_drained
         assert self.num_stops >= 1
         if not self.raised:
-            assert (self.got, self.how) == (self.made, "ends")
-            assert len(self.got) == len(self.sizes)
+            assert (self.got, self.how, len(self.got)) == (self.made, "ends", len(self.sizes))
             return
         (error,) = self.raised
         if type(error) in (RpcError, BusOverloadedError):

@@ -102,8 +102,7 @@ class BarrierMachine(RuleBasedStateMachine):
         """Its answer was lost: it is told the same."""
         life, arrival, response = self.models[barrier_id].answered.get(name, (-1, 0, None))
         if name in self.came and life == self.lives[name] and name not in self.models[barrier_id].waiting:
-            again = self.story.ask(self._wait(name, barrier_id, arrival, None), BarrierResponse)
-            assert again == response
+            assert self.story.ask(self._wait(name, barrier_id, arrival, None), BarrierResponse) == response
 
     @precondition(lambda self: self.came)
     @rule(data=st.data(), is_orderly=st.booleans())

@@ -66,8 +66,7 @@ def test_registering_again_changes_nothing_and_is_not_persisted_again() -> None:
 )
 def test_another_dataset_of_the_same_name_is_refused_with_what_differs(fields: dict[str, Any], words: str) -> None:
     story = Story()
-    files = [FileRun(path="a", num_samples=50), FileRun(path="b", num_samples=50)]
-    story.send(dataset(files=files))
+    story.send(dataset(files=[FileRun(path="a", num_samples=50), FileRun(path="b", num_samples=50)]))
     refusal = story.refused(dataset(**fields))
     assert refusal.code == "name-taken"
     assert words in refusal.reason
@@ -333,8 +332,7 @@ def test_restarted_coordinator_knows_membership_and_progress() -> None:
     story.send(done("w2", *shards["w2"]))
     revision = story.core.spaces[""].revision
     story.restart()
-    expected = {**shards, "w1": shards["w1"][1:], "w2": []}
-    assert {name: story.shards("d", name) for name in NAMES} == expected
+    assert {name: story.shards("d", name) for name in NAMES} == {**shards, "w1": shards["w1"][1:], "w2": []}
     assert story.ask(get("w0"), DataShards).revision > revision
     assert story.ask(done("w2", shards["w2"][0]), ShardsDone).shard_ids == []
     assert story.ask(dataset(shuffle=True, seed=3), DatasetRegistration).num_shards == 10

@@ -66,8 +66,7 @@ def test_a_rank_is_one_member_whatever_its_worker_calls_itself() -> None:
     assert members(story) == ["alpha", "beta"]
     mine, others = shards(story, asks("r0", "alpha")), shards(story, asks("r1", "beta"))
     assert sorted(mine + others) == ALL
-    by_id = GetDataShard(dataset_id="d", worker_id="beta", is_id=True, epoch=0)
-    assert shards(story, by_id) == others
+    assert shards(story, GetDataShard(dataset_id="d", worker_id="beta", is_id=True, epoch=0)) == others
     story.after(10 * AWAIT_S)
     assert not [each for each in story.reports if each.event == "data-worker-absent"]
 

@@ -163,8 +163,7 @@ def test_bad_registration_is_refused_and_leaves_nothing(fields: dict[str, Any], 
     refusal = story.refused(worker("w0", **fields))
     assert refusal.code == "bad-request"
     assert words in refusal.reason
-    assert story.store == {}
-    assert story.core.spaces == {}
+    assert (story.store, story.core.spaces) == ({}, {})
 
 
 def test_unknown_request_is_refused() -> None:

@@ -59,8 +59,7 @@ def test_what_workers_have_is_that_of_any_version_of_this_program() -> None:
 
 def test_a_large_ledger_takes_little_memory() -> None:
     tracemalloc.start()
-    ledger = Ledger(plan_of(100_000), names(1000))
-    assert len(ledger.shards_of("worker-0", 0)) == 100
+    assert len(Ledger(plan_of(100_000), names(1000)).shards_of("worker-0", 0)) == 100
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20_000_000

@@ -200,8 +200,7 @@ def test_a_poll_on_an_ended_job_does_not_wait(world: World) -> None:
     running(world)
     world.request(StopJob(job="job", force=True))
     world.until_stage("job", Stage.STOPPED)
-    version = world.job("job").version
-    number = world.ask(GetJob(job="job", after_version=version, wait_s=30))
+    number = world.ask(GetJob(job="job", after_version=world.job("job").version, wait_s=30))
     assert isinstance(world.answer(number), JobStatus)
 
 
@@ -277,8 +276,7 @@ def test_restarting_or_stopping_what_has_ended(world: World) -> None:
     world.request(StopJob(job="job"))
     assert refusal(world, RestartWorkers(job="job", workers=[])).code == "ended"
     world.until_stage("job", Stage.STOPPED)
-    answer = world.request(StopJob(job="job"))
-    assert answer == Done(note="job job-1 had already ended with exit code 130.")
+    assert world.request(StopJob(job="job")) == Done(note="job job-1 had already ended with exit code 130.")
 
 
 def register(world: World, **changes: Any) -> list[object]:

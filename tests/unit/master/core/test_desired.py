@@ -25,8 +25,7 @@ def desired(bench: Bench, role: str) -> dict[tuple[int, int], DesiredWorker]:
 
 
 def test_an_elastic_worker_is_told_the_devices_of_its_group_in_the_order_of_local_ranks() -> None:
-    bench = Bench(elastic(total=4, accelerator=2, per_group=2))
-    told = desired(bench, "e")
+    told = desired(Bench(elastic(total=4, accelerator=2, per_group=2)), "e")
     for rank in range(4):
         first, second = told[rank - rank % 2, 0].devices, told[rank - rank % 2 + 1, 0].devices
         assert told[rank, 0].group_devices == [first[0], second[0], first[1], second[1]]
@@ -39,10 +38,8 @@ def test_a_device_that_ranks_share_is_named_once() -> None:
 
 
 def test_a_simple_worker_is_told_its_own_unless_it_chooses_by_rank() -> None:
-    needs = Resources(accelerator=1)
-    plain = simple("s", 2, per_group=2, resources=needs)
-    choosing = msgspec.structs.replace(plain, name="c", rank_based_gpu_selection=True)
-    bench = Bench(plain, choosing)
+    plain = simple("s", 2, per_group=2, resources=Resources(accelerator=1))
+    bench = Bench(plain, msgspec.structs.replace(plain, name="c", rank_based_gpu_selection=True))
     assert all(one.group_devices == [] for one in desired(bench, "s").values())
     assert [one.group_devices for one in desired(bench, "c").values()] == [[2, 3]] * 2
 

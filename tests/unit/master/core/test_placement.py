@@ -346,8 +346,7 @@ def control(*roles: RoleSpec, **more: Any) -> JobSpec:
 
 def test_what_the_store_host_needs_is_reserved() -> None:
     spec = control(role("s", 1, cpu=6), trainer(1), master_cpu=2, master_memory_mb=300)
-    found = place(spec, node(cpu=8, devices=2))
-    (store,) = (one for one in found.assignments if one.worker == "store")
+    (store,) = (one for one in place(spec, node(cpu=8, devices=2)).assignments if one.worker == "store")
     assert (store.node, store.allocation) == ("n1", Allocation(cpu=2, memory_mb=300))
     assert place(spec, node(cpu=7, devices=2)).reason == (
         "the store host of the job needs 2 CPU cores; the largest free node n1 has 1"

@@ -125,8 +125,7 @@ def test_a_restart_that_the_limits_forbid_is_neither_counted_nor_told(failover_e
 
 def test_an_excluded_job_waits_if_the_others_are_only_busy() -> None:
     bench = Bench(elastic(total=1, accelerator=1, per_node_max_failure=0), nodes=2, devices=1)
-    other = JobSpec(name="other", roles=[elastic("x", 1, 1)])
-    bench.world.ask(SubmitJob(spec=other))
+    bench.world.ask(SubmitJob(spec=JobSpec(name="other", roles=[elastic("x", 1, 1)])))
     bench.world.until_stage("other", Stage.RUNNING)
     bench.end("e", 0, CRASH)
     bench.world.run(1)
@@ -233,8 +232,7 @@ def test_a_master_that_was_not_there_to_listen_loses_no_node() -> None:
 
 
 def test_a_node_is_spared_once_in_a_silence() -> None:
-    bench = Bench(elastic())
-    world = bench.world
+    world = Bench(elastic()).world
     world.cut.add("n1")
     for state in (NodeState.ALIVE, NodeState.LOST):
         world.now += 60.0
@@ -315,8 +313,7 @@ def test_a_lost_store_gives_the_elastic_roles_a_new_round() -> None:
     bench.end_worker(bench.job.store, CRASH)
     bench.running()
     assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
-    assert bench.job.store.incarnation == 1
-    assert bench.job.roles["e"].round == 2
+    assert (bench.job.store.incarnation, bench.job.roles["e"].round) == (1, 2)
     bench = Bench(elastic(), simple(), failover_exec=1)
     assert bench.job.store is not None
     bench.end_worker(bench.job.store, CRASH)
@@ -381,5 +378,4 @@ def test_errors_that_nobody_read_are_counted_over_all_lives_of_a_worker() -> Non
                 sim.progress = Progress(step=1, num_unread_errors=count)
         bench.end("s", 0, CRASH)
         bench.running()
-    status = job_status(bench.world.core.cluster, bench.job)
-    assert status.workers[0].num_unread_errors == 7
+    assert job_status(bench.world.core.cluster, bench.job).workers[0].num_unread_errors == 7

@@ -138,8 +138,7 @@ def test_put_whose_time_passed_keeps_its_place_and_is_asked_for_again_without_it
     tale.put(1, 1, "b", wait_s=5)
     tale.put(2, 0, "c")
     assert said(tale.tell(QueueTick(), after_s=5)) == [(2, (Outcome.WAITING, 0))]
-    again = PutAsked(request_id=90, handle=1, number=1, below=0, items=None)
-    assert tale.tell(again) == []
+    assert tale.tell(PutAsked(request_id=90, handle=1, number=1, below=0, items=None)) == []
     assert tale.get(31, 1) == [(4, ["a"]), (90, in_(1))]
     assert tale.get(31, 2) == [(5, ["b"]), (3, in_(1))]
 
@@ -347,8 +346,7 @@ def test_handle_that_closes_leaves_nothing() -> None:
     tale.get(31, 1)
     tale.tell(HandleClosed(handle=3))
     tale.tell(HandleClosed(handle=3))
-    assert tale.waiting == ["a", "b"]
-    assert set(tale.core.state.handles) == {1, 2}
+    assert (tale.waiting, set(tale.core.state.handles)) == (["a", "b"], {1, 2})
 
 
 def test_closed_queue_takes_nothing_more_and_is_drained() -> None:
