@@ -142,3 +142,13 @@ def started(actions: Sequence[AgentAction]) -> list[JobWorkerIncarnation]:
 
 def sent(actions: Sequence[AgentAction]) -> list[str]:
     return [type(action.message).__name__ for action in actions if isinstance(action, SendMaster)]
+
+
+def launched(*workers: DesiredWorker) -> Driver:
+    """Return a driver whose workers have started, and whose actions so far were taken."""
+    driver = Driver()
+    driver.desire(*workers)
+    for worker in workers:
+        driver.start(JobWorkerIncarnation(worker.job_id, worker.name, worker.worker_incarnation))
+    driver.take()
+    return driver

@@ -42,17 +42,25 @@ class Bench:
     def end(self, role: str, rank: int, failure: Failure | None) -> None:
         self.end_worker(self.worker(role, rank), failure)
 
-    def end_worker(self, worker: WorkerRecord, failure: Failure | None) -> None:
-        agent = self.world.agents[worker.node]
+    def agent(self, node: str = "n1") -> SimAgent:
+        agent = self.world.agents[node]
         assert isinstance(agent, SimAgent)
-        self.world.say(agent.node, agent.end("job-1", worker.name, failure))
+        return agent
+
+    def end_worker(self, worker: WorkerRecord, failure: Failure | None) -> None:
+        self.world.say(worker.node, self.agent(worker.node).end("job-1", worker.name, failure))
         self.world.run(0.002)
+
+    def restart(self, role: str, rank: int, failure: Failure | None, settle_s: float = 0.0) -> None:
+        """End a worker, and run until all run again and for so long after that."""
+        self.end(role, rank, failure)
+        self.running()
+        if settle_s:
+            self.world.run(settle_s)
 
     def finish(self, role: str, rank: int = 0) -> None:
         worker = self.worker(role, rank)
-        agent = self.world.agents[worker.node]
-        assert isinstance(agent, SimAgent)
-        self.world.say(agent.node, agent.finish("job-1", worker.name))
+        self.world.say(worker.node, self.agent(worker.node).finish("job-1", worker.name))
         self.world.run(0.002)
 
     def running(self) -> None:

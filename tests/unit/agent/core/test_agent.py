@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.agent_core import SPEC, STORE, W0, W1, Driver, next_life, started, wanted
+from tests.support.agent_core import SPEC, STORE, W0, W1, Driver, launched, next_life, started, wanted
 from unified.protocol.agent_master import AgentRegistered, DesiredJob, RegisterAgain, RunOrder
 from unified.protocol.records import Failure, Inbox, JobWorkerIncarnation, Progress, WorkerState
 from unified.protocol.worker_agent import Failed, Finished, Hello, Reported, Run, Running, Stop
@@ -57,10 +57,7 @@ def test_generations_begin_anew_with_a_new_registration() -> None:
 
 
 def test_a_new_life_waits_until_the_old_one_is_gone() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1))
-    driver.start(W0)
-    driver.take()
+    driver = launched(wanted(W0, run=1))
     driver.desire(wanted(next_life(W0)))
     assert started(driver.take()) == []
     driver.step(WorkerExited(life=W0, code=0))
@@ -110,9 +107,7 @@ def test_a_round_is_told_once_and_only_to_a_worker_that_said_hello() -> None:
 
 
 def test_a_later_round_is_told_too() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1))
-    driver.start(W0)
+    driver = launched(wanted(W0, run=1))
     driver.say(W0, Running(round=1))
     driver.take()
     driver.desire(wanted(W0, run=2))
@@ -165,24 +160,18 @@ def test_an_end_without_a_word_is_a_crash(
 
 def test_an_exit_with_code_0_is_success_for_who_runs_and_a_crash_before() -> None:
     """`os._exit(0)` in a script is what it is under torchrun."""
-    driver = Driver()
-    driver.desire(wanted(W0, run=1))
-    driver.start(W0)
+    driver = launched(wanted(W0, run=1))
     driver.say(W0, Running(round=1))
     driver.step(WorkerExited(life=W0, code=0))
     assert driver.observed()[f"{W0.worker}#0"].failure is None
-    driver = Driver()
-    driver.desire(wanted(W0))
-    driver.start(W0)
+    driver = launched(wanted(W0))
     driver.step(WorkerExited(life=W0, code=0))
     failure = driver.observed()[f"{W0.worker}#0"].failure
     assert failure == Failure(category="crash", summary="exited with code 0 before it was told to run", exit_code=0)
 
 
 def test_what_a_worker_says_of_its_failure_counts_more_than_its_exit_code() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1))
-    driver.start(W0)
+    driver = launched(wanted(W0, run=1))
     failure = Failure(summary="ValueError: no", exception_type="ValueError")
     driver.say(W0, Running(round=1), Failed(failure=failure))
     driver.step(WorkerExited(life=W0, code=1, last_lines="noise"))
@@ -190,9 +179,7 @@ def test_what_a_worker_says_of_its_failure_counts_more_than_its_exit_code() -> N
 
 
 def test_a_failed_worker_that_hangs_on_its_way_out_is_killed() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1))
-    driver.start(W0)
+    driver = launched(wanted(W0, run=1))
     driver.say(W0, Failed(failure=Failure(summary="no")))
     driver.take()
     driver.pass_time(9.9, answered=True)
@@ -202,9 +189,7 @@ def test_a_failed_worker_that_hangs_on_its_way_out_is_killed() -> None:
 
 
 def test_a_bad_exit_after_the_work_was_done_is_still_told() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1))
-    driver.start(W0)
+    driver = launched(wanted(W0, run=1))
     driver.say(W0, Running(round=1), Finished())
     driver.step(WorkerExited(life=W0, code=-6))
     failure = driver.observed()[f"{W0.worker}#0"].failure
@@ -275,9 +260,7 @@ def test_news_of_a_life_that_has_ended_changes_nothing(event: AgentEvent) -> Non
 
 
 def stopping(grace_s: float | None = None) -> Driver:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1))
-    driver.start(W0)
+    driver = launched(wanted(W0, run=1))
     driver.say(W0, Running(round=1))
     driver.take()
     driver.desire(grace_s=grace_s)
@@ -335,10 +318,7 @@ def test_a_worker_that_is_still_starting_is_killed_without_ado() -> None:
 
 
 def test_ctrl_c_is_sigint() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1))
-    driver.start(W0)
-    driver.take()
+    driver = launched(wanted(W0, run=1))
     driver.desire(jobs=[DesiredJob(job_id="job-1", spec=SPEC, is_interrupted=True)])
     told, signalled = driver.notable()
     assert isinstance(told, TellWorker)
@@ -373,11 +353,7 @@ def test_what_fails_while_it_stops_did_not_fail() -> None:
 
 
 def test_the_store_outlives_the_workers_that_stop() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1), wanted(STORE))
-    driver.start(W0)
-    driver.start(STORE)
-    driver.take()
+    driver = launched(wanted(W0, run=1), wanted(STORE))
     driver.desire()
     assert {action.life for action in driver.notable() if isinstance(action, SignalWorker)} == {W0}
     driver.step(WorkerExited(life=W0, code=0))

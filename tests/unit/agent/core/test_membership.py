@@ -1,16 +1,11 @@
-"""What the agent tells whom, how it stands with its master, and how it ends.
-
-An agent whose master has another cluster key.
-
-Claims of names pass through the agent: the newest set goes up, the answers come down with the directory.
-"""
+"""What the agent tells whom, names included, how it stands with its master, and how it ends."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from tests.support.agent_core import FACTS, SPEC, STORE, W0, W1, Driver, next_life, sent, wanted
+from tests.support.agent_core import FACTS, SPEC, STORE, W0, W1, Driver, launched, next_life, sent, wanted
 from unified.protocol.agent_master import (
     AgentHeartbeat,
     AgentLeaving,
@@ -102,10 +97,7 @@ def test_the_agents_own_interpreter_is_no_other() -> None:
 
 
 def test_changes_close_together_are_told_together() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0), wanted(W1))
-    driver.start(W0)
-    driver.start(W1)
+    driver = launched(wanted(W0), wanted(W1))
     driver.pass_time(0.01)
     assert sent(driver.take()) == ["ObservedWorkers"]
     driver.pass_time(0.5)
@@ -113,9 +105,7 @@ def test_changes_close_together_are_told_together() -> None:
 
 
 def test_progress_is_told_five_times_a_second() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1))
-    driver.start(W0)
+    driver = launched(wanted(W0, run=1))
     driver.say(W0, Running(round=1))
     driver.pass_time(0.5)
     driver.take()
@@ -155,10 +145,7 @@ def test_it_beats_once_registered() -> None:
 
 
 def test_a_silent_master_costs_no_worker() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0))
-    driver.start(W0)
-    driver.take()
+    driver = launched(wanted(W0))
     driver.pass_time(60)
     actions = driver.take()
     assert {type(action) for action in actions} == {SendMaster, WriteLog, Reconnect}
@@ -220,10 +207,7 @@ def test_an_unreadable_master_ends_it() -> None:
 
 
 def test_a_member_bears_an_unreadable_master_and_says_so_once() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0))
-    driver.start(W0)
-    driver.take()
+    driver = launched(wanted(W0))
     for _ in range(3):
         driver.step(MasterUnreadable(reason="version 2."))
     assert driver.take() == [WriteLog(event="master-unreadable", reason="version 2. The workers stay.", level="error")]
@@ -234,11 +218,7 @@ def test_a_member_bears_an_unreadable_master_and_says_so_once() -> None:
 
 
 def test_it_leaves_when_its_workers_are_gone() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0), wanted(W1))
-    driver.start(W0)
-    driver.start(W1)
-    driver.take()
+    driver = launched(wanted(W0), wanted(W1))
     driver.step(StopAsked(reason="SIGTERM"))
     assert sum(action == SignalWorker(life=W0, how="terminate") for action in driver.take()) == 1
     driver.step(WorkerExited(life=W0, code=0))
@@ -260,10 +240,7 @@ def test_an_idle_agent_leaves_at_once() -> None:
 
 @pytest.mark.parametrize("events", [[StopAsked(reason="SIGINT")] * 2, [StopAsked(reason="orphan", at_once=True)]])
 def test_a_stop_at_once_kills(events: list[AgentEvent]) -> None:
-    driver = Driver()
-    driver.desire(wanted(W0))
-    driver.start(W0)
-    driver.take()
+    driver = launched(wanted(W0))
     for event in events:
         driver.step(event)
     assert driver.notable()[-1] == SignalWorker(life=W0, how="kill")
@@ -304,10 +281,7 @@ def test_an_end_gives_workers_the_whole_grace_of_their_job(told: float | None, g
 
 
 def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_die() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0))
-    driver.start(W0)
-    driver.take()
+    driver = launched(wanted(W0))
     driver.step(StopAsked(reason="SIGTERM"))
     driver.pass_time(11.9, answered=True)
     assert not any(isinstance(action, Exit) for action in driver.take())
@@ -333,10 +307,7 @@ def test_an_agent_that_never_belonged_ends_with_the_reason() -> None:
 
 
 def test_a_member_keeps_its_workers_says_so_once_and_tries_again() -> None:
-    driver = Driver()
-    driver.desire(wanted(W0))
-    driver.start(W0)
-    driver.take()
+    driver = launched(wanted(W0))
     driver.step(REFUSED)
     assert notes(driver) == [("key-refused", "error")]
     driver.step(REFUSED)
@@ -380,12 +351,7 @@ def claims(number: int, *names: str) -> NameClaims:
 
 @pytest.fixture
 def driver() -> Driver:
-    driver = Driver()
-    driver.desire(wanted(W0), wanted(W1))
-    driver.start(W0)
-    driver.start(W1)
-    driver.take()
-    return driver
+    return launched(wanted(W0), wanted(W1))
 
 
 def test_the_newest_claims_of_each_life_are_told_with_its_state(driver: Driver) -> None:

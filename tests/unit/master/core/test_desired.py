@@ -48,8 +48,7 @@ def test_a_worker_that_restarts_alone_is_told_the_same_devices_while_its_mate_wa
     role = simple("c", 2, per_group=2, resources=Resources(accelerator=1), rank_based_gpu_selection=True)
     bench = Bench(role, failover_exec=2)
     for rank in (0, 1):
-        bench.end("c", rank, CRASH)
-    bench.running()
+        bench.restart("c", rank, CRASH)
     assert [one.group_devices for (_, life), one in desired(bench, "c").items() if life] == [[0, 1]] * 2
 
 

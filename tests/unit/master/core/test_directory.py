@@ -127,8 +127,7 @@ def test_reports_that_come_again_or_late_change_nothing(bench: NameBench) -> Non
 def test_a_report_that_was_overtaken_does_not_bring_an_earlier_state_back(bench: NameBench) -> None:
     bench.claim(0, "x")
     worker = bench.worker("s", 0)
-    agent = bench.world.agents[worker.node]
-    assert isinstance(agent, SimAgent)
+    agent = bench.agent(worker.node)
     ((_, report),) = agent.report_progress("job-1", worker.name, 1)
     assert isinstance(report, ObservedWorkers)
     early = [msgspec.structs.replace(one, state=WorkerState.STARTING, inbox=None) for one in report.workers]
@@ -162,8 +161,7 @@ def test_another_worker_may_claim_the_name_of_the_dead(bench: NameBench) -> None
 def test_a_name_is_free_for_a_claim_that_comes_in_the_report_of_its_holders_end() -> None:
     bench = NameBench(nodes=1)
     bench.claim(1, "x")
-    agent = bench.world.agents["n1"]
-    assert isinstance(agent, SimAgent)
+    agent = bench.agent()
     agent.end("job-1", bench.worker("s", 1).name, CRASH)
     bench.claim(0, "x")
     assert bench.holders() == {"x": 0}
@@ -193,8 +191,7 @@ def test_a_restored_master_knows_the_holders_and_decides_what_came_meanwhile_ali
     bench.world.restart_master()
     assert bench.holders() == {"x": 0}
     for rank, node in enumerate(("n1", "n2", "n3")):
-        agent = bench.world.agents[node]
-        assert isinstance(agent, SimAgent)
+        agent = bench.agent(node)
         agent.claim("job-1", bench.worker("s", rank).name, ["x", "y"])  # nobody hears it
     bench.world.run(10)
     assert bench.holders()["x"] == 0
@@ -263,8 +260,7 @@ class DirectoryBench(Bench):
 
 def test_who_was_told_all_is_told_changes_only() -> None:
     bench = DirectoryBench()
-    bench.end("s", 0, CRASH)
-    bench.running()
+    bench.restart("s", 0, CRASH)
     bench.world.run(1)
     assert bench.take() == {("n1", "changed", 1), ("n2", "changed", 1), ("n1", "desired", 0)}
     assert {name: node.notified for name, node in bench.world.core.cluster.nodes.items()} == {
@@ -302,7 +298,6 @@ def test_an_agent_on_a_new_connection_is_told_all_with_the_next_change() -> None
 
 def test_a_node_without_workers_of_the_job_is_told_nothing() -> None:
     bench = DirectoryBench()
-    bench.end("s", 0, CRASH)
-    bench.running()
+    bench.restart("s", 0, CRASH)
     bench.finish("s", 1)
     assert {node for node, _, _ in bench.told} == {"n1", "n2"}

@@ -19,8 +19,7 @@ COLLATERAL = Failure(summary="connection closed", category="user", is_collateral
 
 
 def leave(bench: Bench, node: str) -> None:
-    agent = bench.world.agents[node]
-    assert isinstance(agent, SimAgent)
+    agent = bench.agent(node)
     last_word = AgentLeaving(node=node, incarnation=agent.incarnation, reason="SIGTERM")
     bench.world.core.step(bench.world.now, Received(peer=bench.world.core.cluster.nodes[node].peer, message=last_word))
     bench.world.kill_agent(node)
@@ -61,8 +60,7 @@ def test_workers_of_an_agent_that_is_killed_while_it_stops_are_missed_too() -> N
 
 def test_a_crash_on_a_node_that_stays_is_still_a_crash() -> None:
     bench = Bench(elastic(accelerator=1), nodes=3, devices=1)
-    bench.end("e", 1, CRASH)
-    bench.running()
+    bench.restart("e", 1, CRASH)
     assert bench.worker("e", 1).num_failures == 1
 
 
@@ -103,8 +101,7 @@ def test_a_job_too_heavy_for_the_control_connection_is_refused_by_name() -> None
 
 def test_a_job_whose_stop_cuts_the_end_of_a_program_short_has_failed() -> None:
     bench = Bench(simple("d"), simple("s", is_driver=False))
-    agent = bench.world.agents["n1"]
-    assert isinstance(agent, SimAgent)
+    agent = bench.agent()
     agent.is_stuck = True
     bench.finish("d")
     assert bench.job.stage is Stage.STOPPING

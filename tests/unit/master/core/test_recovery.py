@@ -18,8 +18,7 @@ from unified_master.core.status import job_status
 
 def test_strategy_2_restarts_the_role_of_an_elastic_worker_that_crashed() -> None:
     bench = Bench(elastic(), simple(), failover_exec=2)
-    bench.end("e", 1, CRASH)
-    bench.running()
+    bench.restart("e", 1, CRASH)
     assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
     assert [bench.worker("e", rank).round for rank in (0, 1)] == [2, 2]
     assert bench.job.roles["e"].round == 2
@@ -39,9 +38,7 @@ def test_a_setup_failure_is_never_repaired() -> None:
 
 def test_the_end_names_worker_life_node_failure_and_limit() -> None:
     bench = Bench(elastic(max_restart=1))
-    bench.end("e", 1, CRASH)
-    bench.running()
-    bench.world.run(2)
+    bench.restart("e", 1, CRASH, settle_s=2)
     bench.end("e", 1, CRASH)
     assert bench.limit() == "max_restart"
     end = bench.job.end
@@ -54,11 +51,8 @@ def test_the_end_names_worker_life_node_failure_and_limit() -> None:
 
 def test_max_restart_is_counted_for_each_worker() -> None:
     bench = Bench(elastic(max_restart=1))
-    bench.end("e", 0, CRASH)
-    bench.running()
-    bench.world.run(2)
-    bench.end("e", 1, CRASH)
-    bench.running()
+    bench.restart("e", 0, CRASH, settle_s=2)
+    bench.restart("e", 1, CRASH)
     assert bench.lives() == {"e-0": 2, "e-1": 2}
 
 
@@ -72,8 +66,7 @@ def test_max_restart_0_ends_the_job_at_the_first_failure() -> None:
 def test_role_max_restart_bounds_the_group_whoever_fails_and_wherever(failure: Failure) -> None:
     bench = Bench(elastic(max_restart=6, role_max_restart=6), job_max_restart=2)
     for attempt in range(6):
-        bench.end("e", attempt % 2, failure)
-        bench.running()
+        bench.restart("e", attempt % 2, failure)
         assert bench.lives() == {"e-0": attempt + 1, "e-1": attempt + 1}
         bench.world.run(2)
     assert bench.job.excluded == []
@@ -84,9 +77,7 @@ def test_role_max_restart_bounds_the_group_whoever_fails_and_wherever(failure: F
 def test_a_role_without_it_is_limited_for_each_worker_and_node() -> None:
     bench = Bench(elastic(max_restart=6))
     for attempt in range(3):
-        bench.end("e", attempt % 2, CRASH)
-        bench.running()
-        bench.world.run(2)
+        bench.restart("e", attempt % 2, CRASH, settle_s=2)
     bench.end("e", 1, CRASH)
     assert bench.limit() == "per_node_max_failure"
 
@@ -94,17 +85,14 @@ def test_a_role_without_it_is_limited_for_each_worker_and_node() -> None:
 def test_a_node_with_too_many_failures_is_excluded_and_its_group_moves() -> None:
     bench = Bench(elastic(total=1, accelerator=1, per_node_max_failure=0), nodes=2, devices=1)
     assert bench.worker("e").node == "n1"
-    bench.end("e", 0, CRASH)
-    bench.running()
+    bench.restart("e", 0, CRASH)
     assert (bench.worker("e").node, bench.job.excluded) == ("n2", ["n1"])
     assert bench.worker("e").past[0].node == "n1"
 
 
 def test_a_node_too_many_ends_the_job_if_there_is_no_other() -> None:
     bench = Bench(elastic(per_node_max_failure=1))
-    bench.end("e", 0, CRASH)
-    bench.running()
-    bench.world.run(2)
+    bench.restart("e", 0, CRASH, settle_s=2)
     bench.end("e", 1, CRASH)
     assert bench.limit() == "per_node_max_failure"
 
@@ -112,9 +100,7 @@ def test_a_node_too_many_ends_the_job_if_there_is_no_other() -> None:
 @pytest.mark.parametrize(("failover_exec", "event"), [(1, "job-restarts"), (2, "role-restarts")])
 def test_a_restart_that_the_limits_forbid_is_neither_counted_nor_told(failover_exec: Any, event: str) -> None:
     bench = Bench(elastic(per_node_max_failure=1), failover_exec=failover_exec)
-    bench.end("e", 0, USER)
-    bench.running()
-    bench.world.run(2)
+    bench.restart("e", 0, USER, settle_s=2)
     bench.end("e", 1, USER)
     assert bench.limit() == "per_node_max_failure"
     events = [event.event for event in bench.world.core.cluster.events["job-1"]]
@@ -131,8 +117,7 @@ def test_an_excluded_job_waits_if_the_others_are_only_busy() -> None:
     bench.world.run(1)
     assert bench.job.is_waiting
     assert "n1 failed too often" in bench.job.reason
-    agent = bench.world.agents["n2"]
-    assert isinstance(agent, SimAgent)
+    agent = bench.agent("n2")
     bench.world.say("n2", agent.finish("other-2", "x_1-0_1-0"))
     bench.running()
     assert bench.worker("e").node == "n2"
@@ -173,9 +158,7 @@ def test_node_max_restart_is_counted_for_each_node() -> None:
 
 def test_job_max_restart_ends_the_job() -> None:
     bench = Bench(simple(), job_max_restart=1)
-    bench.end("s", 0, USER)
-    bench.running()
-    bench.world.run(2)
+    bench.restart("s", 0, USER, settle_s=2)
     bench.end("s", 0, USER)
     assert bench.limit() == "job_max_restart"
     assert bench.job.num_restarts == 1
@@ -187,12 +170,10 @@ def test_only_the_root_cause_is_charged_in_whatever_order_failures_come() -> Non
     bench.end("e", 1, collateral)
     bench.end("e", 2, collateral)
     assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 0}
-    bench.end("e", 0, CRASH)
-    bench.running()
+    bench.restart("e", 0, CRASH)
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [1, 0, 0]
     bench.world.run(2)
-    bench.end("e", 0, CRASH)
-    bench.running()
+    bench.restart("e", 0, CRASH)
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [2, 0, 0]
 
 
@@ -248,8 +229,7 @@ def reasons(bench: Bench) -> dict[str, str]:
 
 def test_a_worker_shows_the_last_decision_that_concerned_it() -> None:
     bench = Bench(simple("driver", 2, restart_alone=True), simple("service", is_driver=False))
-    bench.end("driver", 0, CRASH)
-    bench.running()
+    bench.restart("driver", 0, CRASH)
     assert reasons(bench)["driver-0"].startswith("worker restarts: driver_2-0_1-0 on n1: killed by SIGKILL")
     bench.finish("driver", 0)
     bench.end("driver", 1, None)
@@ -292,8 +272,7 @@ def test_a_driver_that_has_finished_cannot_fail_any_more() -> None:
 def test_a_service_that_has_returned_and_then_crashes_is_restarted() -> None:
     bench = Bench(simple("driver"), simple("service", is_driver=False), failover_exec=2)
     bench.finish("service")
-    bench.end("service", 0, CRASH)
-    bench.running()
+    bench.restart("service", 0, CRASH)
     assert bench.lives() == {"driver-0": 0, "service-0": 1}
 
 
@@ -324,8 +303,7 @@ def test_a_lost_store_gives_the_elastic_roles_a_new_round() -> None:
 
 def test_a_worker_that_never_says_hello_is_a_crash() -> None:
     bench = Bench(elastic())
-    agent = bench.world.agents["n1"]
-    assert isinstance(agent, SimAgent)
+    agent = bench.agent()
     agent.never_starts = True
     bench.end("e", 0, CRASH)
     bench.world.run(100)
@@ -370,12 +348,10 @@ def test_a_restart_on_request_is_not_charged() -> None:
 
 def test_errors_that_nobody_read_are_counted_over_all_lives_of_a_worker() -> None:
     bench = Bench(simple())
-    agent = bench.world.agents["n1"]
-    assert isinstance(agent, SimAgent)
+    agent = bench.agent()
     for count in (3, 4):
         for life, sim in agent.lives.items():
             if life[2] == bench.worker("s").incarnation:
                 sim.progress = Progress(step=1, num_unread_errors=count)
-        bench.end("s", 0, CRASH)
-        bench.running()
+        bench.restart("s", 0, CRASH)
     assert job_status(bench.world.core.cluster, bench.job).workers[0].num_unread_errors == 7

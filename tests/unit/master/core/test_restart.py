@@ -25,8 +25,7 @@ def test_a_failure_of_a_simple_worker_follows_the_strategy(
     exec_strategy: Any, failure: Failure, expected: dict[str, int]
 ) -> None:
     bench = Bench(simple(total=2), elastic(total=1), failover_exec=exec_strategy)
-    bench.end("s", 0, failure)
-    bench.running()
+    bench.restart("s", 0, failure)
     assert bench.lives() == expected
     assert bench.job.num_restarts == (1 if exec_strategy == 1 else 0)
 
@@ -39,8 +38,7 @@ def test_a_failure_of_an_elastic_worker_follows_the_strategy(
     failure: Failure, exec_strategy: Any, expected: dict[str, int]
 ) -> None:
     bench = Bench(elastic(), simple(), failover_exec=exec_strategy)
-    bench.end("e", 0, failure)
-    bench.running()
+    bench.restart("e", 0, failure)
     assert bench.lives() == expected
     assert bench.job.num_restarts == (1 if exec_strategy == 1 else 0)
 
@@ -48,11 +46,9 @@ def test_a_failure_of_an_elastic_worker_follows_the_strategy(
 @pytest.mark.parametrize("exec_strategy", [1, 2])
 def test_workers_that_are_independent_restart_alone(exec_strategy: Any) -> None:
     bench = Bench(simple(total=3, restart_alone=True), simple("d"), nodes=2, failover_exec=exec_strategy)
-    bench.end("s", 1, CRASH)
-    bench.running()
+    bench.restart("s", 1, CRASH)
     assert bench.lives() == {"s-0": 0, "s-1": 1, "s-2": 0, "d-0": 0}
-    bench.end("d", 0, CRASH)
-    bench.running()
+    bench.restart("d", 0, CRASH)
     restarted = {"s-0": 1, "s-1": 2, "s-2": 1, "d-0": 1}
     assert bench.lives() == (restarted if exec_strategy == 1 else {"s-0": 0, "s-1": 1, "s-2": 0, "d-0": 1})
 
@@ -122,8 +118,7 @@ def test_trigger_1_waits_for_all_who_use_a_lost_store() -> None:
         bench.finish(role, rank)
     bench.world.run(5)
     assert store.incarnation == 0
-    bench.end("b", 1, CRASH)
-    bench.running()
+    bench.restart("b", 1, CRASH)
     assert bench.lives() == {"a-0": 0, "a-1": 0, "b-0": 1, "b-1": 1}
     assert store.incarnation == 1
 
@@ -145,8 +140,7 @@ def test_trigger_1_does_not_wait_for_workers_that_wait_for_the_failed_one() -> N
     bench.end("e", 0, CRASH)
     bench.finish("e", 1)  # its process is there until it is stopped, so that its next life begins later
     bench.world.until(lambda: bench.worker("e", 0).state is WorkerState.READY, "rank 0 to be ready")
-    bench.end("e", 0, USER)
-    bench.running()
+    bench.restart("e", 0, USER)
     assert bench.lives() == {"e-0": 2, "e-1": 2}
 
 
