@@ -81,17 +81,13 @@ class Bench:
         return job.end.limit
 
 
+ENTRY = EntryPoint(kind="attribute", target="m", attribute="f")
+
+
 def simple(name: str = "s", total: int = 1, **more: Any) -> RoleSpec:
-    return RoleSpec(
-        name=name,
-        kind="simple",
-        entry_point=EntryPoint(kind="attribute", target="m", attribute="f"),
-        total=total,
-        **more,
-    )
+    return RoleSpec(name=name, kind="simple", entry_point=ENTRY, total=total, **more)
 
 
 def elastic(name: str = "e", total: int = 2, accelerator: float = 0, **more: Any) -> RoleSpec:
-    entry = EntryPoint(kind="attribute", target="m", attribute="f")
     needs = Resources(accelerator=accelerator)
-    return RoleSpec(name=name, kind="elastic", entry_point=entry, total=total, resources=needs, **more)
+    return RoleSpec(name=name, kind="elastic", entry_point=ENTRY, total=total, resources=needs, **more)

@@ -28,6 +28,10 @@ def worker(rank: int, state: WorkerState = WorkerState.RUNNING, progress: Progre
     )
 
 
+def end_of(failure: Failure, **fields: str) -> EndReport:
+    return EndReport(worker="w_1-0_1-0", incarnation=0, node="n", failure=failure, **fields)
+
+
 def test_success_is_one_line_with_the_time() -> None:
     assert end_lines(ended(0, submitted_at=100.0, ended_at=112.4)) == ["job gpt-1 finished after 12 s"]
 
@@ -78,7 +82,7 @@ def test_a_failure_names_worker_node_limit_log_and_what_to_do_next() -> None:
 
 
 def test_a_reason_that_repeats_the_failure_is_said_once() -> None:
-    end = EndReport(worker="w_1-0_1-0", incarnation=0, node="n", failure=Failure(summary="E: x"), limit="max_restart")
+    end = end_of(Failure(summary="E: x"), limit="max_restart")
     lines = end_lines(ended(1, end=end, reason="failed: w_1-0_1-0 on n: E: x; the limit max_restart=0 is used up"))
     assert (lines[2:4], len(lines)) == (["  failure  E: x", "  limit    the limit max_restart=0 is used up"], 5)
 
@@ -93,7 +97,7 @@ def test_a_failure_without_a_worker_still_has_a_reason_and_a_next_step() -> None
 
 def test_a_huge_traceback_fits_a_screen() -> None:
     failure = Failure(summary="E: " + "y" * 10_000 + "\nsecond", traceback="\n".join("x" * 5000 for _ in range(500)))
-    lines = end_lines(ended(1, end=EndReport(worker="w_1-0_1-0", incarnation=0, node="n", failure=failure)))
+    lines = end_lines(ended(1, end=end_of(failure)))
     assert len(lines) <= 30
     assert max(len(line) for line in lines) <= 420
     assert "    … 480 lines above, in the log" in lines
@@ -133,23 +137,11 @@ def test_workers_without_a_place_do_not_start() -> None:
 
 
 def test_durations_and_sizes_are_words() -> None:
-    assert [duration_text(s) for s in (0.42, 12.3, 59.7, 200, 7500)] == [
-        "0.4 s",
-        "12 s",
-        "1 min 0 s",
-        "3 min 20 s",
-        "2 h 5 min",
-    ]
+    words = ["0.4 s", "12 s", "1 min 0 s", "3 min 20 s", "2 h 5 min"]
+    assert [duration_text(s) for s in (0.42, 12.3, 59.7, 200, 7500)] == words
     assert [size_text(n) for n in (5, 95_400_000, 2_000)] == ["5 bytes", "95.4 MB", "2 kB"]
 
 
 def test_a_worker_that_was_killed_may_have_said_something_on_stdout() -> None:
-    end = EndReport(
-        worker="w_1-0_1-0",
-        incarnation=0,
-        node="n",
-        failure=Failure(summary="SIGKILL"),
-        limit="",
-        log_file="/logs/0.err",
-    )
-    assert "  log      /logs/0.err and .out (on node n)" in end_lines(ended(1, end=end))
+    lines = end_lines(ended(1, end=end_of(Failure(summary="SIGKILL"), log_file="/logs/0.err")))
+    assert "  log      /logs/0.err and .out (on node n)" in lines

@@ -18,24 +18,26 @@ def entry(incarnation: int, state: Reachability, *, inbox: bool = True, reason: 
     return DirectoryEntry(worker="w", incarnation=incarnation, state=state, inbox=there, reason=reason)
 
 
-def test_a_life_begins_once() -> None:
-    directory = WorkerDirectory()
+@pytest.fixture
+def directory() -> WorkerDirectory:
+    return WorkerDirectory()
+
+
+def test_a_life_begins_once(directory: WorkerDirectory) -> None:
     first = entry(0, ALIVE)
     assert directory.merge([first, first]) == [IncarnationStarted("w", 0, Inbox(inbox_id="i0"))]
     assert directory.reachable("w") == Inbox(inbox_id="i0")
     assert directory.inbox("i0") is not None
 
 
-def test_a_life_without_an_inbox_is_waited_for() -> None:
-    directory = WorkerDirectory()
+def test_a_life_without_an_inbox_is_waited_for(directory: WorkerDirectory) -> None:
     assert directory.merge([entry(0, ALIVE, inbox=False)]) == []
     assert directory.reachable("w") is None
     assert "no inbox yet" in directory.why_waiting("w")
     assert len(directory.merge([entry(0, ALIVE)])) == 1
 
 
-def test_higher_incarnation_ends_the_lower() -> None:
-    directory = WorkerDirectory()
+def test_higher_incarnation_ends_the_lower(directory: WorkerDirectory) -> None:
     directory.merge([entry(0, ALIVE)])
     changes = directory.merge([entry(1, ALIVE)])
     assert [type(change) for change in changes] == [IncarnationDied, IncarnationStarted]
@@ -43,8 +45,7 @@ def test_higher_incarnation_ends_the_lower() -> None:
     assert directory.merge([entry(0, ALIVE), entry(0, ENDED)]) == []
 
 
-def test_lives_that_were_never_told_of_are_over_too() -> None:
-    directory = WorkerDirectory()
+def test_lives_that_were_never_told_of_are_over_too(directory: WorkerDirectory) -> None:
     assert directory.newest_over("w") == -1
     assert directory.merge([entry(2, ALIVE)]) == [
         IncarnationDied("w", 1, "life 2 took its place", "", None),
@@ -57,23 +58,20 @@ def test_lives_that_were_never_told_of_are_over_too() -> None:
     assert directory.newest_over("w") == 2
 
 
-def test_a_node_is_remembered_from_the_newest_life() -> None:
-    directory = WorkerDirectory()
+def test_a_node_is_remembered_from_the_newest_life(directory: WorkerDirectory) -> None:
     for node, number, state in [("n1", 0, ALIVE), ("n7", 1, ALIVE), ("n1", 0, DEAD), ("", 1, DEAD)]:
         directory.merge([DirectoryEntry(worker="w", incarnation=number, state=state, node=node)])
     assert directory.node("w") == "n7"
     assert directory.node("v") == ""
 
 
-def test_entries_that_tell_something_new_are_passed_on() -> None:
-    directory = WorkerDirectory()
+def test_entries_that_tell_something_new_are_passed_on(directory: WorkerDirectory) -> None:
     first, second = named("w", revision=1), named("w", names={"x": 1}, revision=2)
     assert directory.accept([first, first, second, first]) == [first, second]
     assert directory.entries == [second]
 
 
-def test_ended_is_told_with_its_reason() -> None:
-    directory = WorkerDirectory()
+def test_ended_is_told_with_its_reason(directory: WorkerDirectory) -> None:
     directory.merge([entry(0, ALIVE)])
     ended, last = directory.merge([entry(0, ENDED, inbox=False, reason="job stopped")])
     assert isinstance(ended, IncarnationDied)
@@ -88,8 +86,7 @@ def test_a_death_whose_birth_was_never_told_still_names_the_inbox() -> None:
     assert ended.inbox == Inbox(inbox_id="i0")
 
 
-def test_why_waiting_says_what_is_known() -> None:
-    directory = WorkerDirectory()
+def test_why_waiting_says_what_is_known(directory: WorkerDirectory) -> None:
     assert directory.why_waiting("w") == "it has not started yet"
     directory.merge([entry(3, DEAD, reason="killed by SIGKILL")])
     assert directory.why_waiting("w") == "its life 3 ended (killed by SIGKILL) and the next has not begun"
@@ -99,8 +96,7 @@ NEWS = [entry(0, ALIVE), entry(0, DEAD, inbox=False), entry(1, ALIVE), entry(1, 
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
-def test_any_order_of_news_leads_to_the_same_state(order: tuple[int, ...]) -> None:
-    directory = WorkerDirectory()
+def test_any_order_of_news_leads_to_the_same_state(order: tuple[int, ...], directory: WorkerDirectory) -> None:
     for index in order:
         directory.merge([NEWS[index]])
     assert directory.get("w") == NEWS[3]
@@ -133,8 +129,7 @@ def moves(directory: WorkerDirectory, entries: list[DirectoryEntry]) -> list[Nam
     return [change for change in directory.merge(entries) if isinstance(change, NameMoved)]
 
 
-def test_a_holder_comes_and_goes_with_its_life() -> None:
-    directory = WorkerDirectory()
+def test_a_holder_comes_and_goes_with_its_life(directory: WorkerDirectory) -> None:
     assert directory.holder("x") is None
     assert moves(directory, [named("b", names={"x": 1}, revision=1)]) == [NameMoved("x", WorkerIncarnation("b", 0))]
     assert moves(directory, [named("b", 0, DEAD, revision=1)]) == [NameMoved("x", None)]
@@ -142,22 +137,19 @@ def test_a_holder_comes_and_goes_with_its_life() -> None:
     assert directory.holder("x") == ("b", 1)
 
 
-def test_the_next_life_does_not_inherit() -> None:
-    directory = WorkerDirectory()
+def test_the_next_life_does_not_inherit(directory: WorkerDirectory) -> None:
     moves(directory, [named("b", names={"x": 1, "y": 2}, revision=2)])
     changes = moves(directory, [named("b", 1, names={"y": 1}, revision=1)])
     assert set(changes) == {NameMoved("x", None), NameMoved("y", WorkerIncarnation("b", 1))}
 
 
-def test_a_name_that_passes_on_is_one_change() -> None:
-    directory = WorkerDirectory()
+def test_a_name_that_passes_on_is_one_change(directory: WorkerDirectory) -> None:
     moves(directory, [named("b", names={"x": 1}, revision=1)])
     released, claimed = named("b", revision=2), named("c", names={"x": 1}, revision=1)
     assert moves(directory, [claimed, released]) == [NameMoved("x", WorkerIncarnation("c", 0))]
 
 
-def test_what_is_told_again_or_late_changes_nothing() -> None:
-    directory = WorkerDirectory()
+def test_what_is_told_again_or_late_changes_nothing(directory: WorkerDirectory) -> None:
     first, second = named("b", names={"x": 1}, revision=1), named("b", names={"y": 2}, revision=2)
     moves(directory, [first, second])
     assert moves(directory, [second, first]) == []
@@ -206,8 +198,7 @@ def test_the_changes_add_up_to_the_state(seed: int) -> None:
         assert directory.holder(name) == followed.get(name) == holder
 
 
-def test_names_say_nothing_of_lives() -> None:
-    directory = WorkerDirectory()
+def test_names_say_nothing_of_lives(directory: WorkerDirectory) -> None:
     (began,) = directory.merge([named("b")])
     assert isinstance(began, IncarnationStarted)
     assert directory.merge([named("b", names={"x": 1}, revision=1)]) == [NameMoved("x", WorkerIncarnation("b", 0))]

@@ -20,6 +20,31 @@ from unified.job.spec import Communication, EntryPoint, JobSpec, Resources
 from unified.job.to_spec import Driver, to_spec
 
 DRIVER = Driver(working_dir="/here", sys_path=["/scripts", "/here"], submitted_by="me@host:1")
+ROLES: dict[str, dict[str, Any]] = {
+    "elastic": {
+        "backend": "elastic",
+        "entry_point": "train.py --x 'a b'",
+        "nnodes": "1:2",
+        "nproc_per_node": 2,
+        "resource": {"cpu": 1, "mem": 2, "disk": 3, "gpu": 1, "user_defined": {"u": 4}},
+        "envs": {"A": "role"},
+        "config": {"c": [1]},
+        "is_driver": False,
+        "max_restart": 5,
+        "per_node_max_failure": 6,
+        "rank_based_gpu_selection": True,
+        "auto_visible_devices": False,
+        "node_group_failover": {"enabled": True, "group_label_key": "rack", "timeout": 90},
+        "sub_stage": ["x"],
+        "comm_pre_check": False,
+        "comm_auto_setup_process_group": False,
+        "comm_backend": "gloo",
+        "comm_timeout_s": 8,
+    },
+    "simple": {"entry_point": "-m pkg.mod --lr 1", "restart_alone": True},
+    "custom": {"module_name": "pkg.mod", "class_name": "C", "resource": {"cpu": 1}},
+    **{f"shared{number}": {} for number in range(3)},
+}
 
 
 def spec_of(roles: dict[str, dict[str, Any]], options: dict[str, Any] | None = None, **fields: Any) -> JobSpec:
@@ -67,31 +92,7 @@ def test_all_of_a_job_arrives() -> None:
 
 
 def test_all_of_a_role_arrives() -> None:
-    spec = spec_of(
-        {
-            "t": {
-                "backend": "elastic",
-                "entry_point": "train.py --x 'a b'",
-                "nnodes": "1:2",
-                "nproc_per_node": 2,
-                "resource": {"cpu": 1, "mem": 2, "disk": 3, "gpu": 1, "user_defined": {"u": 4}},
-                "envs": {"A": "role"},
-                "config": {"c": [1]},
-                "is_driver": False,
-                "max_restart": 5,
-                "per_node_max_failure": 6,
-                "rank_based_gpu_selection": True,
-                "auto_visible_devices": False,
-                "node_group_failover": {"enabled": True, "group_label_key": "rack", "timeout": 90},
-                "sub_stage": ["x"],
-                "comm_pre_check": False,
-                "comm_auto_setup_process_group": False,
-                "comm_backend": "gloo",
-                "comm_timeout_s": 8,
-            }
-        },
-        global_envs={"A": "job", "B": "job"},
-    )
+    spec = spec_of({"t": ROLES["elastic"]}, global_envs={"A": "job", "B": "job"})
     (role,) = spec.roles
     assert (role.name, role.kind, role.total, role.per_group) == ("t", "elastic", 4, 2)
     assert (role.min_nodes, role.max_nodes) == (1, 2)
@@ -156,33 +157,6 @@ def test_the_driver_tells_where_it_works_and_imports(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
     there = Driver.here(env={"DLROVER_WORKING_DIR": "/w"})
     assert (there.sys_path, there.working_dir) == ([str(tmp_path)], "/w")
-
-
-ROLES: dict[str, dict[str, Any]] = {
-    "elastic": {
-        "backend": "elastic",
-        "entry_point": "train.py --x 'a b'",
-        "nnodes": "1:2",
-        "nproc_per_node": 2,
-        "resource": {"cpu": 1, "mem": 2, "disk": 3, "gpu": 1, "user_defined": {"u": 4}},
-        "envs": {"A": "role"},
-        "config": {"c": [1]},
-        "is_driver": False,
-        "max_restart": 5,
-        "per_node_max_failure": 6,
-        "rank_based_gpu_selection": True,
-        "auto_visible_devices": False,
-        "node_group_failover": {"enabled": True, "group_label_key": "rack", "timeout": 90},
-        "sub_stage": ["x"],
-        "comm_pre_check": False,
-        "comm_auto_setup_process_group": False,
-        "comm_backend": "gloo",
-        "comm_timeout_s": 8,
-    },
-    "simple": {"entry_point": "-m pkg.mod --lr 1", "restart_alone": True},
-    "custom": {"module_name": "pkg.mod", "class_name": "C", "resource": {"cpu": 1}},
-    **{f"shared{number}": {} for number in range(3)},
-}
 
 
 def test_description_of_a_role_is_read_back_from_its_record() -> None:

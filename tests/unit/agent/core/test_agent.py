@@ -23,8 +23,12 @@ from unified_agent.core.messages import (
 # Reconciliation
 
 
-def test_what_is_desired_is_started_once_however_often_it_is_said() -> None:
-    driver = Driver()
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+def test_what_is_desired_is_started_once_however_often_it_is_said(driver: Driver) -> None:
     driver.desire(wanted(W0), wanted(W1))
     assert started(driver.take()) == [W0, W1]
     driver.generation -= 1
@@ -33,8 +37,7 @@ def test_what_is_desired_is_started_once_however_often_it_is_said() -> None:
     assert driver.notable() == []
 
 
-def test_an_older_generation_is_ignored() -> None:
-    driver = Driver()
+def test_an_older_generation_is_ignored(driver: Driver) -> None:
     driver.generation = 5
     driver.desire(wanted(W0))
     driver.take()
@@ -44,8 +47,7 @@ def test_an_older_generation_is_ignored() -> None:
     assert driver.core.generation == 6
 
 
-def test_generations_begin_anew_with_a_new_registration() -> None:
-    driver = Driver()
+def test_generations_begin_anew_with_a_new_registration(driver: Driver) -> None:
     driver.generation = 5
     driver.desire(wanted(W0))
     driver.hear(RegisterAgain())
@@ -64,8 +66,7 @@ def test_a_new_life_waits_until_the_old_one_is_gone() -> None:
     assert started(driver.take()) == [next_life(W0)]
 
 
-def test_a_life_that_ended_is_not_started_again() -> None:
-    driver = Driver()
+def test_a_life_that_ended_is_not_started_again(driver: Driver) -> None:
     driver.desire(wanted(W0))
     driver.step(WorkerExited(life=W0, code=3))
     driver.take()
@@ -73,8 +74,7 @@ def test_a_life_that_ended_is_not_started_again() -> None:
     assert driver.notable() == []
 
 
-def test_an_ended_life_is_told_until_a_later_desired_set_leaves_it_out() -> None:
-    driver = Driver()
+def test_an_ended_life_is_told_until_a_later_desired_set_leaves_it_out(driver: Driver) -> None:
     driver.desire(wanted(W0))
     driver.step(WorkerExited(life=W0, code=3))
     assert driver.observed()[f"{W0.worker}#0"].state is WorkerState.EXITED
@@ -84,8 +84,7 @@ def test_an_ended_life_is_told_until_a_later_desired_set_leaves_it_out() -> None
     assert driver.observed() == {}
 
 
-def test_a_worker_without_its_job_or_role_is_no_reason_to_fall_over() -> None:
-    driver = Driver()
+def test_a_worker_without_its_job_or_role_is_no_reason_to_fall_over(driver: Driver) -> None:
     driver.desire(wanted(JobWorkerIncarnation("job-2", "w", 0)), msgspec.structs.replace(wanted(W0), role="nobody"))
     assert started(driver.take()) == []
 
@@ -93,8 +92,7 @@ def test_a_worker_without_its_job_or_role_is_no_reason_to_fall_over() -> None:
 # Leave to run
 
 
-def test_a_round_is_told_once_and_only_to_a_worker_that_said_hello() -> None:
-    driver = Driver()
+def test_a_round_is_told_once_and_only_to_a_worker_that_said_hello(driver: Driver) -> None:
     driver.desire(wanted(W0, run=1))
     assert [type(action) for action in driver.notable()] == [StartWorker]
     driver.start(W0)
@@ -120,8 +118,7 @@ def test_a_later_round_is_told_too() -> None:
 # A worker's life
 
 
-def test_the_states_of_a_good_life_are_told() -> None:
-    driver = Driver()
+def test_the_states_of_a_good_life_are_told(driver: Driver) -> None:
     driver.desire(wanted(W0, run=1))
     key = f"{W0.worker}#0"
     assert driver.observed()[key].state is WorkerState.STARTING
@@ -145,9 +142,8 @@ CRASHES = [(-9, "killed by SIGKILL", None, 9), (-11, "killed by SIGSEGV", None, 
 @pytest.mark.parametrize(("code", "summary", "exit_code", "signal"), CRASHES)
 @pytest.mark.parametrize("is_running", [False, True])
 def test_an_end_without_a_word_is_a_crash(
-    code: int, summary: str, exit_code: int | None, signal: int | None, is_running: bool
+    code: int, summary: str, exit_code: int | None, signal: int | None, is_running: bool, driver: Driver
 ) -> None:
-    driver = Driver()
     driver.desire(wanted(W0, run=1))
     if is_running:
         driver.start(W0)
@@ -197,8 +193,7 @@ def test_a_bad_exit_after_the_work_was_done_is_still_told() -> None:
     assert failure.summary == "killed by SIGABRT"
 
 
-def test_a_worker_that_never_says_hello_is_killed() -> None:
-    driver = Driver()
+def test_a_worker_that_never_says_hello_is_killed(driver: Driver) -> None:
     driver.desire(wanted(W0))
     driver.step(WorkerStarted(life=W0, pid=7))
     driver.take()
@@ -211,9 +206,8 @@ def test_a_worker_that_never_says_hello_is_killed() -> None:
     assert failure == Failure(category="crash", summary="did not answer within 60 s of its start")
 
 
-def test_news_of_a_start_does_not_cut_a_graceful_stop_short() -> None:
+def test_news_of_a_start_does_not_cut_a_graceful_stop_short(driver: Driver) -> None:
     """The worker's own hello may overtake what its zygote says of it."""
-    driver = Driver()
     driver.desire(wanted(W0))
     driver.say(W0, Hello(pid=7))
     driver.desire()
@@ -223,8 +217,7 @@ def test_news_of_a_start_does_not_cut_a_graceful_stop_short() -> None:
     assert driver.notable() == []
 
 
-def test_a_worker_that_cannot_be_started_has_ended() -> None:
-    driver = Driver()
+def test_a_worker_that_cannot_be_started_has_ended(driver: Driver) -> None:
     driver.desire(wanted(W0))
     failure = Failure(category="setup", summary="no such interpreter")
     driver.step(WorkerNotStarted(life=W0, failure=failure))
@@ -245,8 +238,7 @@ STALE: list[AgentEvent] = [
 
 
 @pytest.mark.parametrize("event", STALE, ids=lambda event: type(event).__name__)
-def test_news_of_a_life_that_has_ended_changes_nothing(event: AgentEvent) -> None:
-    driver = Driver()
+def test_news_of_a_life_that_has_ended_changes_nothing(event: AgentEvent, driver: Driver) -> None:
     driver.desire(wanted(W0))
     driver.step(WorkerExited(life=W0, code=0))
     before = driver.core.workers[W0].observed()
@@ -305,8 +297,7 @@ def test_a_stop_that_has_begun_can_be_hastened_but_not_delayed() -> None:
     assert driver.notable() == [SignalWorker(life=W0, how="kill")]
 
 
-def test_a_worker_that_is_still_starting_is_killed_without_ado() -> None:
-    driver = Driver()
+def test_a_worker_that_is_still_starting_is_killed_without_ado(driver: Driver) -> None:
     driver.desire(wanted(W0))
     driver.take()
     driver.desire()

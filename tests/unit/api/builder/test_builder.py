@@ -47,20 +47,8 @@ def test_defaults() -> None:
 
 
 def test_settings_of_the_job() -> None:
-    job = (
-        DLJobBuilder()
-        .dl_type("PRE")
-        .node_num(2)
-        .device_per_node(4)
-        .device_type("CPU")
-        .config({"k1": "v1"})
-        .global_env({"A": "1"})
-        .global_env({"B": 2})
-        .as_data_stream()
-        .train("m.f")
-        .end()
-        .build()
-    )
+    builder = DLJobBuilder().dl_type("PRE").node_num(2).device_per_node(4).device_type("CPU").config({"k1": "v1"})
+    job = builder.global_env({"A": "1"}).global_env({"B": 2}).as_data_stream().train("m.f").end().build()
     assert (job.node_num, job.node_number, job.device_per_node, job.device_type) == (2, 2, 4, "CPU")
     assert isinstance(job.config, DictConfig)
     assert job.config == {"k1": "v1"}
@@ -90,17 +78,8 @@ def test_wrong_settings_are_refused_when_built(make: Any, said: str) -> None:
 
 
 def test_roles_of_each_kind() -> None:
-    job = (
-        DLJobBuilder()
-        .role("s")
-        .run("m.s")
-        .workload("w", "m.w")
-        .role("t")
-        .train("m::t")
-        .train("m.e")
-        .trainer("pkg.mod", "Trainer")
-        .build()
-    )
+    builder = DLJobBuilder().role("s").run("m.s").workload("w", "m.w").role("t").train("m::t").train("m.e")
+    job = builder.trainer("pkg.mod", "Trainer").build()
     assert {name: (w.backend, w.entry_point) for name, w in job.workloads.items()} == {
         "s": ("simple", "m.s"),
         "w": ("simple", "m.w"),
@@ -159,25 +138,11 @@ def test_no_workload_is_refused() -> None:
 
 
 def test_settings_of_a_role() -> None:
-    builder = (
-        DLJobBuilder()
-        .role("r")
-        .run("m.f")
-        .total(4)
-        .per_group(2)
-        .env({"A": "1"})
-        .envs({"B": "2"})
-        .env(None)
-        .resource(cpu=1.5, memory=2, disk=3, accelerator=0.5, user_defined={"u": 1})
-        .not_driver()
-        .max_restart(0)
-        .per_node_max_failure(7)
-        .rank_based_gpu_selection()
-        .enable_node_group_failover("rack", timeout=timedelta(minutes=2))
-        .sub_stage(["x"])
-        .config({"c": 1})
-        .disable_auto_visible_device()
-    )
+    builder = DLJobBuilder().role("r").run("m.f").total(4).per_group(2).env({"A": "1"}).envs({"B": "2"}).env(None)
+    builder = builder.resource(cpu=1.5, memory=2, disk=3, accelerator=0.5, user_defined={"u": 1}).not_driver()
+    builder = builder.max_restart(0).per_node_max_failure(7).rank_based_gpu_selection()
+    builder = builder.enable_node_group_failover("rack", timeout=timedelta(minutes=2))
+    builder = builder.sub_stage(["x"]).config({"c": 1}).disable_auto_visible_device()
     workload = role(builder, "r")
     assert isinstance(workload, SimpleWorkloadDesc)
     assert (workload.total, workload.per_group, workload.envs) == (4, 2, {"A": "1", "B": "2"})
@@ -345,34 +310,18 @@ def test_building_twice_gives_equal_jobs() -> None:
 
 
 def test_collocation_by_name() -> None:
-    job = (
-        DLJobBuilder()
-        .node_num(2)
-        .device_per_node(4)
-        .role("actor")
-        .run("m.a")
-        .total(4)
-        .per_group(4)
-        .role("rollout")
-        .run("m.r")
-        .total(4)
-        .per_group(4)
-        .role("ref")
-        .run("m.f")
-        .total(4)
-        .per_group(4)
-        .with_collocation("actor", "rollout", "ref")
-        .build()
-    )
+    builder: Any = DLJobBuilder().node_num(2).device_per_node(4)
+    for name in ("actor", "rollout", "ref"):
+        builder = builder.role(name).run("m.f").total(4).per_group(4)
+    job = builder.with_collocation("actor", "rollout", "ref").build()
     assert job.collocations == [{"actor", "rollout", "ref"}]
     assert {w.resource.accelerator for w in job.workloads.values()} == {0.33}
     assert len({w.group for w in job.workloads.values()}) == 1
 
 
 def test_collocation_of_all() -> None:
-    job = (
-        DLJobBuilder().with_collocation_all("c").workload("a", "m.a").workload("b", "m.b").workload("c", "m.c").build()
-    )
+    builder = DLJobBuilder().with_collocation_all("c").workload("a", "m.a").workload("b", "m.b")
+    job = builder.workload("c", "m.c").build()
     assert job.collocations == [{"a", "b"}]
     assert job.get_workload("c").group is None
     assert "'cc'" in refusal(DLJobBuilder().workload("a", "m.a").with_collocation_all("cc"))

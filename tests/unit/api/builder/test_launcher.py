@@ -236,20 +236,20 @@ def test_wrong_commands_are_value_errors(read: Reader, cmd: str, said: str) -> N
         read(cmd)
 
 
-@pytest.mark.parametrize("cmd", ["mpirun -n 2 train.py", "python train.py", "", "accelerate launch train.py"])
-def test_another_launcher_is_a_value_error(cmd: str) -> None:
-    with pytest.raises(ValueError, match="Only 'dlrover-run' and 'torchrun' commands are supported"):
+ANOTHER = "Only 'dlrover-run' and 'torchrun' commands are supported"
+
+
+@pytest.mark.parametrize(
+    ("cmd", "said"),
+    [
+        *((cmd, ANOTHER) for cmd in ("mpirun -n 2 train.py", "python train.py", "", "accelerate launch train.py")),
+        ("torch-run train.py", "Did you mean 'torchrun'"),
+        ("torchrun 'train.py", "Each quote needs its partner"),
+    ],
+)
+def test_what_is_no_launchers_command_is_a_value_error(cmd: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         DLJobBuilder().by_dlrover_run_cmd(cmd)
-
-
-def test_a_launcher_misspelt_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'torchrun'"):
-        DLJobBuilder().by_dlrover_run_cmd("torch-run train.py")
-
-
-def test_an_open_quote_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="Each quote needs its partner"):
-        DLJobBuilder().by_dlrover_run_cmd("torchrun 'train.py")
 
 
 def test_a_path_and_line_continuations() -> None:
@@ -265,15 +265,8 @@ def test_without_torch_the_table_reads_the_command(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_builder_goes_on_after_a_command() -> None:
-    job = (
-        DLJobBuilder()
-        .role("learner")
-        .by_dlrover_run_cmd("torchrun --nproc-per-node=2 train.py")
-        .config({"a": 1})
-        .workload("judge", "m.f")
-        .resource(cpu=1)
-        .build()
-    )
+    builder = DLJobBuilder().role("learner").by_dlrover_run_cmd("torchrun --nproc-per-node=2 train.py")
+    job = builder.config({"a": 1}).workload("judge", "m.f").resource(cpu=1).build()
     assert set(job.workloads) == {"learner", "judge"}
 
 

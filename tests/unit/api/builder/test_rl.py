@@ -12,36 +12,10 @@ from unified.api.builder.rl import RLJob
 
 
 def whole_job() -> Any:
-    return (
-        RLJobBuilder()
-        .node_num(3)
-        .device_per_node(8)
-        .config({"k1": "v1"})
-        .global_env({"e0": "v0"})
-        .trainer("m0.c0")
-        .end()
-        .actor("m1.c1")
-        .total(4)
-        .per_group(2)
-        .env({"e1": "v1"})
-        .end()
-        .rollout("m2.c2")
-        .total(4)
-        .per_group(2)
-        .end()
-        .reward("m3.c3")
-        .total(4)
-        .per_group(2)
-        .end()
-        .reference("m4.c4")
-        .total(4)
-        .per_group(2)
-        .end()
-        .critic("m5.c5")
-        .total(4)
-        .per_group(2)
-        .end()
-    )
+    builder = RLJobBuilder().node_num(3).device_per_node(8).config({"k1": "v1"}).global_env({"e0": "v0"})
+    builder.trainer("m0.c0").end().actor("m1.c1").total(4).per_group(2).env({"e1": "v1"}).end()
+    builder.rollout("m2.c2").total(4).per_group(2).end().reward("m3.c3").total(4).per_group(2).end()
+    return builder.reference("m4.c4").total(4).per_group(2).end().critic("m5.c5").total(4).per_group(2).end()
 
 
 def refusal(builder: Any) -> str:
@@ -112,15 +86,7 @@ def test_roles_may_be_given_as_module_and_class() -> None:
         (RLJobBuilder().trainer("").actor("m.a").end(), "workloads.TRAINER.simple.entry_point"),
         (RLJobBuilder().node_num(1), "at least one workload"),
         (RLJobBuilder().trainer("m.t").actor("m.a").with_collocation("ACTOR", "ROLLOUT"), "not defined"),
-        (
-            RLJobBuilder()
-            .actor("m.a")
-            .rollout("m.r")
-            .reward("m.w")
-            .with_collocation("ACTOR", "ROLLOUT")
-            .with_collocation("ACTOR", "REWARD"),
-            "already been assigned",
-        ),
+        (whole_job().with_collocation("ACTOR", "ROLLOUT").with_collocation("ACTOR", "REWARD"), "already been assigned"),
     ],
 )
 def test_jobs_that_cannot_be(builder: Any, said: str) -> None:
@@ -128,27 +94,10 @@ def test_jobs_that_cannot_be(builder: Any, said: str) -> None:
 
 
 def test_groups_of_different_sizes_may_be_collocated() -> None:
-    job = (
-        RLJobBuilder()
-        .node_num(2)
-        .device_per_node(6)
-        .trainer("m0.c0")
-        .actor("m1.c1")
-        .total(4)
-        .per_group(2)
-        .rollout("m2.c2")
-        .total(4)
-        .per_group(2)
-        .reference("m3.c3")
-        .total(12)
-        .per_group(6)
-        .reward("m4.c4")
-        .total(4)
-        .per_group(2)
-        .with_collocation("ACTOR", "ROLLOUT")
-        .with_collocation("REWARD", "REFERENCE")
-        .build()
-    )
+    builder: Any = RLJobBuilder().node_num(2).device_per_node(6).trainer("m0.c0")
+    builder = builder.actor("m1.c1").total(4).per_group(2).rollout("m2.c2").total(4).per_group(2)
+    builder = builder.reference("m3.c3").total(12).per_group(6).reward("m4.c4").total(4).per_group(2)
+    job = builder.with_collocation("ACTOR", "ROLLOUT").with_collocation("REWARD", "REFERENCE").build()
     assert job.get_workload("ACTOR").group == job.get_workload("ROLLOUT").group
     assert job.get_workload("REWARD").group == job.get_workload("REFERENCE").group
     assert job.get_workload("REFERENCE").resource.accelerator == 0.5

@@ -39,16 +39,19 @@ def pending(number: int) -> list[RpcFuture[int]]:
 # Threads.
 
 
-def test_many_threads_wait_for_one_call() -> None:
-    future: RpcFuture[int] = RpcFuture()
+@pytest.fixture
+def future() -> RpcFuture[int]:
+    return RpcFuture()
+
+
+def test_many_threads_wait_for_one_call(future: RpcFuture[int]) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(future.result, PATIENCE_S) for _ in range(8)]
         soon(lambda: future.succeed(5))
         assert [each.result(PATIENCE_S) for each in waiting] == [5] * 8
 
 
-def test_state_as_it_is_seen_from_outside() -> None:
-    future: RpcFuture[int] = RpcFuture()
+def test_state_as_it_is_seen_from_outside(future: RpcFuture[int]) -> None:
     assert (future.done(), future.running(), future.cancelled()) == (False, False, False)
     future.succeed(1)
     assert (future.done(), future.running(), future.cancelled()) == (True, False, False)
@@ -78,8 +81,7 @@ def test_of_many_who_end_it_one_does() -> None:
         assert called == [future.result(0)]
 
 
-def test_the_same_error_is_raised_each_time_it_is_asked_for() -> None:
-    future: RpcFuture[int] = RpcFuture()
+def test_the_same_error_is_raised_each_time_it_is_asked_for(future: RpcFuture[int]) -> None:
     error = WorkerDiedError("died")
     future.fail(error)
     for _ in range(2):
@@ -149,8 +151,7 @@ def is_free(future: RpcFuture[int]) -> bool:
     return True
 
 
-def test_wait_together_with_futures_of_another_kind() -> None:
-    future: RpcFuture[int] = RpcFuture()
+def test_wait_together_with_futures_of_another_kind(future: RpcFuture[int]) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(int, "7")
         soon(lambda: future.succeed(5))
@@ -191,8 +192,7 @@ def test_as_completed_gives_them_as_they_end() -> None:
 
 
 @pytest.mark.parametrize("end", ["succeed", "fail", "cancel"])
-def test_callbacks_are_called_once_in_order_and_at_once_when_it_has_ended(end: str) -> None:
-    future: RpcFuture[int] = RpcFuture()
+def test_callbacks_are_called_once_in_order_and_at_once_when_it_has_ended(end: str, future: RpcFuture[int]) -> None:
     called: list[tuple[int, bool]] = []
     for i in range(2):
         future.add_done_callback(lambda each, i=i: called.append((i, each.done())))  # type: ignore[misc]
@@ -203,8 +203,9 @@ def test_callbacks_are_called_once_in_order_and_at_once_when_it_has_ended(end: s
     assert called[2:] == [(2, True)]
 
 
-def test_callback_that_raises_stops_neither_the_others_nor_who_ended_it(caplog: pytest.LogCaptureFixture) -> None:
-    future: RpcFuture[int] = RpcFuture()
+def test_callback_that_raises_stops_neither_the_others_nor_who_ended_it(
+    caplog: pytest.LogCaptureFixture, future: RpcFuture[int]
+) -> None:
     called: list[int] = []
     with caplog.at_level(logging.ERROR, "concurrent.futures"):
         future.add_done_callback(lambda each: called.append(1 // 0))
@@ -238,15 +239,13 @@ def test_callbacks_added_while_it_ends_are_all_called() -> None:
 # Event loops.
 
 
-async def test_await_what_is_there_already() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_await_what_is_there_already(future: RpcFuture[int]) -> None:
     future.succeed(5)
     assert await future == 5
     assert await future == 5
 
 
-async def test_many_tasks_await_one_call() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_many_tasks_await_one_call(future: RpcFuture[int]) -> None:
 
     async def wait() -> int:
         return await future
@@ -256,8 +255,7 @@ async def test_many_tasks_await_one_call() -> None:
     assert await asyncio.gather(*tasks) == [5] * 5
 
 
-async def test_wrap_future_and_back() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_wrap_future_and_back(future: RpcFuture[int]) -> None:
     wrapped = asyncio.wrap_future(future)
     soon(lambda: future.succeed(5))
     assert await wrapped == 5
@@ -271,8 +269,7 @@ async def test_wrap_future_and_back() -> None:
     assert doomed.cancelled()
 
 
-async def test_wrap_future_of_a_call_that_is_cancelled() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_wrap_future_of_a_call_that_is_cancelled(future: RpcFuture[int]) -> None:
     wrapped = asyncio.wrap_future(future)
     soon(future.cancel)
     with pytest.raises((RpcCancelledError, asyncio.CancelledError)):
@@ -303,8 +300,7 @@ async def within_a_moment(future: RpcFuture[int]) -> int:
         return await future
 
 
-async def test_shielded_call_goes_on() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_shielded_call_goes_on(future: RpcFuture[int]) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(future)), 0.01)
     assert not future.done()
@@ -312,15 +308,13 @@ async def test_shielded_call_goes_on() -> None:
     assert await future == 5
 
 
-async def test_rpc_timeout_of_the_call_is_raised_by_await() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_rpc_timeout_of_the_call_is_raised_by_await(future: RpcFuture[int]) -> None:
     soon(lambda: future.fail(RpcTimeoutError("deadline")))
     with pytest.raises(RpcTimeoutError, match="deadline"):
         await future
 
 
-def test_await_in_one_loop_and_result_in_another_thread() -> None:
-    future: RpcFuture[int] = RpcFuture()
+def test_await_in_one_loop_and_result_in_another_thread(future: RpcFuture[int]) -> None:
 
     async def wait() -> int:
         return await future
@@ -391,8 +385,7 @@ def test_result_that_is_not_there_yet_is_a_timeout_and_the_call_goes_on() -> Non
     assert not future.done()
 
 
-def test_far_timeout_error_is_raised_as_it_is() -> None:
-    future: RpcFuture[int] = RpcFuture()
+def test_far_timeout_error_is_raised_as_it_is(future: RpcFuture[int]) -> None:
     future.fail(TimeoutError("raised by the handler"))
     with pytest.raises(TimeoutError, match="raised by the handler"):
         future.result()
@@ -417,23 +410,20 @@ def test_wait_of_concurrent_futures() -> None:
     assert concurrent.futures.wait([slow]).done == {slow}
 
 
-async def test_await() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_await(future: RpcFuture[int]) -> None:
     threading.Timer(0.01, future.succeed, [5]).start()
     assert await future == 5
     assert await asyncio.wrap_future(ended(6)) == 6
     assert list(await asyncio.gather(ended(1), ended(2))) == [1, 2]
 
 
-async def test_await_raises_what_the_call_ended_in() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_await_raises_what_the_call_ended_in(future: RpcFuture[int]) -> None:
     future.fail(KeyError("k"))
     with pytest.raises(KeyError):
         await future
 
 
-async def test_cancelled_call_does_not_look_like_a_cancelled_task() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_cancelled_call_does_not_look_like_a_cancelled_task(future: RpcFuture[int]) -> None:
     waiter = asyncio.ensure_future(future)
     await asyncio.sleep(0)
     future.cancel()
@@ -441,8 +431,7 @@ async def test_cancelled_call_does_not_look_like_a_cancelled_task() -> None:
         await waiter
 
 
-async def test_cancelled_task_cancels_the_call() -> None:
-    future: RpcFuture[int] = RpcFuture()
+async def test_cancelled_task_cancels_the_call(future: RpcFuture[int]) -> None:
     waiter = asyncio.ensure_future(future)
     await asyncio.sleep(0)
     waiter.cancel()

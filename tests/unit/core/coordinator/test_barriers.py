@@ -17,8 +17,12 @@ from unified.protocol.coordinator import BarrierResponse, DeregisterWorker
 NAMES = ["w0", "w1", "w2", "w3"]
 
 
-def test_last_to_arrive_releases_all_with_one_answer_and_one_write() -> None:
-    story = four()
+@pytest.fixture
+def story() -> Story:
+    return four()
+
+
+def test_last_to_arrive_releases_all_with_one_answer_and_one_write(story: Story) -> None:
     writes = story.num_writes
     tokens = [story.send(wait(name)) for name in ("w2", "w0", "w3")]
     assert story.answers.keys().isdisjoint(tokens)
@@ -29,15 +33,13 @@ def test_last_to_arrive_releases_all_with_one_answer_and_one_write() -> None:
     assert story.num_writes == writes + 1
 
 
-def test_it_is_used_again_by_its_id() -> None:
-    story = four()
+def test_it_is_used_again_by_its_id(story: Story) -> None:
     for generation in range(3):
         tokens = [story.send(wait(name, generation + 1)) for name in NAMES]
         assert {story.told(token).generation for token in tokens} == {generation}
 
 
-def test_worker_that_arrives_twice_counts_once_and_is_answered_twice() -> None:
-    story = four()
+def test_worker_that_arrives_twice_counts_once_and_is_answered_twice(story: Story) -> None:
     tokens = [story.send(wait(name, arrival)) for name in ("w0", "w1", "w2") for arrival in (1, 2)]
     assert story.answers.keys().isdisjoint(tokens)
     last = story.send(wait("w3"))
@@ -47,8 +49,7 @@ def test_worker_that_arrives_twice_counts_once_and_is_answered_twice() -> None:
     assert story.release(story.send(wait("w0", 3))) is None
 
 
-def test_answer_that_was_lost_is_given_again_even_by_a_restarted_coordinator() -> None:
-    story = four()
+def test_answer_that_was_lost_is_given_again_even_by_a_restarted_coordinator(story: Story) -> None:
     tokens = [story.send(wait(name, 7)) for name in NAMES]
     first = story.told(tokens[0])
     story.send(wait("w1", 8))
@@ -59,8 +60,7 @@ def test_answer_that_was_lost_is_given_again_even_by_a_restarted_coordinator() -
     assert story.told(later[0]).generation == 1
 
 
-def test_loss_releases_the_others_and_names_who_is_lost_and_who_is_missing() -> None:
-    story = four()
+def test_loss_releases_the_others_and_names_who_is_lost_and_who_is_missing(story: Story) -> None:
     tokens = [story.send(wait(name)) for name in ("w0", "w1")]
     story.tell(killed("w3"))
     answer = story.told(tokens[0])
@@ -69,8 +69,7 @@ def test_loss_releases_the_others_and_names_who_is_lost_and_who_is_missing() -> 
     assert [each.event for each in story.reports[-2:]] == ["worker-lost", "barrier-broken"]
 
 
-def test_who_arrives_after_a_loss_does_not_wait_for_the_lost_one() -> None:
-    story = four()
+def test_who_arrives_after_a_loss_does_not_wait_for_the_lost_one(story: Story) -> None:
     story.tell(killed("w3"))
     assert story.told(story.send(wait("w0"))).lost == ["w3"]
     story.send(worker("w3", life=1))
@@ -89,16 +88,14 @@ def test_silence_at_a_barrier_is_a_loss_and_waiting_alone_keeps_nobody_alive() -
     assert "nothing was heard from it for 10.0 s" in story.told(token).reason
 
 
-def test_worker_that_is_lost_while_it_waits_is_told_so() -> None:
-    story = four()
+def test_worker_that_is_lost_while_it_waits_is_told_so(story: Story) -> None:
     mine, others = story.send(wait("w3")), story.send(wait("w0"))
     story.tell(killed("w3"))
     assert (story.told(mine).released_by, story.told(mine).lost) == ("lost", ["w3"])
     assert (story.told(others).released_by, story.told(others).arrived) == ("lost", ["w0"])
 
 
-def test_barrier_shrinks_by_choice() -> None:
-    story = four()
+def test_barrier_shrinks_by_choice(story: Story) -> None:
     tokens = [story.send(wait(name, on_loss="shrink")) for name in ("w0", "w1", "w2")]
     story.tell(killed("w3"))
     answer = story.told(tokens[0])
@@ -113,8 +110,7 @@ def test_barrier_shrinks_by_choice() -> None:
     assert story.told(again[0]) == BarrierResponse(released_by="arrived", generation=1, arrived=NAMES)
 
 
-def test_rank_that_somebody_else_has_taken_is_not_lost() -> None:
-    story = four()
+def test_rank_that_somebody_else_has_taken_is_not_lost(story: Story) -> None:
     story.tell(killed("w3"))
     story.send(worker("spare", rank=3))
     tokens = [story.send(wait(name)) for name in ("w0", "w1", "w2")]
@@ -134,8 +130,7 @@ def test_workers_without_ranks_are_not_missed_while_there_are_enough() -> None:
     assert story.told(token).lost == ["d", "e"]
 
 
-def test_losses_of_an_earlier_run_do_not_count_in_the_next() -> None:
-    story = four()
+def test_losses_of_an_earlier_run_do_not_count_in_the_next(story: Story) -> None:
     for name in NAMES:
         story.tell(killed(name))
     tokens = []
@@ -145,8 +140,7 @@ def test_losses_of_an_earlier_run_do_not_count_in_the_next() -> None:
     assert story.told(tokens[0]).released_by == "arrived"
 
 
-def test_loss_that_only_the_lost_have_seen_counts_no_more() -> None:
-    story = four()
+def test_loss_that_only_the_lost_have_seen_counts_no_more(story: Story) -> None:
     story.tell(killed("w2"))
     story.send(worker("w1", life=1))
     token = story.send(wait("w1", life=1, on_loss="shrink"))
@@ -161,16 +155,14 @@ def test_loss_that_only_the_lost_have_seen_counts_no_more() -> None:
     assert story.told(token) == BarrierResponse(released_by="arrived", generation=0, arrived=NAMES)
 
 
-def test_losses_of_another_world_do_not_count() -> None:
-    story = four()
+def test_losses_of_another_world_do_not_count(story: Story) -> None:
     story.send(worker("x0", rank=0, world_size=2))
     token = story.send(wait("w0"))
     story.tell(killed("x0"))
     assert story.release(token) is None
 
 
-def test_leaving_in_order_releases_those_who_would_wait_in_vain() -> None:
-    story = four()
+def test_leaving_in_order_releases_those_who_would_wait_in_vain(story: Story) -> None:
     mine, others = story.send(wait("w3")), story.send(wait("w0"))
     story.send(DeregisterWorker(worker_id="w3", session="w3/0"))
     assert (story.told(mine).released_by, story.told(mine).lost) == ("closed", [])
@@ -189,8 +181,7 @@ def test_leaving_in_order_releases_those_who_would_wait_in_vain() -> None:
         ({"on_loss": "shrink"}, "where w0 has 'fail'"),
     ],
 )
-def test_bad_arrival_is_refused_and_the_others_wait_on(fields: dict[str, Any], words: str) -> None:
-    story = four()
+def test_bad_arrival_is_refused_and_the_others_wait_on(fields: dict[str, Any], words: str, story: Story) -> None:
     tokens = [story.send(wait("w0"))]
     refusal = story.refused(wait("w1", **fields))
     assert refusal.code == "bad-request"
@@ -199,8 +190,7 @@ def test_bad_arrival_is_refused_and_the_others_wait_on(fields: dict[str, Any], w
     assert story.told(tokens[0]).released_by == "arrived"
 
 
-def test_worlds_of_different_sizes_do_not_meet() -> None:
-    story = four()
+def test_worlds_of_different_sizes_do_not_meet(story: Story) -> None:
     story.send(worker("x0", rank=0, world_size=2))
     story.send(wait("w0"))
     refusal = story.refused(wait("x0", world_size=2))
@@ -218,8 +208,7 @@ def test_worker_has_to_be_registered_and_its_newest_life() -> None:
     assert "world_size=0" in story.refused(wait("w9")).reason
 
 
-def test_rank_and_world_of_a_worker_that_waits_can_not_change() -> None:
-    story = four()
+def test_rank_and_world_of_a_worker_that_waits_can_not_change(story: Story) -> None:
     token = story.send(wait("w0"))
     refusal = story.refused(worker("w0", rank=0, world_size=8))
     assert (refusal.code, "waits at barrier b" in refusal.reason) == ("bad-request", True)
@@ -228,8 +217,7 @@ def test_rank_and_world_of_a_worker_that_waits_can_not_change() -> None:
     assert story.told(token).lost == ["w3"]
 
 
-def test_spaces_have_barriers_of_their_own_and_release_them_when_they_close() -> None:
-    story = four()
+def test_spaces_have_barriers_of_their_own_and_release_them_when_they_close(story: Story) -> None:
     for name in NAMES:
         story.send(worker(name, space="job"))
     outside = story.send(wait("w0", timeout_s=50))
@@ -260,8 +248,7 @@ def test_barriers_that_are_used_no_more_are_forgotten_the_oldest_first() -> None
     assert story.release(waiting) is None
 
 
-def test_time_out_of_one_releases_all_and_names_who_is_missing() -> None:
-    story = four()
+def test_time_out_of_one_releases_all_and_names_who_is_missing(story: Story) -> None:
     patient = story.send(wait("w0"))
     hasty = story.send(wait("w1", timeout_s=5))
     story.send(wait("w2", timeout_s=9))
@@ -278,8 +265,7 @@ def test_time_out_of_one_releases_all_and_names_who_is_missing() -> None:
     assert (story.told(late).generation, story.told(late).missing) == (1, ["w0", "w1", "w2"])
 
 
-def test_asking_again_does_not_give_an_arrival_more_time() -> None:
-    story = four()
+def test_asking_again_does_not_give_an_arrival_more_time(story: Story) -> None:
     first = story.send(wait("w0", timeout_s=5))
     story.after(3)
     again = story.send(wait("w0", timeout_s=5))
@@ -288,8 +274,7 @@ def test_asking_again_does_not_give_an_arrival_more_time() -> None:
     assert story.release(first) is None
 
 
-def test_time_out_of_nothing_only_looks() -> None:
-    story = four()
+def test_time_out_of_nothing_only_looks(story: Story) -> None:
     assert story.told(story.send(wait("w0", timeout_s=0))).missing == ["w1", "w2", "w3"]
 
 
@@ -311,8 +296,7 @@ def test_time_out_counts_those_whom_it_can_not_name() -> None:
     assert "missing 3 of whom nobody registered" in story.told(token).reason
 
 
-def test_time_out_of_a_shrunk_barrier_names_the_lost_too() -> None:
-    story = four()
+def test_time_out_of_a_shrunk_barrier_names_the_lost_too(story: Story) -> None:
     story.tell(killed("w3"))
     token = story.send(wait("w0", timeout_s=5, on_loss="shrink"))
     story.after(5)

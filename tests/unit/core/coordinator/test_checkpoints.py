@@ -38,14 +38,17 @@ def latest(story: Story, name: str = "default", space: str = "") -> RecoveryInfo
     return story.ask(GetLatestCheckpoint(name=name, space=space), RecoveryInfo)
 
 
-def test_there_is_none_at_first_and_asking_leaves_nothing() -> None:
-    story = Story()
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+def test_there_is_none_at_first_and_asking_leaves_nothing(story: Story) -> None:
     assert latest(story) == RecoveryInfo(is_found=False)
     assert story.core.spaces == {}
 
 
-def test_highest_step_is_the_latest_in_whatever_order_they_come() -> None:
-    story = Story()
+def test_highest_step_is_the_latest_in_whatever_order_they_come(story: Story) -> None:
     assert tell(story, notice(200, metadata={"loss": "0.5"}))
     story.now += 50
     assert not tell(story, notice(100))
@@ -64,8 +67,7 @@ def test_highest_step_is_the_latest_in_whatever_order_they_come() -> None:
     assert (latest(story).step, latest(story).saved_at) == (300, 1050.0)
 
 
-def test_after_going_back_the_latest_is_a_lower_one() -> None:
-    story = Story()
+def test_after_going_back_the_latest_is_a_lower_one(story: Story) -> None:
     tell(story, notice(200))
     assert tell(story, notice(100, goes_back=True))
     assert "training went back: step 100" in story.reports[-1].reason
@@ -75,8 +77,7 @@ def test_after_going_back_the_latest_is_a_lower_one() -> None:
     assert latest(story).step == 110
 
 
-def test_telling_again_changes_nothing() -> None:
-    story = Story()
+def test_telling_again_changes_nothing(story: Story) -> None:
     tell(story, notice(200))
     writes = story.num_writes
     story.now += 50
@@ -84,8 +85,7 @@ def test_telling_again_changes_nothing() -> None:
     assert (story.num_writes, latest(story).saved_at) == (writes, 1000.0)
 
 
-def test_of_many_a_minute_the_event_log_has_one() -> None:
-    story = Story()
+def test_of_many_a_minute_the_event_log_has_one(story: Story) -> None:
     for step in range(30):
         story.now += 5
         tell(story, notice(step))
@@ -96,15 +96,13 @@ def test_of_many_a_minute_the_event_log_has_one() -> None:
     assert latest(story).step == 29
 
 
-def test_of_two_with_one_step_the_later_counts() -> None:
-    story = Story()
+def test_of_two_with_one_step_the_later_counts(story: Story) -> None:
     tell(story, notice(200))
     assert tell(story, notice(200, checksum="other"))
     assert latest(story).checksum == "other"
 
 
-def test_series_and_spaces_keep_apart_and_outlive_the_coordinator() -> None:
-    story = Story()
+def test_series_and_spaces_keep_apart_and_outlive_the_coordinator(story: Story) -> None:
     tell(story, notice(200))
     tell(story, notice(5, name="critic"))
     tell(story, notice(1, space="job"))
@@ -117,8 +115,7 @@ def test_series_and_spaces_keep_apart_and_outlive_the_coordinator() -> None:
 
 
 @pytest.mark.parametrize("request_", [notice(-1), notice(1, path="")])
-def test_checkpoint_that_is_none_is_refused(request_: NotifyCheckpoint) -> None:
-    story = Story()
+def test_checkpoint_that_is_none_is_refused(request_: NotifyCheckpoint, story: Story) -> None:
     assert story.refused(request_).code == "bad-request"
     assert story.store == {}
 
@@ -127,8 +124,7 @@ def trouble(**fields: Any) -> TellEvent:
     return TellEvent(**{"worker_id": "w0", "event": "checkpoint-failed", "reason": "step 3: disk full", **fields})
 
 
-def test_an_event_is_reported_in_the_space_of_its_worker() -> None:
-    story = Story()
+def test_an_event_is_reported_in_the_space_of_its_worker(story: Story) -> None:
     assert story.ask(trouble(space="job-1"), Done) == Done()
     (report,) = story.reports
     assert (report.event, report.reason, report.space, report.worker_id) == (
@@ -142,8 +138,7 @@ def test_an_event_is_reported_in_the_space_of_its_worker() -> None:
     assert story.core.spaces == {}
 
 
-def test_of_too_many_the_rest_is_not_kept_and_says_so() -> None:
-    story = Story()
+def test_of_too_many_the_rest_is_not_kept_and_says_so(story: Story) -> None:
     notes = [story.ask(trouble(), Done).note for _ in range(MAX_EVENTS + 3)]
     assert notes[:MAX_EVENTS] == [""] * MAX_EVENTS
     assert all("not kept" in note for note in notes[MAX_EVENTS:])
@@ -153,15 +148,13 @@ def test_of_too_many_the_rest_is_not_kept_and_says_so() -> None:
     assert len(story.reports) == MAX_EVENTS + 2
 
 
-def test_a_long_reason_is_cut_off() -> None:
-    story = Story()
+def test_a_long_reason_is_cut_off(story: Story) -> None:
     story.ask(trouble(reason="x" * 10_000_000), Done)
     assert len(story.reports[0].reason) == MAX_REASON + 1
 
 
 @pytest.mark.parametrize("worker_id", ["", "w\nevent=job-failed", "w" * 201])
-def test_a_name_that_would_spoil_the_log_is_refused(worker_id: str) -> None:
-    story = Story()
+def test_a_name_that_would_spoil_the_log_is_refused(worker_id: str, story: Story) -> None:
     assert story.refused(trouble(worker_id=worker_id)).code == "bad-request"
     assert story.reports == []
 

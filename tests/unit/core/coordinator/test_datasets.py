@@ -46,6 +46,11 @@ def num_rows(story: Story, kind: str) -> int:
     return sum(each == kind for each, _ in story.store)
 
 
+@pytest.fixture
+def story() -> Story:
+    return spread(four(), *NAMES)
+
+
 def test_registering_again_changes_nothing_and_is_not_persisted_again() -> None:
     story = Story()
     first = story.ask(dataset(), DatasetRegistration)
@@ -130,8 +135,7 @@ def test_what_was_read_is_not_served_again() -> None:
     assert everything(story, "w0", "w1") == sorted(set(ALL) - set(mine[:2]))
 
 
-def test_revision_tells_when_to_ask_again() -> None:
-    story = spread(four(), *NAMES)
+def test_revision_tells_when_to_ask_again(story: Story) -> None:
     shards = story.ask(get("w0"), DataShards)
     beat = Heartbeat(worker_id="w0", session="w0/0")
     assert story.ask(done("w0", shards.shards[0].shard_id), ShardsDone).revision == shards.revision
@@ -142,8 +146,7 @@ def test_revision_tells_when_to_ask_again() -> None:
     assert story.ask(get("w0"), DataShards).revision > shards.revision
 
 
-def test_look_has_the_newest_revision_though_nothing_moved() -> None:
-    story = spread(four(), *NAMES)
+def test_look_has_the_newest_revision_though_nothing_moved(story: Story) -> None:
     first = story.ask(get("w0"), DataShards)
     story.send(worker("other", rank=-1))
     second = story.ask(get("w0"), DataShards)
@@ -159,8 +162,7 @@ def test_joining_or_leaving_twice_changes_nothing() -> None:
     assert (story.core.spaces[""].revision, story.num_writes) == (revision, writes)
 
 
-def test_unfinished_shards_of_a_lost_worker_go_to_others_until_it_is_back() -> None:
-    story = spread(four(), *NAMES)
+def test_unfinished_shards_of_a_lost_worker_go_to_others_until_it_is_back(story: Story) -> None:
     mine = story.shards("d", "w3")
     story.send(done("w3", mine[0]))
     story.tell(WorkerGone(space="", worker_id="w3", reason="it was killed"))
@@ -173,8 +175,7 @@ def test_unfinished_shards_of_a_lost_worker_go_to_others_until_it_is_back() -> N
     assert story.ask(GetDatasets(), Datasets).datasets[0].workers == NAMES
 
 
-def test_new_life_reads_on_where_the_old_one_was() -> None:
-    story = spread(four(), *NAMES)
+def test_new_life_reads_on_where_the_old_one_was(story: Story) -> None:
     mine = {name: story.shards("d", name) for name in NAMES}
     story.send(done("w3", mine["w3"][0]))
     story.send(worker("w3", life=1))
@@ -208,8 +209,7 @@ def test_a_look_may_ask_for_the_first_ones_and_tells_how_many_are_left_in_all() 
     assert story.refused(replace(get("w0"), limit=-1)).code == "bad-request"
 
 
-def test_worker_that_left_in_order_is_in_its_datasets_no_more() -> None:
-    story = spread(four(), *NAMES)
+def test_worker_that_left_in_order_is_in_its_datasets_no_more(story: Story) -> None:
     story.send(DeregisterWorker(worker_id="w3", session="w3/0"))
     story.send(worker("w3", life=1))
     refusal = story.refused(get("w3", life=1))
@@ -217,8 +217,7 @@ def test_worker_that_left_in_order_is_in_its_datasets_no_more() -> None:
     assert "over w0, w1 and w2" in refusal.reason
 
 
-def test_nobody_gives_shards_to_a_worker_that_is_lost() -> None:
-    story = spread(four(), *NAMES)
+def test_nobody_gives_shards_to_a_worker_that_is_lost(story: Story) -> None:
     story.tell(WorkerGone(space="", worker_id="w3", reason="it was killed"))
     note = story.ask(SetDataWorker(dataset_id="d", worker_id="w3"), Done).note
     assert "joins when it registers again" in note
@@ -229,8 +228,7 @@ def test_nobody_gives_shards_to_a_worker_that_is_lost() -> None:
     assert story.refused(get("w3", life=1)).code == "not-found"
 
 
-def test_a_life_that_was_replaced_can_neither_ask_nor_mark_nor_leave() -> None:
-    story = spread(four(), *NAMES)
+def test_a_life_that_was_replaced_can_neither_ask_nor_mark_nor_leave(story: Story) -> None:
     mine = story.shards("d", "w3")
     story.send(worker("w3", life=1))
     writes = story.num_writes
@@ -248,8 +246,7 @@ def test_a_life_that_was_replaced_can_neither_ask_nor_mark_nor_leave() -> None:
     assert story.ask(done("w3", mine[0], life=1), ShardsDone).shard_ids == [mine[0]]
 
 
-def test_only_a_registered_worker_itself_says_what_it_has_read_and_anybody_may_ask() -> None:
-    story = spread(four(), *NAMES)
+def test_only_a_registered_worker_itself_says_what_it_has_read_and_anybody_may_ask(story: Story) -> None:
     mine = story.shards("d", "w3")
     refusal = story.refused(MarkDone(dataset_id="d", worker_id="w3", epoch=0, shard_ids=mine))
     assert (refusal.code, "only that life" in refusal.reason) == ("bad-request", True)
@@ -264,8 +261,7 @@ def test_a_worker_that_registered_elsewhere_is_known_here_by_its_id() -> None:
     assert story.ask(done("w0", *mine), ShardsDone).shard_ids == mine
 
 
-def test_another_run_may_count_on_workers_of_which_the_last_one_was_lost() -> None:
-    story = spread(four(), *NAMES)
+def test_another_run_may_count_on_workers_of_which_the_last_one_was_lost(story: Story) -> None:
     for name in NAMES:
         story.tell(WorkerGone(space="", worker_id=name, reason="it was killed"))
     story.send(worker("w0", life=1))

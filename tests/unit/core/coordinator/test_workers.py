@@ -33,8 +33,12 @@ def there(story: Story, space: str = "") -> list[str]:
     return story.ask(GetDatasets(space=space), Datasets).workers
 
 
-def test_worker_is_there_until_it_was_not_heard_of_for_its_time_out() -> None:
-    story = Story()
+@pytest.fixture
+def story() -> Story:
+    return Story()
+
+
+def test_worker_is_there_until_it_was_not_heard_of_for_its_time_out(story: Story) -> None:
     answer = registered(story, worker("w0"))
     assert answer == WorkerRegistration(assigned_id="w0", heartbeat_interval_s=1.0, incarnation=0, timeout_s=30.0)
     story.after(29)
@@ -49,24 +53,21 @@ def test_worker_is_there_until_it_was_not_heard_of_for_its_time_out() -> None:
     assert story.core.next_deadline is None
 
 
-def test_time_out_is_the_workers_own_and_heartbeats_are_asked_for_three_times_in_it() -> None:
-    story = Story()
+def test_time_out_is_the_workers_own_and_heartbeats_are_asked_for_three_times_in_it(story: Story) -> None:
     assert registered(story, worker("w0", timeout_s=0.6)).heartbeat_interval_s == pytest.approx(0.2)
     story.send(worker("w1", timeout_s=5))
     story.after(1)
     assert there(story) == ["w1"]
 
 
-def test_registering_again_changes_nothing_and_is_not_persisted_again() -> None:
-    story = Story()
+def test_registering_again_changes_nothing_and_is_not_persisted_again(story: Story) -> None:
     first = registered(story, worker("w0"))
     writes, revision = story.num_writes, story.core.spaces[""].revision
     assert registered(story, worker("w0")) == first
     assert (story.num_writes, story.core.spaces[""].revision) == (writes, revision)
 
 
-def test_same_life_may_correct_what_it_said_and_frees_its_rank() -> None:
-    story = Story()
+def test_same_life_may_correct_what_it_said_and_frees_its_rank(story: Story) -> None:
     story.send(worker("w0"))
     assert registered(story, worker("w0", rank=1)).incarnation == 0
     assert registered(story, worker("other", rank=0)).incarnation == 0
@@ -84,16 +85,14 @@ def test_heartbeats_are_answered_by_one_object_and_never_persisted() -> None:
     assert story.core.heartbeat(story.now, Heartbeat(worker_id="w0", session="w0/0")).revision > answers[0].revision
 
 
-def test_heartbeat_of_a_space_or_worker_that_nobody_knows() -> None:
-    story = Story()
+def test_heartbeat_of_a_space_or_worker_that_nobody_knows(story: Story) -> None:
     assert story.beat("w0", space="nowhere") == [False]
     story.send(worker("w0"))
     assert story.beat("w1") == [False]
     assert not story.core.heartbeat(story.now, Heartbeat(worker_id="w0", session="another")).is_known
 
 
-def test_new_life_takes_the_place_of_the_old_which_can_not_come_back() -> None:
-    story = Story()
+def test_new_life_takes_the_place_of_the_old_which_can_not_come_back(story: Story) -> None:
     story.send(worker("w0"))
     assert registered(story, worker("w0", life=1)).incarnation == 1
     assert story.beat("w0") == [False]
@@ -107,16 +106,14 @@ def test_new_life_takes_the_place_of_the_old_which_can_not_come_back() -> None:
     assert [story.refused(worker("w0", life=life)).code for life in (0, 1)] == ["replaced", "replaced"]
 
 
-def test_lost_life_may_register_again_with_its_session() -> None:
-    story = Story()
+def test_lost_life_may_register_again_with_its_session(story: Story) -> None:
     story.send(worker("w0"))
     story.after(30)
     assert registered(story, worker("w0")).incarnation == 1
     assert story.beat("w0") == [True]
 
 
-def test_lost_life_may_not_come_back_after_a_newer_one() -> None:
-    story = Story()
+def test_lost_life_may_not_come_back_after_a_newer_one(story: Story) -> None:
     story.send(worker("w0"))
     story.after(30)
     assert registered(story, worker("w0", life=1)).incarnation == 1
@@ -158,8 +155,7 @@ def test_rank_has_one_worker_and_is_free_again_when_that_is_gone() -> None:
         ({"timeout_s": float("inf")}, "timeout_s=inf"),
     ],
 )
-def test_bad_registration_is_refused_and_leaves_nothing(fields: dict[str, Any], words: str) -> None:
-    story = Story()
+def test_bad_registration_is_refused_and_leaves_nothing(fields: dict[str, Any], words: str, story: Story) -> None:
     refusal = story.refused(worker("w0", **fields))
     assert refusal.code == "bad-request"
     assert words in refusal.reason
@@ -194,8 +190,7 @@ def test_coordinator_that_was_stopped_hears_what_was_said_meanwhile() -> None:
     assert there(story) == ["w0", "w1", "w2"]
 
 
-def test_coordinator_that_is_always_late_spares_a_silence_once() -> None:
-    story = Story()
+def test_coordinator_that_is_always_late_spares_a_silence_once(story: Story) -> None:
     story.send(worker("w0"))
     story.now += 100
     story.tell(CoordinatorTick())
@@ -248,8 +243,7 @@ def test_spaces_see_nothing_of_each_other_and_are_forgotten_whole() -> None:
     assert there(story, "job/1") == []
 
 
-def test_those_who_are_gone_are_remembered_up_to_a_limit() -> None:
-    story = Story()
+def test_those_who_are_gone_are_remembered_up_to_a_limit(story: Story) -> None:
     for i in range(MAX_GONE + 5):
         story.core.step(story.now, RequestCame(token=(b"", i), request=worker(f"x{i}", rank=-1)))
         gone = WorkerGone(space="", worker_id=f"x{i}", reason="it ended")

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.master import simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
-from unified.job.spec import Blob, EntryPoint, JobSpec, Resources, RoleSpec
+from unified.job.spec import Blob, JobSpec, Resources, RoleSpec
 from unified.protocol.agent_master import AgentRefused, DesiredWorkers
 from unified.protocol.client_master import (
     Accepted,
@@ -38,13 +39,7 @@ from unified_master.core.state import JobRecord
 
 
 def role(name: str = "a", total: int = 1, **more: Any) -> RoleSpec:
-    return RoleSpec(
-        name=name,
-        kind="simple",
-        entry_point=EntryPoint(kind="attribute", target="m", attribute="f"),
-        total=total,
-        **more,
-    )
+    return simple(name, total, **more)
 
 
 def spec(name: str = "job", *roles: RoleSpec, **more: Any) -> JobSpec:

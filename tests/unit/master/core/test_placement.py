@@ -68,11 +68,8 @@ def assigned(found: PlacementPlan) -> dict[str, tuple[str, list[int]]]:
 
 
 def test_whole_devices_are_packed_on_as_few_nodes_as_hold_them() -> None:
-    assert assigned(place(job(role("a", 3, 1)), node(devices=2), node(devices=2))) == {
-        "a-0": ("n1", [0]),
-        "a-1": ("n1", [1]),
-        "a-2": ("n2", [0]),
-    }
+    found = assigned(place(job(role("a", 3, 1)), node(devices=2), node(devices=2)))
+    assert found == {"a-0": ("n1", [0]), "a-1": ("n1", [1]), "a-2": ("n2", [0])}
 
 
 def test_the_node_that_fits_best_is_taken() -> None:
@@ -85,12 +82,8 @@ def test_large_units_are_placed_before_small_ones() -> None:
 
 
 def test_workers_without_devices_are_spread() -> None:
-    assert assigned(place(job(role("a", 4)), node(), node())) == {
-        "a-0": ("n1", []),
-        "a-1": ("n2", []),
-        "a-2": ("n1", []),
-        "a-3": ("n2", []),
-    }
+    found = assigned(place(job(role("a", 4)), node(), node()))
+    assert found == {"a-0": ("n1", []), "a-1": ("n2", []), "a-2": ("n1", []), "a-3": ("n2", [])}
 
 
 def test_a_group_lands_on_one_node() -> None:
@@ -104,12 +97,8 @@ def test_a_group_is_not_cut_in_two() -> None:
 
 
 def test_two_shares_of_one_worker_each_fill_a_device() -> None:
-    assert assigned(place(job(role("a", 4, 0.5)), node(devices=4))) == {
-        "a-0": ("n1", [0]),
-        "a-1": ("n1", [0]),
-        "a-2": ("n1", [1]),
-        "a-3": ("n1", [1]),
-    }
+    found = assigned(place(job(role("a", 4, 0.5)), node(devices=4)))
+    assert found == {"a-0": ("n1", [0]), "a-1": ("n1", [0]), "a-2": ("n1", [1]), "a-3": ("n1", [1])}
 
 
 def test_shares_that_do_not_add_up_to_one_stay_apart() -> None:
@@ -139,12 +128,8 @@ def test_a_fraction_above_one_takes_whole_devices() -> None:
 
 def test_at_most_device_per_node_devices_of_a_node_are_used() -> None:
     spec = job(role("a", 4, 1), device_per_node=2)
-    assert {name: where for name, (where, _) in assigned(place(spec, node(devices=8), node(devices=8))).items()} == {
-        "a-0": "n1",
-        "a-1": "n1",
-        "a-2": "n2",
-        "a-3": "n2",
-    }
+    found = assigned(place(spec, node(devices=8), node(devices=8)))
+    assert {name: where for name, (where, _) in found.items()} == {"a-0": "n1", "a-1": "n1", "a-2": "n2", "a-3": "n2"}
     assert place(spec, node(devices=8)).reason == (
         "role a needs 4 groups of 1 device; there is room for 2 of them, after which the largest free node n1 has 0"
     )

@@ -30,22 +30,24 @@ def story(size: int = 3, **options: object) -> Story:
     return made
 
 
-def test_items_leave_in_the_order_in_which_they_came() -> None:
-    tale = story()
+@pytest.fixture
+def tale() -> Story:
+    return story()
+
+
+def test_items_leave_in_the_order_in_which_they_came(tale: Story) -> None:
     assert tale.put(1, 0, "a", "b") == [(1, in_(2))]
     assert tale.put(2, 0, "c") == [(2, in_(1))]
     assert tale.get(31, 1, 2) == [(3, ["a", "b"])]
     assert tale.get(31, 2, 2) == [(4, ["c"])]
 
 
-def test_get_waits_until_there_is_an_item() -> None:
-    tale = story()
+def test_get_waits_until_there_is_an_item(tale: Story) -> None:
     assert tale.get(21, 1, 5) == []
     assert tale.put(1, 0, "a", "b") == [(2, in_(2)), (1, ["a", "b"])]
 
 
-def test_gets_are_served_in_the_order_in_which_they_were_asked() -> None:
-    tale = story()
+def test_gets_are_served_in_the_order_in_which_they_were_asked(tale: Story) -> None:
     tale.get(21, 1)
     tale.get(31, 1)
     assert tale.put(1, 0, "a")[1:] == [(1, ["a"])]
@@ -112,8 +114,7 @@ def test_nowait_finds_nothing_and_waits_for_nothing() -> None:
     assert tale.core.next_deadline is None
 
 
-def test_time_ends_a_get_and_its_items_stay() -> None:
-    tale = story()
+def test_time_ends_a_get_and_its_items_stay(tale: Story) -> None:
     tale.get(31, 1, wait_s=5)
     assert tale.core.next_deadline == 105
     assert tale.tell(QueueTick(), after_s=4) == []
@@ -153,8 +154,7 @@ def test_put_that_nobody_asks_for_goes_in_and_the_answer_is_kept() -> None:
     assert tale.waiting == ["b"]
 
 
-def test_put_asked_for_twice_goes_in_once() -> None:
-    tale = story()
+def test_put_asked_for_twice_goes_in_once(tale: Story) -> None:
     assert tale.put(1, 0, "a") == [(1, in_(1))]
     assert tale.put(1, 0, "a") == [(2, in_(1))]
     assert tale.waiting == ["a"]
@@ -182,8 +182,7 @@ def test_put_asked_for_twice_while_it_waits_is_answered_to_the_second() -> None:
     assert tale.get(31, 1) == [(4, ["a"]), (3, in_(1))]
 
 
-def test_get_asked_for_twice_is_given_the_same() -> None:
-    tale = story()
+def test_get_asked_for_twice_is_given_the_same(tale: Story) -> None:
     tale.put(1, 0, "a", "b")
     assert tale.get(31, 1) == [(2, ["a"])]
     assert tale.get(31, 1) == [(3, ["a"])]
@@ -191,8 +190,7 @@ def test_get_asked_for_twice_is_given_the_same() -> None:
     assert tale.get(31, 1) == [(5, Outcome.WAITING)]  # an old copy takes nothing
 
 
-def test_get_that_was_given_up_and_is_asked_for_again_with_less_brings_less() -> None:
-    tale = story()
+def test_get_that_was_given_up_and_is_asked_for_again_with_less_brings_less(tale: Story) -> None:
     tale.put(2, 1, "a", "b", "c")
     assert tale.get(11, 1, 3) == [(2, ["a", "b", "c"])]
     assert tale.get(31, 1, 5) == []
@@ -200,15 +198,13 @@ def test_get_that_was_given_up_and_is_asked_for_again_with_less_brings_less() ->
     assert tale.core.stats(tale.now).leased == 3
 
 
-def test_get_asked_for_twice_while_it_waits_is_answered_to_the_second() -> None:
-    tale = story()
+def test_get_asked_for_twice_while_it_waits_is_answered_to_the_second(tale: Story) -> None:
     tale.get(31, 1)
     assert tale.get(31, 1) == [(1, Outcome.WAITING)]
     assert tale.put(1, 0, "a")[1:] == [(2, ["a"])]
 
 
-def test_lease_ends_with_the_next_take() -> None:
-    tale = story()
+def test_lease_ends_with_the_next_take(tale: Story) -> None:
     tale.put(1, 0, "a", "b")
     tale.get(31, 1)
     assert tale.core.stats(tale.now).leased == 1
@@ -218,8 +214,7 @@ def test_lease_ends_with_the_next_take() -> None:
     assert tale.waiting == ["b"]
 
 
-def test_threads_of_one_handle_are_consumers_of_their_own() -> None:
-    tale = story()
+def test_threads_of_one_handle_are_consumers_of_their_own(tale: Story) -> None:
     tale.put(1, 0, "a", "b", "c")
     tale.get(31, 1)
     tale.get(32, 1)
@@ -228,8 +223,7 @@ def test_threads_of_one_handle_are_consumers_of_their_own() -> None:
     assert tale.waiting == ["a", "c"]
 
 
-def test_take_that_never_arrived_comes_back_when_the_consumer_moves_on() -> None:
-    tale = story()
+def test_take_that_never_arrived_comes_back_when_the_consumer_moves_on(tale: Story) -> None:
     tale.put(1, 0, "a", "b")
     tale.get(31, 1)
     assert tale.get(31, 2, 2, received=0) == [(3, ["a", "b"])]
@@ -246,8 +240,7 @@ def test_death_of_a_consumer_puts_what_it_had_in_front_in_order() -> None:
     assert tale.waiting == ["a", "b", "c", "d", "e", "f"]
 
 
-def test_death_gives_items_straight_to_those_who_wait() -> None:
-    tale = story()
+def test_death_gives_items_straight_to_those_who_wait(tale: Story) -> None:
     tale.put(1, 0, "a")
     tale.get(31, 1)
     tale.get(21, 1)
@@ -276,8 +269,7 @@ def test_death_of_a_producer_keeps_what_is_in_and_drops_the_rest() -> None:
     assert tale.get(31, 1, 2) == [(3, ["a", "b"]), (2, in_(1))]
 
 
-def test_dead_life_cannot_come_back_and_its_next_can() -> None:
-    tale = story()
+def test_dead_life_cannot_come_back_and_its_next_can(tale: Story) -> None:
     tale.tell(IncarnationEnded(worker="w3", incarnation=0))
     assert tale.get(31, 1) == [(1, Outcome.UNKNOWN)]
     tale.attach(3, incarnation=0)
@@ -288,16 +280,14 @@ def test_dead_life_cannot_come_back_and_its_next_can() -> None:
     assert tale.get(41, 1) == [(4, ["a"])]
 
 
-def test_new_life_says_that_the_old_one_is_over() -> None:
-    tale = story()
+def test_new_life_says_that_the_old_one_is_over(tale: Story) -> None:
     tale.put(1, 0, "a")
     tale.get(31, 1)
     tale.attach(4, worker="w3", incarnation=1)
     assert tale.waiting == ["a"]
 
 
-def test_part_of_a_take_is_done() -> None:
-    tale = story()
+def test_part_of_a_take_is_done(tale: Story) -> None:
     tale.put(1, 0, "a", "b", "c")
     tale.get(31, 1, 3)
     tale.done(31, 1, 1)
@@ -307,8 +297,7 @@ def test_part_of_a_take_is_done() -> None:
     assert tale.waiting == ["b", "c"]
 
 
-def test_take_is_returned_once() -> None:
-    tale = story()
+def test_take_is_returned_once(tale: Story) -> None:
     tale.put(1, 0, "a", "b")
     tale.get(31, 1)
     again = TakeReturned(handle=3, consumer=31, number=1, received=0)
@@ -318,9 +307,8 @@ def test_take_is_returned_once() -> None:
     assert tale.get(31, 2) == [(3, ["a"])]
 
 
-def test_get_is_given_up_before_it_arrives() -> None:
+def test_get_is_given_up_before_it_arrives(tale: Story) -> None:
     """It says all the same that the consumer is done with what it had before."""
-    tale = story()
     tale.put(1, 0, "a", "b")
     assert tale.get(31, 1) == [(2, ["a"])]
     tale.tell(TakeReturned(handle=3, consumer=31, number=2, received=1))
@@ -329,8 +317,7 @@ def test_get_is_given_up_before_it_arrives() -> None:
     assert tale.core.stats(tale.now).leased == 0
 
 
-def test_consumer_that_ends_is_done_with_what_it_received() -> None:
-    tale = story()
+def test_consumer_that_ends_is_done_with_what_it_received(tale: Story) -> None:
     tale.put(1, 0, "a", "b")
     tale.get(31, 1)
     tale.get(32, 1)
@@ -360,15 +347,13 @@ def test_closed_queue_takes_nothing_more_and_is_drained() -> None:
     assert tale.core.is_finished
 
 
-def test_closed_queue_ends_the_gets_that_wait() -> None:
-    tale = story()
+def test_closed_queue_ends_the_gets_that_wait(tale: Story) -> None:
     tale.get(31, 1)
     assert said(tale.tell(CloseAsked())) == [(1, Outcome.CLOSED)]
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_closed_queue_waits_for_what_others_have(dies: bool) -> None:
-    tale = story()
+def test_closed_queue_waits_for_what_others_have(dies: bool, tale: Story) -> None:
     tale.put(1, 0, "a")
     tale.get(21, 1)
     tale.tell(CloseAsked())
