@@ -210,10 +210,8 @@ def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many
 
 
 def test_arguments_of_a_call_are_json() -> None:
-    assert parse_arguments(["3", '"a=b"', "[1,2]", "lr=0.1", 'name="x"', "flag=null"]) == (
-        [3, "a=b", [1, 2]],
-        {"lr": 0.1, "name": "x", "flag": None},
-    )
+    found = parse_arguments(["3", '"a=b"', "[1,2]", "lr=0.1", 'name="x"', "flag=null"])
+    assert found == ([3, "a=b", [1, 2]], {"lr": 0.1, "name": "x", "flag": None})
     with pytest.raises(UsageError, match=r"the argument 'last' is not JSON: a text is written '\"text\"'"):
         parse_arguments(["last"])
     with pytest.raises(UsageError, match="'4' comes behind one that is given by name"):

@@ -88,11 +88,8 @@ def test_a_reason_that_repeats_the_failure_is_said_once() -> None:
 
 
 def test_a_failure_without_a_worker_still_has_a_reason_and_a_next_step() -> None:
-    assert end_lines(ended(1, reason="refused")) == [
-        "job gpt-1 failed with exit code 1",
-        "  reason   refused",
-        "  next     unified explain gpt-1",
-    ]
+    found = end_lines(ended(1, reason="refused"))
+    assert found == ["job gpt-1 failed with exit code 1", "  reason   refused", "  next     unified explain gpt-1"]
 
 
 def test_a_huge_traceback_fits_a_screen() -> None:
@@ -127,10 +124,8 @@ def test_workers_without_a_place_do_not_start() -> None:
     workers = [worker(rank, WorkerState.PENDING) for rank in range(2)]
     waiting = ended(None, stage=Stage.INIT, roles=roles, workers=workers)
     assert summarise(waiting)[0].text == "trainer: 2 PENDING"
-    assert [line.split()[:3] for line in status_lines(waiting, 0.0)[-2:]] == [
-        ["trainer-0", "0", "PENDING"],
-        ["trainer-1", "0", "PENDING"],
-    ]
+    found = [line.split()[:3] for line in status_lines(waiting, 0.0)[-2:]]
+    assert found == [["trainer-0", "0", "PENDING"], ["trainer-1", "0", "PENDING"]]
     placed = [worker(rank, WorkerState.STARTING) for rank in range(2)]
     assert summarise(ended(None, stage=Stage.INIT, roles=roles, workers=placed))[0].text == "trainer: 2 STARTING"
     assert summarise(ended(130, roles=roles, workers=workers))[0].text == "trainer: 2 UNSTARTED"

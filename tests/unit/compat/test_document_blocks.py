@@ -261,11 +261,8 @@ def test_reinforcement_learning(execute: Execute, submitted: Submitted) -> None:
     execute(IMPORT + textwrap.dedent(RL), DictConfig=DictConfig, args={})
     job, config = submitted[0]
     assert config.job_name == "rl_job"
-    assert {role: workload.total for role, workload in job.workloads.items()} == {
-        "trainer": 2,
-        "rollout": 4,
-        "reward": 1,
-    }
+    found = {role: workload.total for role, workload in job.workloads.items()}
+    assert found == {"trainer": 2, "rollout": 4, "reward": 1}
     assert job.get_workload("trainer").resource.accelerator == 1
     assert job.get_workload("rollout").resource.cpu == 4
 

@@ -59,11 +59,8 @@ def test_names_that_are_imported_are_ours() -> None:
     from unified.bus.calls.registry import RPC_REGISTRY as OURS
 
     assert (DLJobBuilder, DLJob) == (unified.DLJobBuilder, unified.DLJob)
-    assert (current_worker, rpc, patch_dataloader_ray) == (
-        unified.current_worker,
-        unified.rpc,
-        unified.patch_dataloader_ray,
-    )
+    found = (current_worker, rpc, patch_dataloader_ray)
+    assert found == (unified.current_worker, unified.rpc, unified.patch_dataloader_ray)
     assert RPC_REGISTRY is OURS, "what is exported under one name is found under the other"
     assert (JobConfig, DLType, ResourceDesc) == (unified.job.JobConfig, unified.job.DLType, unified.job.ResourceDesc)
 

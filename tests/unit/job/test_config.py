@@ -35,11 +35,8 @@ def test_defaults_of_a_job() -> None:
 
 def test_workloads_are_told_apart_by_backend() -> None:
     made = job({"a": {"backend": "elastic"}, "b": {"backend": "simple"}, "c": {}})
-    assert [type(made.workloads[role]) for role in "abc"] == [
-        ElasticWorkloadDesc,
-        SimpleWorkloadDesc,
-        SimpleWorkloadDesc,
-    ]
+    found = [type(made.workloads[role]) for role in "abc"]
+    assert found == [ElasticWorkloadDesc, SimpleWorkloadDesc, SimpleWorkloadDesc]
     assert "elastc" in refusal({"a": {"backend": "elastc"}})
 
 

@@ -149,21 +149,16 @@ def test_parts_travel_once_to_each_place_and_again_after_it_was_lost(worker: Wor
     assert workers.initial_workers(4) == [0, 1, 2, 0]
     workers.prepare([0, 1, 0])
     workers.open(1, OpenStream("key", 0, 1, 7, 0, 0))
-    assert [(target[-7:], type(message).__name__) for target, message in bus.given] == [
-        ("3-0_1-0", "BringParts"),
-        ("3-1_1-0", "BringParts"),
-        ("3-1_1-0", "OpenStream"),
-    ]
+    found = [(target[-7:], type(message).__name__) for target, message in bus.given]
+    assert found == [("3-0_1-0", "BringParts"), ("3-1_1-0", "BringParts"), ("3-1_1-0", "OpenStream")]
     assert "data_3-1" in workers.lost(1, WorkerDiedError("killed by SIGKILL"))
     bus.given.clear()
     workers.open(1, OpenStream("key", 0, 1, 7, 0, 0))
     assert [type(message).__name__ for _, message in bus.given] == ["BringParts", "OpenStream"]
     bus.given.clear()
     workers.close()
-    assert [(target[-7:], message) for target, message in bus.given] == [
-        ("3-0_1-0", DropLoader("key")),
-        ("3-1_1-0", DropLoader("key")),
-    ]
+    got = [(target[-7:], message) for target, message in bus.given]
+    assert got == [("3-0_1-0", DropLoader("key")), ("3-1_1-0", DropLoader("key"))]
 
 
 @pytest.mark.parametrize("error", [WorkerDiedError("x"), RouteLostError("x"), StreamLostError("x")])

@@ -134,12 +134,8 @@ def test_what_is_kept_does_not_change_with_the_model() -> None:
     staged = stage_bucket(bucket, [source.collect(entry) for entry in bucket.entries], pool, {}, keep=True)
     staged.wait()
     state["w"].fill_(9)
-    assert [(tensor.dtype, tensor.tolist()) for tensor in staged.value] == [
-        (torch.float16, [1.0, 1.0, 1.0]),
-        (torch.int64, 5),
-        (torch.float16, []),
-        (torch.bool, [True, False]),
-    ]
+    expected = [(torch.float16, [1.0, 1.0, 1.0]), (torch.int64, 5), (torch.float16, []), (torch.bool, [True, False])]
+    assert [(tensor.dtype, tensor.tolist()) for tensor in staged.value] == expected
     memory = staged.memory
     assert memory is not None
     address = memory.data_ptr()

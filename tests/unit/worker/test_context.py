@@ -98,13 +98,8 @@ def test_says_who_it_is(worker: Worker) -> None:
 def test_describes_its_workload(worker: Worker) -> None:
     spec = worker.actor_info.spec
     assert isinstance(spec, ElasticWorkloadDesc)
-    assert (spec.backend, spec.entry_point, spec.group, spec.total, spec.per_group) == (
-        "elastic",
-        "train.run",
-        "g",
-        4,
-        2,
-    )
+    found = (spec.backend, spec.entry_point, spec.group, spec.total, spec.per_group)
+    assert found == ("elastic", "train.run", "g", 4, 2)
     assert (spec.resource.accelerator, spec.config) == (0.5, {"top_k": 3})
     assert worker.actor_info.spec is spec
     assert worker.workers_of("reward")[0].spec.config == {}

@@ -148,12 +148,8 @@ def test_a_script_s_path_has_neither_the_driver_s_folders_in_front_nor_the_worki
 def test_a_script_s_own_name_role_and_job_are_not_overwritten() -> None:
     users = {"NAME": "mine", "RANK": "9"}
     variables = environment.variables(launch(role={"entry_point": SCRIPT, "envs": users}), {"ROLE": "theirs"})
-    assert {name: variables.get(name) for name in ("NAME", "ROLE", "JOB", "RANK")} == {
-        "NAME": "mine",
-        "ROLE": None,
-        "JOB": "job",
-        "RANK": "3",
-    }
+    found = {name: variables.get(name) for name in ("NAME", "ROLE", "JOB", "RANK")}
+    assert found == {"NAME": "mine", "ROLE": None, "JOB": "job", "RANK": "3"}
     assert environment.variables(launch(role={"envs": users}), {"ROLE": "theirs"})["NAME"] == "trainer_4-3_2-1"
 
 

@@ -123,12 +123,8 @@ def test_retries_of_one_actor(bus: InstantBus, method: Any) -> None:
 def test_retries_of_a_group_are_of_those_that_failed(bus: InstantBus) -> None:
     bus.failures = [DEATH]
     assert RoleGroup("rollout").call(safe, _retries=1).result(PATIENCE_S) == [1, 1, 1]  # type: ignore[call-overload]
-    assert sorted(call.target for call in bus.calls) == [
-        "rollout_3-0_1-0",
-        "rollout_3-0_1-0",
-        "rollout_3-1_1-0",
-        "rollout_3-2_1-0",
-    ]
+    found = sorted(call.target for call in bus.calls)
+    assert found == ["rollout_3-0_1-0", "rollout_3-0_1-0", "rollout_3-1_1-0", "rollout_3-2_1-0"]
 
 
 def test_retries_of_a_batch_are_of_the_runs_that_failed(bus: InstantBus) -> None:

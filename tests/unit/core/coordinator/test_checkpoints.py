@@ -127,12 +127,8 @@ def trouble(**fields: Any) -> TellEvent:
 def test_an_event_is_reported_in_the_space_of_its_worker(story: Story) -> None:
     assert story.ask(trouble(space="job-1"), Done) == Done()
     (report,) = story.reports
-    assert (report.event, report.reason, report.space, report.worker_id) == (
-        "checkpoint-failed",
-        "step 3: disk full",
-        "job-1",
-        "w0",
-    )
+    found = (report.event, report.reason, report.space, report.worker_id)
+    assert found == ("checkpoint-failed", "step 3: disk full", "job-1", "w0")
     assert story.store == {}
     story.tell(SpaceClosed(space="job-1"))
     assert story.core.spaces == {}

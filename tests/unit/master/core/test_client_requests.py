@@ -376,7 +376,5 @@ def test_directory_of_a_job_for_clients_outside_it(world: World) -> None:
     world.until_stage("job", Stage.STOPPED)
     refused = directory()
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.reason) == (
-        "ended",
-        "job job-1 has ended with exit code 130: nobody is there to be called.",
-    )
+    got = (refused.code, refused.reason)
+    assert got == ("ended", "job job-1 has ended with exit code 130: nobody is there to be called.")

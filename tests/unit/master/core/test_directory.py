@@ -79,10 +79,8 @@ def test_the_first_claimant_holds_it_and_all_workers_are_told(bench: NameBench) 
     assert bench.holders() == {"x": 0, "y": 0}
     assert bench.entry(0).names == {"x": 1, "y": 1}
     assert bench.pushed == [bench.entry(0)]
-    assert [event.reason for event in bench.world.log if event.event == "name-claimed"] == [
-        "it holds the name 'x' from now on",
-        "it holds the name 'y' from now on",
-    ]
+    found = [event.reason for event in bench.world.log if event.event == "name-claimed"]
+    assert found == ["it holds the name 'x' from now on", "it holds the name 'y' from now on"]
 
 
 def test_the_second_claimant_is_refused_for_good(bench: NameBench) -> None:
@@ -263,11 +261,8 @@ def test_who_was_told_all_is_told_changes_only() -> None:
     bench.restart("s", 0, CRASH)
     bench.world.run(1)
     assert bench.take() == {("n1", "changed", 1), ("n2", "changed", 1), ("n1", "desired", 0)}
-    assert {name: node.notified for name, node in bench.world.core.cluster.nodes.items()} == {
-        "n1": {"job-1": bench.job.revision},
-        "n2": {"job-1": bench.job.revision},
-        "n3": {},
-    }
+    found = {name: node.notified for name, node in bench.world.core.cluster.nodes.items()}
+    assert found == {"n1": {"job-1": bench.job.revision}, "n2": {"job-1": bench.job.revision}, "n3": {}}
 
 
 def test_an_agent_that_registers_again_is_told_all() -> None:
