@@ -21,12 +21,13 @@ from typing import Any
 import zmq
 
 from unified.bus.calls.client import CallClient
-from unified.bus.calls.deadlock.pool import PoolMonitor
+from unified.bus.calls.deadlock.monitor import PoolMonitor
 from unified.bus.calls.dispatcher import Dispatcher
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import InboundCall
+from unified.bus.calls.outbound import OutgoingPayload
 from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry
-from unified.bus.calls.sender import OutgoingPayload, Sender
+from unified.bus.calls.sender import Sender
 from unified.bus.calls.server import MAX_HANDLER_THREADS, CallServer
 from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments

@@ -1,5 +1,7 @@
-"""The caller's side: calls go out, answers come in, deadlines pass. `unified.bus.calls.pending` decides; this carries
-out."""
+"""Call client, the caller's end of calls: calls go out, answers come in, deadlines pass.
+
+The table of pending calls (`unified.bus.calls.pending`) decides; the client carries out.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,15 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
-
 from unified.bus.buffers import Buffer
 from unified.bus.calls import pending
-from unified.bus.calls.deadlock.monitor import OutgoingCall
 from unified.bus.calls.flow_control import CALL_OVERHEAD_BYTES, FlowControl
-from unified.bus.calls.future import RpcFuture, call_in_words
+from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT
+from unified.bus.calls.outbound import OutboundCall, OutgoingPayload
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.calls.remote_errors import rebuild
-from unified.bus.calls.sender import OutgoingPayload, Sender
+from unified.bus.calls.sender import Sender
 from unified.bus.codec.codec import decode
 from unified.bus.identity import BusIdentity
 from unified.bus.streams.stream import Host, RpcStream, StreamFeed
@@ -36,41 +36,6 @@ from unified.threads import CLOSE_WITHIN_S, SerialWorker, TimerThread, start_thr
 _NO_CHAIN: list[int] = []
 
 
-class _Outbound(msgspec.Struct, eq=False):
-    """An open call, as the client keeps it."""
-
-    future: RpcFuture[Any] | None
-    """None once it has ended in a stream."""
-    target: str
-    method: str
-    trace_id: str
-    chain: list[int]
-    nbytes: int
-    payload: OutgoingPayload | None
-    """None once it was sent on a route that does not give calls back."""
-    made_on: int
-    """Ident of a thread."""
-    is_relayed: bool = False
-    place: int = 0
-    """Among all that were sent; 0 until it was."""
-    inbox: Inbox | None = None
-    """Inbox of the life that the call was sent to."""
-    link: UnixConnection | None = None
-    feed: StreamFeed | None = None
-
-    @property
-    def words(self) -> str:
-        """The call, for messages."""
-        return call_in_words(self.method, self.target)
-
-    def fail(self, error: RpcError, later: list[RpcFuture[Any]] | None = None) -> None:
-        """End its stream or its future; `later` as in `RpcFuture.fail`."""
-        if self.feed is not None:
-            self.feed.fail(error)
-        elif self.future is not None:
-            self.future.fail(error, later)
-
-
 class ClientHost(Host, Protocol):
     """The endpoint, as its client sees it."""
 
@@ -82,7 +47,7 @@ class CallClient:
     """The open calls of one endpoint.
 
     Args:
-        host: around a thread that waits for a future.
+        host: told of threads that wait for a future.
         directory: of the job; changed by `learn` alone.
         default_timeout_s, limit_bytes: see `BusEndpoint`.
     """
@@ -105,7 +70,7 @@ class CallClient:
         self._default_timeout_s = default_timeout_s
         self._lock = threading.Lock()
         self.table = pending.CallTable(directory)
-        self._outbound: dict[int, _Outbound] = {}
+        self._outbound: dict[int, OutboundCall] = {}
         self._call_ids = itertools.count(1)
         self._flow_control = FlowControl(limit_bytes)
         self._reaper = SerialWorker("bus-reaper", self._cancel)
@@ -151,7 +116,9 @@ class CallClient:
             trace_id, chain = f"{self._trace}{call_id}", _NO_CHAIN
         else:
             trace_id, chain = handled.trace_id, [*handled.chain, handled.token]
-        outbound = _Outbound(future, target, method, trace_id, chain, nbytes, payload, threading.get_ident())
+        outbound = OutboundCall(
+            call_id, future, target, method, trace_id, chain, nbytes, payload, threading.get_ident()
+        )
         self._outbound[call_id] = outbound
         try:
             with self._lock:
@@ -163,11 +130,11 @@ class CallClient:
             future.fail(error.with_traceback(None))  # which would hold this frame, and so the future
         else:
             if inbox is not None:
-                self._send_call(call_id, outbound, inbox, timeout, may_wait)
+                self._send_call(outbound, inbox, timeout, may_wait)
         return future
 
     def step(self, event: pending.Event) -> None:
-        """Something happened: have it decided what follows, and do that."""
+        """Take an event in: have the table decide what follows, and do that."""
         with self._lock:
             actions = self.table.step(time.monotonic(), event)
             self._mind_deadlines()
@@ -182,7 +149,7 @@ class CallClient:
     def learn(self, entries: Iterable[DirectoryEntry]) -> list[Change]:
         """Take entries of the directory in; return what they change.
 
-        Under the lock, so that nobody calls the next incarnation of a worker while a call of an earlier one is open.
+        Nobody calls the next incarnation of a worker while a call of an earlier one is open: the lock is held.
         """
         later: list[RpcFuture[Any]] = []
         with self._lock:
@@ -208,7 +175,7 @@ class CallClient:
             self._timer.set(due)
 
     def take(self, envelope: Envelope, body: Buffer, buffers: list[Buffer]) -> None:
-        """An answer came, or a part of one."""
+        """Take an answer in, or a part of one."""
         call_id, kind = envelope.call_id, envelope.kind
         if kind is Kind.ITEM:
             outbound = self._outbound.get(call_id)
@@ -226,7 +193,7 @@ class CallClient:
                 outbound.fail(failure)
             raise
 
-    def _end_with(self, envelope: Envelope, outbound: _Outbound | None, body: Buffer, buffers: list[Buffer]) -> None:
+    def _end_with(self, envelope: Envelope, outbound: OutboundCall | None, body: Buffer, buffers: list[Buffer]) -> None:
         """Take in an answer, or that a stream begins."""
         call_id, kind = envelope.call_id, envelope.kind
         is_last = kind is not Kind.STREAM
@@ -254,29 +221,21 @@ class CallClient:
             outbound.fail(_unreadable(outbound, error))
 
     def fail(self, call_id: int, reason: ProtocolError) -> None:
-        """An answer came that cannot be read here."""
+        """End a call whose answer cannot be read here."""
         outbound = self._outbound.get(call_id)
         if outbound is not None:
             self.step(pending.SendFailed(call_id=call_id, error=_unreadable(outbound, reason)))
 
     def give_up(self, call_id: int, error: RpcError) -> None:
-        """Messages of a call were lost: end it, and tell its callee, in case that one goes on."""
+        """End a call whose messages were lost, and tell its callee, in case that one goes on."""
         outbound = self._outbound.get(call_id)
         self.step(pending.SendFailed(call_id=call_id, error=error))
         if outbound is not None and outbound.inbox is not None:
             self._sender.tell(Kind.CANCEL, call_id, outbound.inbox)
 
-    def outgoing_calls(self) -> list[OutgoingCall]:
-        """The open calls."""
-        return [
-            OutgoingCall(
-                call_id,
-                outbound.future or outbound.feed,
-                outbound.chain[-1] if outbound.chain else None,
-                _watcher(outbound.future),
-            )
-            for call_id, outbound in list(self._outbound.items())
-        ]
+    def outgoing_calls(self) -> list[OutboundCall]:
+        """Return the open calls."""
+        return list(self._outbound.values())
 
     def settle(self, quiet_s: float, within_s: float) -> None:
         """Wait until no call of users' code is open, or none has ended for `quiet_s`, for at most `within_s`."""
@@ -291,7 +250,7 @@ class CallClient:
                 return
 
     def relay_lost(self) -> None:
-        """Calls that were with the relay may be lost, and it keeps nothing: end them rather than wait for ever."""
+        """End the calls that were with the relay, which keeps nothing: they may be lost, and would wait for ever."""
         for call_id, outbound in list(self._outbound.items()):
             if outbound.is_relayed:
                 error = RouteLostError(
@@ -301,7 +260,7 @@ class CallClient:
                 self.give_up(call_id, error)
 
     def detoured(self, inbox_id: str) -> None:
-        """Calls that waited for a connection to this inbox are with the relay now."""
+        """Note that calls that waited for a connection to this inbox are with the relay now."""
         for outbound in list(self._outbound.values()):
             if outbound.inbox is not None and outbound.inbox.inbox_id == inbox_id:
                 outbound.is_relayed = True
@@ -323,55 +282,42 @@ class CallClient:
                 self._host.peer_gone(inbox_id)
 
     def _send_waiting(self, target: str) -> None:
-        """On a thread of its own: news and deadlines cannot wait until all is connected, and large arguments copied."""
+        """Send the calls that waited, on a thread of its own: news and deadlines cannot wait until all is connected,
+        and large arguments copied."""
         with self._lock:
             released = self.table.release(time.monotonic(), target)
         for each in released:
             outbound = self._outbound.get(each.call_id)
             if outbound is not None:
-                self._send_call(each.call_id, outbound, each.inbox, each.timeout_s, False)
+                self._send_call(outbound, each.inbox, each.timeout_s, False)
         if released:
             self._resumer.put(target)  # behind those of other workers
 
-    def _send_call(
-        self, call_id: int, outbound: _Outbound, inbox: Inbox, timeout_s: float | None, may_wait: bool
-    ) -> None:
+    def _send_call(self, outbound: OutboundCall, inbox: Inbox, timeout_s: float | None, may_wait: bool) -> None:
         if outbound.payload is None or outbound.future is None:
             return
         try:
-            way = self._connections.way(inbox)
+            connection = self._connections.connection(inbox)
         except RpcError as error:
-            self.step(pending.SendFailed(call_id=call_id, error=error))
+            self.step(pending.SendFailed(call_id=outbound.call_id, error=error))
             return
         except OSError as error:
             self.step(pending.LinkLost(inbox_id=inbox.inbox_id, reason=str(error)))
             return
         payload, future = outbound.payload, outbound.future
         outbound.inbox = inbox
-        if not way.may_give_back:
+        if not connection.may_give_back:
             outbound.payload = None
-        elif way.is_relay:
+        elif connection.is_relay:
             outbound.is_relayed = True
-        if isinstance(way, UnixConnection):
-            outbound.link = way
-            future.comes_on(way)
+        if isinstance(connection, UnixConnection):
+            outbound.link = connection
+            future.comes_on(connection)
         try:
-            outbound.place = self._sender.call(
-                way,
-                call_id,
-                inbox.inbox_id,
-                outbound.method,
-                timeout_s,
-                outbound.trace_id,
-                outbound.chain,
-                payload,
-                may_wait,
-                future.has_ended,
-                outbound.place,
-            )
+            self._sender.call(connection, outbound, payload, inbox.inbox_id, timeout_s, may_wait)
         except Exception as error:
             failure = RpcError(f"{outbound.words} could not be sent: {type(error).__name__}: {error}")
-            self.step(pending.SendFailed(call_id=call_id, error=failure))
+            self.step(pending.SendFailed(call_id=outbound.call_id, error=failure))
 
     def _open_stream(self, call_id: int) -> None:
         outbound = self._outbound.get(call_id)
@@ -397,13 +343,13 @@ class CallClient:
                 link.want()
         future.succeed(stream)
 
-    def _ended(self, call_id: int) -> _Outbound | None:
+    def _ended(self, call_id: int) -> OutboundCall | None:
         with self._lock:  # it is a future or a stream from here on
             outbound = self._outbound.pop(call_id, None)
         self._let_go(outbound)
         return outbound
 
-    def _let_go(self, outbound: _Outbound | None) -> None:
+    def _let_go(self, outbound: OutboundCall | None) -> None:
         if outbound is not None:
             self._flow_control.give_back(outbound.target, outbound.nbytes)
             if outbound.feed is not None and outbound.link is not None:
@@ -419,7 +365,7 @@ def _call_back(futures: list[RpcFuture[Any]]) -> None:
 
 
 def _call_back_elsewhere(futures: list[RpcFuture[Any]]) -> None:
-    """On the threads of deadlines and of news a done callback could hold up all others, and ticks, and news."""
+    """Call done callbacks on another thread: on those of deadlines and of news, one could hold up all others."""
     if not futures:
         return
     try:
@@ -428,15 +374,11 @@ def _call_back_elsewhere(futures: list[RpcFuture[Any]]) -> None:
         _call_back(futures)
 
 
-def _watcher(future: RpcFuture[Any] | None) -> int:
-    return future.watcher if future is not None and future.is_watched else 0
-
-
-def _is_from(envelope: Envelope, outbound: _Outbound) -> bool:
+def _is_from(envelope: Envelope, outbound: OutboundCall) -> bool:
     return outbound.inbox is not None and outbound.inbox.inbox_id == envelope.sender
 
 
-def _unreadable(outbound: _Outbound, reason: ProtocolError) -> RpcError:
+def _unreadable(outbound: OutboundCall, reason: ProtocolError) -> RpcError:
     error = RpcError(f"the answer to {outbound.words} cannot be read here: {reason}")
     error.__cause__ = reason
     return error

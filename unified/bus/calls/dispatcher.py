@@ -403,5 +403,5 @@ class Dispatcher(TransportEvents):
                     "bytes already wait there for the caller. Call less at once, or ask for smaller results."
                 )
                 ours = self._identity.envelope(Kind.ERROR, lost.target, envelope.call_id, envelope.method)
-                way = self._connections.way(Inbox(inbox_id=lost.target))
-                self._sender.send(way, ours, describe_ours(error), [], False, lambda: False)
+                connection = self._connections.connection(Inbox(inbox_id=lost.target))
+                self._sender.send(connection, ours, describe_ours(error), [], False, lambda: False)

@@ -198,8 +198,8 @@ def export_rpc_method(name: str, func: Callable[..., Any]) -> None:
 def export_rpc_instance(ns: str | None, instance: Any) -> None:
     """Make the `@rpc` methods of an object callable as ``ns.method``, or as ``method`` when `ns` is None.
 
-    A method that a subclass overrides without a mark of its own keeps the name that its base class gave it. Of a module
-    the `@rpc` functions among its top-level names are exported.
+    A method that a subclass overrides without a mark of its own keeps the name that its base class gave it. For a
+    module, the `@rpc` functions among its top-level names are exported.
 
     Raises:
         UsageError: (a ValueError) the object has no `@rpc` methods.

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from unified.bus.buffers import Buffer
 from unified.bus.calls.inbound import InboundCall
+from unified.bus.calls.outbound import OutboundCall, OutgoingPayload, has_device_tensors
 from unified.bus.codec.codec import Encoded
-from unified.bus.codec.cuda import settle
-from unified.bus.codec.tensors import DeviceTensor
 from unified.bus.executor import HandlerPool, Trimmer
 from unified.bus.identity import BusIdentity
-from unified.bus.shm.export import Export, ExportedBuffers
 from unified.bus.shm.pool import SharedPool
 from unified.bus.transport.connections import Connection, ConnectionTable
 from unified.bus.transport.framing import JOINED_BYTES, pack
@@ -27,53 +24,6 @@ from unified.core.directory import WorkerDirectory
 from unified.errors import RpcError
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
 from unified.protocol.records import Inbox
-
-_staging = threading.Lock()
-
-
-class OutgoingPayload:
-    """Outgoing payload: a value encoded once, and laid into shared memory once, for one receiver or more.
-
-    Args:
-        num_readers: number of receivers.
-    """
-
-    __slots__ = ("_export", "_is_exported", "_num_readers", "content", "nbytes")
-
-    def __init__(self, content: Encoded, num_readers: int = 1) -> None:
-        self.content = content
-        self.nbytes = content.nbytes
-        self._num_readers = num_readers
-        self._export: Export | None = None
-        self._is_exported = False
-
-    def settled(self, devices: Sequence[str], is_same_process: bool) -> OutgoingPayload:
-        """Return the payload with its CUDA tensors as frames for one reader that sees these devices; itself if it has
-        none."""
-        if not has_device_tensors(self.content.buffers):
-            return self
-        frames = settle(self.content.buffers, devices, is_same_process=is_same_process)
-        return OutgoingPayload(self.content._replace(buffers=frames))
-
-    def grant(self, pool: SharedPool, reader: str) -> ExportedBuffers | None:
-        """Return how the buffers reach the inbox `reader` of this host; None: as frames, all of them."""
-        if self._num_readers == 1:
-            exported = pool.export(self.content.buffers)
-            granted = None if exported is None else exported.grant(reader)
-            if exported is not None:
-                exported.release()
-            return granted
-        with _staging:
-            if not self._is_exported:
-                self._export = pool.export(self.content.buffers, self._num_readers)
-                self._is_exported = True
-        return None if self._export is None else self._export.grant(reader)  # let go of when this payload is
-
-
-def has_device_tensors(buffers: Sequence[object]) -> bool:
-    """Return True if some of the buffers lie on a device."""
-    return any(isinstance(buffer, DeviceTensor) for buffer in buffers)
-
 
 logger = logging.getLogger(__name__)
 BURST_S = 0.0002
@@ -120,62 +70,53 @@ class Sender:
 
     def call(
         self,
-        way: Connection,
-        call_id: int,
-        target: str,
-        method: str,
-        timeout_s: float | None,
-        trace_id: str,
-        chain: list[int],
+        connection: Connection,
+        call: OutboundCall,
         payload: OutgoingPayload,
+        inbox_id: str,
+        timeout_s: float | None,
         may_wait: bool,
-        give_up: Callable[[], bool],
-        place: int,
-    ) -> int:
-        """Send a CALL to the inbox `target`.
+    ) -> None:
+        """Send a CALL to an inbox.
 
-        Args:
-            place: what came back when it was sent before; 0: it was not.
-
-        Returns:
-            Its place among the calls that were sent. It is taken as late as can be: a call that is far behind is not
-            believed (`unified.bus.calls.dispatcher`), and to copy a large argument takes as long as many small calls.
+        A call that is sent again keeps its place among the calls that were sent. A new one takes its place as late as
+        can be: the callee refuses a call that is far behind (`unified.bus.calls.dispatcher`), and to copy a large
+        argument takes as long as many small calls.
         """
-        shared, buffers = self._share(way, payload)
-        place = place or next(self._places)
+        shared, buffers = self._share(connection, payload)
+        call.place = call.place or next(self._places)
         envelope = Envelope(
             BUS_VERSION,
             Kind.CALL,
-            call_id,
+            call.call_id,
             self._inbox_id,
             self._worker,
-            target,
-            method,
+            inbox_id,
+            call.method,
             timeout_s,
-            trace_id,
-            chain,
+            call.trace_id,
+            call.chain,
             self._job_id,
             shared,
-            place,
+            call.place,
         )
-        self.send(way, envelope, payload.content.body, buffers, may_wait, give_up)
-        return place
+        self.send(connection, envelope, payload.content.body, buffers, may_wait, call.has_ended)
 
     def reply(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool:
         """Answer a call; False if that cannot be done, or not without waiting."""
-        way: Connection
+        connection: Connection
         if call.link is not None:
-            way = call.link
+            connection = call.link
         else:
             inbox = self._inbox_of(call.sender, call.is_relayed)
             if inbox is None:
                 return False
             try:
-                way = self._connections.way(inbox, call.is_relayed)
+                connection = self._connections.connection(inbox, call.is_relayed)
             except (RpcError, OSError) as error:
                 logger.warning("worker=%s event=answer-lost method=%s reason=%r", self._worker, call.method, str(error))
                 return False
-        shared, buffers = self._share(way, OutgoingPayload(answer)) if answer.buffers else (None, answer.buffers)
+        shared, buffers = self._share(connection, OutgoingPayload(answer)) if answer.buffers else (None, answer.buffers)
         if shared is not None and not has_device_tensors(answer.buffers):
             answer.buffers.clear()  # copied: what it was made in shall be free for the answer to the next call
         envelope = Envelope(
@@ -185,22 +126,22 @@ class Sender:
             self._inbox_id,
             self._worker,
             call.sender,
-            call.method if way.may_give_back else "",  # for an UNDELIVERABLE
+            call.method if connection.may_give_back else "",  # for an UNDELIVERABLE
             job=self._job_id,
             shared=shared,
             count=count,
         )
-        return self.send(way, envelope, answer.body, buffers, may_wait, lambda: call.is_stale)
+        return self.send(connection, envelope, answer.body, buffers, may_wait, lambda: call.is_stale)
 
     def tell(self, kind: Kind, call_id: int, inbox: Inbox, count: int = 0) -> None:
         """Send a CANCEL or a MORE; lost, the handler runs on for nothing, or waits for the caller's end."""
         envelope = self._identity.envelope(kind, inbox.inbox_id, call_id, count=count)
         with contextlib.suppress(RpcError, OSError):
-            self.send(self._connections.way(inbox), envelope, b"", [], False, lambda: False)
+            self.send(self._connections.connection(inbox), envelope, b"", [], False, lambda: False)
 
     def send(
         self,
-        way: Connection,
+        connection: Connection,
         envelope: Envelope,
         body: Buffer,
         buffers: Sequence[Buffer],
@@ -209,25 +150,25 @@ class Sender:
     ) -> bool:
         """Send a message; False if there was no room, and `may_wait` or `give_up` forbade to wait for it."""
         frame = encode_envelope(envelope)
-        if isinstance(way, UnixConnection):
+        if isinstance(connection, UnixConnection):
             pieces = pack(frame, body, buffers)
-            if self._shares_write(way, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
-                if way.hold(pieces[0]) and way not in self._holding:
-                    self._holding.add(way)
+            if self._shares_write(connection, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
+                if connection.hold(pieces[0]) and connection not in self._holding:
+                    self._holding.add(connection)
                     self._io.tick_soon()
                 return True
-            way.send(pieces)
-            if may_wait and way.backlog_bytes > self._limit_bytes and envelope.kind not in _ENDS:
-                self._wait(lambda: way.wait_for_room(self._limit_bytes, lambda: self.is_closing or give_up()))
+            connection.send(pieces)
+            if may_wait and connection.backlog_bytes > self._limit_bytes and envelope.kind not in _ENDS:
+                self._wait(lambda: connection.wait_for_room(self._limit_bytes, lambda: self.is_closing or give_up()))
             return True
         frames: list[Buffer] = [frame, body, *buffers]
-        if way.try_send(frames):
+        if connection.try_send(frames):
             return True
         if may_wait:
-            return self._wait(lambda: way.send(frames, lambda: self.is_closing or give_up()))
+            return self._wait(lambda: connection.send(frames, lambda: self.is_closing or give_up()))
         if envelope.kind is Kind.ITEM:
             return False  # its stream asks again
-        self._pool.submit(lambda: self._wait(lambda: way.send(frames, lambda: self.is_closing or give_up())))
+        self._pool.submit(lambda: self._wait(lambda: connection.send(frames, lambda: self.is_closing or give_up())))
         return True
 
     def _wait(self, work: Callable[[], bool]) -> bool:
@@ -239,21 +180,21 @@ class Sender:
             if is_counted:
                 self._pool.waited()
 
-    def _share(self, way: Connection, payload: OutgoingPayload) -> tuple[list[Any] | None, list[Buffer]]:
+    def _share(self, connection: Connection, payload: OutgoingPayload) -> tuple[list[Any] | None, list[Buffer]]:
         """Return the parts of a payload that go through shared memory, and the buffers that go beside the message."""
         if not payload.content.buffers:
             return None, []
-        if not isinstance(way, UnixConnection):
+        if not isinstance(connection, UnixConnection):
             return None, payload.settled((), False).content.buffers
-        payload = payload.settled(way.devices, way.peer_id == self._inbox_id)
+        payload = payload.settled(connection.devices, connection.peer_id == self._inbox_id)
         buffers = payload.content.buffers
-        if not way.can_share:
+        if not connection.can_share:
             return None, buffers
-        granted = payload.grant(self._memory, way.peer_id)
+        granted = payload.grant(self._memory, connection.peer_id)
         if granted is None:
             return None, buffers
-        if way.is_lost:  # and what was on its way there forgotten, perhaps before this was
-            self._memory.forget(way.peer_id)
+        if connection.is_lost:  # and what was on its connection there forgotten, perhaps before this was
+            self._memory.forget(connection.peer_id)
         self._trimmer.soon()
         return granted.shared, granted.frames
 

@@ -19,8 +19,7 @@ from typing import Any
 from unified.bus.calls.concurrency import ConcurrencyLimit, SenderOrder
 from unified.bus.calls.deadlock.monitor import DeadlockMonitor, OutgoingCalls
 from unified.bus.calls.future import RpcFuture
-from unified.bus.calls.inbound import CURRENT, InboundCall, Reply
-from unified.bus.calls.recent_replies import RecentReplies
+from unified.bus.calls.inbound import CURRENT, InboundCall, RecentReplies, Reply
 from unified.bus.calls.registry import Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
 from unified.bus.codec.codec import Encoded, decode, encode
@@ -76,7 +75,7 @@ class CallServer:
         self._order: SenderOrder[InboundCall] = SenderOrder()
         self._parked: dict[UnixConnection, list[Callable[[], object]]] = {}
         """Functions that begin calls whose link is full."""
-        self._recent_replies = RecentReplies(identity.worker, lambda *answer: self._reply(*answer))
+        self._recent_replies = RecentReplies(identity.worker, self._reply_error)
         self._lock = threading.Lock()
         self.deadlocks = DeadlockMonitor(
             identity,
@@ -431,6 +430,9 @@ class CallServer:
     def _fail(self, call: InboundCall, error: RpcError) -> None:
         self._errors.log(call, error)
         self._answer(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+
+    def _reply_error(self, call: InboundCall, error: RpcError) -> None:
+        self._reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
 
     def _answer(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool) -> None:
         self._forget(call)

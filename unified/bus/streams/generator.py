@@ -1,11 +1,11 @@
 """The callee's side of a stream: a generator that runs while its caller has room (see `unified.bus.streams.stream`).
 
-What the endpoint of the **callee** does:
+Duties of the **callee's** endpoint:
 
 - a handler returned a generator (`is_stream`): instead of a RESULT, make a `StreamSource` in the context of the call,
   keep it by (sender, call id) until it has ended, and have it run: a sync one by ``source.run(pool)`` on a thread of
   the handlers' pool, an async one by ``await source.run_async()`` in a task of the loop. The call has ended when that
-  returns; it does not raise. What limits the method (`concurrency`, `group`) is held until then.
+  returns; it does not raise. The method's limit (`concurrency`, `group`) is held until then.
 - MORE, from the inbox that called: ``source.more(envelope.count)``.
 - CANCEL, the caller's death, the endpoint closing: ``source.close()``.
 - an ITEM that a relay gives back, or the connection to the relay that the call came by breaking: ``source.close()``,

@@ -11,7 +11,7 @@ and what they carry in the envelope's `count`::
     CANCEL                  ───────►       early close, deadline, or the caller's handle was dropped
                             ◄───────       RESULT (of None) count=n: all n items were sent; or ERROR
 
-What the endpoint of the **caller** does, with no lock of its own held:
+Duties of the **caller's** endpoint, which holds no lock of its own meanwhile:
 
 - STREAM, from the inbox that was asked, first time for this call: make a `StreamFeed`, end the call's future with
   ``RpcStream(feed)``, and keep the feed by call id. The call stays open in the table, so that its deadline and the

@@ -102,7 +102,7 @@ class ConnectionTable:
         """Allow connections to be made."""
         self._events = events
 
-    def way(self, inbox: Inbox, came_relayed: bool = False) -> Connection:
+    def connection(self, inbox: Inbox, came_relayed: bool = False) -> Connection:
         """Return the connection that leads to this inbox, made at first use.
 
         Args:

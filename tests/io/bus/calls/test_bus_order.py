@@ -36,11 +36,11 @@ def test_call_whose_argument_takes_long_to_be_copied_is_not_too_old(
     a, _ = world.pair({"size": lambda value: len(value)})
     share = a._sender._share
 
-    def share_slowly(way: Any, payload: Any) -> Any:
+    def share_slowly(connection: Any, payload: Any) -> Any:
         if payload.content.buffers:
             is_copying.set()
             assert release.wait(PATIENCE_S)
-        return share(way, payload)
+        return share(connection, payload)
 
     a._sender._share = share_slowly  # type: ignore[method-assign]
     sizes: list[int] = []
@@ -69,11 +69,11 @@ def test_calls_that_waited_for_their_worker_go_before_those_that_are_made_while_
     is_sending, release = threading.Event(), threading.Event()
     send = a._sender.call
 
-    def send_slowly(*args: Any) -> int:
+    def send_slowly(*args: Any) -> None:
         if not is_sending.is_set():
             is_sending.set()
             assert release.wait(PATIENCE_S)
-        return send(*args)
+        send(*args)
 
     a._sender.call = send_slowly  # type: ignore[method-assign, assignment]
     news = threading.Thread(target=a.update_directory, args=([entry("b", inbox)],))

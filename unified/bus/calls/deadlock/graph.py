@@ -8,7 +8,7 @@ graph from process to process; a probe that comes back to its start has found a 
   handler goes on when **all** of the calls that it waits for have ended (AND; one that would go on with the first of
   several is
   taken to need them all). A probe serves only one kind at a time; here the graph is reduced: calls that may go on are
-  taken out until none is left to take (`stuck`). What remains is deadlocked, and nothing else is.
+  taken out until none is left to take (`stuck`). The rest is deadlocked, and nothing else is.
 - Messages go against the edges: a worker tells the callers of its blocked calls what these wait for, and all that it
   has heard of those. So each worker comes to know the whole of a cycle that its own calls are in. - One call is
   refused: the queued call of the cycle whose name comes first, which all workers choose alike.

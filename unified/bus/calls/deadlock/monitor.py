@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from unified.bus.buffers import Buffer
 from unified.bus.calls.concurrency import ConcurrencyLimit
@@ -21,8 +21,10 @@ from unified.bus.calls.deadlock.graph import (
     reader_of,
 )
 from unified.bus.calls.inbound import InboundCall, Reply
+from unified.bus.calls.outbound import OutboundCall
 from unified.bus.calls.retry import LATER
 from unified.bus.codec.codec import Encoded
+from unified.bus.executor import HandlerPool
 from unified.bus.identity import BusIdentity
 from unified.bus.streams.stream import StreamFeed
 from unified.errors import RpcError
@@ -35,22 +37,10 @@ WARN_S = 10.0
 """Seconds after which the log names a call that is queued behind a stream of its own caller: it may wait for ever."""
 
 
-class OutgoingCall(NamedTuple):
-    """An open call that was made here."""
-
-    call_id: int
-    awaited: object
-    """Future of the call, or feed of its stream."""
-    handler: int | None
-    """Token of the call whose handler made this one; None: it was made outside of handlers."""
-    watcher: int
-    """Ident of the thread that waits with `concurrent.futures.wait`, say, which does not tell the bus; or 0."""
-
-
 class OutgoingCalls(Protocol):
     """The open calls that were made here (`unified.bus.calls.client`)."""
 
-    def outgoing_calls(self) -> list[OutgoingCall]: ...
+    def outgoing_calls(self) -> list[OutboundCall]: ...
     def give_up(self, call_id: int, error: RpcError) -> None: ...
 
 
@@ -206,7 +196,7 @@ class DeadlockMonitor:
 class _WaitIndex:
     """Index of the open calls by the handlers and threads that wait for them."""
 
-    def __init__(self, inbox_id: str, calls: Iterable[OutgoingCall]) -> None:
+    def __init__(self, inbox_id: str, calls: Iterable[OutboundCall]) -> None:
         self.ids: dict[str, int] = {}
         """Ids of all open calls, by name."""
         self._inbox_id = inbox_id
@@ -214,14 +204,16 @@ class _WaitIndex:
         self._streams: dict[int | None, list[StreamFeed]] = {}
         self._watched: dict[int | None, list[tuple[int, str]]] = {}
         """Threads that wait without telling the bus, and the calls they wait for, by the handler that made them."""
-        self._kept = list(calls)  # so that what `id` names is there
-        for each in self._kept:
-            name = self._names[id(each.awaited)] = name_of(inbox_id, each.call_id)
+        self._kept: list[object] = []  # so that what `id` names is there
+        for each in calls:
+            awaited, handler = each.awaited, each.chain[-1] if each.chain else None
+            self._kept.append(awaited)
+            name = self._names[id(awaited)] = name_of(inbox_id, each.call_id)
             self.ids[name] = each.call_id
-            if isinstance(each.awaited, StreamFeed):
-                self._streams.setdefault(each.handler, []).append(each.awaited)
-            if each.watcher:
-                self._watched.setdefault(each.handler, []).append((each.watcher, name))
+            if isinstance(awaited, StreamFeed):
+                self._streams.setdefault(handler, []).append(awaited)
+            if watcher := each.watcher:
+                self._watched.setdefault(handler, []).append((watcher, name))
 
     def names(self, call: InboundCall) -> list[str]:
         """Return the names of the calls that a handler waits for."""
@@ -271,6 +263,33 @@ class _WaitIndex:
 
     def _known(self, awaited: Iterable[object]) -> list[str]:
         return [self._names[id(each)] for each in _parts(awaited) if id(each) in self._names]
+
+
+class PoolMonitor:
+    """Has other threads of the handler pool stand in for those that wait for calls with `concurrent.futures.wait` or
+    `as_completed`, which know nothing of the bus. Looks only while there is work that no thread is free for.
+
+    Args:
+        outgoing_calls: returns the open calls of this worker.
+    """
+
+    def __init__(self, pool: HandlerPool, outgoing_calls: Callable[[], Iterable[OutboundCall]]) -> None:
+        self._pool = pool
+        self._outgoing_calls = outgoing_calls
+        self._is_looking = False
+
+    def begin(self) -> None:
+        """Begin to look: the pool is full."""
+        if not self._is_looking:
+            self._is_looking = True  # of two threads that both begin, both look: that does no harm
+            LATER.call_after(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False  # first: if the pool gets full from here on, it says so
+        is_full = self._pool.is_full
+        self._pool.presume({watcher for each in self._outgoing_calls() if (watcher := each.watcher)} if is_full else ())
+        if is_full:
+            self.begin()
 
 
 def _is_parked(call: InboundCall) -> bool:
