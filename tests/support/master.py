@@ -13,6 +13,7 @@ from unified_master.core.state import JobRecord, WorkerRecord
 
 CRASH = Failure(summary="killed by SIGKILL", category="crash", signal=9)
 USER = Failure(summary="ValueError: boom", category="user", exception_type="ValueError")
+COLLATERAL = Failure(summary="connection closed", category="user", is_collateral=True)
 SETUP = Failure(summary="no run()", category="setup")
 
 

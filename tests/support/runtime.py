@@ -125,26 +125,17 @@ def worker_of(bus: InstantBus, *, master: str = "tcp://127.0.0.1:7077", **roles:
         name="job",
         roles=[RoleSpec(name=name, kind="simple", entry_point=ENTRY, total=total) for name, total in roles.items()],
     )
-    first = spec.roles[0]
-    launch = Launch(
-        job_id="job-1",
-        spec=spec,
-        kind="worker",
-        name=first.worker(0),
-        incarnation=0,
-        role=first.name,
-        rank=0,
-        world_size=first.total,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        node="n1",
-        host_id="h",
-        address="127.0.0.1",
-        master=master,
-        relay="",
-        run_dir="/run",
-        log_file="/log/x.err",
-    )
+    launch = launch_of(spec, master=master, log_file="/log/x.err")
     reporter = Reporter(lambda progress: None)
     return Worker(launch, stop=StopState(), reporter=reporter, bus=cast(Any, bus), device="cpu")
+
+
+def launch_of(spec: JobSpec, rank: int = 0, **fields: Any) -> Launch:
+    """Return the launch of a worker of the first role, with values for what `fields` leaves open."""
+    role = spec.roles[0]
+    ranks = {"rank": rank, "world_size": role.total, "local_rank": rank % role.per_group}
+    ranks |= {"local_world_size": role.per_group, "node_rank": rank // role.per_group}
+    names = {"job_id": "job-1", "kind": "worker", "name": role.worker(rank), "role": role.name, "incarnation": 0}
+    host = {"node": "n1", "host_id": "h", "address": "127.0.0.1", "master": "tcp://127.0.0.1:7077", "relay": ""}
+    paths = {"run_dir": "/run", "log_file": ""}
+    return Launch(**{"spec": spec, **ranks, **names, **host, **paths, **fields})

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 from rich.pretty import pretty_repr
 
+from tests.support.runtime import launch_of
 from unified.cli.main import main
 from unified.errors import KeyFileError, UsageError
-from unified.job.spec import JobSpec
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.worker_agent import Launch
 from unified.security.keys import (
     ClusterKey,
@@ -142,27 +143,8 @@ def test_the_word_may_be_said_in_the_environment() -> None:
 
 
 def a_launch() -> Launch:
-    return Launch(
-        role="w",
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        incarnation=0,
-        node="n",
-        host_id="h",
-        address="10.0.0.1",
-        master=FAR,
-        relay="",
-        run_dir="/r",
-        log_file="/l",
-        job_id="j-1",
-        spec=JobSpec(name="j", roles=[]),
-        kind="worker",
-        name="w-0",
-        key=KEY,
-    )
+    role = RoleSpec(name="w", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"))
+    return launch_of(JobSpec(name="j", roles=[role]), master=FAR, key=KEY)
 
 
 def test_nothing_that_is_printed_has_the_secret() -> None:

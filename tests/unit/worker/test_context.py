@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.runtime import launch_of
 from unified.core.directory import WorkerDirectory
 from unified.errors import NotInWorkerError
 from unified.job import ElasticWorkloadDesc
@@ -40,26 +41,7 @@ def launch(user_config: Blob | None = None) -> Launch:
             RoleSpec(name="reward", kind="simple", entry_point=ENTRY),
         ],
     )
-    return Launch(
-        job_id="job-1",
-        spec=spec,
-        kind="worker",
-        name=spec.role("trainer").worker(3),
-        incarnation=2,
-        role="trainer",
-        rank=3,
-        world_size=4,
-        local_rank=1,
-        local_world_size=2,
-        node_rank=1,
-        node="n1",
-        host_id="h",
-        address="127.0.0.1",
-        master="tcp://127.0.0.1:7077",
-        relay="",
-        run_dir="/run",
-        log_file="/log/x.err",
-    )
+    return launch_of(spec, 3, incarnation=2, log_file="/log/x.err")
 
 
 def make(given: Launch, sent: list[Progress] | None = None) -> Worker:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.runtime import launch_of
 from unified.errors import EntryPointError
 from unified.job.spec import Communication, EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
@@ -19,28 +20,8 @@ def launch(*, role: dict[str, Any] | None = None, spec: dict[str, Any] | None = 
     trainer: dict[str, Any] = {
         "name": "trainer", "kind": "elastic", "entry_point": entry, "total": 4, "per_group": 2, **(role or {})
     }  # fmt: skip
-    given: dict[str, Any] = {
-        "job_id": "job-1",
-        "spec": JobSpec(name="job", roles=[RoleSpec(**trainer)], **(spec or {})),
-        "kind": "worker",
-        "name": "trainer_4-3_2-1",
-        "incarnation": 1,
-        "role": "trainer",
-        "rank": 3,
-        "world_size": 4,
-        "local_rank": 1,
-        "local_world_size": 2,
-        "node_rank": 1,
-        "node": "n1",
-        "host_id": "h",
-        "address": "127.0.0.1",
-        "master": "tcp://127.0.0.1:7077",
-        "relay": "",
-        "run_dir": "/run",
-        "log_file": "",
-        **changes,
-    }
-    return Launch(**given)
+    job = JobSpec(name="job", roles=[RoleSpec(**trainer)], **(spec or {}))
+    return launch_of(job, 3, **{"incarnation": 1, **changes})
 
 
 def test_device_is_what_the_agent_says() -> None:

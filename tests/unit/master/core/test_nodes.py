@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.master import CRASH, Bench, elastic, simple
+from tests.support.master import COLLATERAL, CRASH, Bench, elastic, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from unified.job.spec import Blob, JobSpec
 from unified.protocol.agent_master import AgentLeaving, AgentRefused, DesiredWorkers, RegisterAgent
@@ -15,7 +15,6 @@ from unified_master.core.jobs import MAX_SPEC_BYTES
 from unified_master.core.messages import Received, Send
 
 TAKEN_ALONG = Failure(summary="its agent stopped: SIGTERM", category="node")
-COLLATERAL = Failure(summary="connection closed", category="user", is_collateral=True)
 
 
 def leave(bench: Bench, node: str) -> None:

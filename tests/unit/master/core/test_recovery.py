@@ -7,13 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.master import CRASH, SETUP, USER, Bench, elastic, simple
+from tests.support.master import COLLATERAL, CRASH, SETUP, USER, Bench, elastic, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from unified.job.spec import JobSpec
 from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
-from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage
+from unified.protocol.records import DirectoryEntry, Failure, NodeState, Progress, Reachability, Stage
 from unified_master.core.messages import MasterTick
 from unified_master.core.status import job_status
+
+
+def entry_of(bench: Bench, role: str) -> DirectoryEntry:
+    entry = bench.worker(role).entry
+    assert entry is not None
+    return entry
 
 
 def test_strategy_2_restarts_the_role_of_an_elastic_worker_that_crashed() -> None:
@@ -165,10 +171,9 @@ def test_job_max_restart_ends_the_job() -> None:
 
 
 def test_only_the_root_cause_is_charged_in_whatever_order_failures_come() -> None:
-    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
     bench = Bench(elastic(total=3))
-    bench.end("e", 1, collateral)
-    bench.end("e", 2, collateral)
+    bench.end("e", 1, COLLATERAL)
+    bench.end("e", 2, COLLATERAL)
     assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 0}
     bench.restart("e", 0, CRASH)
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [1, 0, 0]
@@ -178,21 +183,19 @@ def test_only_the_root_cause_is_charged_in_whatever_order_failures_come() -> Non
 
 
 def test_a_suspect_waits_for_the_lease_of_a_node_that_is_late() -> None:
-    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
     bench = Bench(elastic(accelerator=1), nodes=3, devices=1)
     bench.world.cut.add("n2")
     bench.world.run(2.5)
-    bench.end("e", 0, collateral)
+    bench.end("e", 0, COLLATERAL)
     bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [0, 0]
     assert bench.job.node_losses == {"n2": 1}
 
 
 def test_a_new_master_does_not_settle_before_every_node_has_reported_to_it() -> None:
-    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
     bench = Bench(elastic(accelerator=1), nodes=2, devices=1)
     bench.world.cut.add("n2")
-    bench.end("e", 0, collateral)
+    bench.end("e", 0, COLLATERAL)
     bench.world.restart_master()
     bench.world.run(3)
     assert bench.lives() == {"e-0": 0, "e-1": 0}
@@ -281,9 +284,7 @@ def test_services_end_with_the_drivers() -> None:
     bench.finish("driver", 0)
     bench.end("driver", 1, None)
     assert bench.stopped().exit_code == 0
-    entry = bench.worker("service").entry
-    assert entry is not None
-    assert entry.state is Reachability.ENDED
+    assert entry_of(bench, "service").state is Reachability.ENDED
 
 
 def test_a_lost_store_gives_the_elastic_roles_a_new_round() -> None:
@@ -317,17 +318,14 @@ def test_a_worker_that_never_says_hello_is_a_crash() -> None:
 
 def test_the_directory_follows_the_lives() -> None:
     bench = Bench(simple(total=2, restart_alone=True))
-    entry = bench.worker("s").entry
-    assert entry is not None
+    entry = entry_of(bench, "s")
     assert (entry.incarnation, entry.state) == (0, Reachability.ALIVE)
     assert entry.inbox == bench.worker("s").inbox
     bench.end("s", 0, USER)
-    dead = bench.worker("s").entry
-    assert dead is not None
+    dead = entry_of(bench, "s")
     assert (dead.incarnation, dead.state, dead.reason) == (0, Reachability.DEAD, "ValueError: boom")
     bench.running()
-    alive = bench.worker("s").entry
-    assert alive is not None
+    alive = entry_of(bench, "s")
     assert (alive.incarnation, alive.state) == (1, Reachability.ALIVE)
     bench.finish("s", 0)
     bench.finish("s", 1)

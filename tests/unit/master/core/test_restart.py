@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.master import CRASH, USER, Bench, elastic, simple
+from tests.support.master import COLLATERAL, CRASH, USER, Bench, elastic, simple
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.records import Failure, WorkerState
 from unified_master.core.jobs import faults_of
@@ -85,10 +85,9 @@ def test_strategy_0_stops_the_job_when_a_node_or_its_store_is_lost(option: str, 
 
 
 def test_trigger_1_waits_for_the_others_of_a_killed_rank() -> None:
-    collateral = Failure(summary="connection closed", category="user", is_collateral=True)
     bench = Bench(elastic(total=3), failover_trigger=1, failover_exec=2)
     bench.end("e", 0, CRASH)
-    bench.end("e", 1, collateral)
+    bench.end("e", 1, COLLATERAL)
     bench.world.run(10)
     assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 0}
     bench.finish("e", 2)
