@@ -1,7 +1,4 @@
-"""What a sweep may delete, and above all what it may not.
-
-Who may write a step that is there already.
-"""
+"""Sweeps: the objects that one may delete, those that it may not, and who may write a step that is there already."""
 
 from __future__ import annotations
 

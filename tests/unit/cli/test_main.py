@@ -1,7 +1,4 @@
-"""Exit codes and messages of the `unified` command that need no master.
-
-The command line of `unified`: what each command is told, and what is loaded for it.
-"""
+"""The command line of `unified` without a master: its commands, what each loads, exit codes and messages."""
 
 from __future__ import annotations
 

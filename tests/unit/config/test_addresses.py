@@ -1,7 +1,4 @@
-"""Where a process looks for its coordinator, and who it says it is.
-
-Addresses as people write them.
-"""
+"""Addresses as people write them, and where a process looks for its coordinator."""
 
 from __future__ import annotations
 

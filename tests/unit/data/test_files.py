@@ -1,7 +1,4 @@
-"""Names of data files: their order, their formats, and globs.
-
-Which rows of which files a range of samples is.
-"""
+"""Data files: the order of their names, formats, globs, and the rows that a range of samples is."""
 
 from __future__ import annotations
 

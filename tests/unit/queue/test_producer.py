@@ -1,8 +1,4 @@
-"""A put goes in once, whatever becomes of its questions and answers; and puts go in in their order.
-
-Puts that wait for others, that are given up, or that a thread fails: each goes in in its order or not at all, and
-nobody waits for ever.
-"""
+"""Puts go in once and in their order, or not at all, whatever becomes of questions, answers and threads."""
 
 from __future__ import annotations
 

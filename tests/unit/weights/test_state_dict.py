@@ -1,7 +1,4 @@
-"""What of a model is sent, once each, and that it is in order where it arrives.
-
-A version gets into a model whole, or not at all; its memory is used again when nobody looks at it.
-"""
+"""Weights: each tensor of a model is sent once, and a version gets into a model whole, or not at all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Exceptions become records that say what happened, without the runtime's own frames.
-
-What a worker wrote of its own end.
-"""
+"""Exceptions and error files become records that say what happened, without the runtime's own frames."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The names of a worker as threads use them: who waits is woken, told why not, or told how long it waited.
-
-The names that a worker claims: answers to its claims, limits.
-"""
+"""The names of a worker: claims, answers and limits, and threads that wait for them."""
 
 from __future__ import annotations
 

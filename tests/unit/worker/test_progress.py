@@ -36,13 +36,9 @@ class Scalar:
         return self.value
 
 
-def reporting() -> tuple[Sent, Reporter]:
-    sent = Sent()
-    return sent, Reporter(sent.take, interval_s=60)
-
-
 def test_many_reports_few_messages_and_the_last_is_sent() -> None:
-    sent, reporter = reporting()
+    sent = Sent()
+    reporter = Reporter(sent.take, interval_s=60)
     reporter.report(0, 1000, {})
     assert sent.first.wait(5)
     for step in range(1000):
@@ -52,7 +48,8 @@ def test_many_reports_few_messages_and_the_last_is_sent() -> None:
 
 
 def test_flush_says_nothing_twice() -> None:
-    sent, reporter = reporting()
+    sent = Sent()
+    reporter = Reporter(sent.take, interval_s=60)
     reporter.flush()
     assert sent == []
     reporter.report(1, None, {})
@@ -62,14 +59,16 @@ def test_flush_says_nothing_twice() -> None:
 
 
 def last(**given: Any) -> Progress:
-    sent, reporter = reporting()
+    sent = Sent()
+    reporter = Reporter(sent.take, interval_s=60)
     reporter.report(given.pop("step", None), given.pop("total", None), given)
     reporter.flush()
     return sent[-1]
 
 
 def test_what_is_not_named_keeps_its_value() -> None:
-    sent, reporter = reporting()
+    sent = Sent()
+    reporter = Reporter(sent.take, interval_s=60)
     reporter.report(1, 10, {"loss": 2.0})
     reporter.report(None, None, {"accuracy": 0.5})
     reporter.flush()
@@ -77,7 +76,8 @@ def test_what_is_not_named_keeps_its_value() -> None:
 
 
 def test_unread_errors_are_told_beside_the_progress() -> None:
-    sent, reporter = reporting()
+    sent = Sent()
+    reporter = Reporter(sent.take, interval_s=60)
     reporter.report(1, 10, {})
     reporter.count_unread(3)
     reporter.report(2, None, {})

@@ -1,7 +1,4 @@
-"""Whatever a batch is made of: its runs put together are the batch, and its results read like one list.
-
-Several runs of results read like one list, and block only where they are read.
-"""
+"""Batches: their runs put together are the batch, and their results read like one list that blocks where it is read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A call's future in every place where a standard one works: threads, callbacks, event loops.
-
-A future for every way of waiting.
-"""
+"""A call's future in every place where a standard one works: threads, callbacks, event loops."""
 
 from __future__ import annotations
 

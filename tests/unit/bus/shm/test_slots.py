@@ -30,12 +30,6 @@ def new_claims() -> ReaderReferences:
     return ReaderReferences([0] * NUM_WORDS)
 
 
-def granted(references: ReaderReferences, row: int) -> int:
-    cell = references.grant(row)
-    assert cell is not None
-    return cell
-
-
 def fresh(table: SlotTable, nbytes: int) -> Slot:
     plan = table.plan(nbytes)
     assert plan is not None
@@ -95,7 +89,8 @@ def test_a_slot_whose_reader_was_taken_for_dead_is_not_used_again() -> None:
 def test_what_was_revoked_was_never_granted() -> None:
     references = new_claims()
     tag = references.begin(1, 1)
-    cell = granted(references, 0)
+    cell = references.grant(0)
+    assert cell is not None
     references.revoke(cell)
     assert references.use(1) is Use.FREE
     assert not references.borrow(cell, tag, MARK)
@@ -125,7 +120,8 @@ def test_rows_never_meet(num_parts: int, num_readers: int) -> None:
 def test_many_parts_can_be_handed_on_one_by_one() -> None:
     references = new_claims()
     references.begin(100, 1)
-    cell = granted(references, 0)
+    cell = references.grant(0)
+    assert cell is not None
     assert references.has_sub_cells(cell, 100)
 
 
@@ -133,7 +129,8 @@ def test_who_hands_on_loses_only_what_it_handed_on_itself() -> None:
     """It may remember a cell that another process has by now, in the same use of a slot that is granted again."""
     references = new_claims()
     tag = references.begin(1, 1)
-    cell = granted(references, 0)
+    cell = references.grant(0)
+    assert cell is not None
     sub = references.forward(cell, 0, MARK)
     assert sub is not None
     references.lose(sub, tag, MARK + 1)
@@ -164,7 +161,8 @@ def test_rows_are_granted_again_once_they_are_over() -> None:
 def test_a_row_is_not_over_while_its_reader_hands_on() -> None:
     references = new_claims()
     tag = references.begin(1, 1)
-    cell = granted(references, 1)
+    cell = references.grant(1)
+    assert cell is not None
     assert references.borrow(cell, tag, MARK)
     sub = references.forward(cell, 7, MARK)
     assert sub is not None
@@ -178,7 +176,9 @@ def test_a_row_is_not_over_while_its_reader_hands_on() -> None:
 def test_the_dead_are_cleared_away_and_with_them_what_they_were_handing_on() -> None:
     references = new_claims()
     tag = references.begin(1, 2)
-    cell, _ = granted(references, 0), granted(references, 1)
+    cell, other = references.grant(0), references.grant(1)
+    assert cell is not None
+    assert other is not None
     assert references.borrow(cell, tag, MARK)
     assert references.forward(cell, 0, MARK) is not None
     references.reap(2, lambda mark: mark != MARK)

@@ -1,7 +1,4 @@
-"""Barriers, one story each: what the state machine does not say in words.
-
-Barriers at which somebody is not ready to wait for ever.
-"""
+"""Barriers, one story each: what the state machine does not say in words, and waits that end."""
 
 from __future__ import annotations
 

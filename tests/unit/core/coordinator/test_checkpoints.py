@@ -1,7 +1,4 @@
-"""Which checkpoint a coordinator takes for the latest of its series.
-
-Events that workers tell: a few words, so many a minute, so long, and of their own space.
-"""
+"""The latest checkpoint of each series, and the events that workers tell: their size, number and space."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Datasets of a coordinator: registration, whose shards are whose, what was read, and what a restart knows of it.
-
-Workers that read a dataset, come, go and crash, under a coordinator that restarts: each shard is read once.
-"""
+"""Datasets of a coordinator: registration, owners of shards, what was read, and what a restart knows of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whoever comes, goes and comes back: each shard of an epoch is read once.
-
-Whoever comes and goes: nobody has much more than the mean, and few shards change hands.
-"""
+"""Workers that come, go and come back: each shard of an epoch is read once, and few change hands."""
 
 from __future__ import annotations
 

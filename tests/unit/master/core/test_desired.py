@@ -1,7 +1,4 @@
-"""What a node's agent is told of the devices of its workers.
-
-What an agent is told of its desired set.
-"""
+"""Desired sets as a node's agent is told of them, devices included."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Who holds a name: the master's answers to claims that come in any order, again, late, and across lives.
-
-What a large cluster does in batches: the first of a burst at once, the others together.
-
-What agents are told of a job's directory: all of it once, then what changes, and all again when in doubt.
-"""
+"""Holders of names, and the directory of a job as agents are told of it: all once, then changes, in batches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Cycles of calls through concurrency limits of several workers: always broken, only when there is one; a plain one
-only once."""
+"""Cycles of calls through concurrency limits: always broken, only when there is one; a plain one only once."""
 
 from __future__ import annotations
 
