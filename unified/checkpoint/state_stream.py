@@ -7,14 +7,14 @@ import io
 import pickle
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from unified.checkpoint.payload import CHUNK_BYTES, Chunk, slices
 from unified.errors import CheckpointError, UsageError
-from unified.memory.host_buffers import HostCopy
+from unified.memory.host_buffers import HostCopy, tensors_in
 
 SMALL_BYTES = 256 << 10
 """Size up to which pieces are copied together, so that many small tensors do not cost a hand-over each."""
@@ -66,17 +66,7 @@ def is_sharded(state: Any) -> bool:
         return False  # which is slow to import, and nobody has made any
     from torch.distributed.tensor import DTensor
 
-    pending, seen = [state], set[int]()
-    while pending:
-        node = pending.pop()
-        if isinstance(node, DTensor):
-            return True
-        if isinstance(node, torch.nn.Module):
-            pending.extend(node.parameters())
-        elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
-            seen.add(id(node))
-            pending.extend(node.values() if isinstance(node, Mapping) else node)
-    return False
+    return any(isinstance(each, DTensor) for each in tensors_in(state, in_modules=True))
 
 
 class _AbandonedError(Exception):

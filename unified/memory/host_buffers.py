@@ -155,7 +155,7 @@ def stage_state(state: Any, pool: BufferPool) -> HostCopy:
     Plain dense tensors in dicts, lists and tuples go into one buffer of the pool; tensors that are tied (the same
     memory, shape and strides) stay tied. Everything else is deep-copied.
     """
-    tensors = {id(tensor): tensor for tensor in _tensors(state) if _is_plain(tensor)}
+    tensors = {id(tensor): tensor for tensor in tensors_in(state) if _is_plain(tensor)}
     starts: dict[object, int] = {}
     nbytes = 0
     for tensor in tensors.values():
@@ -176,7 +176,7 @@ def stage_state(state: Any, pool: BufferPool) -> HostCopy:
 
 def nbytes_of(state: Any) -> int:
     """Return the bytes of the tensors in a nest of containers; those that are there twice may be counted twice."""
-    return sum({id(tensor): tensor.nbytes for tensor in _tensors(state) if tensor.layout == torch.strided}.values())
+    return sum({id(tensor): tensor.nbytes for tensor in tensors_in(state) if tensor.layout == torch.strided}.values())
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
@@ -205,13 +205,15 @@ def _copy_off(
     return event
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in containers, once for each place that it is at."""
+def tensors_in(tree: Any, *, in_modules: bool = False) -> Iterator[torch.Tensor]:
+    """Yield every tensor in containers, and the parameters of modules in them, once for each place that it is at."""
     pending, seen = [tree], set[int]()
     while pending:
         node = pending.pop()
         if isinstance(node, torch.Tensor):
             yield node
+        elif in_modules and isinstance(node, torch.nn.Module):
+            pending.extend(node.parameters())
         elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
             seen.add(id(node))
             pending.extend(node.values() if isinstance(node, Mapping) else node)

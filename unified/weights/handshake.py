@@ -49,8 +49,8 @@ class Attempt(NamedTuple):
     plan: TransferPlan
     roots: tuple[WorkerIncarnation, ...]
     """Workers that the buckets are sent to."""
-    lives: tuple[WorkerIncarnation, ...]
-    """All that will have them."""
+    receivers: tuple[WorkerIncarnation, ...]
+    """All workers that will have them."""
     failures: dict[str, TransferFailure]
     """Failures of workers that were lost meanwhile."""
 
@@ -100,7 +100,7 @@ class Handshake:
             WeightsTimeoutError: a worker has no receiver yet.
             WeightsError: a worker cannot be reached.
         """
-        versions, lives = self._find(list(targets), deadline)
+        versions, receivers = self._find(list(targets), deadline)
         newest = max(versions.values())
         if version is None:
             version = max(newest, last) + 1
@@ -110,7 +110,7 @@ class Handshake:
                 f"version {version} of {self._what} was not sent: worker {there} has version {newest}, and versions go "
                 "up. Leave version= out to have the next one, or say force=True to go back."
             )
-        roots, children = tree(lives, targets, self._node)
+        roots, children = tree(receivers, targets, self._node)
         plan = TransferPlan(
             session=secrets.token_hex(8),
             version=version,
@@ -125,16 +125,16 @@ class Handshake:
             timeout_s=left_s(deadline),
             force=force,
         )
-        attempt = Attempt(plan, tuple(roots), tuple(lives), {})
+        attempt = Attempt(plan, tuple(roots), tuple(receivers), {})
         refusals: dict[str, str] = {}
-        for worker, answer in self._ask(lives, "begin", [plan], deadline).items():
+        for worker, answer in self._ask(receivers, "begin", [plan], deadline).items():
             if isinstance(answer, TransferFailure):
                 attempt.failures[worker] = answer
             elif answer:
                 refusals[worker] = answer
         if refusals:
             worker, reason = next(iter(refusals.items()))
-            self.abort(attempt, [life.worker for life in lives], f"worker {worker} refused it: {reason}")
+            self.abort(attempt, [each.worker for each in receivers], f"worker {worker} refused it: {reason}")
             raise WeightsVersionError(
                 f"version {version} of {self._what} was not sent: worker {worker} refuses it, because {reason}. "
                 "(If all ranks of a role call sync_weights with the same model, say collective=True.)"
@@ -145,7 +145,7 @@ class Handshake:
         """Have the version published by all that have it whole, once every bucket was answered."""
         failed = dict(failures)
         self.abort(attempt, failed, "its sender could not deliver all of it")
-        whole = [life for life in attempt.lives if life.worker not in failed]
+        whole = [each for each in attempt.receivers if each.worker not in failed]
         answers = self._ask(whole, "commit", [attempt.plan.session], deadline)
         failed |= {worker: answer for worker, answer in answers.items() if isinstance(answer, TransferFailure)}
         may_come = all(failure.kind == GONE for failure in failed.values())
@@ -154,10 +154,14 @@ class Handshake:
     def abort(self, attempt: Attempt, workers: Iterable[str], reason: str) -> None:
         """Have receivers forget it. Nobody waits: a receiver that does not hear of it drops it when its time is up."""
         wanted = set(workers)
-        lives = [life for life in attempt.lives if life.worker in wanted]
+        receivers = [each for each in attempt.receivers if each.worker in wanted]
         with contextlib.suppress(RpcError):
             call_incarnations(
-                self._bus, lives, method(self._name, "abort"), [attempt.plan.session, reason], timeout=ABORT_WITHIN_S
+                self._bus,
+                receivers,
+                method(self._name, "abort"),
+                [attempt.plan.session, reason],
+                timeout=ABORT_WITHIN_S,
             )
 
     def error(self, version: int | None, failures: Mapping[str, TransferFailure]) -> WeightsError:
@@ -197,17 +201,17 @@ class Handshake:
             time.sleep(pause_s)
 
     def _ask(
-        self, lives: Sequence[WorkerIncarnation], verb: str, args: Sequence[Any], deadline: float
+        self, receivers: Sequence[WorkerIncarnation], verb: str, args: Sequence[Any], deadline: float
     ) -> dict[str, Any]:
         """Return the answers by worker, or the failure of the call."""
         answers: dict[str, Any] = {}
-        calls = call_incarnations(self._bus, lives, method(self._name, verb), args, timeout=left_s(deadline))
-        for life, call in zip(lives, calls, strict=True):
+        calls = call_incarnations(self._bus, receivers, method(self._name, verb), args, timeout=left_s(deadline))
+        for each, call in zip(receivers, calls, strict=True):
             try:
-                answers[life.worker] = call.result()
+                answers[each.worker] = call.result()
             except RpcError as error:
                 call.cancel()
-                answers[life.worker] = failure_of(error)
+                answers[each.worker] = failure_of(error)
         return answers
 
 

@@ -261,7 +261,7 @@ class ReceiveService:
         for change in changes:
             if isinstance(change, IncarnationDied):
                 dead = WorkerIncarnation(change.worker, change.incarnation)
-                self._settle(self._locked(self._versions.life_over, dead, change.reason))
+                self._settle(self._locked(self._versions.incarnation_died, dead, change.reason))
 
     def _locked(self, do: Callable[..., list[SessionEnd]], *args: object) -> list[SessionEnd]:
         with self._changed:

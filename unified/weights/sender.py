@@ -140,16 +140,16 @@ class WeightsSender:
         """Check that every rank sends the same model and that the last one was sent; return the senders."""
         mine = WorkerIncarnation(self._bus.worker, self._bus.incarnation)
         said: list[tuple[WorkerIncarnation, str, str]] = ranks.gather((mine, digest, self._end_of_background(deadline)))
-        for rank, (life, theirs, error) in enumerate(said):
+        for rank, (sender, theirs, error) in enumerate(said):
             if error:
                 raise WeightsError(f"the version before, which was not waited for: {error}")
             if theirs != said[0][1]:
                 raise UsageError(
                     f"the ranks are about to send different models: the keys, shapes, dtypes or bucket_bytes of rank "
-                    f"{rank} (worker {life.worker}) differ from those of rank 0."
+                    f"{rank} (worker {sender.worker}) differ from those of rank 0."
                 )
         wanted = {0} | {bucket.rank for bucket in buckets}
-        return tuple(life for rank, (life, _, _) in enumerate(said) if rank in wanted)
+        return tuple(sender for rank, (sender, _, _) in enumerate(said) if rank in wanted)
 
     def _send(self, task: _SendTask, targets: Mapping[str, str]) -> int:
         """Make attempts until all have the version; the later ones are for workers that died on the way."""
@@ -250,7 +250,7 @@ class WeightsSender:
 
     def _give_up(self, attempt: Attempt, error: BaseException) -> None:
         reason = f"worker {self._bus.worker} could not send it: {type(error).__name__}: {error}"
-        self._handshake.abort(attempt, [life.worker for life in attempt.lives], reason)
+        self._handshake.abort(attempt, [each.worker for each in attempt.receivers], reason)
 
 
 class BucketPipeline:

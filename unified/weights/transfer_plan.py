@@ -113,8 +113,8 @@ def tree(
             direct.append(target)
         else:
             by_node.setdefault(node, []).append(target)
-    children = {lives[0].worker: tuple(lives[1:]) for lives in by_node.values() if len(lives) > 1}
-    return direct + [lives[0] for lives in by_node.values()], children
+    children = {receivers[0].worker: tuple(receivers[1:]) for receivers in by_node.values() if len(receivers) > 1}
+    return direct + [receivers[0] for receivers in by_node.values()], children
 
 
 def _runs(entries: Sequence[TensorEntry], bucket_bytes: int) -> list[list[TensorEntry]]:

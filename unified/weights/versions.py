@@ -184,13 +184,13 @@ class VersionTable:
         incoming = self._open.get(session)
         return [] if incoming is None else [self._end(incoming, SessionOutcome.DROPPED, reason)]
 
-    def life_over(self, life: WorkerIncarnation, reason: str) -> list[SessionEnd]:
+    def incarnation_died(self, dead: WorkerIncarnation, reason: str) -> list[SessionEnd]:
         """Note that a worker's life, and all before it, is over, and so the sessions to which it was to send."""
-        if life.incarnation <= self._over.get(life.worker, -1):
+        if dead.incarnation <= self._over.get(dead.worker, -1):
             return []
-        self._over[life.worker] = life.incarnation
+        self._over[dead.worker] = dead.incarnation
         return [
-            self._end(incoming, SessionOutcome.DROPPED, f"{life.worker}, which was sending it, died: {reason}")
+            self._end(incoming, SessionOutcome.DROPPED, f"{dead.worker}, which was sending it, died: {reason}")
             for incoming in list(self._open.values())
             if self._first_dead(incoming.offer.senders) is not None
         ]
@@ -259,7 +259,7 @@ class VersionTable:
         return ""
 
     def _first_dead(self, senders: Iterable[WorkerIncarnation]) -> WorkerIncarnation | None:
-        return next((life for life in senders if life.incarnation <= self._over.get(life.worker, -1)), None)
+        return next((sender for sender in senders if sender.incarnation <= self._over.get(sender.worker, -1)), None)
 
     def _publish(self, incoming: _Session) -> list[SessionEnd]:
         version = self.version = incoming.offer.version

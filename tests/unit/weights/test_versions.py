@@ -135,9 +135,9 @@ def test_so_many_at_a_time() -> None:
 def test_death_of_any_sender_drops_what_it_was_to_send() -> None:
     assembly = begun(VersionTable(), opening("s", 1, senders=(A, B)))
     store(assembly, "s", 0)
-    (ended,) = assembly.life_over(B, "killed")
+    (ended,) = assembly.incarnation_died(B, "killed")
     assert ended == SessionEnd("s", SessionOutcome.DROPPED, 1, "b, which was sending it, died: killed")
-    assert assembly.life_over(B, "killed") == []
+    assert assembly.incarnation_died(B, "killed") == []
     assert assembly.begin(0, opening("late", 1, senders=(B,))).refusal == "b was to send it, and its life 0 is over"
     begun(assembly, opening("next", 1, sender=WorkerIncarnation("b", 1)))
 
@@ -145,7 +145,7 @@ def test_death_of_any_sender_drops_what_it_was_to_send() -> None:
 def test_death_after_the_last_bucket_takes_nothing_back() -> None:
     assembly = begun(VersionTable(), opening("s", 1, 0))
     assembly.commit("s")
-    assert assembly.life_over(A, "killed") == []
+    assert assembly.incarnation_died(A, "killed") == []
     assert assembly.version == 1
 
 
@@ -285,7 +285,7 @@ class Senders(RuleBasedStateMachine):
     def die(self, name: str) -> None:
         life = WorkerIncarnation(name, self.lives[name])
         self.lives[name] += 1
-        self.took(self.assembly.life_over(life, "killed"))
+        self.took(self.assembly.incarnation_died(life, "killed"))
         for session in self.assembly.open_sessions:
             assert life not in self.openings[session].senders
 
