@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from unified.errors import (
     NotInWorkerError,
     UsageError,
 )
-from unified.threads import start_thread
+from unified.threads import own_pid, start_thread
 from unified.worker.context import current_worker
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class BackgroundSaver(Generic[T]):
         self._place = place
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
+        self._pid = own_pid()
 
     @property
     def steps(self) -> list[int]:
@@ -88,7 +87,7 @@ class BackgroundSaver(Generic[T]):
         Raises:
             UsageError: this process was forked from the one whose saver it is.
         """
-        if os.getpid() != self._pid:
+        if own_pid() != self._pid:
             raise UsageError("This checkpoint manager was made before a fork; make one in the process that saves.")
         with self._changed:
             self._changed.wait_for(lambda: self._queue.has_room(save.nbytes))
@@ -107,7 +106,7 @@ class BackgroundSaver(Generic[T]):
         Raises:
             CheckpointTimeoutError: it was not, in time.
         """
-        if os.getpid() != self._pid:
+        if own_pid() != self._pid:
             return  # the thread stayed in the other process, and so did its saves
         with self._changed:
             thread = self._thread

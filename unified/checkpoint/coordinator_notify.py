@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from unified.data.worker_identity import discover, named_coordinator, open_coord
 from unified.errors import CoordinatorError
 from unified.protocol.client_master import Done, MasterAnswer
 from unified.protocol.coordinator import CheckpointResponse, NotifyCheckpoint, TellEvent, WorkerEvent
-from unified.threads import start_thread
+from unified.threads import own_pid, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class CoordinatorNotifier:
         self._thread: threading.Thread | None = None
         self._is_delivering = False
         self._is_failing = False
-        self._pid = os.getpid()
+        self._pid = own_pid()
 
     def written(self, manifest: Manifest) -> None:
         """Notify of a checkpoint, unless another rank wrote it, which notifies of it itself."""
@@ -116,7 +115,7 @@ class CoordinatorNotifier:
 
     def close(self, timeout_s: float = CLOSE_WITHIN_S) -> None:
         """Wait, but not for long, until all is delivered; a notification that failed before is tried once more."""
-        if os.getpid() != self._pid:
+        if own_pid() != self._pid:
             return
         with self._lock, suppress(RuntimeError):  # no thread begins at the interpreter's end
             if self._pending:
@@ -141,7 +140,7 @@ class CoordinatorNotifier:
         )
 
     def _add(self, make: Callable[[str, str], Notification]) -> None:
-        if self._coordinator is None or os.getpid() != self._pid:
+        if self._coordinator is None or own_pid() != self._pid:
             return
         try:
             identity = discover()

@@ -15,6 +15,7 @@ import torch
 from unified.checkpoint.payload import CHUNK_BYTES, Chunk, slices
 from unified.errors import CheckpointError, UsageError
 from unified.memory.host_buffers import HostCopy, tensors_in
+from unified.threads import start_thread
 
 SMALL_BYTES = 256 << 10
 """Size up to which pieces are copied together, so that many small tensors do not cost a hand-over each."""
@@ -38,8 +39,7 @@ class StatePayload:
 def stream(tree: Any) -> Iterator[Chunk]:
     """Yield the bytes of ``torch.save(tree, file)`` in pieces; a piece is valid until the next one is asked for."""
     pipe = ChunkPipe()
-    writer = threading.Thread(target=_write, args=(tree, pipe), name="checkpoint-pickler", daemon=True)
-    writer.start()
+    writer = start_thread("checkpoint-pickler", _write, tree, pipe)
     try:
         yield from pipe
     finally:
