@@ -15,9 +15,7 @@ NO_SUBJECT = frozenset(
     Whom Whose Why
     """.split()  # noqa: SIM905
 )
-OLD_NAMES: set[str] = {
-    "Encoded",
-}
+OLD_NAMES: set[str] = set()
 """Modules and classes that are still to be renamed. Entries may go, never come."""
 
 

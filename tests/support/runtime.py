@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import RPC_REGISTRY
 from unified.bus.calls.remote_errors import describe, rebuild
-from unified.bus.codec.codec import Encoded
+from unified.bus.codec.codec import SerializedValue
 from unified.bus.executor import HandlerPool
 from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
 from unified.bus.streams.stream import RpcStream, StreamFeed
@@ -94,7 +94,7 @@ class InstantBus:
 
 
 def _streamed(generator: AnyGenerator, what: str) -> RpcStream[Any]:
-    def send(kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
+    def send(kind: Kind, count: int, content: SerializedValue, may_wait: bool) -> bool:
         match kind:
             case Kind.ITEM:
                 feed.push(count, content.body, content.buffers)
@@ -104,8 +104,8 @@ def _streamed(generator: AnyGenerator, what: str) -> RpcStream[Any]:
                 feed.fail(rebuild(content.body, what))
         return True
 
-    def told(error: BaseException) -> Encoded:
-        return Encoded(describe(error, worker="far", node="n1", ours={}), [])
+    def told(error: BaseException) -> SerializedValue:
+        return SerializedValue(describe(error, worker="far", node="n1", ours={}), [])
 
     def run() -> None:
         if source.is_async:

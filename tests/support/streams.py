@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator
 
 from unified.bus.calls.remote_errors import describe, rebuild
-from unified.bus.codec.codec import Encoded
+from unified.bus.codec.codec import SerializedValue
 from unified.bus.streams.generator import AnyGenerator, Step, StreamSource
 from unified.bus.streams.stream import StreamFeed
 from unified.protocol.envelope import Kind
@@ -29,7 +29,7 @@ class Wire:
         self.source = StreamSource(generator, self.send, describe=self.describe, what=WHAT, expires=expires)
         self.feed = StreamFeed(WHAT, send_more=self.more, cancel=self.cancel, abandon=self.abandon)
 
-    def send(self, kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
+    def send(self, kind: Kind, count: int, content: SerializedValue, may_wait: bool) -> bool:
         if self.is_cut:
             return not may_wait
         if self.num_refusals and not may_wait:
@@ -45,8 +45,8 @@ class Wire:
                 self.feed.fail(rebuild(content.body, WHAT))
         return True
 
-    def describe(self, error: BaseException) -> Encoded:
-        return Encoded(describe(error, worker="b", node="n1", ours={}), [])
+    def describe(self, error: BaseException) -> SerializedValue:
+        return SerializedValue(describe(error, worker="b", node="n1", ours={}), [])
 
     def more(self, count: int) -> None:
         self.told.append(count)

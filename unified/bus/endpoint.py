@@ -91,7 +91,7 @@ class BusEndpoint:
         self.directory = WorkerDirectory()
         """Directory of the job, as far as this process was told. Only `update_directory` changes it."""
         self._learning = threading.Lock()
-        self._listeners: list[Callable[[Sequence[Change]], object]] = []
+        self._directory_listeners: list[Callable[[Sequence[Change]], object]] = []
         self._is_started = False
         self._is_closing = False
         self._pid = 0
@@ -128,15 +128,15 @@ class BusEndpoint:
         self._context.set(zmq.MAX_SOCKETS, 65536)
         self._gatekeeper = Gatekeeper(self._context, self._network.key, name=f"worker {self.worker}")
         try:
-            self._sockets = Listeners(me, self._network, policy, self._gatekeeper)
+            self._listeners = Listeners(me, self._network, policy, self._gatekeeper)
         except BaseException:
             self._gatekeeper.close()
             self._context.destroy(0)
             raise
-        inbox, limit_bytes = self._sockets.inbox, self._limit_bytes
+        inbox, limit_bytes = self._listeners.inbox, self._limit_bytes
         self._memory = SharedPool(me.inbox)
         self._reader = SharedReader()
-        self._io = IoThreads(self._sockets.unix, limit_bytes)
+        self._io = IoThreads(self._listeners.unix, limit_bytes)
         self._connections = ConnectionTable(
             me, inbox, policy, self._network.relay, self._gatekeeper, self._io, self._trimmer, limit_bytes
         )
@@ -162,7 +162,7 @@ class BusEndpoint:
         self._client.start()
         self._connections.start(self._dispatcher)
         self._io.start(self._dispatcher)
-        self._remote_thread = self._sockets.start(self._dispatcher)
+        self._remote_thread = self._listeners.start(self._dispatcher)
         self._is_started = True
         after_fork(self._abandon)
         return inbox
@@ -172,13 +172,13 @@ class BusEndpoint:
         before a listener is told of that, and before any other incarnation is called."""
         with self._learning:  # listeners are told of changes in the order in which they came about
             changes = self._client.learn(entries)
-            for listener in [*self._listeners]:
+            for listener in [*self._directory_listeners]:
                 listener(changes)
 
     def on_directory(self, listener: Callable[[Sequence[Change]], object]) -> Callable[[], None]:
         """Have `listener(changes)` called with what further news change; return what ends that. It must not block."""
-        self._listeners.append(listener)
-        return partial(self._listeners.remove, listener)
+        self._directory_listeners.append(listener)
+        return partial(self._directory_listeners.remove, listener)
 
     def open(self) -> None:
         """The exports are complete: begin with the calls that waited for that."""
@@ -262,7 +262,7 @@ class BusEndpoint:
 
         From then on it must not be changed. See `unified.shared_empty`.
         """
-        if not self._is_started or not any(route.startswith("ipc:") for route in self._sockets.inbox.routes):
+        if not self._is_started or not any(route.startswith("ipc:") for route in self._listeners.inbox.routes):
             return None
         memory = self._memory.allocate(nbytes)
         if memory is not None:
@@ -279,7 +279,7 @@ class BusEndpoint:
             if self._is_closing or not self._is_started or self._pid != os.getpid():
                 return
             self._is_closing = self._sender.is_closing = True
-        self._io.pass_on_now()  # a handler may close its own bus
+        self._io.hand_over()  # a handler may close its own bus
         self._sender.release()
         self._client.close(f"the bus of worker {self.worker} was closed.")
         self._server.close()
@@ -287,7 +287,7 @@ class BusEndpoint:
         self._linger()
         self._connections.close(LINGER_MS)
         self._io.close()
-        has_ended = self._sockets.close()
+        has_ended = self._listeners.close()
         self._trimmer.close(CLOSE_WITHIN_S)
         self._sweeper.close()
         self.unread.close()
@@ -313,7 +313,7 @@ class BusEndpoint:
             self._sender.release()
         if awaited.link is None and threading.get_ident() == self._remote_thread:
             raise awaited.waited_in_vain()
-        self._io.pass_on_now()
+        self._io.hand_over()
         return self._server.begin_wait(awaited, task), self._pool.waits(), awaited
 
     def after_wait(self, token: Any) -> None:
@@ -377,4 +377,4 @@ class BusEndpoint:
         """Close the copies of the connections in a child, so that peers see at once when its parent ends."""
         if not self._is_closing:
             self._io.abandon()
-            self._sockets.abandon()
+            self._listeners.abandon()

@@ -15,7 +15,7 @@ import torch
 
 from unified.bus.calls.inbound import Caller, current_call
 from unified.bus.calls.registry import rpc
-from unified.bus.codec.codec import serialize
+from unified.bus.codec.codec import encode
 from unified.core.directory import Change, IncarnationDied
 from unified.loader.messages import (
     BringParts,
@@ -136,7 +136,7 @@ class HostedLoaders:
         reply = host.fetch(message)
         if not isinstance(reply, FetchedBatch):
             return reply
-        return FetchedBatch(serialize(reply.value))
+        return FetchedBatch(encode(reply.value))
 
     def _close(self, key: str) -> None:
         if key in self._hosts:

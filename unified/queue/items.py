@@ -21,8 +21,8 @@ def pack(value: object) -> Packed:
     Raises:
         UsageError: part of it cannot be sent; the message names it.
     """
-    body, buffers = encode(value)
-    return SerializedValue(body, buffers) if buffers else body
+    encoded = encode(value)
+    return encoded if encoded.buffers else encoded.body
 
 
 def kept(packed: Packed) -> Packed:

@@ -264,7 +264,7 @@ def test_trace_goes_through_nested_calls(world: World) -> None:
 
     a, b = world.pair({"outer": lambda: (trace(), call(b, "inner"))})
     b.registry["inner"] = trace
-    b.update_directory([entry("b", b._sockets.inbox)])
+    b.update_directory([entry("b", b._listeners.inbox)])
     outer, inner = call(a, "outer")
     assert outer == inner != ""
 
@@ -345,7 +345,7 @@ def test_closing_is_not_held_up_by_a_dead_peer_or_a_stuck_handler(world: World) 
 def test_rubbish_disturbs_nobody(world: World) -> None:
     a, b = world.pair({"ping": lambda: 1})
     assert call(a, "ping") == 1
-    mine = b._sockets.inbox
+    mine = b._listeners.inbox
     stranger = Envelope(BUS_VERSION, Kind.CALL, 1, "x", "x", mine.inbox_id, job="job-1")
     rubbish: list[list[bytes]] = [
         [b""],
@@ -419,7 +419,7 @@ def test_inbox_is_private_and_says_how_to_reach_it(tmp_path: Path) -> None:
 def test_path_too_long_for_a_socket_leaves_tcp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     world = World(tmp_path / ("x" * 100), "auto", "")
     a, b = world.pair({"ping": lambda: 1})
-    assert [route.split(":")[0] for route in b._sockets.inbox.routes] == ["tcp"]
+    assert [route.split(":")[0] for route in b._listeners.inbox.routes] == ["tcp"]
     assert "107 are allowed" in caplog.text
     assert call(a, "ping") == 1
     world.close()

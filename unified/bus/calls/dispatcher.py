@@ -18,7 +18,7 @@ from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.remote_errors import describe_ours
 from unified.bus.calls.sender import Sender
 from unified.bus.calls.server import CallServer
-from unified.bus.codec.codec import Encoded
+from unified.bus.codec.codec import SerializedValue
 from unified.bus.identity import BusIdentity
 from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import PayloadGoneError, SharedReader
@@ -285,10 +285,10 @@ class Dispatcher(TransportEvents):
             link=link,
             is_relayed=is_relayed,
         )
-        self._sender.reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+        self._sender.reply(call, Kind.ERROR, SerializedValue(describe_ours(error), []), False)
 
     def answer_came(self, link: UnixConnection, frames: Frames) -> None:
-        is_lent = self._io.lend()
+        is_leading = self._io.begin_user_code()
         try:
             envelope = self.admission.read(frames.envelope)
             if envelope.sender != link.peer_id or envelope.kind not in _ANSWERS:
@@ -303,8 +303,8 @@ class Dispatcher(TransportEvents):
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
         finally:
-            if is_lent:
-                self._io.take_back()
+            if is_leading:
+                self._io.end_user_code()
 
     def remote_came(self, mail: RemoteMessage) -> None:
         try:

@@ -18,7 +18,7 @@ from unified.protocol.envelope import Kind
 if TYPE_CHECKING:
     from unified.bus.calls.concurrency import ConcurrencyLimit
     from unified.bus.calls.future import RpcFuture
-    from unified.bus.codec.codec import Encoded
+    from unified.bus.codec.codec import SerializedValue
     from unified.bus.streams.generator import StreamSource
     from unified.bus.streams.stream import Awaited
     from unified.bus.transport.unix_connection import UnixConnection
@@ -76,7 +76,9 @@ class InboundCall(msgspec.Struct, eq=False):
 class Reply(Protocol):
     """Sends an answer, or a part of one; False if it cannot be sent, or not without waiting."""
 
-    def __call__(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool: ...
+    def __call__(
+        self, call: InboundCall, kind: Kind, answer: SerializedValue, may_wait: bool, count: int = 0
+    ) -> bool: ...
 
 
 MAX_KEPT = 10_000

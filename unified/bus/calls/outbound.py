@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from unified.bus.calls.future import RpcFuture, call_in_words
-from unified.bus.codec.codec import Encoded
+from unified.bus.codec.codec import SerializedValue
 from unified.bus.codec.cuda import settle
 from unified.bus.codec.tensors import DeviceTensor
 from unified.bus.shm.export import Export, ExportedBuffers
@@ -31,7 +31,7 @@ class OutgoingPayload:
 
     __slots__ = ("_export", "_is_exported", "_num_readers", "content", "nbytes")
 
-    def __init__(self, content: Encoded, num_readers: int = 1) -> None:
+    def __init__(self, content: SerializedValue, num_readers: int = 1) -> None:
         self.content = content
         self.nbytes = content.nbytes
         self._num_readers = num_readers
@@ -44,7 +44,7 @@ class OutgoingPayload:
         if not has_device_tensors(self.content.buffers):
             return self
         frames = settle(self.content.buffers, devices, is_same_process=is_same_process)
-        return OutgoingPayload(self.content._replace(buffers=frames))
+        return OutgoingPayload(SerializedValue(self.content.body, frames))
 
     def grant(self, pool: SharedPool, reader: str) -> ExportedBuffers | None:
         """Return how the buffers reach the inbox `reader` of this host; None: as frames, all of them."""

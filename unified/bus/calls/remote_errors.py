@@ -14,7 +14,7 @@ import msgspec
 from unified.bus.buffers import Buffer
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.registry import is_runtimes
-from unified.bus.codec.codec import Encoded
+from unified.bus.codec.codec import SerializedValue
 from unified.bus.codec.pickling import are_refused
 from unified.config.logging import LogOnce
 from unified.errors import (
@@ -74,11 +74,11 @@ class HandlerErrors:
         self._said = LogOnce(forget_s=REPEAT_S)
         self._lock = threading.Lock()
 
-    def describe(self, call: InboundCall, error: BaseException) -> Encoded:
+    def describe(self, call: InboundCall, error: BaseException) -> SerializedValue:
         """Return the answer to a call whose handler raised."""
         body = describe(error, worker=self._worker, node=self._node, ours=self._ours)
         self.log(call, error)
-        return Encoded(body, [])
+        return SerializedValue(body, [])
 
     def log(self, call: InboundCall, error: BaseException) -> None:
         """Log that a call ended in an error here; errors of the runtime's own methods are left to their callers."""

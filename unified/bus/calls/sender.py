@@ -12,7 +12,7 @@ from typing import Any
 from unified.bus.buffers import Buffer
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.outbound import OutboundCall, OutgoingPayload, has_device_tensors
-from unified.bus.codec.codec import Encoded
+from unified.bus.codec.codec import SerializedValue
 from unified.bus.executor import HandlerPool, Trimmer
 from unified.bus.identity import BusIdentity
 from unified.bus.shm.pool import SharedPool
@@ -102,7 +102,7 @@ class Sender:
         )
         self.send(connection, envelope, payload.content.body, buffers, may_wait, call.has_ended)
 
-    def reply(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool, count: int = 0) -> bool:
+    def reply(self, call: InboundCall, kind: Kind, answer: SerializedValue, may_wait: bool, count: int = 0) -> bool:
         """Answer a call; False if that cannot be done, or not without waiting."""
         connection: Connection
         if call.link is not None:
@@ -216,7 +216,7 @@ class Sender:
             is_burst = now - link.sent_at < BURST_S
             link.sent_at = now
             return is_burst
-        return kind is Kind.RESULT and self._io.has_mail and self._io.is_leader()
+        return kind is Kind.RESULT and self._io.has_more and self._io.is_leader()
 
     def _inbox_of(self, inbox_id: str, is_relayed: bool) -> Inbox | None:
         """Return the inbox that an answer goes to; None if that is known to be dead. The relay's callers need not be

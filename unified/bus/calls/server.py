@@ -22,7 +22,7 @@ from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT, InboundCall, RecentReplies, Reply
 from unified.bus.calls.registry import Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
-from unified.bus.codec.codec import Encoded, decode, encode
+from unified.bus.codec.codec import SerializedValue, decode, encode
 from unified.bus.executor import HandlerPool, LoopThread
 from unified.bus.identity import BusIdentity
 from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
@@ -236,7 +236,7 @@ class CallServer:
             method.inline_policy.is_short
             and method.limit is None
             and self._io.is_leader()
-            and self._io.may_run
+            and self._io.may_run_user_code
             and self._order.is_free(call)
             and not (call.link is not None and call.link.is_full)
         ):
@@ -248,12 +248,12 @@ class CallServer:
                 self._pool.submit(partial(self._run, call, method, True))
 
     def _run_here(self, call: InboundCall, method: Method) -> None:
-        is_lent = self._io.lend(INLINE_TICKS if method.is_inline else 1)
+        is_leading = self._io.begin_user_code(INLINE_TICKS if method.is_inline else 1)
         try:
             self._run(call, method, False)
         finally:
-            if is_lent:
-                self._io.take_back()
+            if is_leading:
+                self._io.end_user_code()
 
     def _run(self, call: InboundCall, method: Method, in_order: bool) -> None:
         """Run a plain handler to its end, on this thread."""
@@ -316,7 +316,7 @@ class CallServer:
     def _stream(self, call: InboundCall, generator: AnyGenerator) -> None:
         """Run the generator that a handler returned, in the context of the call."""
 
-        def send(kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
+        def send(kind: Kind, count: int, content: SerializedValue, may_wait: bool) -> bool:
             return self._reply(call, kind, content, may_wait, count)
 
         source = call.stream = StreamSource(
@@ -392,7 +392,7 @@ class CallServer:
                 self._forget(call)
                 raise
             ours = RpcCancelledError(f"the handler of {call.method!r} was cancelled inside worker {self._worker}.")
-            kind, answer = Kind.ERROR, Encoded(describe_ours(ours), [])
+            kind, answer = Kind.ERROR, SerializedValue(describe_ours(ours), [])
         except BaseException as error:
             kind, answer = Kind.ERROR, self._errors.describe(call, error)
         self._answer(call, kind, answer, False)
@@ -429,12 +429,12 @@ class CallServer:
 
     def _fail(self, call: InboundCall, error: RpcError) -> None:
         self._errors.log(call, error)
-        self._answer(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+        self._answer(call, Kind.ERROR, SerializedValue(describe_ours(error), []), False)
 
     def _reply_error(self, call: InboundCall, error: RpcError) -> None:
-        self._reply(call, Kind.ERROR, Encoded(describe_ours(error), []), False)
+        self._reply(call, Kind.ERROR, SerializedValue(describe_ours(error), []), False)
 
-    def _answer(self, call: InboundCall, kind: Kind, answer: Encoded, may_wait: bool) -> None:
+    def _answer(self, call: InboundCall, kind: Kind, answer: SerializedValue, may_wait: bool) -> None:
         self._forget(call)
         if call.is_stale:
             return

@@ -18,7 +18,7 @@ What arrives:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from unified.bus.buffers import Buffer
 from unified.bus.codec.decoder import ValueDecoder
@@ -30,29 +30,12 @@ from unified.errors import ProtocolError
 LARGE_BODY_BYTES = 64 * 1024
 """A body of this size is a frame of its own, which may go through shared memory."""
 _BARE = ValueDecoder(())
-_new = tuple.__new__
-"""Makes a NamedTuple in half the time."""
 
 
-class Encoded(NamedTuple):
-    """A value as frames."""
+def encode(value: object, *, devices: bool = False) -> SerializedValue:
+    """Encode a value as a body and the buffers beside it, to be sent, or carried, kept and handed on undecoded.
 
-    body: bytes
-    buffers: list[Buffer]
-
-    @property
-    def nbytes(self) -> int:
-        if not self.buffers:
-            return len(self.body)
-        return len(self.body) + sum(
-            len(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer.nbytes for buffer in self.buffers
-        )
-
-
-def encode(value: object, *, devices: bool = False) -> Encoded:
-    """A value as a body and the buffers beside it.
-
-    The buffers are views of the caller's own memory: it must not change before they are sent.
+    The buffers are views of the caller's own memory: it must not change before they are sent, or detached.
 
     Args:
         devices: leave CUDA tensors on their devices; `unified.bus.codec.cuda.settle` must follow before anything is
@@ -66,11 +49,11 @@ def encode(value: object, *, devices: bool = False) -> Encoded:
             body = pack(value)
         except (OverflowError, UnicodeEncodeError):
             return _lifted(value, devices)
-        return _new(Encoded, (body, [])) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
+        return SerializedValue(body, []) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
     return _lifted(value, devices)
 
 
-def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], *, devices: bool = False) -> Encoded:
+def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], *, devices: bool = False) -> SerializedValue:
     """``[args, kwargs]`` of a call, as `encode` does it; decodes to two items, a list and a dict."""
     if not SCALARS.issuperset(map(type, args)) or not SCALARS.issuperset(map(type, kwargs.values())):
         return encode([list(args), kwargs], devices=devices)
@@ -78,7 +61,7 @@ def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], *, devices: bo
         body = pack((args, kwargs))
     except (OverflowError, UnicodeEncodeError):
         return encode([list(args), kwargs], devices=devices)
-    return _new(Encoded, (body, [])) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
+    return SerializedValue(body, []) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
 
 
 def decode(body: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
@@ -104,19 +87,7 @@ def deserialize(value: SerializedValue) -> Any:
     return decode_again(value.body, value.buffers)
 
 
-def serialize(value: object) -> SerializedValue:
-    """Encode a value now, for it to be carried, kept and handed on without being decoded on the way.
-
-    Large buffers stay where they are: they must not change before it is sent; `SerializedValue.detach` if it is to be
-    kept here.
-
-    Raises:
-        UsageError: part of the value cannot be pickled; the message names it.
-    """
-    return SerializedValue(*encode(value))
-
-
-def _lifted(value: object, devices: bool) -> Encoded:
+def _lifted(value: object, devices: bool) -> SerializedValue:
     for is_careful in (False, True):
         writer = ValueEncoder(devices=devices, is_careful=is_careful)
         try:
@@ -129,13 +100,13 @@ def _lifted(value: object, devices: bool) -> Encoded:
     return _made(pack(writer.pickled(value)), writer)
 
 
-def _made(body: bytes, writer: ValueEncoder) -> Encoded:
+def _made(body: bytes, writer: ValueEncoder) -> SerializedValue:
     buffers = writer.outgoing.buffers
-    return Encoded(body, buffers) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, buffers)
+    return SerializedValue(body, buffers) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, buffers)
 
 
-def _with_body_aside(body: bytes, buffers: list[Buffer]) -> Encoded:
-    return Encoded(pack(Ext(BODY, pack(len(buffers)))), [*buffers, body])
+def _with_body_aside(body: bytes, buffers: list[Buffer]) -> SerializedValue:
+    return SerializedValue(pack(Ext(BODY, pack(len(buffers)))), [*buffers, body])
 
 
 def _decode(reader: ValueDecoder, body: Buffer) -> Any:

@@ -12,7 +12,7 @@ from unified.bus.shm.allocation import allocation_at, has_allocations
 class SerializedValue:
     """A value as bytes and buffers. Inside any other value it travels as it is, and arrives undecoded.
 
-    `unified.bus.codec.codec.serialize` makes it, `deserialize` decodes it. Large buffers are those of the caller until
+    `unified.bus.codec.codec.encode` makes it, `deserialize` decodes it. Large buffers are those of the caller until
     it is sent: they must not change before, or `detach` it. What was received through shared memory stays there, and is
     handed on without a copy.
 
@@ -30,7 +30,11 @@ class SerializedValue:
     @property
     def nbytes(self) -> int:
         """The size of all that it holds."""
-        return len(self.body) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+        if not self.buffers:
+            return len(self.body)
+        return len(self.body) + sum(
+            len(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer.nbytes for buffer in self.buffers
+        )
 
     def detach(self) -> SerializedValue:
         """The same with no memory that the caller may change: for one to be kept in the process that serialized it."""

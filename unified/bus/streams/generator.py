@@ -35,7 +35,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from enum import Enum
 from typing import Any, TypeGuard
 
-from unified.bus.codec.codec import Encoded, encode
+from unified.bus.codec.codec import SerializedValue, encode
 from unified.bus.executor import HandlerPool
 from unified.bus.streams.stream import WINDOW_BYTES, WINDOW_ITEMS
 from unified.core.backoff import Backoff
@@ -43,7 +43,7 @@ from unified.protocol.envelope import Kind
 
 logger = logging.getLogger(__name__)
 _SEND_AGAIN = Backoff(first_s=0.0002, limit_s=0.01, num_free=0)
-Send = Callable[[Kind, int, Encoded, bool], bool]
+Send = Callable[[Kind, int, SerializedValue, bool], bool]
 AnyGenerator = Generator[Any, Any, Any] | AsyncGenerator[Any, Any]
 
 
@@ -79,7 +79,7 @@ class StreamSource:
         generator: AnyGenerator,
         send: Send,
         *,
-        describe: Callable[[BaseException], Encoded],
+        describe: Callable[[BaseException], SerializedValue],
         what: str,
         expires: float | None = None,
     ) -> None:
@@ -225,7 +225,7 @@ class StreamSource:
                     await asyncio.wait_for(self._rung.wait(), left_s)
         return False
 
-    async def _send_async(self, kind: Kind, count: int, content: Encoded) -> bool:
+    async def _send_async(self, kind: Kind, count: int, content: SerializedValue) -> bool:
         num_tries = 0
         while not self._is_unwanted():
             if self._send(kind, count, content, False):
@@ -251,7 +251,7 @@ class StreamSource:
     def _is_unwanted(self) -> bool:
         return self._is_closed or (self._expires is not None and time.monotonic() >= self._expires)
 
-    def _note(self, content: Encoded) -> int:
+    def _note(self, content: SerializedValue) -> int:
         """Count an item that is about to be sent; return its place in the stream."""
         nbytes = content.nbytes
         with self._changed:
@@ -279,7 +279,7 @@ class StreamSource:
         self._close_generator()
         return Step.ENDED
 
-    def _end(self, kind: Kind, content: Encoded) -> Step:
+    def _end(self, kind: Kind, content: SerializedValue) -> Step:
         self._is_over = True
         if not self._is_unwanted():
             self._send(kind, self._num_sent, content, True)

@@ -152,11 +152,11 @@ class IoThreads:
             self._unread[connection] = (connection.num_reads, 0)
             self._keep_ticking()
 
-    def lend(self, num_ticks: int = 1) -> bool:
-        """Take in that user code begins on this thread: if it leads, another may lead until `take_back`, once so many
-        ticks have found it still there.
+    def begin_user_code(self, num_ticks: int = 1) -> bool:
+        """Take in that user code begins on this thread: if it leads, another may, until `end_user_code`, once so many
+        ticks have found the code still there.
 
-        Returns False, and no `take_back` is due, where this thread does not lead.
+        Returns False, and no `end_user_code` is due, where this thread does not lead.
         """
         if self._leader != threading.get_ident() or self._runs_code:
             return False
@@ -167,13 +167,13 @@ class IoThreads:
             self._keep_ticking()
         return True
 
-    def take_back(self) -> None:
+    def end_user_code(self) -> None:
         """Take in that the user code has ended."""
         with self._leading:
             if self._leader == threading.get_ident():
                 self._runs_code = False
 
-    def pass_on_now(self) -> bool:
+    def hand_over(self) -> bool:
         """Have another thread lead, since the code on this one is about to wait. False if this one does not lead."""
         if self._leader != threading.get_ident():
             return False
@@ -183,7 +183,7 @@ class IoThreads:
         return True
 
     @property
-    def may_run(self) -> bool:
+    def may_run_user_code(self) -> bool:
         """True if user code may run on the leader: there are other threads to take its place."""
         return len(self._threads) < MAX_THREADS or self._num_spare > 0
 
@@ -191,7 +191,7 @@ class IoThreads:
         return self._leader == threading.get_ident()
 
     @property
-    def has_mail(self) -> bool:
+    def has_more(self) -> bool:
         """True if more has come and is to be handed on."""
         return bool(self._messages)
 
@@ -299,7 +299,7 @@ class IoThreads:
                 me = self._leader = threading.get_ident()
             while self._leader == me and not self._is_closing:
                 if not call_guarded("receiver-failed", self._lead, me):
-                    self.take_back()
+                    self.end_user_code()
             with self._leading:
                 self._num_spare += 1
         self._close_if_last()

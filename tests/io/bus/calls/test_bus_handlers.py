@@ -274,7 +274,7 @@ def test_serialised_method_that_calls_itself_is_told_so(world: World) -> None:
 
     a, b = world.pair({"alone": alone})
     ends.append(b)
-    b.update_directory([entry("b", b._sockets.inbox)])
+    b.update_directory([entry("b", b._listeners.inbox)])
     with pytest.raises(RpcError, match="wait for one another there"):
         call(a, "alone", 1)
     assert call(a, "alone", 0) == 0

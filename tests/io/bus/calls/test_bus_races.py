@@ -51,7 +51,7 @@ def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypa
         (link,) = a._io.connections
         b.close()
         assert eventually(lambda: link.is_lost)
-        dead = entry("b", b._sockets.inbox, state=Reachability.DEAD, reason="it was killed")
+        dead = entry("b", b._listeners.inbox, state=Reachability.DEAD, reason="it was killed")
         a.update_directory([dead])
         return grant(self, *args)
 
@@ -99,7 +99,7 @@ def test_a_death_is_told_however_long_it_takes_to_give_memory_back(
     future = a.call("b", "wait", (), {})
     future.add_done_callback(lambda _: is_told.set())
     try:
-        a.update_directory([entry("b", b._sockets.inbox, state=Reachability.DEAD, reason="it was killed")])
+        a.update_directory([entry("b", b._listeners.inbox, state=Reachability.DEAD, reason="it was killed")])
         assert is_told.wait(PATIENCE_S)
         assert isinstance(future.exception(), WorkerDiedError)
         assert not unmapped

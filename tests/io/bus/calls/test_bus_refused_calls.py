@@ -44,7 +44,7 @@ def connected(world: World, inbox: Inbox) -> Iterator[Send]:
 def test_calls_of_another_job_and_repeated_calls_are_not_run(world: World, caplog: pytest.LogCaptureFixture) -> None:
     ran: list[str] = []
     a, b = world.pair({"note": ran.append})
-    inbox = b._sockets.inbox
+    inbox = b._listeners.inbox
     hello = Envelope(BUS_VERSION, Kind.HELLO, 0, STRANGER.inbox_id, "x", inbox.inbox_id, job="job-1")
     first = replace(hello, kind=Kind.CALL, call_id=1, method="note", count=1)
     foreign = replace(first, job="job-2")

@@ -19,7 +19,7 @@ import torch
 
 from tests.support.bus import PATIENCE_S, World, entry
 from tests.support.shared_memory import Side, peers
-from unified.bus.codec.codec import decode, decode_again, encode, serialize
+from unified.bus.codec.codec import decode, decode_again, encode
 from unified.bus.shm.allocation import allocation_at
 from unified.bus.shm.files import Sweeper, segment_name
 from unified.bus.shm.pool import ALLOCATION_READERS, SharedPool
@@ -156,7 +156,7 @@ def test_many_receivers_of_one_message(directory: str, owner: Side) -> None:
 def test_a_receiver_hands_it_on_without_a_copy(directory: str, owner: Side) -> None:
     with peers(directory, "consumer") as [consumer]:
         queue = Side(directory, "queue")
-        body, shared, _ = owner.send([serialize(born(owner, 3))], "queue")
+        body, shared, _ = owner.send([encode(born(owner, 3))], "queue")
         [item] = queue.receive("owner", body, shared)
         body, shared, frames = queue.send(item, "consumer")
         del item
@@ -168,7 +168,7 @@ def test_a_receiver_hands_it_on_without_a_copy(directory: str, owner: Side) -> N
 
 def test_a_sealed_value_that_stays_here_keeps_the_memory(owner: Side) -> None:
     array = born(owner, 3)
-    sealed = serialize({"a": array}).detach()
+    sealed = encode({"a": array}).detach()
     assert is_shared(np.frombuffer(sealed.buffers[0], "u1"))
     del array
     assert decode_again(sealed.body, sealed.buffers)["a"].sum() == 3 * NBYTES

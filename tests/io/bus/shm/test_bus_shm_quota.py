@@ -138,7 +138,7 @@ def test_calls_of_this_host_do_without_shared_memory(world: World, monkeypatch: 
         return array[::-1] + 1
 
     a, b = world.pair({"keep_and_make": keep_and_make})
-    assert isinstance(a._connections.connection(b._sockets.inbox), UnixConnection)
+    assert isinstance(a._connections.connection(b._listeners.inbox), UnixConnection)
     array = np.arange(4 * MIB // 8)
     result = a.call("b", "keep_and_make", (array,), {}).result(PATIENCE_S)
     assert segments_of(a.inbox_id, b.inbox_id) == []

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.shared_memory import Side, peers
-from unified.bus.codec.codec import SerializedValue, decode, deserialize, serialize
+from unified.bus.codec.codec import SerializedValue, decode, deserialize, encode
 from unified.bus.shm.files import Sweeper, identity
 from unified.bus.shm.reader import IDLE_S as READER_IDLE_S
 from unified.bus.shm.reader import SharedReader, borrowed_behind
@@ -124,7 +124,7 @@ def test_a_tensor_of_the_only_reader_may_be_written_to(directory: str, owner: Si
 
 def test_readers_of_one_tensor_do_not_see_each_others_writes(owner: Side) -> None:
     for number in range(3):  # the second time in memory that was written to before
-        sealed = serialize([torch.full((NBYTES,), float(number)), torch.ones(NBYTES)])
+        sealed = encode([torch.full((NBYTES,), float(number)), torch.ones(NBYTES)])
         exported = owner.pool.export(sealed.buffers, num_readers=2)
         assert exported is not None
         received = [owner.reader.borrow("owner", exported.grant("owner").shared or [], []) for _ in range(2)]
@@ -140,7 +140,7 @@ def test_readers_of_one_tensor_do_not_see_each_others_writes(owner: Side) -> Non
 
 
 def test_a_sealed_value_stays_as_it_is_however_often_it_is_opened(owner: Side) -> None:
-    sealed = owner.receive("owner", *owner.send([serialize(torch.ones(NBYTES))], "owner")[:2])[0]
+    sealed = owner.receive("owner", *owner.send([encode(torch.ones(NBYTES))], "owner")[:2])[0]
     assert isinstance(sealed, SerializedValue)
     first = deserialize(sealed)
     first += 1
@@ -193,7 +193,7 @@ def test_what_was_handed_on_can_be_handed_on_by_copies(directory: str, owner: Si
 
 def test_a_batch_of_sealed_values_is_handed_on_one_by_one(directory: str, owner: Side) -> None:
     producer = Side(directory, "producer")
-    body, shared, _ = producer.send([serialize(np.full(50_000, item, "u1")) for item in range(100)], "owner")
+    body, shared, _ = producer.send([encode(np.full(50_000, item, "u1")) for item in range(100)], "owner")
     batch = owner.receive("producer", body, shared)
     assert len(names(directory)) == 1
     for item, sealed in enumerate(batch):

@@ -137,7 +137,7 @@ def test_news_of_a_death_is_taken_in_while_its_link_is_held_up(world: World) -> 
     pending = a.call("b", "stuck", (), {})
     hold.set()
     assert entered.wait(PATIENCE_S)  # whoever reads the link is in the callback now
-    a.update_directory([entry("b", b._sockets.inbox, 0, Reachability.DEAD, "killed")])
+    a.update_directory([entry("b", b._listeners.inbox, 0, Reachability.DEAD, "killed")])
     assert not release.is_set()
     assert pending.exception(PATIENCE_S) is not None
     release.set()

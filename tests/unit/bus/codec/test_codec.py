@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.codec.codec import OUT_OF_BAND_BYTES, Encoded, decode, encode
+from unified.bus.codec.codec import OUT_OF_BAND_BYTES, SerializedValue, decode, deserialize, encode
 from unified.errors import ProtocolError, UsageError
 
 Ext = msgspec.msgpack.Ext
@@ -220,9 +220,10 @@ def test_what_only_cloudpickle_can_say() -> None:
     large = np.arange(OUT_OF_BAND_BYTES)
     scale = 3
     value = [lambda x: x * scale, Local, Local(large), {"step": functools.partial(lambda a, b: a - b, 5)}]
-    body, buffers = encode(value)
-    assert any(memoryview(buffer).nbytes == large.nbytes for buffer in buffers), "the array was copied into the pickle"
-    function, local, instance, more = decode(body, buffers)
+    encoded = encode(value)
+    sizes = [memoryview(buffer).nbytes for buffer in encoded.buffers]
+    assert large.nbytes in sizes, "the array was copied into the pickle"
+    function, local, instance, more = deserialize(encoded)
     assert function(2) == 6
     assert local.__doc__ == "Of this function."
     np.testing.assert_array_equal(instance.array, large)
@@ -230,9 +231,9 @@ def test_what_only_cloudpickle_can_say() -> None:
 
 
 def test_an_attempt_that_failed_leaves_no_buffers() -> None:
-    body, buffers = encode(Box([np.arange(OUT_OF_BAND_BYTES), torch.ones(OUT_OF_BAND_BYTES), lambda: 1]))
-    assert len(buffers) == 2
-    array, tensor, function = decode(body, buffers).content
+    encoded = encode(Box([np.arange(OUT_OF_BAND_BYTES), torch.ones(OUT_OF_BAND_BYTES), lambda: 1]))
+    assert len(encoded.buffers) == 2
+    array, tensor, function = deserialize(encoded).content
     assert (int(array[-1]), float(tensor[-1]), function()) == (OUT_OF_BAND_BYTES - 1, 1.0, 1)
 
 
@@ -301,4 +302,4 @@ def test_codec_imports_neither_torch_nor_numpy() -> None:
 
 
 def test_size_counts_body_and_buffers() -> None:
-    assert Encoded(b"123", [memoryview(bytearray(10)), b"12"]).nbytes == 15
+    assert SerializedValue(b"123", [memoryview(bytearray(10)), b"12"]).nbytes == 15

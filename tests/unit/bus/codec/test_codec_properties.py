@@ -30,7 +30,6 @@ from unified.bus.codec.codec import (
     decode_again,
     deserialize,
     encode,
-    serialize,
 )
 from unified.bus.codec.encoder import (
     ARRAY,
@@ -146,7 +145,7 @@ values = st.recursive(
         | st.builds(Record, inner)
         | inner.map(lambda item: collections.OrderedDict(a=item))
         | inner.map(lambda item: collections.deque([item], maxlen=3))
-        | inner.map(serialize)
+        | inner.map(encode)
     ),
     max_leaves=12,
 )
@@ -185,7 +184,7 @@ def test_arrays_however_they_lie(array: np.ndarray, data: st.DataObject) -> None
 
 @given(st.lists(values, max_size=3))
 def test_a_sealed_value_opens_to_what_was_sealed(items: list[Any]) -> None:
-    sealed = serialize(items)
+    sealed = encode(items)
     assert same(deserialize(sealed), items)
     assert same(deserialize(sealed.detach()), items)
     carried = over_the_wire({"deep": (sealed, Record(sealed))})["deep"]
@@ -202,18 +201,18 @@ def test_a_large_body_becomes_a_buffer() -> None:
         assert len(encoded.body) < 20
         assert len(encoded.buffers) == 1
         assert over_the_wire(value) == value
-        assert deserialize(deserialize(serialize(over_the_wire([serialize(value)])[0]))) == value
+        assert deserialize(deserialize(encode(over_the_wire([encode(value)])[0]))) == value
 
 
 def test_a_sealed_value_is_small_when_its_value_is() -> None:
-    assert serialize(None).nbytes == 1
-    assert len(encode(serialize([1, 2, 3])).body) < 20
-    assert repr(serialize(1)) == "<SerializedValue: 1 bytes>"
+    assert encode(None).nbytes == 1
+    assert len(encode(encode([1, 2, 3])).body) < 20
+    assert repr(encode(1)) == "<SerializedValue: 1 bytes>"
 
 
 def test_what_is_sealed_here_may_be_detached_from_the_callers_memory() -> None:
     array = np.zeros(OUT_OF_BAND_BYTES, "u1")
-    sealed, detached = serialize(array), serialize(array).detach()
+    sealed, detached = encode(array), encode(array).detach()
     array += 1
     assert (deserialize(sealed)[0], deserialize(detached)[0]) == (1, 0)
     assert not deserialize(sealed).flags.writeable
@@ -244,7 +243,7 @@ def check_cost(body: bytes, buffers: list[bytes]) -> None:
 
 messages = st.recursive(
     plain | arrays.filter(lambda array: array.dtype.names is None and not array.dtype.hasobject) | large,
-    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | inner.map(serialize),
+    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | inner.map(encode),
     max_leaves=6,
 )
 

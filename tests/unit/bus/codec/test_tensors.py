@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.bus.codec.codec import OUT_OF_BAND_BYTES, decode, deserialize, encode, serialize
+from unified.bus.codec.codec import OUT_OF_BAND_BYTES, decode, deserialize, encode
 
 LARGE = OUT_OF_BAND_BYTES // 4
 
@@ -212,7 +212,7 @@ def test_memory_that_is_used_again_within_one_value_is_not_taken_for_the_same() 
 
 def test_a_sealed_tensor_can_be_opened_twice() -> None:
     tensor = torch.zeros(LARGE)
-    for sealed in (serialize(tensor), over_the_wire([serialize(tensor)])[0]):
+    for sealed in (encode(tensor), over_the_wire([encode(tensor)])[0]):
         first = deserialize(sealed)
         first += 1
         assert deserialize(sealed).sum() == 0

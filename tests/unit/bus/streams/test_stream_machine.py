@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from unified.bus.calls.remote_errors import describe, describe_ours, rebuild
-from unified.bus.codec.codec import Encoded
+from unified.bus.codec.codec import SerializedValue
 from unified.bus.streams import generator, stream
 from unified.bus.streams.generator import Step, StreamSource
 from unified.bus.streams.stream import RpcStream, StreamFeed
@@ -30,7 +30,7 @@ class StreamMachine(RuleBasedStateMachine):
         self._patched = [(module, vars(module).copy()) for module in (stream, generator)]
         for module, _ in self._patched:
             module.WINDOW_ITEMS, module.WINDOW_BYTES = WINDOW_ITEMS, WINDOW_BYTES  # type: ignore[attr-defined]
-        self.to_caller: deque[tuple[Kind, int, Encoded]] = deque()
+        self.to_caller: deque[tuple[Kind, int, SerializedValue]] = deque()
         self.to_callee: deque[tuple[Kind, int]] = deque()
         self.made: list[bytes] = []
         """What the generator yielded."""
@@ -50,7 +50,10 @@ class StreamMachine(RuleBasedStateMachine):
     def begin(self, sizes: list[int], how: str) -> None:
         self.sizes, self.how = sizes, how
         self.source = StreamSource(
-            self.generate(sizes), self.send, describe=lambda error: Encoded(self.described(error), []), what=WHAT
+            self.generate(sizes),
+            self.send,
+            describe=lambda error: SerializedValue(self.described(error), []),
+            what=WHAT,
         )
         self.feed = StreamFeed(WHAT, send_more=self.more, cancel=self.cancel, abandon=self.abandon)
         self.stream: RpcStream[bytes] | None = RpcStream(self.feed)
@@ -68,7 +71,7 @@ class StreamMachine(RuleBasedStateMachine):
     def described(self, error: BaseException) -> bytes:
         return describe(error, worker="b", node="n1", ours={})
 
-    def send(self, kind: Kind, count: int, content: Encoded, may_wait: bool) -> bool:
+    def send(self, kind: Kind, count: int, content: SerializedValue, may_wait: bool) -> bool:
         self.num_ends_sent += kind in (Kind.RESULT, Kind.ERROR)
         self.to_caller.append((kind, count, content))
         return True
@@ -116,7 +119,9 @@ class StreamMachine(RuleBasedStateMachine):
             case Kind.UNDELIVERABLE:
                 self.source.close()
                 if not self.is_dead:
-                    self.to_caller.append((Kind.ERROR, 0, Encoded(describe_ours(BusOverloadedError("dropped")), [])))
+                    self.to_caller.append(
+                        (Kind.ERROR, 0, SerializedValue(describe_ours(BusOverloadedError("dropped")), []))
+                    )
 
     @rule()
     def consume(self) -> None:

@@ -23,7 +23,7 @@ from unified.bus.calls.deadlock.graph import (
 from unified.bus.calls.inbound import InboundCall, Reply
 from unified.bus.calls.outbound import OutboundCall
 from unified.bus.calls.retry import LATER
-from unified.bus.codec.codec import Encoded
+from unified.bus.codec.codec import SerializedValue
 from unified.bus.executor import HandlerPool
 from unified.bus.identity import BusIdentity
 from unified.bus.streams.stream import StreamFeed
@@ -140,7 +140,7 @@ class DeadlockMonitor:
         here += index.outside(self._outside, self._worker)
         findings = self._decide(here, {name: bool(call.chain) for name, call in calls.items()}, index.ids)
         for name, blocked in findings.tell.items():
-            self._reply(calls[name], Kind.WAITS, Encoded(encode_blocked(blocked), []), False)
+            self._reply(calls[name], Kind.WAITS, SerializedValue(encode_blocked(blocked), []), False)
         for name, cycle in findings.refuse.items():
             words = f"none goes on: {cycle} -> the first of these."
             if name in calls:
