@@ -106,10 +106,18 @@ class CheckpointManager:
         """The number of good checkpoints that stay; None: all."""
         return self._saver.keep_last_n
 
+    @keep_last_n.setter
+    def keep_last_n(self, number: int | None) -> None:
+        self._saver.keep_last_n = number
+
     @property
     def interval_steps(self) -> int | None:
         """The interval of steps that are saved; None: whenever asked."""
         return self._saver.interval_steps
+
+    @interval_steps.setter
+    def interval_steps(self, steps: int | None) -> None:
+        self._saver.interval_steps = steps
 
     @property
     def last_load(self) -> LoadReport | None:
