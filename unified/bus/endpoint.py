@@ -25,15 +25,14 @@ from unified.bus.calls.deadlock.monitor import PoolMonitor
 from unified.bus.calls.dispatcher import Dispatcher
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import InboundCall
-from unified.bus.calls.outbound import OutgoingPayload
 from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry
-from unified.bus.calls.sender import Sender
+from unified.bus.calls.sender import OutgoingPayload, Sender
 from unified.bus.calls.server import MAX_HANDLER_THREADS, CallServer
 from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments
-from unified.bus.executor import HandlerPool, Trimmer
+from unified.bus.executor import HandlerPool
 from unified.bus.identity import BusIdentity, BusNetwork
-from unified.bus.shm.pool import SharedPool
+from unified.bus.shm.pool import SharedPool, Trimmer
 from unified.bus.shm.reader import SharedReader
 from unified.bus.streams.stream import Awaited
 from unified.bus.transport.connections import ConnectionTable

@@ -9,11 +9,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection
 from queue import Empty, SimpleQueue
 
-from unified.threads import TimerThread, start_thread
+from unified.threads import start_thread
 
 
 class LoopThread:
@@ -60,17 +59,8 @@ class LoopThread:
             loop.close()
 
 
-class Trimmer(TimerThread):
-    """Timer that has what is idle given back, `TRIM_S` after somebody asked."""
-
-    def soon(self) -> None:
-        """Have it done, unless that is awaited."""
-        self.set(time.monotonic() + TRIM_S)
-
-
 logger = logging.getLogger(__name__)
 MOST_THREADS = 1024
-TRIM_S = 2.0
 
 
 class HandlerPool:

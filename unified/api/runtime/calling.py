@@ -79,8 +79,9 @@ def begin_all(
     targets: Sequence[str], method: Method, args: Sequence[Any], kwargs: dict[str, Any], options: CallOptions
 ) -> list[RpcFuture[Any]]:
     """Call the same of several workers; the arguments are encoded once."""
-    check_retries(method, options.retries)
     name = method_name(method)
+    if options.retries:
+        check_retries(method, options.retries)
     futures = current_worker().bus.call_many(targets, name, args, kwargs, timeout=options.timeout)
     return _all_retried(futures, targets, name, [(args, kwargs)] * len(targets), options)
 
@@ -89,8 +90,9 @@ def begin_each(
     targets: Sequence[str], method: Method, arguments: Sequence[Arguments], options: CallOptions
 ) -> list[RpcFuture[Any]]:
     """Call the same method of several workers with arguments of their own; if one cannot be sent, none is called."""
-    check_retries(method, options.retries)
     name = method_name(method)
+    if options.retries:
+        check_retries(method, options.retries)
     futures = current_worker().bus.call_each(targets, name, arguments, timeout=options.timeout)
     return _all_retried(futures, targets, name, arguments, options)
 

@@ -18,10 +18,9 @@ from unified.bus.calls import pending
 from unified.bus.calls.flow_control import CALL_OVERHEAD_BYTES, FlowControl
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT
-from unified.bus.calls.outbound import OutboundCall, OutgoingPayload
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.calls.remote_errors import rebuild
-from unified.bus.calls.sender import Sender
+from unified.bus.calls.sender import OutboundCall, OutgoingPayload, Sender
 from unified.bus.codec.codec import decode
 from unified.bus.identity import BusIdentity
 from unified.bus.streams.stream import Host, RpcStream, StreamFeed

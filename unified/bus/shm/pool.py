@@ -26,7 +26,7 @@ from unified.bus.shm.segment import Segment, places, space_for
 from unified.bus.shm.slots import Plan, Slot, SlotTable
 from unified.errors import UsageError
 from unified.memory.copy import address_of
-from unified.threads import own_pid
+from unified.threads import TimerThread, own_pid
 
 LIMIT_VARIABLE = "UNIFIED_SHM_LIMIT"
 SHARE_OF_MOUNT = 0.25
@@ -70,6 +70,17 @@ PAUSE_S = 1.0
 
 
 _pools: weakref.WeakSet[SharedPool] = weakref.WeakSet()
+
+
+TRIM_S = 2.0
+
+
+class Trimmer(TimerThread):
+    """Timer that gives idle memory back, `TRIM_S` after somebody asked."""
+
+    def soon(self) -> None:
+        """Give back in `TRIM_S`, unless that is awaited already."""
+        self.set(time.monotonic() + TRIM_S)
 
 
 class SharedPool:

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from unified.bus.executor import Trimmer
 from unified.bus.identity import BusIdentity
+from unified.bus.shm.pool import Trimmer
 from unified.bus.transport.failover import GIVE_UP_AFTER_S, State
 from unified.bus.transport.framing import pack
 from unified.bus.transport.io_threads import IoThreads

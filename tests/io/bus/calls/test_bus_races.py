@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.bus import PATIENCE_S, World, entry
 from unified.bus.calls import client
-from unified.bus.calls.outbound import OutgoingPayload
+from unified.bus.calls.sender import OutgoingPayload
 from unified.bus.streams.stream import StreamFeed
 from unified.errors import RpcCancelledError, RpcTimeoutError, WorkerDiedError
 from unified.protocol.records import Reachability

@@ -21,8 +21,8 @@ from unified.bus.calls.deadlock.graph import (
     reader_of,
 )
 from unified.bus.calls.inbound import InboundCall, Reply
-from unified.bus.calls.outbound import OutboundCall
 from unified.bus.calls.retry import LATER
+from unified.bus.calls.sender import OutboundCall
 from unified.bus.codec.codec import SerializedValue
 from unified.bus.executor import HandlerPool
 from unified.bus.identity import BusIdentity
