@@ -85,7 +85,12 @@ class Producers:
         handle = put.handle
         del self.waiting[handle.handle, put.number]
         del handle.waiting_puts[put.number]
-        handle.ended_puts[put.number] = (outcome, put.num_in)
+        ended = handle.ended_puts
+        is_late = bool(ended) and next(reversed(ended)) > put.number
+        ended[put.number] = (outcome, put.num_in)
+        if is_late:  # `_forget` takes them in the order of their numbers
+            for number in sorted(ended):
+                ended.move_to_end(number)
         self._save(put, outcome)
         if put.request_id is not None:
             self._answer(put.request_id, outcome, put.num_in)

@@ -164,6 +164,15 @@ def test_put_asked_for_twice_goes_in_once(tale: Story) -> None:
     assert tale.waiting == ["a", "b"]
 
 
+def test_puts_that_ended_out_of_order_are_forgotten_by_their_numbers() -> None:
+    tale = story(size=1, is_durable=True)
+    tale.put(1, 0, "a")
+    tale.put(1, 1, "b")
+    assert tale.put(1, 2, "c", wait_s=0, is_last=True) == [(3, (Outcome.FULL, 0))]
+    assert tale.put(1, 3, "d", below=2) == [(2, (Outcome.FULL, 0))]  # the second was given up
+    assert list(tale.core.state.handles[1].ended_puts) == [2] == [number for _, number in tale.journal.puts]
+
+
 def test_put_that_was_given_up_is_dropped_with_the_next_one_and_what_waits_behind_it_goes_in() -> None:
     tale = story(size=2)
     tale.put(1, 1, "a")
