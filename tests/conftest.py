@@ -14,8 +14,12 @@ from typing import Any
 import hypothesis
 import pytest
 
-# How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile("unified", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# No deadline, no `too_slow`: how long an example takes says how busy the machine is. A process of the suite that gets
+# no processor for a quarter of a second failed whatever property it was testing. Not derandomised: each run looks at
+# other examples, which is what a property is for; a failure prints how to have it again.
+hypothesis.settings.register_profile(
+    "unified", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
 hypothesis.settings.load_profile("unified")
 
 # torch's TCPStore looks up its peers' names; a packet that the name server loses would cost 5 s (see RESOLVER in

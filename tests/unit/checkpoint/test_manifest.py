@@ -7,7 +7,7 @@ import sys
 import zlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unified.checkpoint import manifest as m
@@ -45,7 +45,6 @@ def test_names_come_back_and_sort_by_step(step: int) -> None:
     assert m.step_of(m.part_name(step, "ab12")) is None
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 10**7), st.lists(st.binary(max_size=50), max_size=3), st.dictionaries(st.text(), JSON, max_size=3)
 )

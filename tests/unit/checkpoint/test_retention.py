@@ -67,7 +67,7 @@ def test_parts_of_a_manifest_that_cannot_be_read_stay() -> None:
     assert sweep(checkpoint(1), more=[broken, part]) == SweepPlan()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.dictionaries(st.integers(0, 30), st.sampled_from([10, 10, 3, None]), max_size=12),
     st.integers(1, 4),

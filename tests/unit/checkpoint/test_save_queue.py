@@ -84,7 +84,7 @@ def test_an_end_without_a_beginning_is_refused() -> None:
         make_queue().failed(0.0, OSError())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from(["offer", "next", "ok", "fail"]), st.integers(0, 5), st.integers(0, 12))),
     st.sampled_from(["newest", "wait"]),

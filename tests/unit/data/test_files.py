@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.data_files import assign_files
@@ -24,7 +24,6 @@ def test_numbers_in_names_are_sorted_by_value_folder_by_folder() -> None:
     assert sorted(names, key=natural_key) == ["a2/x", "a10/x", "b", "b/part-9", "b/part-9-1", "b/part-10", "part"]
 
 
-@settings(deadline=None)
 @given(NAMES)
 def test_the_order_depends_on_the_names_alone(names: list[str]) -> None:
     backwards = names[::-1]
@@ -86,7 +85,6 @@ def rows_of(found: list[FileRows]) -> list[tuple[int, int]]:
     return [(rows.file, row) for rows in found for row in range(rows.start, rows.end)]
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(0, 150), st.integers(0, 150))
 def test_a_range_of_samples_is_the_same_range_of_all_rows(sizes: list[int], start: int, end: int) -> None:
     layout = FileLayout(sizes)
@@ -99,7 +97,6 @@ def test_a_range_of_samples_is_the_same_range_of_all_rows(sizes: list[int], star
     assert layout.total_samples == len(rows)
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 20))
 def test_shards_hold_every_row_once_whatever_the_sizes_of_files_and_shards(sizes: list[int], shard_size: int) -> None:
     layout = FileLayout(sizes)
@@ -114,7 +111,6 @@ def test_shards_hold_every_row_once_whatever_the_sizes_of_files_and_shards(sizes
     assert served == [(file, row) for file, size in enumerate(sizes) for row in range(size)]
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(0, 150), st.integers(0, 150))
 def test_an_assignment_says_which_rows_without_the_sizes_of_the_other_files(
     sizes: list[int], start: int, end: int
@@ -135,7 +131,6 @@ def test_a_file_without_rows_is_not_named() -> None:
     assert FileLayout([2, 0, 0, 3]).locate(1, 4) == [FileRows(0, 1, 2), FileRows(3, 0, 2)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 7), st.data())
 def test_a_mark_is_the_nearest_noted_row_and_where_it_begins(
     lengths: list[int], every: int, data: st.DataObject

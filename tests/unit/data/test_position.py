@@ -69,7 +69,7 @@ def test_what_is_no_state_is_refused_and_changes_nothing(state: dict[str, Any]) 
     assert position.epoch == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.data())
 def test_every_sample_is_read_once_wherever_reading_was_cut_and_gone_on_with(
     sizes: list[int], data: st.DataObject
@@ -95,7 +95,7 @@ def test_every_sample_is_read_once_wherever_reading_was_cut_and_gone_on_with(
     assert sorted(position.done) == list(range(len(sizes)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.data())
 def test_every_sample_is_read_once_by_worlds_of_changing_size(sizes: list[int], data: st.DataObject) -> None:
     """Each world loads what the one before had come to, all ranks together, and has shards dealt to it anew."""

@@ -37,7 +37,7 @@ OPERATORS: dict[str, tuple[Callable[[Dataset[Any]], Dataset[Any]], Callable[[lis
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 20), st.lists(st.sampled_from(sorted(OPERATORS)), max_size=6), st.booleans())
 def test_any_chain_of_operators_does_what_lists_would(size: int, names: list[str], has_index: bool) -> None:
     data: Dataset[Any] = Dataset(range(size)) if has_index else Dataset(lambda: iter(range(size)))

@@ -119,7 +119,7 @@ def made(
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), SHAPES, st.integers(0, 15), st.booleans(), st.booleans())
 def test_every_task_once_whatever_is_lost(
     data: st.DataObject, shape: tuple[int, int, int], size: int, in_order: bool, is_restarted: bool
@@ -132,7 +132,7 @@ def test_every_task_once_whatever_is_lost(
     assert (taken if in_order else sorted(taken)) == list(range(size))  # type: ignore[type-var]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), SHAPES, st.booleans())
 def test_streams_of_an_iterable_dataset_each_to_its_end(
     data: st.DataObject, shape: tuple[int, int, int], is_restarted: bool
@@ -150,7 +150,7 @@ def test_streams_of_an_iterable_dataset_each_to_its_end(
     assert len(orders[0]) == sum(lengths)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), SHAPES)
 def test_streams_out_of_order_lose_nothing_either(data: st.DataObject, shape: tuple[int, int, int]) -> None:
     lengths = data.draw(st.lists(st.integers(0, 5), min_size=shape[0], max_size=shape[0]))

@@ -460,4 +460,4 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=100, stateful_step_count=50)

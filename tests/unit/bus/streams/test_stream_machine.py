@@ -224,4 +224,4 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 TestStreamMachine: Any = StreamMachine.TestCase
-TestStreamMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestStreamMachine.settings = settings(max_examples=200, stateful_step_count=50)

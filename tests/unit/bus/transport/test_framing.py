@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unified.bus.transport.framing import FrameReader, Frames, pack
@@ -43,14 +43,12 @@ def plain(frames: Frames) -> tuple[bytes, bytes, list[bytes]]:
     return bytes(frames.envelope), bytes(frames.body), [bytes(each) for each in frames.buffers]
 
 
-@settings(deadline=None)
 @given(messages=MESSAGES, cuts=st.lists(st.integers(1, 40_000), min_size=1, max_size=5))
 def test_any_cut_gives_the_same_messages(messages: list[tuple[bytes, bytes, list[bytes]]], cuts: list[int]) -> None:
     stream = b"".join(bytes(piece) for message in messages for piece in pack(*message))
     assert [plain(each) for each in read(stream, cuts)] == messages
 
 
-@settings(deadline=None)
 @given(rubbish=st.binary(max_size=2000))
 def test_rubbish_is_an_error_or_waits_for_more(rubbish: bytes) -> None:
     reader = FrameReader()

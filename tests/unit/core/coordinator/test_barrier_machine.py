@@ -232,5 +232,5 @@ class BarrierMachine(RuleBasedStateMachine):
         model.waiting = {}
 
 
-BarrierMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+BarrierMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 TestBarrierMachine = BarrierMachine.TestCase

@@ -408,7 +408,7 @@ class Reader:
         assert list(self.story.store.items()) == known
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.booleans(),
     st.sampled_from([4, 100]),

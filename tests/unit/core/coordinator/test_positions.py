@@ -190,7 +190,7 @@ def test_a_position_that_cannot_be_changes_nothing(request_: RestorePosition, wo
 STEPS = st.tuples(st.sampled_from(["read", "load", "save", "crash", "restart"]), st.integers(0, 2))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.booleans(), st.lists(STEPS, max_size=60))
 def test_a_model_that_goes_back_with_its_data_learns_from_every_shard_once(
     shuffle: bool, script: list[tuple[str, int]]

@@ -49,7 +49,7 @@ def test_draining_is_taking_one_by_one_from_who_has_most(loads: list[int], share
     assert {name: load - less.get(name, 0) for name, load in holders.items()} == one_by_one
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(num_shards=st.integers(1, 9000), salt=st.text(max_size=5), data=st.data())
 def test_a_shard_has_the_same_place_whoever_else_is_on_the_ring(
     num_shards: int, salt: str, data: st.DataObject
@@ -79,7 +79,7 @@ def test_a_spread_depends_on_its_salt_and_no_order_matters() -> None:
     assert spread("a", range(9, 90), 100, rooms) == spread("a", range(89, 8, -1), 100, rooms)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rooms=st.lists(st.integers(0, 12), min_size=1, max_size=8), others=st.integers(0, 50), data=st.data())
 def test_a_spread_gives_everything_and_nobody_more_than_has_room(
     rooms: list[int], others: int, data: st.DataObject
@@ -91,7 +91,7 @@ def test_a_spread_gives_everything_and_nobody_more_than_has_room(
     assert all(len(some) <= rooms[int(name.removeprefix("worker-"))] for name, some in given_out.items())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(num_nodes=st.integers(1, 12), data=st.data())
 def test_a_ring_moves_only_what_a_node_takes_or_gives_up(num_nodes: int, data: st.DataObject) -> None:
     ring = ConsistentHash(names(num_nodes), num_points=8)

@@ -203,4 +203,4 @@ class Reading(RuleBasedStateMachine):
 
 
 TestReading = Reading.TestCase
-TestReading.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestReading.settings = settings(max_examples=150, stateful_step_count=40)

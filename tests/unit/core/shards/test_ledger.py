@@ -34,7 +34,7 @@ def owners_of(ledger: Ledger, epoch: int = 0) -> dict[int, str]:
 
 
 @given(num_shards=st.integers(0, 300), num_workers=st.integers(1, 9), epoch=st.integers(0, 3), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_workers_that_come_together_have_the_same_whatever_their_order(
     num_shards: int, num_workers: int, epoch: int, data: st.DataObject
 ) -> None:
@@ -254,7 +254,7 @@ def assert_even(ledger: Ledger, num_shards: int) -> None:
     assert max(loads) - min(loads) <= 1, "each has the mean, rounded down or up"
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     num_workers=st.integers(1, 1000),
     num_shards=st.integers(0, 100_000),
@@ -290,7 +290,7 @@ def test_loads_are_even_and_a_join_or_leave_moves_one_share(
     assert ledger.revision == revision + 2
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     num_workers=st.integers(1, 1000),
     num_shards=st.integers(1, 100_000),
@@ -325,7 +325,7 @@ def test_whoever_comes_and_goes_nobody_has_much_more_than_the_mean_and_little_mo
     done=st.lists(st.integers(0, 6)),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_after_uneven_progress_a_change_moves_one_share_and_overloads_nobody(
     num_shards: int, num_workers: int, shuffle: bool, done: list[int], data: st.DataObject
 ) -> None:

@@ -456,4 +456,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueLeases = QueueMachine.TestCase
-TestQueueLeases.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestQueueLeases.settings = settings(max_examples=200, stateful_step_count=50)
