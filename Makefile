@@ -10,14 +10,17 @@ SECONDS ?= 600
 PEERS := out/peers
 PEER_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST ?= $(BIN)/python -m pytest --quiet
-# Most tests wait for other processes, so two a core; each takes some 400 MiB.
-PARALLEL ?= --numprocesses=$(shell echo $$(($$(nproc) * 2))) --maxprocesses=8 --dist=$(DIST)
-DIST ?= loadfile
+# Most tests wait for other processes, so two a core; each takes some 400 MiB. A process that is done takes tests from
+# another: a file of long tests would keep one busy when all others are through.
+PARALLEL ?= --numprocesses=$(shell echo $$(($$(nproc) * 2))) --maxprocesses=8 --dist=worksteal
 TABLES := $(if $(README),--readme)
 NOT_HERE := not gpu and not slurm and not browser
+# What Python has compiled is kept, whatever the shell says: else each of some hundred processes compiles it anew, and
+# each process of pytest rewrites all assertions.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test test-slow check lint types layers unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale peers soak docs clean
+.PHONY: help setup demo example test test-slow check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale peers soak docs clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,10 +33,12 @@ demo: $(VENV)/.installed-examples ## train a small GPT on 2 ranks over 2 local a
 example: $(VENV)/.installed-examples ## run another example: make example N=actors
 	@$(BIN)/python examples/$(N)/submit.py
 
-test: setup lint types layers ## linters, types, layers, and all tests that need no special machine but the slow ones
+test: setup lint ## linters, types, layers, and all tests that need no special machine but the slow ones
+	@$(MAKE) --no-print-directory --jobs=3 types layers suite
+
+suite: setup
 	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and not slow and not netns" $(if $(REPORT),--junit-xml=$(REPORT))
 
-test-slow: DIST := load
 test-slow: setup ## the tests that `make test` leaves out: whole examples, and kills by the hundred
 	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and (slow or netns)" $(if $(REPORT),--junit-xml=$(REPORT))
 
@@ -45,7 +50,6 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
-	$(BIN)/mypy tests benchmarks
 	@for folder in docs examples/*; do test ! -d $$folder || MYPYPATH=$$folder $(BIN)/mypy $$folder/*.py || exit 1; done
 
 layers: setup
