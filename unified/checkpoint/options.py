@@ -101,4 +101,4 @@ def with_options(function: Callable[..., Any]) -> inspect.Signature:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
         for name, default in DEFAULTS.items()
     ]
-    return signature.replace(parameters=[*kept[1:], *added])
+    return signature.replace(parameters=[*kept, *added])

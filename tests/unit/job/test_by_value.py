@@ -40,9 +40,9 @@ if "alone" in sys.argv:
     by_value.all_run_this_script()
 if "write" in sys.argv:
     content = [Guarded()] if "guarded" in sys.argv else [Sample(0.5), Sample, double, {"a": Sample(1.0)}]
-    body, buffers = encode(content)
-    assert not buffers
-    sys.stdout.buffer.write(body)
+    encoded = encode(content)
+    assert not encoded.buffers
+    sys.stdout.buffer.write(encoded.body)
 elif "read" in sys.argv:
     sample, cls, function, more = decode(sys.stdin.buffer.read())
     assert sample == Sample(0.5) and more == {"a": Sample(1.0)}, (sample, more)
