@@ -271,7 +271,7 @@ class _WorkerProcess:
         )
         failure = with_written(failure, error_file.beside(self._launch.log_file))
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it; the failure is told all the same
-            if isinstance(error, KeyboardInterrupt) and self._stop.is_asked:  # a traceback of each rank is too much
+            if isinstance(error, KeyboardInterrupt) and self._stop.is_asked_soon():  # a line a rank will do
                 print(f"unified: interrupted{where(error)}", file=sys.stderr)
             elif failure.is_collateral:  # the one that broke first is worth reading; this one can be asked for
                 print(f"unified: another worker broke this one: {failure.summary}", file=sys.stderr)

@@ -74,6 +74,13 @@ class StopState:
         """Promise to look at `is_asked` again, so that the worker is given its time."""
         self._is_watched = True
 
+    def is_asked_soon(self, within_s: float = 0.5) -> bool:
+        """Return True if a stop was asked for: the message may be read a moment after the signal that follows it."""
+        until = time.monotonic() + within_s
+        while not self.is_asked and time.monotonic() < until:
+            time.sleep(0.01)
+        return self.is_asked
+
     def left_s(self) -> float:
         """Seconds of the grace period that are left, less a margin; all of it before a stop was asked for."""
         past_s = time.monotonic() - self._asked_at if self.is_asked else 0.0
