@@ -135,6 +135,11 @@ class Child(Talk):
     def exit_code(self) -> int:
         return self.process.wait(PATIENCE_S)
 
+    def ends(self) -> int:
+        """Its exit code, once it was stopped."""
+        self.stop()
+        return self.exit_code()
+
     def close(self) -> None:
         self.hang_up()
         with contextlib.suppress(ProcessLookupError):
@@ -160,10 +165,15 @@ class Agent:
         self.children.append(child)
         return child
 
-    def launch_store(self) -> Child:
-        store = self.describe(attribute("run"))
-        child = Child(msgspec.structs.replace(store, kind="store", name="store"), self.folder)
-        self.children.append(child)
+    def load(self, code: str, name: str = "run", **given: Any) -> Child:
+        """A worker whose entry point is this name in this code."""
+        self.write("wp_code.py", code)
+        return self.launch(attribute(name), **given)
+
+    def run(self, code: str, name: str = "run", **given: Any) -> Child:
+        """The same, with the order to run."""
+        child = self.load(code, name, **given)
+        child.run()
         return child
 
     def describe(

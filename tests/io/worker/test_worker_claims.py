@@ -33,8 +33,7 @@ def run():
 
 
 def test_claims_go_to_the_agent_and_answers_come_with_the_directory(agent: Agent) -> None:
-    agent.write("wp_code.py", CODE)
-    child = agent.launch(attribute("run"))
+    child = agent.load(CODE)
     inbox = child.run().inbox
 
     def answer(revision: int, names: dict[str, int], refused: dict[str, NameRefusal]) -> None:

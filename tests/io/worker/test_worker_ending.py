@@ -67,8 +67,7 @@ def test_the_end_of_the_program_is_part_of_the_run(agent: Agent, program: str) -
     agent.write("go", "")
     child.expect(Finished)
     check_end(agent, child)
-    child.stop()
-    assert child.exit_code() == 0
+    assert child.ends() == 0
     assert child.errors.read_text() == ""
 
 
@@ -103,8 +102,7 @@ def test_a_program_that_is_called_ends_when_it_is_let_go(agent: Agent) -> None:
         child.expect(Finished)
         assert "exit function" not in child.output.read_text()
         assert call("ask").result(PATIENCE_S) == "7"
-    child.stop()
-    assert child.exit_code() == 0
+    assert child.ends() == 0
     check_end(agent, child)
 
 
@@ -211,9 +209,7 @@ INTERRUPTED = """
     ],
 )
 def test_ctrl_c_is_a_keyboard_interrupt(agent: Agent, name: str, said: str, code: int) -> None:
-    agent.write("wp_code.py", INTERRUPTED)
-    child = agent.launch(attribute(name))
-    child.run()
+    child = agent.run(INTERRUPTED, name)
     child.until_printed("up")
     interrupt(child)
     child.expect(Finished if code == 0 else Failed)
@@ -228,9 +224,7 @@ def interrupt(child: Child) -> None:
 
 
 def test_ctrl_c_while_nobodys_code_runs_is_a_stop(agent: Agent) -> None:
-    agent.write("wp_code.py", "def run(): pass")
-    child = agent.launch(attribute("run"))
-    child.run()
+    child = agent.run("def run(): pass")
     child.expect(Finished)
     interrupt(child)
     assert child.exit_code() == 0
@@ -238,9 +232,7 @@ def test_ctrl_c_while_nobodys_code_runs_is_a_stop(agent: Agent) -> None:
 
 
 def test_a_handler_of_sigterm_may_call_the_one_before_it(agent: Agent) -> None:
-    agent.write("wp_code.py", INTERRUPTED)
-    child = agent.launch(attribute("chains"))
-    child.run()
+    child = agent.run(INTERRUPTED, "chains")
     child.until_printed("up")
     child.stop()
     child.expect(Finished)

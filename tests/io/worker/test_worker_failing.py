@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.support.workers import Agent, attribute
+from tests.support.workers import Agent
 from unified.job.spec import EntryPoint
 from unified.protocol.worker_agent import (
     Finished,
@@ -26,8 +26,7 @@ from unified.protocol.worker_agent import (
     ],
 )
 def test_setup_failure_is_said_before_the_order_to_run(agent: Agent, code: str, name: str, summary: str) -> None:
-    agent.write("wp_code.py", code)
-    child = agent.launch(attribute(name))
+    child = agent.load(code, name)
     child.expect(Hello)
     failure = child.failure()
     assert failure.category == "setup"
@@ -37,8 +36,7 @@ def test_setup_failure_is_said_before_the_order_to_run(agent: Agent, code: str, 
 
 
 def test_a_working_directory_that_is_not_there_is_a_setup_failure(agent: Agent) -> None:
-    agent.write("wp_code.py", "def run(): pass")
-    child = agent.launch(attribute("run"), envs={"DLROVER_WORKING_DIR": "/no/such/folder"})
+    child = agent.load("def run(): pass", envs={"DLROVER_WORKING_DIR": "/no/such/folder"})
     failure = child.failure()
     assert failure.category == "setup"
     assert "has no working directory /no/such/folder" in failure.summary
@@ -46,8 +44,7 @@ def test_a_working_directory_that_is_not_there_is_a_setup_failure(agent: Agent) 
 
 
 def test_two_rpc_methods_of_one_name_are_a_setup_failure(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.run(
         """
         from unified.bus.calls.registry import rpc
 
@@ -60,16 +57,13 @@ def test_two_rpc_methods_of_one_name_are_a_setup_failure(agent: Agent) -> None:
         def run(): pass
         """,
     )
-    child = agent.launch(attribute("run"))
-    child.run()
     failure = child.failure()
     assert failure.category == "setup"
     assert "RPC method 'same' already registered." in failure.summary
 
 
 def test_exception_becomes_a_failure_with_the_users_frames_only(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.run(
         """
         from unified.api.runtime.worker import current_worker
 
@@ -81,8 +75,6 @@ def test_exception_becomes_a_failure_with_the_users_frames_only(agent: Agent) ->
             raise ValueError("loss is NaN")
         """,
     )
-    child = agent.launch(attribute("run"))
-    child.run()
     assert child.expect(Reported).progress.step == 7
     failure = child.failure()
     assert (failure.summary, failure.category) == ("ValueError: loss is NaN", "user")
@@ -115,8 +107,7 @@ def test_exit_without_a_code_is_success(agent: Agent, argument: str) -> None:
 
 
 def test_threads_of_a_failed_worker_do_not_keep_it(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.run(
         """
         import threading
         import unified.worker.exit
@@ -128,8 +119,6 @@ def test_threads_of_a_failed_worker_do_not_keep_it(agent: Agent) -> None:
             raise ValueError
         """,
     )
-    child = agent.launch(attribute("run"))
-    child.run()
     child.failure()
     assert child.exit_code() == 1
     said = child.errors.read_text()
@@ -157,19 +146,15 @@ FORKS = """
     ("way", "code"), [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("pass", 0), ("raise ValueError('mine')", 1)]
 )
 def test_a_child_that_user_code_forks_does_not_speak_for_the_worker(agent: Agent, way: str, code: int) -> None:
-    agent.write("wp_code.py", FORKS.format(way=way))
-    child = agent.launch(attribute("run"))
-    child.run()
+    child = agent.run(FORKS.format(way=way))
     assert isinstance(child.next_word(), Finished)
     assert child.output.read_text() == f"child\nparent {code}\n"
     assert ("ValueError: mine" in child.errors.read_text()) == (code == 1)
-    child.stop()
-    assert child.exit_code() == 0
+    assert child.ends() == 0
 
 
 def test_a_failure_that_a_peer_caused_prints_one_line(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.run(
         """
         from unified.errors import WorkerDiedError
 
@@ -177,8 +162,6 @@ def test_a_failure_that_a_peer_caused_prints_one_line(agent: Agent) -> None:
             raise WorkerDiedError("actor-1 died")
         """,
     )
-    child = agent.launch(attribute("run"))
-    child.run()
     failure = child.failure()
     assert failure.is_collateral
     assert "in run" in failure.traceback
@@ -189,9 +172,7 @@ def test_a_failure_that_a_peer_caused_prints_one_line(agent: Agent) -> None:
 
 
 def test_a_segmentation_fault_prints_the_stack_of_its_thread_only(agent: Agent) -> None:
-    agent.write("wp_code.py", "import faulthandler\ndef run(): faulthandler._sigsegv()")
-    child = agent.launch(attribute("run"))
-    child.run()
+    child = agent.run("import faulthandler\ndef run(): faulthandler._sigsegv()")
     assert child.exit_code() == -signal.SIGSEGV
     printed = child.errors.read_text()
     assert "Segmentation fault" in printed

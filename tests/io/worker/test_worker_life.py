@@ -32,8 +32,7 @@ from unified.protocol.worker_agent import (
 
 
 def test_function_lives_from_hello_to_exit(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.load(
         """
         import atexit, os, sys
         from unified.api.runtime.worker import current_worker
@@ -43,16 +42,15 @@ def test_function_lives_from_hello_to_exit(agent: Agent) -> None:
             atexit.register(print, "bye")
             print(me.actor_info.name, me.round, config, os.getcwd(), sys.path[0], os.environ["RANK"], sys.argv)
         """,
+        job={"user_config": encode({"lr": 1})},
     )
-    child = agent.launch(attribute("run"), job={"user_config": encode({"lr": 1})})
     hello = child.run(RunOrder(round=3, rank=0, world_size=1))
     assert hello.pid == child.process.pid
     assert hello.inbox is not None
     assert hello.inbox.routes
     child.expect(Finished)
     assert child.process.poll() is None, "it stays for calls"
-    child.stop()
-    assert child.exit_code() == 0
+    assert child.ends() == 0
     folder = agent.folder
     assert child.output.read_text() == f"role_1-0_1-0 3 {{'lr': 1}} {folder} {folder} 0 ['wp_code']\nbye\n"
     assert child.errors.read_text() == ""
@@ -102,8 +100,7 @@ def test_module_runs_as_with_dash_m(agent: Agent) -> None:
 
 
 def test_import_does_not_wait_for_the_order_to_run(agent: Agent) -> None:
-    agent.write("wp_code.py", "print('imported')\ndef run(): print('ran')")
-    child = agent.launch(attribute("run"))
+    child = agent.load("print('imported')\ndef run(): print('ran')")
     child.expect(Hello)
     child.until_printed("imported")
     assert "ran" not in child.output.read_text()
@@ -160,8 +157,7 @@ def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
         child.expect(Running)
         child.expect(Finished)
         assert call("whoami").result(PATIENCE_S) == "Service"
-        child.stop()
-        assert child.exit_code() == 0
+        assert child.ends() == 0
 
 
 SCRIPT = """
@@ -214,8 +210,7 @@ def test_a_script_answers_calls_of_what_it_has_defined_while_it_runs(agent: Agen
         with pytest.raises(RpcNotFoundError, match=r"Did you mean 'double'.*Registered there: double, late"):
             unknown.result(PATIENCE_S)
         assert call("late").result(PATIENCE_S) == "late"
-        child.stop()
-        assert child.exit_code() == 0
+        assert child.ends() == 0
 
 
 @contextmanager
@@ -333,5 +328,9 @@ def test_last_progress_comes_before_finished(agent: Agent) -> None:
     while isinstance(word := child.next_word(), Reported):
         reports.append(word.progress)
     assert isinstance(word, Finished)
-    assert reports[-1] == Progress(step=4999, total=5000, metrics={"loss": 1})
+    assert reports[-1] == Progress(
+        step=4999,
+        total=5000,
+        metrics={"loss": 1},
+    )
     assert len(reports) < 100

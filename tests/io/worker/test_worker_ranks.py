@@ -94,8 +94,7 @@ def test_rank_that_dies_is_replaced_in_a_new_round(
 
 
 def test_round_without_a_store_says_whom_it_awaited(agent: Agent) -> None:
-    agent.write("wp_code.py", ELASTIC)
-    child = agent.launch(attribute("run"), kind="elastic", communication=Communication(timeout_s=0.2))
+    child = agent.load(ELASTIC, kind="elastic", communication=Communication(timeout_s=0.2))
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.workers import Agent, Child, attribute
+from tests.support.workers import Agent, Child
 from unified.protocol.worker_agent import (
     Finished,
     Hello,
@@ -57,9 +57,7 @@ SLEEPER = """
 @pytest.mark.parametrize(("name", "said"), [("looks", "stopped"), ("late_look", "stopped"), ("calls_back", "called")])
 @pytest.mark.parametrize("way", ["order", "signal", "both"])
 def test_worker_that_asked_for_time_ends_by_itself(agent: Agent, name: str, said: str, way: str) -> None:
-    agent.write("wp_code.py", SLEEPER)
-    child = agent.launch(attribute(name))
-    child.run()
+    child = agent.run(SLEEPER, name)
     child.until_printed("up")
     if way != "signal":
         child.say(Stop(grace_s=20, reason="test"))
@@ -79,9 +77,7 @@ def test_worker_that_asked_for_time_ends_by_itself(agent: Agent, name: str, said
     ids=["order", "signal"],
 )
 def test_worker_that_does_not_listen_is_ended_at_once(agent: Agent, stop: Callable[[Child], None], code: int) -> None:
-    agent.write("wp_code.py", SLEEPER)
-    child = agent.launch(attribute("deaf"))
-    child.run()
+    child = agent.run(SLEEPER, "deaf")
     child.until_printed("up")
     begun = time.monotonic()
     stop(child)
@@ -91,9 +87,7 @@ def test_worker_that_does_not_listen_is_ended_at_once(agent: Agent, stop: Callab
 
 
 def test_own_handler_of_sigterm_is_respected(agent: Agent) -> None:
-    agent.write("wp_code.py", SLEEPER)
-    child = agent.launch(attribute("own_handler"))
-    child.run()
+    child = agent.run(SLEEPER, "own_handler")
     child.until_printed("up")
     child.stop()
     child.expect(Finished)
@@ -102,8 +96,7 @@ def test_own_handler_of_sigterm_is_respected(agent: Agent) -> None:
 
 
 def test_stop_reaches_a_main_thread_that_is_stuck_in_c(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.run(
         """
         import ctypes, signal
 
@@ -114,24 +107,18 @@ def test_stop_reaches_a_main_thread_that_is_stuck_in_c(agent: Agent) -> None:
             ctypes.CDLL(None).sleep(600)
         """,
     )
-    child = agent.launch(attribute("run"))
-    child.run()
     child.until_printed("up")
-    child.stop()
-    assert child.exit_code() == 128 + signal.SIGTERM
+    assert child.ends() == 128 + signal.SIGTERM
 
 
 def test_stop_before_the_order_to_run(agent: Agent) -> None:
-    agent.write("wp_code.py", "def run(): pass")
-    child = agent.launch(attribute("run"))
+    child = agent.load("def run(): pass")
     child.expect(Hello)
-    child.stop()
-    assert child.exit_code() in (128 + signal.SIGTERM, -signal.SIGTERM)
+    assert child.ends() in (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 def test_stop_before_the_order_to_run_with_a_callback(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.load(
         """
         from unified.api.runtime.worker import current_worker
         current_worker().on_stop(lambda: print("called"))
@@ -139,18 +126,15 @@ def test_stop_before_the_order_to_run_with_a_callback(agent: Agent) -> None:
         def run(): pass
         """,
     )
-    child = agent.launch(attribute("run"))
     child.expect(Hello)
     child.until_printed("up")
-    child.stop()
-    assert child.exit_code() == 0
+    assert child.ends() == 0
     assert "called" in child.output.read_text()
 
 
 def test_process_that_user_code_forks_is_not_the_worker(agent: Agent) -> None:
     """A data loader's process ends at SIGTERM as usual, and neither stops its worker nor speaks for it."""
-    agent.write(
-        "wp_code.py",
+    child = agent.run(
         """
         import os, signal, time
         from unified.api.runtime.worker import current_worker
@@ -165,17 +149,13 @@ def test_process_that_user_code_forks_is_not_the_worker(agent: Agent) -> None:
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), current_worker().should_stop)
         """,
     )
-    child = agent.launch(attribute("run"))
-    child.run()
     assert isinstance(child.next_word(), Finished)
     assert child.output.read_text() == "-15 False\n"
 
 
 @pytest.mark.parametrize("name", ["deaf", "looks", "calls_back"])
 def test_worker_ends_when_its_agent_is_gone(agent: Agent, name: str) -> None:
-    agent.write("wp_code.py", SLEEPER)
-    child = agent.launch(attribute(name))
-    child.run()
+    child = agent.run(SLEEPER, name)
     child.until_printed("up")
     child.hang_up()
     assert child.exit_code() == 1
