@@ -1,4 +1,4 @@
-"""A master of a few lines on a real socket."""
+"""A master of a few lines on a real socket, and a job as it tells of it: `stage` and output are what a test says."""
 
 from __future__ import annotations
 
@@ -10,8 +10,34 @@ import msgspec
 import pytest
 import zmq
 
-from unified.protocol.client_master import ClientToMaster, MasterAnswer, Refused, client_to_master, master_to_client
+from unified.protocol.client_master import (
+    Accepted,
+    ClientToMaster,
+    Done,
+    EndReport,
+    Explain,
+    GetJob,
+    JobLine,
+    JobList,
+    JobStatus,
+    ListJobs,
+    ListNodes,
+    LogChunk,
+    MasterAnswer,
+    NodeList,
+    NodeStatus,
+    ReadLog,
+    Refused,
+    RoleStatus,
+    StopJob,
+    Story,
+    SubmitJob,
+    WorkerStatus,
+    client_to_master,
+    master_to_client,
+)
 from unified.protocol.framing import Codec
+from unified.protocol.records import Device, EventRecord, NodeResources, NodeState, Progress, Stage, WorkerState
 
 A = TypeVar("A")
 Respond = Callable[[ClientToMaster], MasterAnswer | list[bytes] | None]
@@ -67,3 +93,120 @@ def fake_master() -> Iterator[FakeMaster]:
     master = FakeMaster().start()
     yield master
     master.close()
+
+
+WORKER = "trainer_1-0_1-0"
+RESOURCES = NodeResources(cpu=8, memory_mb=16384, disk_mb=0, devices=[Device(index=0, kind="virtual")])
+
+
+class Job:
+    """What the fake master knows: one job of one worker, whose `stage` and output the test moves."""
+
+    def __init__(self) -> None:
+        self.stage = Stage.RUNNING
+        self.version = 1
+        self.exit_code: int | None = None
+        self.end: EndReport | None = None
+        self.reason = "all workers run"
+        self.output = {"out": b"", "err": b""}
+        self.ends_on_stop = True
+        self.num_workers = 1
+        self.stops: list[StopJob] = []
+
+    def finish(self, exit_code: int, reason: str = "", end: EndReport | None = None) -> None:
+        self.stage, self.exit_code, self.end = Stage.STOPPED, exit_code, end
+        self.reason = reason
+        self.version += 1
+
+    def status(self) -> JobStatus:
+        workers = [self.worker(rank) for rank in range(self.num_workers)]
+        return JobStatus(
+            job_id="gpt-1",
+            name="gpt",
+            stage=self.stage,
+            version=self.version,
+            exit_code=self.exit_code,
+            reason=self.reason,
+            roles=[RoleStatus(name="trainer", kind="simple", total=self.num_workers, is_driver=True)],
+            workers=workers,
+            end=self.end,
+        )
+
+    def worker(self, rank: int) -> WorkerStatus:
+        return WorkerStatus(
+            name=f"trainer_{self.num_workers}-{rank}_1-0",
+            role="trainer",
+            rank=rank,
+            local_rank=0,
+            node_rank=0,
+            incarnation=0,
+            state=WorkerState.EXITED if self.stage == Stage.STOPPED else WorkerState.RUNNING,
+            node="n1",
+            pid=77,
+            progress=Progress(step=3, total=10),
+        )
+
+    def respond(self, message: ClientToMaster) -> MasterAnswer:
+        match message:
+            case SubmitJob():
+                return Accepted(job_id="gpt-1")
+            case GetJob(job="gpt-1" | "gpt"):
+                return self.status()
+            case ReadLog():
+                return self.chunk(message)
+            case StopJob():
+                self.stops.append(message)
+                if self.ends_on_stop or message.force:
+                    self.finish(130, message.reason)
+                return Done()
+            case ListJobs():
+                line = JobLine(
+                    job_id="gpt-1",
+                    name="gpt",
+                    stage=self.stage,
+                    exit_code=self.exit_code,
+                    reason=self.reason,
+                    submitted_at=5.0,
+                    ended_at=None,
+                    num_workers=1,
+                )
+                return JobList(jobs=[line])
+            case ListNodes():
+                node = NodeStatus(
+                    node="n1",
+                    state=NodeState.ALIVE,
+                    hostname="h",
+                    address="10.0.0.1",
+                    resources=RESOURCES,
+                    free=NodeResources(cpu=6, memory_mb=8192, disk_mb=0),
+                    labels={"zone": "a"},
+                )
+                return NodeList(nodes=[node])
+            case Explain(job="gpt-1"):
+                return Story(events=[EventRecord(at=5.5, event="job-submitted", reason="by me", job="gpt-1")])
+            case _:
+                return Refused(code="not-found", reason="there is no such job.")
+
+    def chunk(self, request: ReadLog) -> LogChunk:
+        data = self.output["err" if request.stream == "err" else "out"]
+        start = max(0, len(data) + request.offset) if request.offset < 0 else request.offset
+        part = data[start : start + request.max_bytes]
+        return LogChunk(
+            worker=WORKER,
+            incarnation=0,
+            data=part,
+            offset=start,
+            next_offset=start + len(part),
+            size=len(data),
+            is_final=self.stage == Stage.STOPPED and start + len(part) == len(data),
+            path="/logs/0.out",
+        )
+
+
+@pytest.fixture
+def job(fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch) -> Job:
+    job = Job()
+    fake_master.respond = job.respond
+    monkeypatch.setenv("UNIFIED_MASTER", fake_master.address)
+    monkeypatch.setenv("UNIFIED_PROGRESS", "plain")
+    return job

@@ -1,4 +1,6 @@
-"""An S3 store for tests: moto's HTTP server in a process of its own, with a relay before it that can break things."""
+"""An S3 store for tests: moto's HTTP server in a process of its own, with a relay before it that can break things, and
+writers of one object that meet.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,9 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
+
+from unified.errors import AlreadyExistsError
+from unified.storage import StorageBackend
 
 START_S = 50.0
 """moto imports a great deal."""
@@ -202,3 +207,34 @@ def _address(process: subprocess.Popen[bytes]) -> str:
         if not piece:
             break
     raise AssertionError(f"moto's server did not start: {said.decode(errors='replace')}")
+
+
+NUM_WRITERS = 4
+
+
+def race(store: StorageBackend, nbytes: int) -> None:
+    """Several write one object at the same time, none of them over another: one does, and it is that one's."""
+    together = threading.Barrier(NUM_WRITERS)
+    outcomes: list[str] = []
+
+    def write(number: int) -> None:
+        payload = bytes([number]) * nbytes
+
+        def pieces() -> Iterator[bytes]:
+            together.wait(30)  # after the first look whether it is there
+            yield payload
+
+        try:
+            store.write("a", pieces(), if_absent=True)
+            outcomes.append(f"made by {number}")
+        except AlreadyExistsError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(NUM_WRITERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    made = store.read("a")
+    assert made == made[:1] * nbytes
+    assert sorted(outcomes) == [f"made by {made[0]}"] + ["refused"] * (NUM_WRITERS - 1)

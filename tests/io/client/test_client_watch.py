@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.played_job import WORKER, Job
+from tests.support.fake_master import WORKER, Job
 from unified import process
 from unified.cli.main import main
 from unified.client.connection import MasterConnection

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.played_job import Job
+from tests.support.fake_master import Job
 from unified.client.connection import MasterConnection
 from unified.client.display import PlainDisplay, QuietDisplay
 from unified.client.foreground import Watch

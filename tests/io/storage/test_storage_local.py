@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.storage_race import race
+from tests.support.s3 import race
 from unified.errors import NotFoundError, StorageDeniedError, StorageError, StorageFullError, UsageError
 from unified.storage import LocalBackend, blocks, open_storage
 from unified.storage.local import SAFE_AGE_S, is_temporary, temporary_name

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.s3 import SECRET_KEY, SESSION_TOKEN, Asked, Fault, S3Server, faulty
-from tests.support.storage_race import race
+from tests.support.s3 import SECRET_KEY, SESSION_TOKEN, Asked, Fault, S3Server, faulty, race
 from unified.errors import (
     AlreadyExistsError,
     NotFoundError,

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
-from tests.support.proxy import Proxy
+from tests.support.bus import PATIENCE_S, Proxy, World, entry
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.transport.failover import CONNECT_WITHIN_S, GIVE_UP_AFTER_S
 from unified.bus.transport.zmq_connection import ZmqConnection
