@@ -199,6 +199,7 @@ def test_closing_from_a_handler_from_a_callback_and_from_two_threads(world: Worl
     assert eventually(lambda: a._is_closing)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda _: c.close(), range(2)))
+    assert eventually(lambda: not list(world.run_dir.iterdir())), "a thread that closes has not come to an end"
 
 
 def test_closing_while_others_call(world: World) -> None:
