@@ -1,10 +1,10 @@
-"""One process on the bus: its inbox, its calls out, its handlers.
+"""Bus endpoint of one process: composes its listeners, connections, client and server.
 
-Threads: any thread calls, and sends from there; whoever waits for an answer of this host receives it itself. For all
-else there are those of `unified.bus.transport.io_threads`, one that receives from other hosts, one that watches
-deadlines, one that sends the calls that had to wait for their worker, and one that gives up streams that nobody holds
-any more. Handlers run as `unified.bus.calls.server` says. What to do is decided by `unified.bus.calls.pending`; this is
-the shell around it.
+Threads: any thread calls, and sends from there; a thread that waits for an answer of this host receives it itself.
+Besides there are the I/O threads and their ticks (`unified.bus.transport.io_threads`), one that receives from other
+hosts, one that watches deadlines, one that gives idle memory back, one that sends the calls that had to wait for their
+worker, and one that gives up streams that nobody holds any more. Handlers run as `unified.bus.calls.server` says.
+`unified.bus.calls.pending` decides what to do; this is the shell around it.
 """
 
 from __future__ import annotations
