@@ -37,6 +37,7 @@ test: setup lint ## linters, types, layers, and all tests that need no special m
 	@$(MAKE) --no-print-directory --jobs=3 types layers suite
 
 suite: setup
+	@test -d tests/__pycache__ || $(PYTEST) --collect-only > /dev/null || true # or each process rewrites all assertions
 	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and not slow and not netns" $(if $(REPORT),--junit-xml=$(REPORT))
 
 test-slow: setup ## the tests that `make test` leaves out: whole examples, and kills by the hundred

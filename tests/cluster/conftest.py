@@ -1,10 +1,10 @@
-"""Code for workers, written by a test, and a bucket."""
+"""Code for workers, written by a test, clusters that do without torch, and a bucket."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,9 @@ import pytest
 
 from tests.support.fake_nvml import fake_nvml  # noqa: F401 - a fixture
 from tests.support.s3 import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
+from unified.client.daemons import Daemon
+
+PROGRAMS = Path(__file__).parents[1] / "support/programs"
 
 
 class Project(Protocol):
@@ -36,3 +39,19 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
     for name in set(sys.modules) - before:
         if getattr(sys.modules[name], "__file__", "") and str(folder) in str(sys.modules[name].__file__):
             del sys.modules[name]
+
+
+class LightDaemon(Daemon):
+    """An agent whose zygotes preload no torch, or a master."""
+
+    def __init__(self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str]) -> None:
+        if module == "unified_agent":
+            arguments = [*arguments, "--worker-entry", "light_worker:main"]
+            env = {**env, "PYTHONPATH": f"{PROGRAMS}:{env.get('PYTHONPATH', '')}".rstrip(":")}
+        super().__init__(module, arguments, log_file, env)
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For jobs that need none: preloading it takes each agent more than a second."""
+    monkeypatch.setattr("unified.client.embedded.Daemon", LightDaemon)

@@ -10,7 +10,7 @@ from tests.cluster.conftest import Project
 from unified.api.builder import DLJobBuilder
 from unified.testing import LocalCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
 SERVICE = """
 import sys

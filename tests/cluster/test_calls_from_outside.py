@@ -18,7 +18,7 @@ from unified.security.curve import new_key
 from unified.security.keys import write_key
 from unified.testing import LocalCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
 SERVICE = """
 import os, threading

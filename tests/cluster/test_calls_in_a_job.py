@@ -10,7 +10,7 @@ import pytest
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.testing import LocalCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
 Cluster = Callable[..., LocalCluster]
 

@@ -15,7 +15,7 @@ from unified.protocol.client_master import Explain, Story
 from unified.protocol.coordinator import GetLatestCheckpoint, RecoveryInfo
 from unified.testing import LocalCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
 SAVER = """
 from pathlib import Path

@@ -17,7 +17,7 @@ from unified.protocol.client_master import Explain, Story
 from unified.protocol.records import Stage
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
 CODE = '''
 import sys

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
 DRIVER = '''
 from unified import DataQueue, RoleGroup, current_worker, rpc

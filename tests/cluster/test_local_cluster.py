@@ -16,7 +16,7 @@ from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.records import Stage, WorkerState
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
 ENTRY = '''
 import os, signal, subprocess, sys, time

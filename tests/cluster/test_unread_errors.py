@@ -11,7 +11,7 @@ from unified.api.builder import DLJobBuilder
 from unified.client.report import end_lines
 from unified.testing import LocalCluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
 PROGRAM = """
 from unified import RoleGroup, rpc
