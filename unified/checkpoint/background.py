@@ -43,7 +43,7 @@ class SaveWriter(Protocol[T_contra]):
 
 
 class Closing(Protocol):
-    """A manager whose saves are finished at the program's end."""
+    """The saver of a manager, whose saves are finished at the program's end. Its thread keeps it alive until then."""
 
     def close(self) -> None: ...
     def wait(self) -> None: ...
@@ -205,8 +205,8 @@ _open: weakref.WeakSet[Closing] = weakref.WeakSet()
 _is_registered = False
 
 
-def close_at_exit(manager: Closing) -> None:
-    """Have `manager` closed at the program's end, so that its saves are written, unless it is garbage by then."""
+def close_at_exit(saver: Closing) -> None:
+    """Have `saver` closed at the program's end, so that its saves are written, unless it is garbage by then."""
     global _is_registered
     if not _is_registered:
         # Ordinary handlers run after thread pools were shut down, which a store may need for its uploads.
@@ -215,25 +215,25 @@ def close_at_exit(manager: Closing) -> None:
         _is_registered = True
     with contextlib.suppress(NotInWorkerError):
         current_worker().on_finish(_wait_for_all)  # a worker that goes on answering calls closes nothing yet
-    _open.add(manager)
+    _open.add(saver)
 
 
-def forget(manager: Closing) -> None:
-    """Note that a manager was closed."""
-    _open.discard(manager)
+def forget(saver: Closing) -> None:
+    """Note that a saver was closed."""
+    _open.discard(saver)
 
 
 def _wait_for_all() -> None:
-    for manager in list(_open):
+    for saver in list(_open):
         try:
-            manager.wait()
+            saver.wait()
         except Exception as error:
             logger.error("event=checkpoint-failed at-finish=true: %s", error)
 
 
 def _close_all() -> None:
-    for manager in list(_open):
+    for saver in list(_open):
         try:
-            manager.close()
+            saver.close()
         except Exception as error:
             logger.error("event=checkpoint-failed at-exit=true: %s", error)

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-from unified.checkpoint.background import close_at_exit, forget
 from unified.checkpoint.coordinator_notify import CoordinatorNotifier
 from unified.checkpoint.load import CheckpointReader, LoadReport, Wanted
 from unified.checkpoint.location import joined, open_location, this_writer
@@ -96,7 +95,6 @@ class CheckpointManager:
         if location.is_local:  # a bucket is looked at when it is used: to make a manager asks no network
             with suppress(OSError):
                 self.store.stored()
-        close_at_exit(self)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.store.place!r}, keep_last_n={self.keep_last_n})"
@@ -214,7 +212,6 @@ class CheckpointManager:
             CheckpointTimeoutError: it took longer than `timeout`. The saves go on.
         """
         self._saver.wait(timeout)
-        self._saver.report()
 
     async def wait_async(self) -> None:
         """Wait as `wait` does."""
@@ -222,18 +219,13 @@ class CheckpointManager:
 
     def close(self, timeout: float | None = None) -> None:
         """Wait as `wait` does, and save nothing from now on. Can be called twice."""
-        was_closed = self._saver.close()
         try:
-            self.wait(timeout)
+            self._saver.close(timeout)
         finally:
-            if not was_closed:
-                forget(self)
-                self._notifier.close()
-                if self._pool is not None:
-                    self._pool.trim()
-                self._saver.clear()
-                if self._owns_storage and self._saver.is_idle:
-                    self.store.backend.close()
+            if self._pool is not None:
+                self._pool.trim()
+            if self._owns_storage and self._saver.is_idle:
+                self.store.backend.close()
 
     # --- loading
 
@@ -437,7 +429,7 @@ class CheckpointManager:
         await asyncio.to_thread(self.close)
 
     def _before_load(self) -> None:
-        self._saver.wait()
+        self._saver.finish()
 
 
 CheckpointManager.__init__.__signature__ = with_options(CheckpointManager.__init__)  # type: ignore[attr-defined]

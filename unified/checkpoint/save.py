@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
-from unified.checkpoint.background import BackgroundSaver, raise_failures
+from unified.checkpoint.background import BackgroundSaver, close_at_exit, forget, raise_failures
 from unified.checkpoint.coordinator_notify import CoordinatorNotifier
 from unified.checkpoint.manifest import Kind, Manifest, check_step, checked_metadata
 from unified.checkpoint.options import CheckpointOptions
@@ -60,6 +60,7 @@ class CheckpointSaver:
         self._together: ShardedSaver | None = None
         self._asking = threading.Lock()
         self._has_passed_over = self._is_closed = False
+        close_at_exit(self)
 
     @property
     def is_idle(self) -> bool:
@@ -158,7 +159,7 @@ class CheckpointSaver:
             self._notifier.rolled_back(manifest)
         return gone
 
-    def wait(self, timeout: float | None = None) -> None:
+    def finish(self, timeout: float | None = None) -> None:
         """Wait until every save that was accepted is written or failed.
 
         Raises:
@@ -168,20 +169,27 @@ class CheckpointSaver:
         for saver in self._savers:
             saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait as `finish` does, and raise CheckpointSaveError if saves failed since the last report."""
+        self.finish(timeout)
+        self.report()
+
     def report(self) -> None:
         """Raise CheckpointSaveError if saves failed since the last report."""
         raise_failures([each for saver in self._savers for each in saver.take_failures()], self._store.place)
 
-    def close(self) -> bool:
-        """Accept no save from now on; return whether it was closed before."""
+    def close(self, timeout: float | None = None) -> None:
+        """Accept no save from now on, wait as `wait` does, and give memory and threads back."""
         with self._asking:
             was_closed, self._is_closed = self._is_closed, True
-        return was_closed
-
-    def clear(self) -> None:
-        """Give idle memory back."""
-        if self._together is not None:
-            self._together.clear()
+        try:
+            self.wait(timeout)
+        finally:
+            if not was_closed:
+                forget(self)
+                self._notifier.close()
+                if self._together is not None:
+                    self._together.clear()
 
     @property
     def _savers(self) -> list[BackgroundSaver[Any]]:

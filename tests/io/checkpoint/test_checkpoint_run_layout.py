@@ -153,10 +153,13 @@ def test_an_empty_directory_is_refused(tmp_path: Path, manager: CheckpointManage
 
 
 END_WITHOUT_WAITING = """
-import sys
+import sys, time
 from unified.checkpoint import CheckpointManager
-manager = CheckpointManager(sys.argv[1])
-manager.save_bytes(b"x" * 10_000_000, 1)
+def main():
+    manager = CheckpointManager(sys.argv[1], on_saved=lambda manifest: time.sleep(0.2))
+    for step in (1, 2):
+        manager.save_bytes(b"x" * 10_000_000, step)  # the second waits when nobody knows the manager any more
+main()
 """
 
 SAVE_AFTER_FORK = """
@@ -177,6 +180,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 def test_a_program_that_ends_has_its_saves_written(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", END_WITHOUT_WAITING, str(tmp_path)], check=True, timeout=30)
     with CheckpointManager(tmp_path) as reader:
+        assert reader.steps() == [1, 2]
         assert len(reader.load_bytes()) == 10_000_000
 
 
