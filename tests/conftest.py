@@ -1,7 +1,5 @@
 """For every test: what the agent gives its workers, given to the test process itself."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -1,7 +1,5 @@
 """The floors that a benchmark of the bus is held against."""
 
-from __future__ import annotations
-
 from benchmarks.bus import checks, work
 
 

@@ -1,7 +1,5 @@
 """What the benchmark of thousands of inboxes says of its figures."""
 
-from __future__ import annotations
-
 from benchmarks.bus import scale
 
 CALM = {"inboxes": 0, "nodes": 0, "run_s": 0.21, "master_cpu": 0.8, "p99_us": 151.0}

@@ -1,7 +1,5 @@
 """The floors that the benchmark of checkpoints is held against, and its table."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.checkpoint import report, work

@@ -1,7 +1,5 @@
 """What the coordinator's benchmark says of its figures, and the floors that it holds them against."""
 
-from __future__ import annotations
-
 from benchmarks.coordinator import report, run
 
 

@@ -1,7 +1,5 @@
 """Code for workers, written by a test, clusters that do without torch, and a bucket."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A worker whose main thread is in a loop in pure Python, and answers calls all the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

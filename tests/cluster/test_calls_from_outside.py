@@ -1,7 +1,5 @@
 """Calls to a running job from its driver and from the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple

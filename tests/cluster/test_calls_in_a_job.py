@@ -1,7 +1,5 @@
 """Streams, deadlines and retries between the roles of a job, on real daemons."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

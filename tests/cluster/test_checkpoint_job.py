@@ -1,7 +1,5 @@
 """A `CheckpointManager` in a worker of a real job: who it is, and what the master comes to know."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

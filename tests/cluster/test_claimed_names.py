@@ -1,7 +1,5 @@
 """Names in a real cluster: one holder, a second claimant that is refused, clients that wait, and the holder's death."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

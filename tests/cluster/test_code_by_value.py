@@ -1,7 +1,5 @@
 """Lambdas, local classes and what the driver's script defines, as arguments, results, queue items and configuration."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

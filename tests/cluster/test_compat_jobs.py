@@ -6,8 +6,6 @@ are the blocks of `test_document_blocks`. The cluster's daemons know nothing of 
 because the job says so.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

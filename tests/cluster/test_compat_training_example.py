@@ -6,8 +6,6 @@ go to a bucket of the environment's, from which a second run goes on.
 What it leaves to its reader (`YourModel`, `create_dataloader`, `train_step`, how many steps) is defined in front of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

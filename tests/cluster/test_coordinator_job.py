@@ -1,7 +1,5 @@
 """Workers of a real job share a dataset and meet at barriers; one is killed between two shards."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Submitting without a master: an embedded cluster comes, runs the job, and goes, whatever happens to its driver."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The examples, as a user starts them: a script, a cluster, an exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """examples/dtruntime: a worker is killed in mid-epoch, and every sample of every epoch counts exactly once."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """examples/rl learns, and goes on when a rollout worker is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

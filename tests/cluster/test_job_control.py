@@ -1,7 +1,5 @@
 """A job that restarts and watches itself, and one that its driver restarts, on real daemons."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

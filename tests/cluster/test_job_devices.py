@@ -1,7 +1,5 @@
 """Which accelerators the workers of a job see, on a node whose NVML is a stand-in with four; and on a real one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

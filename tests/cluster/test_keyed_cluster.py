@@ -1,7 +1,5 @@
 """Real daemons with a cluster key: on loopback, where one may be had, and on an address beyond it, where one must."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A role that loads data for another, over the bus, on two nodes of a real cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

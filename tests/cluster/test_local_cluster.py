@@ -1,7 +1,5 @@
 """The fixture for tests, on real daemons: a job's life through it, and that it notices what is left."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

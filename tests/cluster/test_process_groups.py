@@ -1,7 +1,5 @@
 """Process groups of elastic roles: up everywhere before any rank's code begins, and there while calls may use them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

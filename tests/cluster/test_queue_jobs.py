@@ -1,7 +1,5 @@
 """Queues in real jobs whose workers are killed: consumers, a producer in the middle of a put, the owner."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """``unified run`` beside torchrun: one job of two hosts, the submitter's environment, paths, ports, reasons."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

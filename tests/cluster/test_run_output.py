@@ -1,7 +1,5 @@
 """``unified run``: what the ranks print is what it prints, and one of them reads its stdin."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

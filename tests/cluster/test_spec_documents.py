@@ -4,8 +4,6 @@ Blocks are kept as text. Names that a document leaves to its reader (`train`, `d
 defined around them, bodies that are `...` there are filled, and nothing else in them is changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

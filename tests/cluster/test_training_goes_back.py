@@ -1,7 +1,5 @@
 """Ranks of an elastic role fail before and after their checkpoint: the model learns from every sample exactly once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

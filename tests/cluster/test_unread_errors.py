@@ -1,7 +1,5 @@
 """Calls that fail without anybody reading the error are told by the job's last words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights from an elastic role of two ranks to a rollout role of two workers, on real daemons, with workers killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

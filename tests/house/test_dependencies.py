@@ -1,7 +1,5 @@
 """What is imported is declared, by the distribution that has it and not by one that brings it; and the reverse."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

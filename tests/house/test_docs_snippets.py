@@ -1,7 +1,5 @@
 """Documents that run: Python blocks compile, those marked `run` are executed, links lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

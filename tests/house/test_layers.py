@@ -1,7 +1,5 @@
 """Imports point down and in no circle, cores are pure, and importing our package loads nothing heavy."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The lowest versions that pyproject.toml allows do what the suite wants of them, beside those that `make` installs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

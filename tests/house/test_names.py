@@ -1,7 +1,5 @@
 """Names say something, and no class name means two things."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from pathlib import Path

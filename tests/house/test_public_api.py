@@ -1,7 +1,5 @@
 """The names that users import. Adding one is a decision; taking one away breaks somebody's script."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

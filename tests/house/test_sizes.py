@@ -1,7 +1,5 @@
 """Limits of files, folders and constructors: above one it is two things, far below it a part of one."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a user installs is whole, and leaves the user's own module names alone."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The words of the code: docstrings whose first line has a subject, and no names that CONTRIBUTING.md replaces."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Fixtures for tests of one shell on real sockets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

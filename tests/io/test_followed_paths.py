@@ -1,7 +1,5 @@
 """The files that a call and a save cross are those that `docs/architecture.md` names, and no more than it says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

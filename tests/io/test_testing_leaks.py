@@ -1,7 +1,5 @@
 """What `unified.testing` notices, without any cluster."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An agent's core under random news from a host and a master that lose, repeat and reorder."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -2,8 +2,6 @@
 and what it saved is all that it knew.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

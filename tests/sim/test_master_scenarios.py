@@ -1,7 +1,5 @@
 """Golden transcripts of the master's decisions. ``REWRITE=1`` writes them anew; commit only what you understand."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -8,8 +8,6 @@ An item is consumed when a consumer kept it and acknowledged it. What follows fr
   had begun to acknowledge it: then nobody can know, and both are right.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections import Counter, defaultdict

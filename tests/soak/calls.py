@@ -1,7 +1,5 @@
 """The calls of the soak: what is asked of whom, how it may end, and the books that are kept of it."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

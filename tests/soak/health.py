@@ -1,7 +1,5 @@
 """Memory and descriptors of every process of a cluster over time, and whether they grow. The judgement is pure."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import statistics

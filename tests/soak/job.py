@@ -1,7 +1,5 @@
 """The roles of the soak: peers that call each other and are killed, an elder that is not, and owners of queues."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

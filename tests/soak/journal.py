@@ -15,8 +15,6 @@ last line is cut. The words:
     doubt  queue, ids, error                         a put or an acknowledgement ended in an error
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """Payloads that can be checked wherever they arrive, and are checked again after they have lain about for a while."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

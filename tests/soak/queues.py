@@ -6,8 +6,6 @@ kept and comes again; `soak_accounts` knows that from one that was doubled. A `g
 unless the owner was away all the while and could not be told.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Everything is accounted for: each call ends once, in a way that it may, within i
 once; memory and descriptors do not grow; nothing is left behind. Exit code 1 if any of that is not so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """That the soak's accounts find what is wrong, and bear what is right: a check that cannot fail checks nothing."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drives an agent's core, for the tests of its decisions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.support.invariants.agent import check

@@ -1,7 +1,5 @@
 """A master that the test plays, and real agents that talk to it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import resource

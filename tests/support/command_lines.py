@@ -1,7 +1,5 @@
 """Launcher command lines that are read with our own table of options, also where torch is installed."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 from unified.api.builder import DLJobBuilder, launcher

@@ -1,7 +1,5 @@
 """A coordinator's core with a store and with workers that ask: for tests without either."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypeVar
 
 from tests.support.invariants.coordinator import check

@@ -1,7 +1,5 @@
 """Writes real data files of each format, for tests."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """A stand-in for NVIDIA's management library, for machines without their devices."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

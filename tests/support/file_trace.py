@@ -1,7 +1,5 @@
 """Trace of the product files whose functions run, in the order in which each was first entered."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

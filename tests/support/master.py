@@ -1,7 +1,5 @@
 """One job on simulated agents whose workers fail as told: what the tests of the master's recovery share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.sim.sim_agent import SimAgent, resources

@@ -1,7 +1,5 @@
 """A queue's core with everything around it that the network and the disk can do to it: for tests without either."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Owners of a queue as a `QueueProducer` sees them: scripted, and found one after the other."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A queue's owner in a process of its own, which can be stopped: run as a script, it owns one, to the end of stdin."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A worker whose bus answers at once, from a registry in the same process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 writers of one object that meet.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import itertools

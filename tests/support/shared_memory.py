@@ -1,7 +1,5 @@
 """The other side of shared memory, in a process of its own: `ShmPeer` starts this file and tells it what to do."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Both ends of a stream wired to each other, and generators for it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Generator
 

@@ -1,7 +1,5 @@
 """A sender and receivers on real sockets, each of which knows of the others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Timers, delayed calls and background workers go on, whatever went wrong before; a fork has none of them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

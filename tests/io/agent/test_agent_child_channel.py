@@ -1,7 +1,5 @@
 """Links to children, and the loop that waits for them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

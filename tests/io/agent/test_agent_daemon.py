@@ -1,7 +1,5 @@
 """A real agent process, with its zygote and workers, against a master that the test plays."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Finding accelerators on a machine that has none: an NVML of our own, and folders that look like /sys and /dev."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A real agent and the cluster key: who its master is, what its workers get, and what it does when the keys differ."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path

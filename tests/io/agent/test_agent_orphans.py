@@ -1,7 +1,5 @@
 """One agent a node id on a host; what a killed one left is found by its marks and nothing else is touched."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

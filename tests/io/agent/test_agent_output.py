@@ -1,7 +1,5 @@
 """Workers' output on disk: written promptly, bounded, read back by absolute offset."""
 
-from __future__ import annotations
-
 import os
 import select
 import threading

@@ -1,7 +1,5 @@
 """What `unified.process` makes of a real process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

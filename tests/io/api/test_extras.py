@@ -1,7 +1,5 @@
 """Without the packages of an extra: what needs them says which extra has them, and nothing else fails."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a worker asks of the master, over a real socket."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A world for each test, and for each route; shared memory for a test."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

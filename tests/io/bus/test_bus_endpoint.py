@@ -1,7 +1,5 @@
 """Two workers on real sockets: every promise of the bus, on every route."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

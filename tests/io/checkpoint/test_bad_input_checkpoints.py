@@ -1,7 +1,5 @@
 """Places that take no checkpoint, and checkpoints that are damaged: errors say what to do, and those before load."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

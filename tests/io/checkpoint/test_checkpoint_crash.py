@@ -1,7 +1,5 @@
 """Whatever moment a saving process dies at, the latest checkpoint loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`CheckpointManager` on a real file system."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import io

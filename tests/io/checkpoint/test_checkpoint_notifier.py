@@ -1,7 +1,5 @@
 """Checkpoints that are told to a coordinator, in this process and in the master's, and troubles with them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future

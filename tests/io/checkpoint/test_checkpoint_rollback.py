@@ -1,7 +1,5 @@
 """Runs that go back to an older checkpoint, and runs that meet another one in the same place."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

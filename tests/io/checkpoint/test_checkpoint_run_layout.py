@@ -1,7 +1,5 @@
 """The layout of a training service's run: checkpoints, logs and config beside each other."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints in S3: moto's HTTP server in a process of its own."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """States that several ranks save and load together, by real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

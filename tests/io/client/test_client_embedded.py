@@ -1,7 +1,5 @@
 """The embedded cluster's supervision, with daemons that are stand-ins: started, watched, started again, ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

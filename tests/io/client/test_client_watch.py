@@ -1,7 +1,5 @@
 """A driver and the command line in front of a fake master: progress, output, Ctrl-C, last words, exit codes."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

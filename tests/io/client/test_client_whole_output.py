@@ -1,7 +1,5 @@
 """The output of a job that runs, in front of a fake master: all of it for a file, what can be followed for a person."""
 
-from __future__ import annotations
-
 import io
 import os
 import threading

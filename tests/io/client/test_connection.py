@@ -1,7 +1,5 @@
 """A connection against a fake master: answers, refusals, silence, rubbish."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from typing import TYPE_CHECKING, Any

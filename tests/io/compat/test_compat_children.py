@@ -1,7 +1,5 @@
 """Processes that a script under `unified.compat` starts, which import upstream's names before anything of `unified`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`python -m unified.compat`, and real packages of upstream's names on disk."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Each is as it stands, but for the places that it names. What comes before and af
 `torch.save` of the one that saves, as torch's cannot be called as it stands there.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

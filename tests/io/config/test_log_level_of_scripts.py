@@ -1,7 +1,5 @@
 """What a script's environment has our loggers say, beside the logging that the script sets up itself."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

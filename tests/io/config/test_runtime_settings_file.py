@@ -1,7 +1,5 @@
 """Where the settings are read from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`unified-master` listens where the settings say, and logs as they say, unless its flags say something else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The settings that are tried are all there are, so that one without an effect is a failure.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator

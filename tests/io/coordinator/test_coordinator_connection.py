@@ -1,7 +1,5 @@
 """What coordinators need of a connection: to be told of an answer, and to give one up."""
 
-from __future__ import annotations
-
 import threading
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """The load of the coordinator's benchmark: it asks a real master what it says it asks, and bears no other answer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

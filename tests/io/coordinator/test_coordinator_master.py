@@ -1,7 +1,5 @@
 """What the master's process keeps of its workers, datasets, barriers and checkpoints, and what a killed one loses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 What is enumerated here is enumerated by the protocol, so that a message without a case is a failure.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Registry and orchestrators against a coordinator in this process, and the same against the master's process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Whose heartbeat times hold: a worker's own, those of its settings, or those of its coordinator."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Bad data, given to the classes that users meet: the error says what, where and what to do, and nothing is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Readers that wait for the end of an epoch: what a lost worker leaves behind is read, also by those at their end."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

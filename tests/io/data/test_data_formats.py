@@ -1,7 +1,5 @@
 """Counting and reading real files of each format, and what is said of bad ones."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A dataset of very many shards: what reading one of them takes does not depend on how many there are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path

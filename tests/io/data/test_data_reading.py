@@ -1,7 +1,5 @@
 """Finding the files of a dataset, counting them, and reading shards of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Workers that read one dataset together: the registry, the embedded coordinator and `ShardedDataset` as they are."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Datasets in a bucket of a real S3 server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

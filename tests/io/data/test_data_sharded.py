@@ -1,7 +1,5 @@
 """`ShardedDataset` on real files: order, reading ahead, progress, and going on."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """`Dataset.from_files` finds and reads the files that a registered dataset of the same path consists of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`DataLoaderIter` and `Dataset` with real helper processes, against torch's own workers."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """A real master process on loopback, with agents and clients that are sockets of this test."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A real master with a cluster key, and clients that have it, another, none, or half of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The master's file: what is committed is there again, and what cannot be used is refused in words."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from pathlib import Path

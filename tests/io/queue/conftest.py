@@ -1,7 +1,5 @@
 """A world of workers with queues, for each route."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

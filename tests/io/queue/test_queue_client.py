@@ -1,7 +1,5 @@
 """Queues between workers on real sockets: what is put is taken, in order, once, on every route."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

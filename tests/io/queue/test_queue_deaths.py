@@ -1,7 +1,5 @@
 """What becomes of a queue when those who use it, or its owner, die."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

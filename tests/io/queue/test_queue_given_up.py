@@ -1,7 +1,5 @@
 """A put that its producer gives up while it waits for room: the owner hears of it, once, and is asked no more."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

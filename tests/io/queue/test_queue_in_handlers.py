@@ -1,7 +1,5 @@
 """Handlers that wait for a queue of their own worker: they keep no others from running, which they may wait for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

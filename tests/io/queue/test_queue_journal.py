@@ -1,7 +1,5 @@
 """The journal remembers what the queue decided: after any history, the same as a journal kept in plain dicts."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 import sys

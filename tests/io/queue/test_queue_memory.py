@@ -1,7 +1,5 @@
 """What a queue takes of its owner's memory: what lies in shared memory stays there, and the owner only knows where."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An owner that lives and does not answer: what is asked of it ends in time, and nothing is lost or doubled by that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

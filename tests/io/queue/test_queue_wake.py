@@ -1,7 +1,5 @@
 """How soon a put that waits for room returns once there is some: about as soon as a call is answered."""
 
-from __future__ import annotations
-
 import statistics
 import threading
 import time

@@ -1,7 +1,5 @@
 """The key on real sockets: who is let in, who is not, and what each side is told of it."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The relay and the cluster key; and what it does with frames that are not for it to judge, or not of its version."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

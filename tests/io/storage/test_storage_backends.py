@@ -1,7 +1,5 @@
 """What every store promises, on a folder and on an S3 server."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What only a folder can go through: writers that are killed, disks that are full, links, other hands."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

@@ -1,7 +1,5 @@
 """What only a bucket can go through: answers that are lost, refusals, pages, endpoints."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

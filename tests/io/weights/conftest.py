@@ -1,6 +1,4 @@
 """A sender and receivers for each test, and for each route."""
 
-from __future__ import annotations
-
 from tests.support.bus import pool, world  # noqa: F401 - fixtures
 from tests.support.weights import cast  # noqa: F401 - a fixture

@@ -1,7 +1,5 @@
 """Ranks agree over torch.distributed, whatever mesh their model lies on."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a reader of weights sees: whole versions, when it waits for them, until it closes its receiver."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Versions of a model from one worker to others, over real sockets: whole, in order, whoever dies on the way."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """A store for each round, asked for in the job's own store."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """A real worker process claims names: what it tells its agent, and what it makes of the answer."""
 
-from __future__ import annotations
-
 from tests.support.workers import Agent, attribute
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
 from unified.protocol.worker_agent import Claimed, DirectoryNews, Finished

@@ -1,7 +1,5 @@
 """A real worker process: how its program ends."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

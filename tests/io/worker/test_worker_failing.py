@@ -1,7 +1,5 @@
 """A real worker process: how it says that it failed."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

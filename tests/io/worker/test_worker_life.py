@@ -1,7 +1,5 @@
 """A real worker process: what it runs, what it says."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Freed memory is kept for the next array, as far as was asked."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

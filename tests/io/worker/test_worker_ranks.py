@@ -1,7 +1,5 @@
 """Real ranks of an elastic role, and the store of their rounds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

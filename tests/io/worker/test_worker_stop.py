@@ -1,7 +1,5 @@
 """A real worker process: how it is stopped."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

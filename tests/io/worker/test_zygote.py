@@ -1,7 +1,5 @@
 """A real zygote: it forks, reports, cleans up, and leaves nobody behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Invariants of an agent's state, which tests check after every step."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from unified.protocol.records import WorkerState

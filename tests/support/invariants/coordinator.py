@@ -1,7 +1,5 @@
 """Invariants of a coordinator between two steps, which tests check."""
 
-from __future__ import annotations
-
 from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.core.coordinator.records import MAX_BARRIERS, MAX_GONE, MAX_RELEASES
 from unified.core.coordinator.state import Space

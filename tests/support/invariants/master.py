@@ -1,7 +1,5 @@
 """Invariants of the master's cluster, which tests and the simulator check after every step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from unified.protocol.records import NodeState, Reachability, Stage, WorkerState

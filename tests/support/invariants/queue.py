@@ -1,7 +1,5 @@
 """Invariants of a queue's state between two steps, which tests check."""
 
-from __future__ import annotations
-
 from unified.queue.core.queue import QueueCore
 
 

@@ -3,8 +3,6 @@
 Run by the zygote as the entry ``agent_entry:main``, and as ``python -m agent_entry`` where a new interpreter is asked.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

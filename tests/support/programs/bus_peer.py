@@ -1,7 +1,5 @@
 """A worker for the bus tests: prints its inbox, answers calls, ends when its stdin does."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -5,8 +5,6 @@ thread. It prints the latest step, and how many lives ended at which stage of a 
 life that ends between two saves is not counted among the stages, and another one is taken.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

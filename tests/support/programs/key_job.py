@@ -1,7 +1,5 @@
 """A job whose driver calls a service on another node, and asks the master about itself. Run: submits it."""
 
-from __future__ import annotations
-
 import os
 import sys
 

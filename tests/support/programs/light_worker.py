@@ -1,7 +1,5 @@
 """The entry of workers that do without torch: what `unified.worker.main` is, but that zygotes preload no torch."""
 
-from __future__ import annotations
-
 import runpy
 
 from unified.worker.main import PRELOAD as ALL

@@ -3,8 +3,6 @@
 Each scenario is a function; each rank prints what it found, as a line of JSON.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

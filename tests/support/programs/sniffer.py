@@ -1,7 +1,5 @@
 """Listens to all that crosses a loopback interface until stdin ends; prints which of its arguments it saw, as JSON."""
 
-from __future__ import annotations
-
 import json
 import select
 import socket

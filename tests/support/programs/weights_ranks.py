@@ -1,7 +1,5 @@
 """Four ranks of a process group, as a program of their own: each prints what it found, as a line of JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The real agent core behind the simulator's door: its processes live in virtual time, its decisions are its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import msgspec

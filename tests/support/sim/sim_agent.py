@@ -1,7 +1,5 @@
 """A stand-in for an agent: it converges to the desired set with delays, and does to its workers what a test asks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Protocol
 

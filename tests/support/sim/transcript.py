@@ -1,7 +1,5 @@
 """Golden transcripts: commands above the line, everything decided and sent below it."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from pathlib import Path

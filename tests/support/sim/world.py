@@ -1,7 +1,5 @@
 """The real master core, simulated agents and clients, a virtual clock and a network that can be cut."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Limits of control groups, from trees of files as kernels show them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

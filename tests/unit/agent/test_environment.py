@@ -1,7 +1,5 @@
 """What a node says in a worker's environment: which devices it sees, which interface it uses."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

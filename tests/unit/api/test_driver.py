@@ -1,7 +1,5 @@
 """`DLJob.submit`: what reaches the client."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The parts of examples/rl that decide what is learnt."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Notifications of checkpoints that are still to be delivered."""
 
-from __future__ import annotations
-
 from unified.checkpoint.coordinator_notify import MAX_EVENTS, PendingNotifications
 from unified.protocol.coordinator import NotifyCheckpoint, TellEvent
 

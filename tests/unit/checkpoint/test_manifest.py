@@ -1,7 +1,5 @@
 """Names and records of checkpoints."""
 
-from __future__ import annotations
-
 import gzip
 import sys
 import zlib

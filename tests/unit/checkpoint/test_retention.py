@@ -1,7 +1,5 @@
 """Sweeps: the objects that one may delete, those that it may not, and who may write a step that is there already."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The queue of saves: bounded, in order, the newest wins, each save ends in exactly one way."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

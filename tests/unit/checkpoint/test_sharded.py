@@ -1,7 +1,5 @@
 """What is where in a sharded checkpoint, and who writes what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """A state dict as the bytes that torch reads, and the copies that it is made of."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line of `unified` without a master: its commands, what each loads, exit codes and messages."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """``unified run``: our options among torchrun's, before the script."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

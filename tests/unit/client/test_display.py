@@ -1,7 +1,5 @@
 """What a person sees, on a terminal and off it."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """A cursor over one stream: text, skips, ends; and the lines that are made of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from unified.client.logs import (

@@ -1,7 +1,5 @@
 """What workers print, on the driver's own stdout and stderr."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

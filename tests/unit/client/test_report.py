@@ -1,7 +1,5 @@
 """The last words about a job, and the line a role."""
 
-from __future__ import annotations
-
 import msgspec
 
 from unified.cli.show import status_lines

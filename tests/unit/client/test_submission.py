@@ -1,7 +1,5 @@
 """torchrun's `--log-dir`, `--redirects`, `--tee` and `--local-ranks-filter`, as torch itself reads them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Literal

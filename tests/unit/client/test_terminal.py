@@ -1,7 +1,5 @@
 """What Ctrl-C and SIGTERM do to a driver that has no job to stop in order."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from importlib.machinery import ModuleSpec

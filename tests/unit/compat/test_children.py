@@ -1,7 +1,5 @@
 """A job of a script that runs under `unified.compat` has workers that do so too, on whatever node they are."""
 
-from __future__ import annotations
-
 import pytest
 
 from unified.api.builder import DLJobBuilder

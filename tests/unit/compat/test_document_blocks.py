@@ -4,8 +4,6 @@ Blocks are kept as text and executed. A gap that a document leaves to its reader
 two lines that cannot run are replaced, and fail in tests of their own. Comments say which; docs/compat.md has the list.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import textwrap

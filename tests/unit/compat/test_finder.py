@@ -1,7 +1,5 @@
 """Upstream's import paths: what they lead to, and what they leave alone."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

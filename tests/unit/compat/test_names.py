@@ -1,7 +1,5 @@
 """Upstream's public names, module by module: each is one of ours under the aliases, or says what to use instead."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """Addresses as people write them, and where a process looks for its coordinator."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """What anybody can make happen again and again is said once."""
 
-from __future__ import annotations
-
 from unified.config.logging import LogOnce
 
 

@@ -1,7 +1,5 @@
 """The runtime's TOML and its environment variables: each key, each variable, and what is wrong with a wrong one."""
 
-from __future__ import annotations
-
 import logging
 import tomllib
 from typing import Any

@@ -1,7 +1,5 @@
 """Entries merge in any order; what changes is told once: lives, and who holds which name."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

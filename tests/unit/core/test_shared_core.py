@@ -1,7 +1,5 @@
 """The decisions that daemons share: transition tables, timers, leases, back-off."""
 
-from __future__ import annotations
-
 import random
 from enum import StrEnum
 

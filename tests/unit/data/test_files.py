@@ -1,7 +1,5 @@
 """Data files: the order of their names, formats, globs, and the rows that a range of samples is."""
 
-from __future__ import annotations
-
 import glob
 import os
 from pathlib import Path

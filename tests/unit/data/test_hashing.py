@@ -1,7 +1,5 @@
 """`ShardManager` as the reference document shows it, and with what its real use needs."""
 
-from __future__ import annotations
-
 import pytest
 
 from unified.data import ConsistentHash, ShardManager

@@ -1,7 +1,5 @@
 """How far an epoch was read: what comes next, and going on elsewhere."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How long a reader waits for the rest of an epoch."""
 
-from __future__ import annotations
-
 import math
 
 from unified.data.sharded_dataset import WaitPolicy

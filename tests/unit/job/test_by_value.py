@@ -1,7 +1,5 @@
 """What a script defines, read by whoever runs that script and by whoever does not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`DLConfig` and `JobConfig`: what they take, and the checks of a whole job."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

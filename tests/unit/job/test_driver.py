@@ -1,7 +1,5 @@
 """Which of a submitter's variables its workers on a cluster have."""
 
-from __future__ import annotations
-
 import pytest
 
 from unified.errors import UsageError

@@ -1,7 +1,5 @@
 """Entry points: which texts have a form, and what they say."""
 
-from __future__ import annotations
-
 import pytest
 
 from unified.errors import EntryPointError

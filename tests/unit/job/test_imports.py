@@ -1,7 +1,5 @@
 """What `import unified` and building a job load, and the names that are there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Options of a submission: where they come from, and which source wins."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """What users put into a job comes out of a worker's decode equal, and of the same type."""
 
-from __future__ import annotations
-
 import enum
 import subprocess
 import sys

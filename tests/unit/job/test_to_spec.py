@@ -1,7 +1,5 @@
 """From the description to the record that is sent."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

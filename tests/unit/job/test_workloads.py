@@ -1,7 +1,5 @@
 """Resources and workloads on their own: names, aliases, defaults, refusals."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from datetime import timedelta

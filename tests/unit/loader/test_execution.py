@@ -1,7 +1,5 @@
 """What a `Dataset` yields in this process; spread over others it is the same (test_loader_processes.py)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

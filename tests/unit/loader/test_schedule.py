@@ -1,7 +1,5 @@
 """Order, exactly-once, bounds and progress of the loader's bookkeeping, whatever comes when, and whatever is lost."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Iterator

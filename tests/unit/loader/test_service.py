@@ -1,7 +1,5 @@
 """What a loader worker keeps for whom, and how its consumers choose among such workers. No bus, no process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any

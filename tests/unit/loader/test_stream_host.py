@@ -1,7 +1,5 @@
 """Streams that share a process: each with its own dataset, random numbers and worker info, as if it were alone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The coordinator behind the master's socket: its actions in the master's words, and what it hears of jobs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from unified.config.settings import Intervals

@@ -1,7 +1,5 @@
 """Copying memory in slices, by several threads."""
 
-from __future__ import annotations
-
 import random
 import threading
 

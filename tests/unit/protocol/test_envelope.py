@@ -1,7 +1,5 @@
 """The one frame that everybody reads: right, or refused."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Control messages from bytes: whatever arrives is a message or a ProtocolError, never another exception."""
 
-from __future__ import annotations
-
 import contextlib
 
 import msgspec

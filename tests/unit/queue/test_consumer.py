@@ -1,7 +1,5 @@
 """A take whose time is over before the owner was heard: whatever the owner handed out meanwhile comes with the next."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Puts go in once and in their order, or not at all, whatever becomes of questions, answers and threads."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a client makes of libzmq's events: when it is sure that its key is refused, and when it goes on waiting."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,7 +1,5 @@
 """The cluster key's file, who may read it, where it is needed, and that it shows itself to nobody."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """How what is written is cut, without any store."""
 
-from __future__ import annotations
-
 import io
 import itertools
 

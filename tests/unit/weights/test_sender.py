@@ -1,7 +1,5 @@
 """`sync_weights` refuses what makes no sense before it does anything."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights: each tensor of a model is sent once, and a version gets into a model whole, or not at all."""
 
-from __future__ import annotations
-
 import gc
 from collections import OrderedDict
 from typing import Any

@@ -1,7 +1,5 @@
 """Buckets hold everything once and stay small; whoever is on another host is reached through one worker there."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

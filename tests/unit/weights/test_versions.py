@@ -1,7 +1,5 @@
 """Versions are put together from buckets that come in any order, more than once, or never, from senders that die."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

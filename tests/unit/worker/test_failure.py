@@ -1,7 +1,5 @@
 """Exceptions and error files become records that say what happened, without the runtime's own frames."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The names of a worker: claims, answers and limits, and threads that wait for them."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

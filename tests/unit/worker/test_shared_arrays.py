@@ -1,7 +1,5 @@
 """`shared_empty` where there is nobody to share with, and what it refuses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

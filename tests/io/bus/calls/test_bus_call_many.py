@@ -1,7 +1,5 @@
 """One call to several workers: its arguments are encoded once, and lie in shared memory once."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

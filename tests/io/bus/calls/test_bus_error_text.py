@@ -1,7 +1,5 @@
 """What a caller reads when something failed three workers away."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import traceback

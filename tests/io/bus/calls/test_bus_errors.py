@@ -1,7 +1,5 @@
 """What a caller sees of an error that was raised in another worker, on every route."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from typing import Any

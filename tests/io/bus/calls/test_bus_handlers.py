@@ -1,7 +1,5 @@
 """Which thread runs a handler, in what order they start, and that those that wait for one another never hang."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import threading

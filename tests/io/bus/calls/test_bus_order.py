@@ -1,7 +1,5 @@
 """Calls that were overtaken: they start in the order in which they were made, or their caller is told."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from typing import Any

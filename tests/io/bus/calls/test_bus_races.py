@@ -1,7 +1,5 @@
 """What happens between two steps of another thread: each test lets it happen just there."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

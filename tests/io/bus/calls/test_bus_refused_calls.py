@@ -1,7 +1,5 @@
 """Calls that an endpoint takes for none of its own: those of another job, and those that came before."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Retries between real workers, on every route."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """A caller that does not take its answers: memory stays bounded, others are served, and nothing is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import select

@@ -1,7 +1,5 @@
 """Errors of calls that nobody reads are logged and counted, on every route."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

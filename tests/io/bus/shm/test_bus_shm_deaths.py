@@ -1,7 +1,5 @@
 """Shared memory and the dead: no slot is lost to a killed reader, no file to a killed owner, and no reader its data."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Mapped memory among garbage: what refers to itself may touch it in its finalizer."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

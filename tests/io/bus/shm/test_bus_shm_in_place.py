@@ -1,7 +1,5 @@
 """Arrays made in shared memory: whoever they are sent to sees that very memory, and it comes back when all are done."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Shared memory that cannot be had: payloads go by the wire, one line says why, and nothing breaks or is left."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

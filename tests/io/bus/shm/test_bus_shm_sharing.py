@@ -1,7 +1,5 @@
 """Payloads through shared memory: the same bytes, in other processes, without a copy there, and the slot comes back."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """Streams between two workers on real sockets, on every route."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Connections between hosts that do not come about, or break: calls take the relay, or end, and none hangs."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """What happens to a bus whose threads are interrupted, held up, or ended by its users' code."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import errno
 import os

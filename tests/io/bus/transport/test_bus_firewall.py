@@ -1,7 +1,5 @@
 """Two hosts with a firewall between them that says nothing: a network namespace whose routing drops what comes in."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

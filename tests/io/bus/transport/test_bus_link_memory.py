@@ -1,7 +1,5 @@
 """What a link asks of memory for each message."""
 
-from __future__ import annotations
-
 import socket
 import tracemalloc
 from unittest.mock import Mock

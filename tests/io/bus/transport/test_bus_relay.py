@@ -1,7 +1,5 @@
 """The relay forwards, says what it cannot forward, and waits for nobody."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

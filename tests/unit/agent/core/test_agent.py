@@ -1,7 +1,5 @@
 """The agent's decisions about workers: what is desired against what is, in every order in which news can come."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """What the agent tells whom, names included, how it stands with its master, and how it ends."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

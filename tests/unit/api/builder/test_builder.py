@@ -1,7 +1,5 @@
 """The builder's calls: what each sets, in any order, with and without `end()`."""
 
-from __future__ import annotations
-
 import copy
 import re
 from datetime import timedelta

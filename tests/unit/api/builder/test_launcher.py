@@ -1,7 +1,5 @@
 """Launcher command lines as jobs, with torch's own parser and with our table of its options."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -1,7 +1,5 @@
 """The builder of reinforcement learning jobs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches: their runs put together are the batch, and their results read like one list that blocks where it is read."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

@@ -1,8 +1,6 @@
 """What a type checker sees of a call is what the call gives. `make types` runs mypy over this file: `assert_type` fails
 there, and an ignored error that is none does too. The tests see that the values are of these types."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterator
 from typing import Any, assert_type

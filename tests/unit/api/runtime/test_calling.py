@@ -1,7 +1,5 @@
 """Deadlines, retries and streams as groups, actors and proxies offer them."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

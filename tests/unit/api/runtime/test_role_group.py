@@ -1,7 +1,5 @@
 """Groups, proxies, and the sharing out of batches."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import math

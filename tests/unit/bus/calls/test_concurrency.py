@@ -1,7 +1,5 @@
 """Who may run now, who starts next, which method is short, and which calls have come before."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

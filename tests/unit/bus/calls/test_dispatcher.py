@@ -1,7 +1,5 @@
 """What is looked at before a message is believed."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A call's future in every place where a standard one works: threads, callbacks, event loops."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

@@ -1,7 +1,5 @@
 """What a script defines while it runs, and calls that come before."""
 
-from __future__ import annotations
-
 import threading
 import types
 

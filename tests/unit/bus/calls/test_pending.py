@@ -1,7 +1,5 @@
 """Every call ends exactly once, and for a reason that it can name."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """Every way to mark, export and name a method."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Iterator

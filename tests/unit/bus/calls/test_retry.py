@@ -1,7 +1,5 @@
 """Which failures are worth another attempt, how many there are, and what ends them."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import threading
 import time

@@ -1,7 +1,5 @@
 """Whatever goes in comes out equal and of the same type; whatever is corrupt is an error and nothing else."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import datetime

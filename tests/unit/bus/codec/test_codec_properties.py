@@ -1,7 +1,5 @@
 """Whatever MessagePack or pickle can carry comes back equal; what is broken is refused, at no more cost than it is."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Which way a CUDA tensor goes, and that either way it arrives; on a real GPU where there is one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors of every kind, wherever they hide: right, or a clear error; never more bytes than they have."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import warnings

@@ -1,7 +1,5 @@
 """Slots of shared memory: none is used again while somebody may still read it, and all come back in the end."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Streams, step by step: what each side does, and when."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Streams with threads and event loops on both sides: who waits, who wakes whom, who is closed."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

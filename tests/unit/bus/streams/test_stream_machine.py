@@ -1,7 +1,5 @@
 """A stream under every order of events: nothing is lost, doubled or reordered, the window holds, and it ends once."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Generator
 from typing import Any

@@ -1,7 +1,5 @@
 """When a peer on another host is written to directly, when through the relay, and when what was sent is given up."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

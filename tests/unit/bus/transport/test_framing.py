@@ -1,7 +1,5 @@
 """Messages on a stream come out as they went in, however the stream is cut; rubbish ends it and costs nothing."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which way to an inbox."""
 
-from __future__ import annotations
-
 import pytest
 
 from unified.bus.transport.routes import Policy, Route, choose_route, ipc_address, read_policy

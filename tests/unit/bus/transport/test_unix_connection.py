@@ -1,7 +1,5 @@
 """Looking again and again before going to sleep: only while it pays."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Barriers as a state machine, beside a model that recomputes from scratch what should happen."""
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Barriers, one story each: what the state machine does not say in words, and waits that end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The latest checkpoint of each series, and the events that workers tell: their size, number and space."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

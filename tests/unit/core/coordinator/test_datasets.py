@@ -1,7 +1,5 @@
 """Datasets of a coordinator: registration, owners of shards, what was read, and what a restart knows of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Data that go on from a position in a checkpoint: what was read after it comes again, once, for all who go back."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

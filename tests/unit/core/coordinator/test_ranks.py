@@ -1,7 +1,5 @@
 """Members of a dataset are ranks: one a rank whatever its worker calls itself, and none that never comes."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,7 +1,5 @@
 """Registration, heartbeats, silence, new lives, and what of it outlives the coordinator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

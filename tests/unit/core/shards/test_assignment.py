@@ -1,7 +1,5 @@
 """How many shards each worker is to have, and which: a ring moves what it must, and no more."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

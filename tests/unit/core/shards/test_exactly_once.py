@@ -1,7 +1,5 @@
 """Workers that join, leave, die, report late and read ahead, with a coordinator that restarts: every sample once."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import msgspec

@@ -1,7 +1,5 @@
 """Workers that come, go and come back: each shard of an epoch is read once, and few change hands."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Shards cover every sample once; the order of an epoch depends on the seed, the dataset and the epoch alone."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

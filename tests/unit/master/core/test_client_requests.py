@@ -1,7 +1,5 @@
 """What clients and agents ask the master, and what they are answered."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

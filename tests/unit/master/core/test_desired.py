@@ -1,7 +1,5 @@
 """Desired sets as a node's agent is told of them, devices included."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

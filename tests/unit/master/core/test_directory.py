@@ -1,7 +1,5 @@
 """Holders of names, and the directory of a job as agents are told of it: all once, then changes, in batches."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """One job: the nodes that it uses, and what it says of its workers, its stage and its outcome."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

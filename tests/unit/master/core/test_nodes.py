@@ -1,7 +1,5 @@
 """Nodes whose agents stop in order, are displaced by another, and jobs too heavy to send to any of them."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Where workers go, and why they do not: units, rooms and plans, without a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

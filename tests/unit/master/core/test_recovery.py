@@ -1,7 +1,5 @@
 """What follows from a failure, rule by rule and budget by budget, in virtual time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """`failover_trigger_strategy` and `failover_exec_strategy`, which hold for every failure, in virtual time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

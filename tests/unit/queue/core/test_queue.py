@@ -1,7 +1,5 @@
 """Order, lines, bounds, leases and ends of a queue, one story each."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.queue_core import Story, said

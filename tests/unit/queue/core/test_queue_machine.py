@@ -5,8 +5,6 @@ without a next life) and the disk of a durable queue (an owner that dies loses w
 answers, which wait for the commit). Its producers and consumers are those of `DataQueue`, without threads.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, NamedTuple
 
