@@ -30,7 +30,7 @@ class Side:
         exported = self.pool.export(encoded.buffers, num_readers)
         if exported is None:
             return encoded.body, None, encoded.buffers
-        granted = exported.grant(reader)
+        granted = self.pool.grant(exported, reader)
         exported.release()
         return encoded.body, granted.shared, granted.frames
 

@@ -15,24 +15,8 @@ MAX_THREADS = 4
 """Most threads: more of them wait for the memory of one processor."""
 
 
-class _PyBuffer(ctypes.Structure):
-    """Py_buffer of the C API."""
-
-    _fields_ = [
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    ]
-
-
+_PyBuffer = ctypes.c_void_p * 10
+"""Py_buffer of the C API, whose first word is the address, as words: two of its eleven fields share one."""
 _get_buffer = ctypes.pythonapi.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release_buffer = ctypes.pythonapi.PyBuffer_Release
@@ -41,13 +25,10 @@ _release_buffer.argtypes = (ctypes.c_void_p,)
 
 def address_of(buffer: bytes | bytearray | memoryview) -> int:
     """Return the address of a contiguous buffer, read-only ones too. Good as long as the buffer is not resized.
-
-    Raises:
-        BufferError: it is not contiguous.
-    """
+    BufferError: it is not contiguous."""
     found = _PyBuffer()
     _get_buffer(buffer, ctypes.addressof(found), 0)
-    address = found.buf or 0
+    address = found[0] or 0
     _release_buffer(ctypes.addressof(found))
     return address
 
@@ -69,9 +50,7 @@ def copy_memory(copies: Sequence[Copy], num_threads: int) -> None:
     """Copy all of them. Other threads of Python run meanwhile.
 
     torch's own ``copy_`` lets its threads meet after each tensor, and they wait for each other where cores are busy.
-
-    Args:
-        num_threads: most threads; fewer are used for little.
+    For little, fewer threads than `num_threads` are used.
     """
     useful = sum(copy.nbytes for copy in copies) // SLICE_NBYTES
     num_others = min(num_threads, MAX_THREADS, useful) - 1
@@ -79,10 +58,10 @@ def copy_memory(copies: Sequence[Copy], num_threads: int) -> None:
         _copy(iter(copies))
         return
     queue = iter([each for copy in copies for each in _slices(copy)])  # one that all take from
-    others = [threading.Thread(target=_copy, args=(queue,), name="memory-copy") for _ in range(num_others)]
     started = []
     with contextlib.suppress(RuntimeError):  # where no more threads can be had, those that there are do it
-        for thread in others:
+        for _ in range(num_others):
+            thread = threading.Thread(target=_copy, args=(queue,), name="memory-copy")
             thread.start()
             started.append(thread)
     _copy(queue)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import dataclasses
 import mmap
 import threading
 import weakref
@@ -37,11 +38,7 @@ class BufferPool:
         self._taking = threading.Lock()
 
     def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """Return a buffer of at least `nbytes` bytes, the smallest idle one that will do.
-
-        Raises:
-            OSError: the system has no memory.
-        """
+        """Return a buffer of at least `nbytes` bytes, the smallest idle one that will do; OSError: there is none."""
         with self._taking:
             fitting = [each for each in self._idle if each.numel() >= nbytes and each.is_pinned() >= pinned]
             if fitting:
@@ -63,11 +60,7 @@ class BufferPool:
             self._idle.append(buffer)
 
     def borrow(self, nbytes: int) -> Any:
-        """Return writable memory that comes back by itself once nothing, such as a tensor, refers to it.
-
-        Raises:
-            OSError: the system has no memory.
-        """
+        """Return writable memory, as `take`, that comes back by itself once nothing, such as a tensor, refers to it."""
         buffer = self.take(nbytes)
         window = (ctypes.c_ubyte * nbytes).from_buffer(buffer.numpy())  # type: ignore[arg-type]  # of numpy's stubs
         weakref.finalize(window, self.put_back, buffer).atexit = False
@@ -91,23 +84,18 @@ class BufferPool:
                 del self._idle[index]
 
 
+@dataclasses.dataclass(eq=False)
 class HostCopy:
-    """A copy in a buffer of a pool, which nobody changes until `release`.
+    """A copy in a buffer of a pool, which nobody changes until `release`."""
 
-    Attributes:
-        value: the copied tensors, in whatever they came in; None after `release`.
-        nbytes: size of the tensors.
-        memory: the buffer; None: there is none.
-    """
-
-    def __init__(
-        self, value: Any, nbytes: int, memory: torch.Tensor | None, arrived: Sequence[Any], pool: BufferPool
-    ) -> None:
-        self.value = value
-        self.nbytes = nbytes
-        self.memory = memory
-        self._arrived = arrived
-        self._pool = pool
+    value: Any
+    """The copied tensors, in whatever they came in; None after `release`."""
+    nbytes: int
+    """Size of the tensors."""
+    memory: torch.Tensor | None
+    """The buffer; None: there is none."""
+    _arrived: Sequence[Any]
+    _pool: BufferPool
 
     def wait(self) -> None:
         """Wait until the copies off a GPU have been made."""
@@ -124,15 +112,13 @@ class HostCopy:
 def stage(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], streams: dict[torch.device, Any] | None = None
 ) -> list[Any]:
-    """Copy tensors into host memory, and begin to copy those that are on GPUs.
+    """Copy tensors into host memory, and begin to copy those that are on GPUs; return events of CUDA, which happen when
+    the copies off each GPU have arrived.
 
     Args:
         targets: contiguous tensors of the shapes of `sources`; casts are made on the GPU.
         streams: None: copies run on the stream that computes, so that what comes after waits for them. Else on streams
             of their own, which are kept in this dict by device.
-
-    Returns:
-        Events of CUDA, which happen when the copies off each GPU have arrived.
     """
     plain: list[Copy] = []
     by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}

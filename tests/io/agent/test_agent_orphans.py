@@ -108,7 +108,8 @@ def test_a_claim_takes_over_from_a_killed_agent_and_leaves_nothing(sleepers: Sle
 OWNER = """
 import sys, time
 from unified.bus.shm.pool import SharedPool
-exported = SharedPool(sys.argv[1]).export([bytes(300_000)])
+pool = SharedPool(sys.argv[1])
+exported = pool.export([bytes(300_000)])
 assert exported is not None
 print(flush=True)
 time.sleep(60)
@@ -143,8 +144,8 @@ def test_shared_memory_of_the_dead_goes_when_an_agent_starts_and_when_it_stops(t
 SENDER = """
 import os, sys
 from unified.bus.shm.pool import SharedPool
-exported = SharedPool(sys.argv[1]).export([bytes(300_000)])
-assert exported.grant("who-never-took-it") is not None
+pool = SharedPool(sys.argv[1])
+assert pool.grant(pool.export([bytes(300_000)]), "who-never-took-it") is not None
 os._exit(0)
 """
 

@@ -66,15 +66,16 @@ class OutgoingPayload:
         """Return how the buffers reach the inbox `reader` of this host; None: as frames, all of them."""
         if self._num_readers == 1:
             exported = pool.export(self.content.buffers)
-            granted = None if exported is None else exported.grant(reader)
-            if exported is not None:
-                exported.release()
+            if exported is None:
+                return None
+            granted = pool.grant(exported, reader)
+            exported.release()
             return granted
         with _exporting:
             if not self._is_exported:
                 self._export = pool.export(self.content.buffers, self._num_readers)
                 self._is_exported = True
-        return None if self._export is None else self._export.grant(reader)  # let go of when this payload is
+        return None if self._export is None else pool.grant(self._export, reader)  # let go of when this payload is
 
 
 def has_device_tensors(buffers: Sequence[object]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from unified.bus.buffers import Buffer
 from unified.bus.shm.allocation import InPlaceAllocation
@@ -43,61 +43,16 @@ class ExportedBuffers(NamedTuple):
     """For the envelope; see `unified.bus.shm.reader`. None: all go as frames."""
     frames: list[Buffer]
     """Buffers that go by the wire."""
-    cells: list[ReaderReference]
-
-
-class Granter(Protocol):
-    """The pool, as an export sees it."""
-
-    def cell_for(
-        self, exported: Export, origin: InPlaceAllocation | BorrowedBuffer | None, reader: str
-    ) -> ReaderReference | None: ...
 
 
 class Export:
     """Message in shared memory, made by `SharedPool.export`; to be released when all its readers were granted it."""
 
-    def __init__(
-        self,
-        pool: Granter,
-        buffers: Sequence[Buffer],
-        sources: list[Source | None],
-        slot: Slot | None,
-        num_readers: int,
-    ) -> None:
+    def __init__(self, buffers: Sequence[Buffer], sources: list[Source | None], slot: Slot | None, num_readers: int):
+        self.buffers = buffers
+        self.sources = sources
         self.slot = slot
         self.num_readers = num_readers
-        self._pool = pool
-        self._buffers = buffers
-        self._sources = sources
-
-    def grant(self, reader: str) -> ExportedBuffers:
-        """Refer to the buffers for the inbox `reader`. The result must be sent, or `revoke`d.
-
-        Beyond `num_readers`, and where no cell is left, all are frames.
-        """
-        shared: list[Any] = []
-        frames: list[Buffer] = []
-        cells: dict[int, ReaderReference | None] = {}
-        for buffer, source in zip(self._buffers, self._sources, strict=True):
-            cell = None
-            if source is not None:
-                key = id(source.origin)
-                if key not in cells:
-                    cells[key] = self._pool.cell_for(self, source.origin, reader)
-                cell = cells[key]
-            if source is None or cell is None:
-                frames.append(buffer)
-                _add_frame(shared)
-            else:
-                _add_part(shared, cell, source.part)
-        taken = [cell for cell in cells.values() if cell is not None]
-        return ExportedBuffers(shared if taken else None, frames, taken)
-
-    def revoke(self, granted: ExportedBuffers) -> None:
-        """Take back what was granted and will not be sent."""
-        for cell in granted.cells:
-            cell.references.revoke(cell.number)
 
     def release(self) -> None:
         """Grant it to nobody else. The slot is used again when its readers have let go."""
@@ -109,14 +64,16 @@ class Export:
         self.release()
 
 
-def _add_frame(shared: list[Any]) -> None:
+def add_frame(shared: list[Any]) -> None:
+    """Name one more buffer that goes by the wire in a message's descriptor."""
     if shared and type(shared[-1]) is int:
         shared[-1] += 1
     else:
         shared.append(1)
 
 
-def _add_part(shared: list[Any], cell: ReaderReference, part: Part) -> None:
+def add_part(shared: list[Any], cell: ReaderReference, part: Part) -> None:
+    """Name a buffer that lies in shared memory in a message's descriptor."""
     last = shared[-1] if shared else 0
     start = [cell.owner, cell.segment, cell.tag, cell.number]
     if type(part) is tuple:

@@ -81,11 +81,8 @@ def first_words(mark: int) -> bytes:
 
 
 def remove_if_unreferenced(path: str, references: ReaderReferences, *, but_for: int = 0) -> None:
-    """Remove the segment of a dead process, or of a pool that was closed, if nobody reads it or will.
-
-    Args:
-        but_for: the mark of a process that does not count.
-    """
+    """Remove the segment of a dead process, or of a pool that was closed, if nobody reads it or will, but for the
+    process of that mark."""
     if not references.is_referenced(lambda mark: mark != but_for and is_alive(mark)):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -110,16 +107,13 @@ class Sweeper:
         self.due_at: float | None = None
 
     def sweep(self, now: float, wall: float, *, living: Collection[str] = (), is_last: bool = False) -> list[str]:
-        """Remove the segments of this user whose process is gone and which no living process reads.
+        """Remove the segments of this user whose process is gone and which no living process reads; return their names.
 
         Args:
             now: seconds of a clock that only goes forward.
             wall: seconds since 1970, to tell how old a file is.
             living: inbox ids of which nothing has to be looked at.
             is_last: there will be no other sweep: do not spare what may be on its way to a reader.
-
-        Returns:
-            the names of the files that were removed.
         """
         spared, self._spared, self.due_at = self._spared, {}, None
         removed: list[str] = []
@@ -149,11 +143,7 @@ class Sweeper:
 
 
 def open_segment(path: str) -> int:
-    """A descriptor of a segment, to read and to write.
-
-    Raises:
-        OSError: there is none, or it is no plain file of this user.
-    """
+    """A descriptor of a segment, to read and to write; OSError: there is none, or it is no plain file of this user."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():

@@ -111,10 +111,6 @@ class ReaderReferences:
         value = self._words[FIRST_CELL + cell]
         return self.tag == tag and IN_FLIGHT <= value < LOST and mark in (None, value - IN_FLIGHT)
 
-    def revoke(self, cell: int) -> None:
-        """Take back, as the granter, what was never sent."""
-        self._words[FIRST_CELL + cell] = 0
-
     def borrow(self, cell: int, tag: int, mark: int) -> bool:
         """Take up, as the reader, what was granted; return False if it is no longer there."""
         if not 0 <= cell < NUM_CELLS or not self.is_in_flight(cell, tag):

@@ -15,10 +15,11 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from unified.bus.buffers import Buffer
 from unified.bus.shm.allocation import FORWARD_BYTES, InPlaceAllocation, allocate, allocation_at, has_allocations
-from unified.bus.shm.export import Export, ReaderReference, Source
+from unified.bus.shm.export import Export, ExportedBuffers, ReaderReference, Source, add_frame, add_part
 from unified.bus.shm.files import DIRECTORY, is_alive, own_mark
 from unified.bus.shm.layout import MIN_WIDTH, NUM_CELLS
 from unified.bus.shm.reader import BorrowedBuffer, borrowed_behind
@@ -36,10 +37,7 @@ RESERVE_OF_MOUNT = 0.05
 
 def default_limit(directory: str = DIRECTORY, env: Mapping[str, str] | None = None) -> int:
     """Bytes that one process may hold in slots: ``UNIFIED_SHM_LIMIT``, else a quarter of the mount. 0: no pool.
-
-    Raises:
-        UsageError: the variable is no number of bytes.
-    """
+    UsageError: the variable is no number of bytes."""
     env = os.environ if env is None else env
     given = env.get(LIMIT_VARIABLE, "")
     if given:
@@ -53,13 +51,6 @@ def default_limit(directory: str = DIRECTORY, env: Mapping[str, str] | None = No
     return int(found.f_blocks * found.f_frsize * SHARE_OF_MOUNT)
 
 
-def check_reserve(directory: str, nbytes: int) -> None:
-    """OSError unless a segment of so many bytes leaves the mount its reserve."""
-    found = os.statvfs(directory)
-    if found.f_bavail * found.f_frsize - nbytes < found.f_blocks * found.f_frsize * RESERVE_OF_MOUNT:
-        raise OSError(errno.ENOSPC, "too little room is left")
-
-
 logger = logging.getLogger(__name__)
 THRESHOLD_BYTES = 64 * 1024
 """Size from which on payloads, all buffers of a message together, are worth a slot."""
@@ -70,8 +61,6 @@ PAUSE_S = 1.0
 
 
 _pools: weakref.WeakSet[SharedPool] = weakref.WeakSet()
-
-
 TRIM_S = 2.0
 
 
@@ -89,21 +78,11 @@ class SharedPool:
     Args:
         inbox_id: of this life; the files carry it.
         quota_bytes: of all slots together; None: `default_limit`. 0: the pool is off.
-        directory: where segments are.
-        threshold_bytes: smaller payloads are left to the wire.
     """
 
-    def __init__(
-        self,
-        inbox_id: str,
-        *,
-        quota_bytes: int | None = None,
-        directory: str = DIRECTORY,
-        threshold_bytes: int = THRESHOLD_BYTES,
-    ) -> None:
+    def __init__(self, inbox_id: str, *, quota_bytes: int | None = None, directory: str = DIRECTORY) -> None:
         self._inbox_id = inbox_id
         self._directory = directory
-        self._threshold_bytes = threshold_bytes
         self._limit_bytes = default_limit(directory) if quota_bytes is None else quota_bytes
         self._table = SlotTable(self._limit_bytes)
         self._lock = threading.Lock()
@@ -130,8 +109,7 @@ class SharedPool:
         Buffers that lie in shared memory already, received or allocated there, are not copied but handed on. Other
         threads run during the copy.
 
-        Args:
-            num_readers: how many will be granted it. A sole reader may write to its tensors in place.
+        So many readers will be granted it; a sole one may write to its tensors in place.
         """
         if not buffers or not self._is_on():
             return None
@@ -148,23 +126,42 @@ class SharedPool:
                 copied.append(index)
                 parts.append(view)
                 nbytes += view.nbytes
-        slot = None
-        if nbytes >= self._threshold_bytes:
-            layout = places([part.nbytes for part in parts])
-            slot = self._filled(parts, layout, num_readers)
+        slot = self._filled(parts, num_readers) if nbytes >= THRESHOLD_BYTES else None
         if slot is not None:
             for place, index in enumerate(copied):
                 sources[index] = Source(None, place)
         elif len(copied) == len(buffers):
             return None
-        return Export(self, buffers, sources, slot, num_readers)
+        return Export(buffers, sources, slot, num_readers)
+
+    def grant(self, exported: Export, reader: str) -> ExportedBuffers:
+        """Refer to the buffers of a message for the inbox `reader`, which must be sent them.
+
+        Beyond the readers for whom it was exported, and where no cell is left, all are frames.
+        """
+        shared: list[Any] = []
+        frames: list[Buffer] = []
+        cells: dict[int, ReaderReference | None] = {}
+        for buffer, source in zip(exported.buffers, exported.sources, strict=True):
+            cell = None
+            if source is not None:
+                key = id(source.origin)
+                if key not in cells:
+                    cells[key] = self._cell_for(exported, source.origin, reader)
+                cell = cells[key]
+            if source is None or cell is None:
+                frames.append(buffer)
+                add_frame(shared)
+            else:
+                add_part(shared, cell, source.part)
+        return ExportedBuffers(shared if any(cells.values()) else None, frames)
 
     def allocate(self, nbytes: int) -> memoryview | None:
         """Memory in a slot, to be written to and sent without a copy; None if there is none to be had, or it is small.
 
         The memory is not cleared. Its slot is used again when no view of it is left, here and in any reader.
         """
-        if nbytes < self._threshold_bytes or not self._is_on():
+        if nbytes < THRESHOLD_BYTES or not self._is_on():
             return None
         found = self._slot_for(nbytes)
         if found is None:
@@ -192,10 +189,7 @@ class SharedPool:
 
     def trim(self, now: float) -> bool:
         """Give slots that were idle for long back to the system; return whether there are any left, to be asked again.
-
-        Args:
-            now: of `time.monotonic`. Once in a second or two is enough.
-        """
+        Once in a second or two is enough."""
         if not self._is_on():
             return False
         with self._lock:
@@ -214,7 +208,7 @@ class SharedPool:
             for slot in self._table.drain():
                 self._segments.pop(slot.number).abandon()
 
-    def cell_for(
+    def _cell_for(
         self, exported: Export, origin: InPlaceAllocation | BorrowedBuffer | None, reader: str
     ) -> ReaderReference | None:
         """Return a reference for a reader to what a buffer of a message lies in; None if there is none to be had."""
@@ -265,8 +259,9 @@ class SharedPool:
             can_grant = self._table.can_grant(allocation.slot, num_readers)
         return Source(allocation, (address - allocation.address, view.nbytes)) if can_grant else None
 
-    def _filled(self, parts: Sequence[memoryview], layout: Sequence[tuple[int, int]], num_readers: int) -> Slot | None:
+    def _filled(self, parts: Sequence[memoryview], num_readers: int) -> Slot | None:
         """Copy the parts into a slot and return it, pinned; None if there is none to be had."""
+        layout = places([part.nbytes for part in parts])
         found = self._slot_for(space_for(layout))
         if found is None:
             return None
@@ -303,7 +298,9 @@ class SharedPool:
     def _make(self, plan: Plan) -> tuple[Slot, Segment] | None:
         number = next(self._numbers)
         try:
-            check_reserve(self._directory, plan.capacity)
+            found = os.statvfs(self._directory)
+            if found.f_bavail * found.f_frsize - plan.capacity < found.f_blocks * found.f_frsize * RESERVE_OF_MOUNT:
+                raise OSError(errno.ENOSPC, "too little room is left")
             segment = Segment(self._directory, self._inbox_id, number, plan.capacity, self._mark)
         except OSError as error:
             with self._lock:

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from unified.bus.buffers import Buffer
@@ -50,16 +50,9 @@ _known: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
 
 
 class SharedSegment:
-    """A segment of another process, mapped here.
+    """A segment of another process, mapped here. `owner` is the inbox id of the process that made it.
 
-    Args:
-        path: of the file.
-        owner: inbox id of the process that made it.
-        number: its number there.
-
-    Raises:
-        OSError: it cannot be opened or mapped.
-        ProtocolError: it is no segment.
+    OSError: it cannot be opened or mapped. ProtocolError: it is no segment.
     """
 
     def __init__(self, path: str, owner: str, number: int) -> None:
@@ -96,11 +89,7 @@ class SharedSegment:
         return self.readable.size - HEADER_BYTES
 
     def read_places(self) -> list[tuple[int, int]]:
-        """Return start and length of each part of the present use.
-
-        Raises:
-            ProtocolError: it claims parts that are not there.
-        """
+        """Return start and length of each part of the present use; ProtocolError: they are not there."""
         count = self._words[PARTS_WORD]
         if count * 8 > self.data_bytes:
             raise ProtocolError(f"{self.path} claims {count} parts.")
@@ -129,21 +118,16 @@ class SharedSegment:
         mapping.forget_writes()
         self._privates.append(mapping)
 
-    def look_for_owner(self, is_alive: Callable[[int], bool]) -> None:
+    def look_for_owner(self) -> None:
         """Check an owner that is believed dead: if that is so, the file goes with the last reference."""
         if not is_alive(self._words[OWNER_WORD]):
             self.is_orphan = True
             self.remove_if_left()
 
-    def leave(self, mark: int) -> None:
-        """Let go of the references of this process, of that mark, which is about to end."""
+    def remove_if_left(self, *, but_for: int = 0) -> None:
+        """Remove the file if its process is gone, or closed it, and nobody reads it but the process of that mark."""
         if self.is_orphan or self.is_closed:
-            remove_if_unreferenced(self.path, self.references, but_for=mark)
-
-    def remove_if_left(self) -> None:
-        """Remove the file if its process is gone, or closed it, and nobody reads it."""
-        if self.is_orphan or self.is_closed:
-            remove_if_unreferenced(self.path, self.references)
+            remove_if_unreferenced(self.path, self.references, but_for=but_for)
 
 
 class HeldReference:
@@ -194,20 +178,12 @@ class BorrowedBuffer:
         if reference is not None:
             reference.release()
 
-    @property
-    def num_parts(self) -> int:
-        return len(self.reference.places)
-
     def part(self, index: int) -> memoryview:
         """One part, read-only; it keeps the borrowed buffer."""
         return self._view(*self.reference.places[index])
 
     def range(self, start: int, nbytes: int) -> memoryview:
-        """Part of the data, read-only; it keeps the borrowed buffer.
-
-        Raises:
-            ProtocolError: it is not there.
-        """
+        """Part of the data, read-only; it keeps the borrowed buffer. ProtocolError: it is not there."""
         if not 0 <= start <= start + nbytes <= self.reference.segment.data_bytes:
             raise ProtocolError(f"a message names bytes {start} to {start + nbytes} of what is shorter.")
         return self._view(start, nbytes)
@@ -224,9 +200,8 @@ class BorrowedBuffer:
     def open_window(self, *, is_only: bool) -> Any:
         """Memory with the same data that may be written to; None if there is none: make a copy.
 
-        Args:
-            is_only: nobody in this process will read the data again. If nobody else was granted it either, the window
-                is the segment itself; otherwise it is memory of which pages are copied as they are written to.
+        If nobody in this process will read the data again (`is_only`), and nobody else was granted it, the window is
+        the segment itself; otherwise it is memory of which pages are copied as they are written to.
         """
         reference = self.reference
         window: Any
@@ -293,7 +268,7 @@ def _leave_all() -> None:
     """Give references back at the interpreter's end, which collects nothing. (A worker's agent would sweep, too.)"""
     mark = own_mark()
     for segment in list(_known):
-        segment.leave(mark)
+        segment.remove_if_left(but_for=mark)
 
 
 IDLE_S = 30.0
@@ -306,11 +281,7 @@ class PayloadGoneError(ProtocolError):
 
 
 class SharedReader:
-    """Segments of others, mapped here. Safe for threads.
-
-    Args:
-        directory: where segments are.
-    """
+    """Segments of others, mapped here. Safe for threads."""
 
     def __init__(self, directory: str = DIRECTORY) -> None:
         self._directory = directory
@@ -325,14 +296,9 @@ class SharedReader:
 
         To be called as soon as a message comes, also if it is then dropped: collecting the views ends the references.
 
-        Args:
-            sender: inbox id.
-            shared: the message's descriptor.
-            frames: what came on the wire.
-
         Raises:
-            PayloadGoneError: what it names is no longer there.
-            ProtocolError: the descriptor is none.
+            PayloadGoneError: what the descriptor (`shared`) names is no longer there.
+            ProtocolError: it is no descriptor.
         """
         buffers: list[Buffer] = []
         all_borrowed: dict[tuple[str, int, int], BorrowedBuffer] = {}
@@ -360,14 +326,10 @@ class SharedReader:
             theirs = [segment for segment in self._in_use if segment.owner == owner]
         gone.clear()  # not under the lock, which every message with shared memory takes: to unmap takes its time
         for segment in theirs:
-            segment.look_for_owner(is_alive)
+            segment.look_for_owner()
 
     def trim(self, now: float) -> bool:
-        """Drop mappings that were idle for long, or whose owner gave them up; return whether any are left.
-
-        Args:
-            now: of `time.monotonic`.
-        """
+        """Drop mappings that were idle for long, or whose owner gave them up; return whether any are left."""
         with self._lock:
             every = self._segments
             idle = [key for key, each in every.items() if each.is_closed or now - each.used_at >= IDLE_S]
@@ -403,8 +365,9 @@ class SharedReader:
             if isinstance(first, list):
                 buffers.append(borrowed.range(*first))
                 return
-            if not 0 <= first <= first + count <= borrowed.num_parts:
-                raise ProtocolError(f"a message names parts {first} to {first + count} of {borrowed.num_parts}.")
+            num_parts = len(borrowed.reference.places)
+            if not 0 <= first <= first + count <= num_parts:
+                raise ProtocolError(f"a message names parts {first} to {first + count} of {num_parts}.")
             buffers += [borrowed.part(index) for index in range(first, first + count)]
         except OSError as error:
             raise PayloadGoneError(

@@ -44,7 +44,6 @@ class Mapping:
 
     Args:
         descriptor: of the file; it may be closed afterwards.
-        size: bytes.
         writable: else touching it for a write ends the process.
         private: writes stay in this process and never reach the file.
 
@@ -106,16 +105,7 @@ _STEP_BYTES = 16 * 1024 * 1024
 
 
 class Segment:
-    """A new segment.
-
-    Args:
-        directory, inbox_id, number: where, and its name.
-        capacity: bytes of parts it is to hold.
-        mark: of this process.
-
-    Raises:
-        OSError: there is no room, no such directory, or a file of this name.
-    """
+    """New segment for so many bytes of parts; OSError: there is no room, no such directory, or a file of its name."""
 
     def __init__(self, directory: str, inbox_id: str, number: int, capacity: int, mark: int) -> None:
         self.path = os.path.join(directory, segment_name(inbox_id, number))

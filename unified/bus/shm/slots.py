@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from unified.bus.shm.layout import ReaderReferences, Use
 
 KIB = 1024
@@ -37,20 +39,17 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-class Slot:
+class Slot(msgspec.Struct, eq=False):
     """One segment as its owner keeps account of it."""
 
-    __slots__ = ("capacity", "idle_since", "is_pinned", "number", "readers", "references")
-
-    def __init__(self, number: int, capacity: int, references: ReaderReferences) -> None:
-        self.number = number
-        self.capacity = capacity
-        self.references = references
-        self.readers: list[str] = []
-        """Readers of this use, by row."""
-        self.is_pinned = False
-        """True while it may still be granted. Its exporter clears it with a plain store."""
-        self.idle_since = 0.0
+    number: int
+    capacity: int
+    references: ReaderReferences
+    readers: list[str] = []
+    """Readers of this use, by row."""
+    is_pinned: bool = False
+    """True while it may still be granted. Its exporter clears it with a plain store."""
+    idle_since: float = 0.0
 
 
 class Plan(NamedTuple):
@@ -61,11 +60,7 @@ class Plan(NamedTuple):
 
 
 class SlotTable:
-    """The slots of one pool. Not safe for threads: the pool holds a lock.
-
-    Args:
-        limit_bytes: of all slots together.
-    """
+    """The slots of one pool, together of so many bytes at most. Not safe for threads: the pool holds a lock."""
 
     def __init__(self, limit_bytes: int, max_slots: int = MAX_SLOTS) -> None:
         self._limit_bytes = limit_bytes
@@ -86,11 +81,8 @@ class SlotTable:
         return self._num_slots
 
     def take(self, nbytes: int, now: float, *, snug: bool = True) -> Slot | None:
-        """Take a slot for so many bytes out of those that are there, and pin it. None if none is free.
-
-        Args:
-            snug: refuse one that is far too large.
-        """
+        """Take a slot for so many bytes, and no far larger one if `snug`, out of those that are there, and pin it. None
+        if none is free."""
         largest = SNUG * size_class(nbytes) if snug else self._limit_bytes
         slot = self._take_idle(nbytes, largest) if self._idle else self._take_oldest(nbytes, largest)
         if slot is not None:

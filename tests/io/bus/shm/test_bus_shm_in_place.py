@@ -145,7 +145,7 @@ def test_many_receivers_of_one_message(directory: str, owner: Side) -> None:
     encoded = encode({"same": array})
     exported = owner.pool.export(encoded.buffers, num_readers=5)
     assert exported is not None
-    received = [owner.receive("owner", encoded.body, exported.grant("owner").shared) for _ in range(5)]
+    received = [owner.receive("owner", encoded.body, owner.pool.grant(exported, "owner").shared) for _ in range(5)]
     exported.release()
     assert [each["same"].sum() for each in received] == [3 * NBYTES] * 5
     assert len(names(directory)) == 1

@@ -99,7 +99,7 @@ def test_a_mount_with_room_again_is_used_again(tiny: str) -> None:
     exported = pool.export([b"x" * (2 * MIB)])
     assert exported is not None
     reader = SharedReader(tiny)
-    [view] = reader.borrow("inbox", exported.grant("reader").shared or [], [])
+    [view] = reader.borrow("inbox", pool.grant(exported, "reader").shared or [], [])
     assert bytes(view) == b"x" * (2 * MIB)
     del view
     exported.release()

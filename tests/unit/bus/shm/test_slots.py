@@ -84,16 +84,6 @@ def test_a_slot_whose_reader_was_taken_for_dead_is_not_used_again() -> None:
     assert (table.total_bytes, len(table)) == (0, 0)
 
 
-def test_what_was_revoked_was_never_granted() -> None:
-    references = new_claims()
-    tag = references.begin(1, 1)
-    cell = references.grant(0)
-    assert cell is not None
-    references.revoke(cell)
-    assert references.use(1) is Use.FREE
-    assert not references.borrow(cell, tag, MARK)
-
-
 @pytest.mark.parametrize(("num_parts", "num_readers"), [(1, 1), (1, 64), (100, 1), (100, 8), (10_000, 1), (1, 2000)])
 def test_rows_never_meet(num_parts: int, num_readers: int) -> None:
     words = [0] * NUM_WORDS
