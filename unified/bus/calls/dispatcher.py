@@ -85,14 +85,8 @@ class SeenCalls:
 
 
 class Admission:
-    """Admission of messages to one inbox: checks of version, job, inbox, sender and duplicates.
-
-    Args:
-        tombstones: dead incarnations, whose calls are not taken in.
-
-    Attributes:
-        num_rejected: messages that were dropped.
-    """
+    """Admission of messages to one inbox: checks of version, job, inbox, sender and duplicates. `num_rejected` messages
+    were dropped. Calls of dead incarnations (`tombstones`) are not taken in."""
 
     def __init__(self, identity: BusIdentity, tombstones: Tombstones) -> None:
         self._job_id = identity.job
@@ -107,11 +101,7 @@ class Admission:
         self.num_rejected = 0
 
     def read(self, frame: Bytes) -> Envelope:
-        """Decode a first frame that is for this inbox.
-
-        Raises:
-            ProtocolError: the message is to be dropped.
-        """
+        """Decode a first frame that is for this inbox; ProtocolError: the message is to be dropped."""
         envelope = decode_envelope(frame)
         if envelope.target != self._inbox_id:
             raise ProtocolError(f"for inbox {envelope.target!r}, which is not this life's")
@@ -120,12 +110,8 @@ class Admission:
         return envelope
 
     def check_new(self, envelope: Envelope) -> None:
-        """Check that a call is to be run.
-
-        Raises:
-            TooOldError: nobody can tell any more whether the call came before.
-            ProtocolError: the call came before, or its sender's life is over.
-        """
+        """Check that a call is to be run; ProtocolError: it came before (TooOldError: nobody can tell any more whether
+        it did), or its sender's life is over."""
         seen = self._seen.get(envelope.sender)
         if seen is None:
             if envelope.sender in self._tombstones:
@@ -181,16 +167,7 @@ _ANSWERS = (Kind.RESULT, Kind.ITEM, Kind.ERROR, Kind.STREAM)  # no set: to hash 
 
 class Dispatcher(TransportEvents):
     """Gives each message that one endpoint receives to the part that handles its kind. Messages that cannot be believed
-    or read are counted and dropped.
-
-    Args:
-        client: gets the answers.
-        server: gets the calls.
-        memory, reader: shared memory of this process, and of others.
-
-    Attributes:
-        admission: looks at envelopes.
-    """
+    or read are counted and dropped. `memory` is shared memory of this process, `reader` has that of others."""
 
     def __init__(
         self,
@@ -237,11 +214,8 @@ class Dispatcher(TransportEvents):
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
 
     def _buffers(self, envelope: Envelope, frames: Frames, link: UnixConnection) -> list[Buffer]:
-        """Return the buffers of a message, from shared memory or beside it.
-
-        Raises:
-            ProtocolError: the buffers cannot be read here; whoever waits has been told.
-        """
+        """Return the buffers of a message, from shared memory or beside it. ProtocolError: they cannot be read here;
+        whoever waits has been told."""
         if envelope.shared is None:
             return frames.buffers
         try:
@@ -274,17 +248,8 @@ class Dispatcher(TransportEvents):
 
     def _answer_with(self, error: RpcError, envelope: Envelope, link: UnixConnection | None, is_relayed: bool) -> None:
         """Tell the caller of a call that is not taken in."""
-        call = InboundCall(
-            envelope.call_id,
-            envelope.sender,
-            envelope.worker,
-            envelope.method,
-            None,
-            b"",
-            [],
-            link=link,
-            is_relayed=is_relayed,
-        )
+        call = InboundCall(envelope.call_id, envelope.sender, envelope.worker, envelope.method, None, b"", [])
+        call.link, call.is_relayed = link, is_relayed
         self._sender.reply(call, Kind.ERROR, SerializedValue(describe_ours(error), []), False)
 
     def answer_came(self, link: UnixConnection, frames: Frames) -> None:
@@ -382,11 +347,11 @@ class Dispatcher(TransportEvents):
         self._client.step(pending.LinkLost(inbox_id=inbox_id, reason=reason))
 
     def unsure(self, inbox_id: str) -> None:
-        self._server.peer_lost(inbox_id)
+        self._server.answers_lost(lambda each: each == inbox_id, "its caller")
 
     def relay_lost(self) -> None:
         self._client.relay_lost()
-        self._server.relay_lost(self._connections.is_relayed)
+        self._server.answers_lost(self._connections.is_relayed, "the bus relay")
 
     def _on_undeliverable(self, envelope: Envelope, mail: RemoteMessage) -> None:
         lost = decode_undelivered(mail.body)

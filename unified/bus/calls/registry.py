@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
-from unified.bus.calls.concurrency import ConcurrencyLimit, InlinePolicy
+from unified.bus.calls.inbound import ConcurrencyLimit
 from unified.errors import RpcNotFoundError, UsageError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,11 +46,7 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
     method is there, or when it will never be."""
 
     def register(self, name: str, function: Callable[..., Any]) -> None:
-        """Make `function` callable as `name`.
-
-        Raises:
-            ValueError: the name is taken.
-        """
+        """Make `function` callable as `name`; ValueError: the name is taken."""
         if name in self:
             raise ValueError(f"RPC method '{name}' already registered.")
         self[name] = function
@@ -69,11 +65,7 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
         self.register(name, function)
 
     def find(self, name: str, worker: str) -> Callable[..., Any]:
-        """Return the function of this name.
-
-        Raises:
-            RpcNotFoundError: there is none; the message names those that there are.
-        """
+        """Return the function of this name; RpcNotFoundError: there is none."""
         function = self.get(name)
         if function is None:
             own = self.users_names()
@@ -285,17 +277,48 @@ def _plain(function: Any) -> Any:
 
 def _is_bound(function: Callable[..., Any], frame: FrameType) -> bool:
     """Return True if a name leads to the function already, so that it is a stub and not being decorated."""
-    return any(value is function for value in _reachable(function, frame))
-
-
-def _reachable(function: Callable[..., Any], frame: FrameType) -> Iterator[object]:
     value: object = sys.modules.get(getattr(function, "__module__", None) or "")
     for part in getattr(function, "__qualname__", "").split("."):
         value = inspect.getattr_static(value, part, None)
         value = getattr(value, "__func__", value)
-    yield value
-    yield from frame.f_locals.values()
-    yield from frame.f_globals.values()
+    return any(each is function for each in (value, *frame.f_locals.values(), *frame.f_globals.values()))
+
+
+class InlinePolicy:
+    """Policy that runs a method's handler inline, on the I/O thread, once the method has shown that it is short.
+
+    Seconds are those of the clock on the wall, so that a short call is long when its thread loses the processor in the
+    midst of it: one long call after many short ones changes nothing.
+    """
+
+    SHORT_S = 0.0002
+    LONG_S = 0.001
+    MANY = 32
+
+    def __init__(self) -> None:
+        self.is_short = False
+        self._num_short = 0
+        """Short calls since the last long one."""
+        self._needed = 4
+
+    def took(self, seconds: float) -> None:
+        """Note how long a call ran."""
+        if seconds < self.SHORT_S:
+            self._num_short += 1
+            if self._num_short >= self._needed:
+                self.is_short = True
+        elif not self.is_short or (seconds >= self.LONG_S and self._num_short < self.MANY):
+            self.forget()
+        elif seconds >= self.LONG_S:
+            self._num_short = 0
+            self._needed = max(self._needed // 4, 4)
+
+    def forget(self) -> None:
+        """Note that a call was long, or waited: the method has to prove itself for longer now."""
+        if self.is_short:
+            self._needed = min(self._needed * 4, 4096)
+        self.is_short = False
+        self._num_short = 0
 
 
 class Method(NamedTuple):
@@ -304,16 +327,12 @@ class Method(NamedTuple):
     function: Callable[..., Any]
     is_async: bool
     is_inline: bool
-    limit: ConcurrencyLimit[Any] | None
+    limit: ConcurrencyLimit | None
     inline_policy: InlinePolicy
 
 
-def describe_method(name: str, function: Callable[..., Any], limits: dict[str, ConcurrencyLimit[Any]]) -> Method:
-    """Describe a function.
-
-    Args:
-        limits: concurrency limits of the server, by name; a missing one is made.
-    """
+def describe_method(name: str, function: Callable[..., Any], limits: dict[str, ConcurrencyLimit]) -> Method:
+    """Describe a function. Its concurrency limit is that of its name among the server's; a missing one is made."""
     mark = mark_of(function) or RpcMark(name, False)
     limit = None
     if mark.group is not None or mark.concurrency is not None:

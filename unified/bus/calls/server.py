@@ -16,10 +16,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from unified.bus.calls.concurrency import ConcurrencyLimit, SenderOrder
 from unified.bus.calls.deadlock.monitor import DeadlockMonitor, OutgoingCalls
 from unified.bus.calls.future import RpcFuture
-from unified.bus.calls.inbound import CURRENT, InboundCall, RecentReplies, Reply
+from unified.bus.calls.inbound import CURRENT, ConcurrencyLimit, InboundCall, RecentReplies, Reply, SenderOrder
 from unified.bus.calls.registry import Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
 from unified.bus.codec.codec import SerializedValue, decode, encode
@@ -42,14 +41,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, dict, tuple}
 class CallServer:
     """Runs handlers. Calls that come before `open` wait.
 
-    Attributes:
-        deadlocks: the monitor of queued calls.
-
-    Args:
-        reply: sends an answer to its caller.
-        calls: open calls that were made here.
-        pool: for sync handlers; shared with others that must not block.
-        io: its leading thread may run short handlers.
+    Sync handlers run on the pool, which is shared with others that must not block; short ones also on the thread that
+    leads in `io`. `calls` are the open calls that were made here.
     """
 
     def __init__(
@@ -71,8 +64,8 @@ class CallServer:
         self._known: dict[tuple[str, int], InboundCall] = {}
         self._early: list[InboundCall] | None = []
         self._methods: dict[str, Method] = {}
-        self._limits: dict[str, ConcurrencyLimit[InboundCall]] = {}
-        self._order: SenderOrder[InboundCall] = SenderOrder()
+        self._limits: dict[str, ConcurrencyLimit] = {}
+        self._order = SenderOrder()
         self._parked: dict[UnixConnection, list[Callable[[], object]]] = {}
         """Functions that begin calls whose link is full."""
         self._recent_replies = RecentReplies(identity.worker, self._reply_error)
@@ -153,19 +146,9 @@ class CallServer:
         for begin in parked:
             begin()
 
-    def relay_lost(self, is_relayed: Callable[[str], bool]) -> None:
-        """Tell callers whose answers may be lost, since the connection to the relay broke.
-
-        Args:
-            is_relayed: True if messages to an inbox go through the relay.
-        """
-        self._pool.submit(lambda: self._recent_replies.lost(list(self._known.values()), is_relayed, "the bus relay"))
-
-    def peer_lost(self, inbox_id: str) -> None:
-        """Tell a caller whose answers may be lost, since the direct connection to its inbox broke."""
-        self._pool.submit(
-            lambda: self._recent_replies.lost(list(self._known.values()), lambda each: each == inbox_id, "its caller")
-        )
+    def answers_lost(self, is_concerned: Callable[[str], bool], where: str) -> None:
+        """Tell callers whose answers may be lost with a connection; see `RecentReplies.lost`."""
+        self._pool.submit(lambda: self._recent_replies.lost(list(self._known.values()), is_concerned, where))
 
     def begin_wait(self, awaited: Awaited, task: int) -> InboundCall | int:
         """Note that this thread, or the task of this id, is about to wait; give the value returned to `end_wait`."""
@@ -339,15 +322,15 @@ class CallServer:
             finally:
                 self._forget(call)
 
+        def begin_async() -> None:
+            call.task = asyncio.ensure_future(run_async())
+
         if call.is_cancelled:
             source.close()
         if source.is_async:
-            self._loop.run(lambda: self._follow_stream(call, run_async()))
+            self._loop.run(begin_async)
         else:
             self._pool.submit(run)
-
-    def _follow_stream(self, call: InboundCall, work: Awaitable[Any]) -> None:
-        call.task = asyncio.ensure_future(work)
 
     def _answer_future(self, call: InboundCall, ended: Future[Any]) -> None:
         """Answer with the outcome of a handler's own future, on the thread that ended it."""

@@ -6,12 +6,11 @@ graph from process to process; a probe that comes back to its start has found a 
 
 - Waits are of two kinds. A queued call goes on when **any** of the calls that its limit has admitted ends (OR). A
   handler goes on when **all** of the calls that it waits for have ended (AND; one that would go on with the first of
-  several is
-  taken to need them all). A probe serves only one kind at a time; here the graph is reduced: calls that may go on are
-  taken out until none is left to take (`stuck`). The rest is deadlocked, and nothing else is.
+  several is taken to need them all). A probe serves only one kind at a time; here the graph is reduced: calls that may
+  go on are taken out until none is left to take (`stuck`). The rest is deadlocked, and nothing else is.
 - Messages go against the edges: a worker tells the callers of its blocked calls what these wait for, and all that it
-  has heard of those. So each worker comes to know the whole of a cycle that its own calls are in. - One call is
-  refused: the queued call of the cycle whose name comes first, which all workers choose alike.
+  has heard of those. So each worker comes to know the whole of a cycle that its own calls are in.
+- One call is refused: the queued call of the cycle whose name comes first, which all workers choose alike.
 
 A generator that is as far ahead of its reader as it may be waits for that reader, and holds its limit meanwhile. Only
 the caller knows the reader; so in a cycle through one the caller ends a call: one of its own that is queued or, if none
@@ -23,7 +22,7 @@ first. Only a wait that was given up can make an edge untrue; so reports of othe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -89,11 +88,7 @@ def decode_blocked(body: bytes | bytearray | memoryview) -> list[BlockedCall]:
 
 
 class WaitsForGraph:
-    """The waits-for graph as one worker knows it: its own blocked calls, and those that other workers reported.
-
-    Args:
-        inbox_id: inbox of this worker.
-    """
+    """The waits-for graph as one worker knows it: its own blocked calls, and those that other workers reported."""
 
     def __init__(self, inbox_id: str) -> None:
         self._inbox_id = inbox_id
@@ -207,18 +202,13 @@ def in_words(call: str, dead: dict[str, BlockedCall]) -> str:
 def reach(call: str, graph: dict[str, BlockedCall], *, beyond: bool = False) -> list[str]:
     """Return the blocked calls that a call waits for, directly or not, the nearest first. The call itself comes before
     them or, if `beyond`, only where the way leads back to it."""
-    found = dict.fromkeys(_next(call, graph) if beyond else [call])
-    queue = list(found)
+    queue = [other for other in dict.fromkeys(graph[call].waits_for) if other in graph] if beyond else [call]
+    found = set(queue)
     for each in queue:
-        for other in _next(each, graph):
-            if other not in found:
-                found[other] = None
-                queue.append(other)
+        new = [other for other in dict.fromkeys(graph[each].waits_for) if other in graph and other not in found]
+        queue += new
+        found.update(new)
     return queue
-
-
-def _next(call: str, graph: dict[str, BlockedCall]) -> Iterable[str]:
-    return [other for other in graph[call].waits_for if other in graph]
 
 
 _STATES = {True: "(in line)", False: "(waits)"}

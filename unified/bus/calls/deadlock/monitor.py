@@ -6,21 +6,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from unified.bus.buffers import Buffer
-from unified.bus.calls.concurrency import ConcurrencyLimit
 from unified.bus.calls.deadlock.graph import (
     BlockedCall,
-    Findings,
     WaitsForGraph,
     decode_blocked,
     encode_blocked,
     name_of,
     reader_of,
 )
-from unified.bus.calls.inbound import InboundCall, Reply
+from unified.bus.calls.inbound import ConcurrencyLimit, InboundCall, Reply
 from unified.bus.calls.retry import LATER
 from unified.bus.calls.sender import OutboundCall
 from unified.bus.codec.codec import SerializedValue
@@ -49,11 +47,8 @@ class DeadlockMonitor:
 
     Args:
         known: incoming calls that have not ended, queued ones too.
-        limits: concurrency limits with their queues.
-        lock: guards the limits.
-        reply: tells a caller.
+        limits: concurrency limits with their queues, guarded by `lock`.
         refuse: ends a call, if it is still queued, and says why.
-        calls: calls that were made here.
     """
 
     def __init__(
@@ -61,7 +56,7 @@ class DeadlockMonitor:
         identity: BusIdentity,
         *,
         known: Mapping[tuple[str, int], InboundCall],
-        limits: Mapping[str, ConcurrencyLimit[InboundCall]],
+        limits: Mapping[str, ConcurrencyLimit],
         lock: threading.Lock,
         reply: Reply,
         refuse: Callable[[InboundCall, str], object],
@@ -94,11 +89,7 @@ class DeadlockMonitor:
             LATER.call_after(LOOK_S, self._look)
 
     def hear(self, call_id: int, body: Buffer) -> None:
-        """Take in the report of a callee: what a call made here waits for.
-
-        Raises:
-            ProtocolError: the report cannot be read.
-        """
+        """Take in the report of a callee: what a call made here waits for. ProtocolError: it cannot be read."""
         blocked = decode_blocked(body)
         with self._lock:
             self._graph.hear(time.monotonic(), name_of(self._inbox_id, call_id), blocked)
@@ -138,7 +129,9 @@ class DeadlockMonitor:
                 readers = [reader_of(stream) for stream in index.streams_read_by(call)]
                 here += [BlockedCall(reader, self._inbox_id, "its reader", False, [name]) for reader in readers]
         here += index.outside(self._outside, self._worker)
-        findings = self._decide(here, {name: bool(call.chain) for name, call in calls.items()}, index.ids)
+        with self._lock:
+            came = {name: bool(call.chain) for name, call in calls.items()}
+            findings = self._graph.look(time.monotonic(), here, came, index.ids)
         for name, blocked in findings.tell.items():
             self._reply(calls[name], Kind.WAITS, SerializedValue(encode_blocked(blocked), []), False)
         for name, cycle in findings.refuse.items():
@@ -182,10 +175,6 @@ class DeadlockMonitor:
                     WARN_S,
                 )
             self._behind[_name(call)] = since
-
-    def _decide(self, here: list[BlockedCall], came: Mapping[str, bool], made_here: Collection[str]) -> Findings:
-        with self._lock:
-            return self._graph.look(time.monotonic(), here, came, made_here)
 
     def _blocked(self, call: InboundCall, is_queued: bool, waits_for: list[str]) -> BlockedCall:
         return BlockedCall(
@@ -231,12 +220,8 @@ class _WaitIndex:
         return [self._names[id(each)] for each in streams if each is not call.waits[0]]
 
     def outside(self, waits: Mapping[int, object], worker: str) -> list[BlockedCall]:
-        """Return threads and tasks that wait outside of handlers, and the readers of streams that they were the last to
-        read.
-
-        Args:
-            waits: calls and streams waited for, by ident of a thread, or minus the id of a task.
-        """
+        """Return threads and tasks that wait outside of handlers (calls and streams waited for, by ident of a thread or
+        minus the id of a task), and the readers of streams that they were the last to read."""
         streams = self._streams.get(None, ())
         if not streams:  # nothing else can be waiting for them
             return []
@@ -267,11 +252,7 @@ class _WaitIndex:
 
 class PoolMonitor:
     """Has other threads of the handler pool stand in for those that wait for calls with `concurrent.futures.wait` or
-    `as_completed`, which know nothing of the bus. Looks only while there is work that no thread is free for.
-
-    Args:
-        outgoing_calls: returns the open calls of this worker.
-    """
+    `as_completed`, which know nothing of the bus. Looks only while there is work that no thread is free for."""
 
     def __init__(self, pool: HandlerPool, outgoing_calls: Callable[[], Iterable[OutboundCall]]) -> None:
         self._pool = pool
