@@ -22,6 +22,11 @@ def check_size(data: Buffer, shape: list[int], itemsize: int) -> None:
         raise ProtocolError(f"shape {shape} of {itemsize}-byte items does not fit a buffer of {held} bytes.")
 
 
+def size_of(body: Buffer, buffers: list[Buffer]) -> int:
+    """Return the bytes of a value, as both sides of a stream count them."""
+    return len(body) + sum(len(each) if isinstance(each, (bytes, bytearray)) else each.nbytes for each in buffers)
+
+
 def needed(module: str) -> Any:
     """Import numpy or torch because a value of it came."""
     try:

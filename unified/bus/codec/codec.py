@@ -34,22 +34,17 @@ _BARE = ValueDecoder(())
 
 def encode(value: object, *, devices: bool = False) -> SerializedValue:
     """Encode a value as a body and the buffers beside it, to be sent, or carried, kept and handed on undecoded.
+    UsageError: part of it cannot be pickled.
 
-    The buffers are views of the caller's own memory: it must not change before they are sent, or detached.
-
-    Args:
-        devices: leave CUDA tensors on their devices; `unified.bus.codec.cuda.settle` must follow before anything is
-        sent.
-
-    Raises:
-        UsageError: part of the value cannot be pickled; the message names it.
+    The buffers are views of the caller's own memory: it must not change before they are sent, or detached. With
+    `devices` CUDA tensors stay there, and `unified.bus.codec.cuda.settle` must follow before anything is sent.
     """
     if is_plain((value,)):
         try:
             body = pack(value)
         except (OverflowError, UnicodeEncodeError):
             return _lifted(value, devices)
-        return SerializedValue(body, []) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
+        return SerializedValue(body, []) if len(body) < LARGE_BODY_BYTES else _made(body, [])
     return _lifted(value, devices)
 
 
@@ -61,14 +56,13 @@ def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], *, devices: bo
         body = pack((args, kwargs))
     except (OverflowError, UnicodeEncodeError):
         return encode([list(args), kwargs], devices=devices)
-    return SerializedValue(body, []) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, [])
+    return SerializedValue(body, []) if len(body) < LARGE_BODY_BYTES else _made(body, [])
 
 
 def decode(body: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
     """The value in a body and its buffers. Only once for the same buffers: tensors may take them over.
 
-    Raises:
-        ProtocolError: it is corrupt, or holds an object whose class cannot be imported here.
+    ProtocolError: it is corrupt, or holds an object whose class cannot be imported here.
     """
     return _decode(ValueDecoder(buffers) if buffers else _BARE, body)
 
@@ -79,11 +73,7 @@ def decode_again(body: Buffer, buffers: Sequence[Buffer]) -> Any:
 
 
 def deserialize(value: SerializedValue) -> Any:
-    """Decode a serialized value; each call gives one of its own, which may be kept. Arrays are read-only views.
-
-    Raises:
-        ProtocolError: it is corrupt, or holds an object whose class cannot be imported here.
-    """
+    """Decode a serialized value as `decode` does; each call gives one of its own. Arrays are read-only views."""
     return decode_again(value.body, value.buffers)
 
 
@@ -91,21 +81,18 @@ def _lifted(value: object, devices: bool) -> SerializedValue:
     for is_careful in (False, True):
         writer = ValueEncoder(devices=devices, is_careful=is_careful)
         try:
-            return _made(pack(writer.lift(value)), writer)
+            return _made(pack(writer.lift(value)), writer.outgoing.buffers)
         except (OverflowError, UnicodeEncodeError):
             continue  # a large int, or a str that is no text, somewhere in it
         except (TooDeep, RecursionError):
             break  # a value that contains itself, or nearly: pickle remembers what it has seen
     writer = ValueEncoder(devices=devices)
-    return _made(pack(writer.pickled(value)), writer)
+    return _made(pack(writer.pickled(value)), writer.outgoing.buffers)
 
 
-def _made(body: bytes, writer: ValueEncoder) -> SerializedValue:
-    buffers = writer.outgoing.buffers
-    return SerializedValue(body, buffers) if len(body) < LARGE_BODY_BYTES else _with_body_aside(body, buffers)
-
-
-def _with_body_aside(body: bytes, buffers: list[Buffer]) -> SerializedValue:
+def _made(body: bytes, buffers: list[Buffer]) -> SerializedValue:
+    if len(body) < LARGE_BODY_BYTES:
+        return SerializedValue(body, buffers)
     return SerializedValue(pack(Ext(BODY, pack(len(buffers)))), [*buffers, body])
 
 

@@ -24,23 +24,14 @@ HANDLE, BYTES = "handle", "bytes"
 
 
 def choose_way(device: str, seen_by_reader: Collection[str], *, is_same_process: bool = False) -> str:
-    """Choose how a tensor on `device` travels: by handle to another process that sees the device, else by bytes.
-
-    Args:
-        device: UUID.
-        seen_by_reader: UUIDs of the reader's devices; none if it is on another host.
-        is_same_process: a process cannot open a handle of its own.
-    """
+    """Choose how a tensor on the device of this UUID travels: by handle to another process that sees the device, else
+    by bytes. A reader on another host sees none, and a process cannot open a handle of its own."""
     return HANDLE if device and device in seen_by_reader and not is_same_process else BYTES
 
 
 def settle(buffers: Sequence[Any], seen_by_reader: Collection[str], *, is_same_process: bool = False) -> list[Buffer]:
-    """The buffers of a value for one reader, CUDA tensors among them replaced by frames. Call it once for each reader.
-
-    Args:
-        buffers: of `encode(…, devices=True)`.
-        seen_by_reader, is_same_process: see `choose_way`.
-    """
+    """The buffers of `encode(…, devices=True)` for one reader, CUDA tensors among them replaced by frames
+    (`choose_way`). Call it once for each reader."""
     frames: list[Buffer] = []
     for index, buffer in enumerate(buffers):
         if isinstance(buffer, DeviceTensor):
@@ -52,11 +43,7 @@ def settle(buffers: Sequence[Any], seen_by_reader: Collection[str], *, is_same_p
 
 
 def rebuild(first: Buffer, second: Buffer, windows: Windows) -> Any:
-    """The tensor of two frames.
-
-    Raises:
-        ProtocolError: they are none, or its device cannot be seen from here.
-    """
+    """The tensor of two frames; ProtocolError: they are none, or its device cannot be seen from here."""
     word, *content = msgspec.msgpack.decode(first)
     if word == BYTES:
         dtype, shape = content

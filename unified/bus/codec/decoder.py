@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,27 +10,9 @@ from typing import Any
 import msgspec
 
 from unified.bus.buffers import Buffer, check_size
-from unified.bus.codec.encoder import (
-    ARRAY,
-    BODY,
-    BYTEARRAY,
-    BYTES,
-    COMPLEX,
-    DEVICE,
-    FROZENSET,
-    INT,
-    MAP,
-    MAX_DEPTH,
-    NUMBER,
-    OBJECT,
-    SERIALIZED,
-    SET,
-    TENSOR,
-    TEXT,
-    TUPLE,
-)  # fmt: skip
+from unified.bus.codec import encoder as ext
 from unified.bus.codec.numpy_arrays import build_array, build_number
-from unified.bus.codec.pickling import load_object
+from unified.bus.codec.pickling import DEVICE_TENSOR, TENSOR_MEMORY, are_refused
 from unified.bus.codec.serialized import SerializedValue
 from unified.bus.codec.tensors import Windows, build_tensor
 from unified.errors import ProtocolError
@@ -39,12 +22,8 @@ _unpack = msgspec.msgpack.Decoder().decode
 
 
 class ValueDecoder:
-    """Decodes one value; `close` it then. Without buffers it decodes any number.
-
-    Args:
-        buffers: the frames beside the body.
-        is_only: see `Windows`.
-    """
+    """Decodes one value, which has these buffers beside its body; `close` it then. Without buffers it decodes any
+    number. For `is_only` see `Windows`."""
 
     def __init__(self, buffers: Sequence[Buffer], *, is_only: bool = True) -> None:
         self._buffers = buffers
@@ -58,8 +37,8 @@ class ValueDecoder:
         """The value in a body, or in an extension `depth` levels deep."""
         decode = self._decoders.get(depth)
         if decode is None:
-            if depth > MAX_DEPTH + 1:
-                raise ProtocolError(f"extensions nested deeper than {MAX_DEPTH} are refused.")
+            if depth > ext.MAX_DEPTH + 1:
+                raise ProtocolError(f"extensions nested deeper than {ext.MAX_DEPTH} are refused.")
             decode = msgspec.msgpack.Decoder(ext_hook=partial(self._extension, depth)).decode
             self._decoders[depth] = decode
         return decode(body)
@@ -69,40 +48,41 @@ class ValueDecoder:
         self._decoders.clear()
 
     def _extension(self, depth: int, code: int, data: memoryview) -> Any:
-        if code == TUPLE:
+        if code == ext.TUPLE:
             return tuple(self.unpack(data, depth + 1))
-        if code == OBJECT:
+        if code == ext.OBJECT:
             where, numbers, kinds = _unpack(data)
-            return load_object(self._found(where), numbers, kinds, self._taking, self._memory, self._device)
-        if code == ARRAY:
-            return self._array(*_unpack(data))
-        if code == TENSOR:
+            return self._object(self._found(where), numbers, kinds)
+        if code == ext.ARRAY:
+            dtype, shape, fortran, where = _unpack(data)
+            return build_array(self._found(where), dtype, shape, fortran)
+        if code == ext.TENSOR:
             return self._tensor(*_unpack(data))
-        if code == SET:
+        if code == ext.SET:
             return set(self.unpack(data, depth + 1))
-        if code == FROZENSET:
+        if code == ext.FROZENSET:
             return frozenset(self.unpack(data, depth + 1))
-        if code == MAP:
+        if code == ext.MAP:
             keys, values = self.unpack(data, depth + 1)
             return dict(zip(keys, values, strict=True))
-        if code == INT:
+        if code == ext.INT:
             return int.from_bytes(data, "little", signed=True)
-        if code == TEXT:
+        if code == ext.TEXT:
             return str(data, "utf-8", "surrogatepass")
         content = _unpack(data)
-        if code == BYTES:
+        if code == ext.BYTES:
             return bytes(self._whole(*content))
-        if code == BYTEARRAY:
+        if code == ext.BYTEARRAY:
             return bytearray(self._whole(*content))
-        if code == COMPLEX:
+        if code == ext.COMPLEX:
             return complex(*content)
-        if code == NUMBER:
+        if code == ext.NUMBER:
             return build_number(*content)
-        if code == SERIALIZED:
+        if code == ext.SERIALIZED:
             return self._serialized(*content)
-        if code == BODY:
+        if code == ext.BODY:
             return self.unpack(self._taking(content), depth + 1)
-        if code == DEVICE:
+        if code == ext.DEVICE:
             number, requires_grad = content
             return self._device(number).requires_grad_(requires_grad)
         raise ProtocolError(f"extension type {code} is not known here.")
@@ -135,8 +115,21 @@ class ValueDecoder:
             memory = self._memories[number] = self._windows.writable(self._buffer(number))
         return memory
 
-    def _array(self, dtype: str, shape: list[int], fortran: bool, where: int | bytes) -> Any:
-        return build_array(self._found(where), dtype, shape, fortran)
+    def _object(self, data: Buffer, numbers: list[int], kinds: bytes) -> Any:
+        """The object that `dump_object` pickled. Arrays over its buffers are read-only."""
+        if are_refused():
+            raise ProtocolError("it holds a Python object, and this program reads plain data and arrays alone")
+        if len(numbers) != len(kinds):
+            raise ProtocolError(f"a pickle wants {len(numbers)} buffers of {len(kinds)} kinds.")
+        wanted: list[Any] = []
+        for number, kind in zip(numbers, kinds, strict=True):
+            if kind == DEVICE_TENSOR:
+                wanted.append(self._device(number))
+            elif kind == TENSOR_MEMORY:
+                wanted.append(self._memory(number))
+            else:
+                wanted.append(memoryview(self._taking(number)).toreadonly())
+        return pickle.loads(data, buffers=wanted)
 
     def _tensor(self, dtype: str, shape: list[int], requires_grad: bool, where: int | bytes) -> Any:
         data = where if isinstance(where, bytes) else self._memory(where)

@@ -48,12 +48,8 @@ def is_plain(items: Iterable[Any], depth: int = MAX_DEPTH) -> bool:
 
 
 class ValueEncoder:
-    """Encodes one value; collects its buffers.
-
-    Args:
-        devices: see `Outgoing`.
-        is_careful: look at every int and str for what MessagePack cannot say.
-    """
+    """Encodes one value; collects its buffers (`Outgoing`). One that is careful looks at every int and str for what
+    MessagePack cannot say."""
 
     def __init__(self, *, devices: bool = False, is_careful: bool = False) -> None:
         self.outgoing = Outgoing(devices=devices)
@@ -63,9 +59,7 @@ class ValueEncoder:
     def lift(self, value: Any) -> Any:
         """The value with all that MessagePack would change, refuse or copy replaced by extensions.
 
-        Raises:
-            TooDeep: pickle it instead.
-            UsageError: part of it cannot be pickled.
+        TooDeep: pickle it instead. UsageError: part of it cannot be pickled.
         """
         kind = type(value)
         if kind in SCALARS:
@@ -110,11 +104,9 @@ class ValueEncoder:
     def _tuple(self, value: tuple[Any, ...]) -> Any:
         return Ext(TUPLE, pack(value if self._is_flat(value) else self._items(value)))
 
-    def _set(self, value: set[Any]) -> Any:
-        return Ext(SET, pack(list(value) if self._is_flat(value) else self._items(value)))
-
-    def _frozenset(self, value: frozenset[Any]) -> Any:
-        return Ext(FROZENSET, pack(list(value) if self._is_flat(value) else self._items(value)))
+    def _set(self, value: set[Any] | frozenset[Any]) -> Any:
+        code = SET if type(value) is set else FROZENSET
+        return Ext(code, pack(list(value) if self._is_flat(value) else self._items(value)))
 
     def _bytes(self, value: bytes) -> Any:
         return value if len(value) < OUT_OF_BAND_BYTES else Ext(BYTES, pack([self.outgoing.add(value), len(value)]))
@@ -163,7 +155,7 @@ _LIFTS: dict[type, Callable[[ValueEncoder, Any], Any]] = {
     dict: ValueEncoder._dict,
     tuple: ValueEncoder._tuple,
     set: ValueEncoder._set,
-    frozenset: ValueEncoder._frozenset,
+    frozenset: ValueEncoder._set,
     bytes: ValueEncoder._bytes,
     bytearray: ValueEncoder._bytearray,
     memoryview: ValueEncoder._memoryview,

@@ -36,11 +36,7 @@ def give_away(array: Any) -> None:
 
 
 def build_array(data: Buffer, dtype_name: str, shape: list[int], fortran: bool) -> Any:
-    """The inverse of `array_bytes`: an array over `data`, read-only.
-
-    Raises:
-        ProtocolError: shape and dtype do not fit the data.
-    """
+    """The inverse of `array_bytes`: an array over `data`, read-only; ProtocolError: shape and dtype do not fit it."""
     numpy = needed("numpy")
     dtype = _dtype(numpy, dtype_name, ARRAY_KINDS)
     check_size(data, shape, dtype.itemsize)
@@ -53,11 +49,7 @@ def build_array(data: Buffer, dtype_name: str, shape: list[int], fortran: bool) 
 
 
 def build_number(dtype_name: str, data: bytes) -> Any:
-    """A numpy scalar.
-
-    Raises:
-        ProtocolError: the dtype does not fit the data.
-    """
+    """A numpy scalar; ProtocolError: the dtype does not fit the data."""
     numpy = needed("numpy")
     dtype = _dtype(numpy, dtype_name, NUMBER_KINDS)
     check_size(data, [], dtype.itemsize)

@@ -11,13 +11,12 @@ import functools
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from unified.bus.buffers import Buffer
 from unified.bus.codec.numpy_arrays import array_bytes, build_array, give_away, is_raw
 from unified.bus.codec.tensors import OUT_OF_BAND_BYTES, Outgoing, build_tensor, is_dense
-from unified.errors import ProtocolError, UsageError
+from unified.errors import UsageError
 from unified.job.by_value import cloud_pickler, has_readers_elsewhere, names_main, reduced
 
 BUFFER, TENSOR_MEMORY, DEVICE_TENSOR = range(3)
@@ -27,12 +26,8 @@ _are_refused = False
 
 def dump_object(value: object, outgoing: Outgoing) -> tuple[bytes, list[int], bytes]:
     """A pickle; the numbers of the buffers that it left out, in the order in which it wants them; and what it wants of
-    each.
-
-    Raises:
-        UsageError: the object, or something in it, cannot be pickled.
-    """
-    before = outgoing.mark()
+    each. UsageError: the object, or something in it, cannot be pickled."""
+    before = len(outgoing.buffers)
     try:
         # the plain pickler is twice as fast; the other one is needed only where an array can be inside
         if "torch" in sys.modules or "numpy" in sys.modules:
@@ -77,38 +72,6 @@ def _dump(value: object, outgoing: Outgoing, kind: type[Any] | None) -> tuple[by
         pickler.be_for(outgoing, placed)
     pickler.dump(value)
     return out.getvalue(), numbers, bytes(kinds)
-
-
-def load_object(
-    data: Buffer,
-    numbers: Sequence[int],
-    kinds: bytes,
-    find: Callable[[int], Buffer],
-    memory: Callable[[int], Buffer],
-    device_tensor: Callable[[int], Any],
-) -> Any:
-    """The object. Arrays over its buffers are read-only.
-
-    Args:
-        data: the pickle.
-        numbers, kinds: as `dump_object` gave them.
-        find: a buffer by its number.
-        memory: the same for a tensor to write to.
-        device_tensor: a tensor that has two buffers, by the number of the first.
-    """
-    if _are_refused:
-        raise ProtocolError("it holds a Python object, and this program reads plain data and arrays alone")
-    if len(numbers) != len(kinds):
-        raise ProtocolError(f"a pickle wants {len(numbers)} buffers of {len(kinds)} kinds.")
-    wanted: list[Any] = []
-    for number, kind in zip(numbers, kinds, strict=True):
-        if kind == DEVICE_TENSOR:
-            wanted.append(device_tensor(number))
-        elif kind == TENSOR_MEMORY:
-            wanted.append(memory(number))
-        else:
-            wanted.append(memoryview(find(number)).toreadonly())
-    return pickle.loads(data, buffers=wanted)
 
 
 @contextlib.contextmanager

@@ -5,36 +5,28 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from unified.bus.buffers import Buffer
+import msgspec
+
+from unified.bus.buffers import Buffer, size_of
 from unified.bus.shm.allocation import allocation_at, has_allocations
 
 
-class SerializedValue:
+class SerializedValue(msgspec.Struct, eq=False):
     """A value as bytes and buffers. Inside any other value it travels as it is, and arrives undecoded.
 
     `unified.bus.codec.codec.encode` makes it, `deserialize` decodes it. Large buffers are those of the caller until
     it is sent: they must not change before, or `detach` it. What was received through shared memory stays there, and is
     handed on without a copy.
-
-    Attributes:
-        body: as `unified.bus.codec.codec.encode` made it.
-        buffers: the large ones beside it.
     """
 
-    __slots__ = ("body", "buffers")
-
-    def __init__(self, body: bytes, buffers: list[Buffer]) -> None:
-        self.body = body
-        self.buffers = buffers
+    body: bytes
+    buffers: list[Buffer]
+    """The large ones beside it."""
 
     @property
     def nbytes(self) -> int:
         """The size of all that it holds."""
-        if not self.buffers:
-            return len(self.body)
-        return len(self.body) + sum(
-            len(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer.nbytes for buffer in self.buffers
-        )
+        return size_of(self.body, self.buffers) if self.buffers else len(self.body)
 
     def detach(self) -> SerializedValue:
         """The same with no memory that the caller may change: for one to be kept in the process that serialized it."""

@@ -5,7 +5,7 @@ The buffers of a value that is being encoded are collected here: each becomes a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from unified.bus.buffers import Buffer, check_size, needed
 from unified.errors import ProtocolError
@@ -51,11 +51,8 @@ def to_host(torch: Any, tensor: Any) -> Any:
 
 
 def build_tensor(data: Buffer, shape: list[int], dtype_name: str, requires_grad: bool) -> Any:
-    """The inverse of `tensor_bytes`: a tensor over `data`, or over a copy of immutable bytes.
-
-    Raises:
-        ProtocolError: shape and dtype do not fit the data.
-    """
+    """The inverse of `tensor_bytes`: a tensor over `data`, or over a copy of immutable bytes; ProtocolError: shape and
+    dtype do not fit it."""
     torch = needed("torch")
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype) or dtype_name.startswith("q"):  # a quantized one without a scale is a crash
@@ -70,11 +67,8 @@ def build_tensor(data: Buffer, shape: list[int], dtype_name: str, requires_grad:
 
 
 class Windows:
-    """Memory that the tensors of one decoding may write to: torch has no read-only tensors.
-
-    Args:
-        is_only: nobody will decode the same buffers again, so that what came over a socket can be handed out as it is.
-    """
+    """Memory that the tensors of one decoding may write to: torch has no read-only tensors. If it `is_only`, nobody
+    will decode the same buffers again, so that what came over a socket can be handed out as it is."""
 
     def __init__(self, *, is_only: bool) -> None:
         self._is_only = is_only
@@ -109,11 +103,10 @@ OUT_OF_BAND_BYTES = 16 * 1024
 """Below this a frame of its own costs more than the copy that it saves."""
 
 
-class DeviceTensor:
+class DeviceTensor(NamedTuple):
     """CUDA tensor among the buffers of a value that was encoded with `devices`, until `cuda.settle`."""
 
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
+    tensor: Any
 
     @property
     def nbytes(self) -> int:
@@ -121,11 +114,8 @@ class DeviceTensor:
 
 
 class Outgoing:
-    """Collects buffers.
-
-    Args:
-        devices: leave CUDA tensors where they are; `unified.bus.codec.cuda.settle` decides later how they travel.
-    """
+    """Collects buffers. With `devices` CUDA tensors stay there: `unified.bus.codec.cuda.settle` decides later how they
+    travel."""
 
     def __init__(self, *, devices: bool = False) -> None:
         self.buffers: list[Any] = []
@@ -133,14 +123,10 @@ class Outgoing:
         self._known: dict[tuple[int, int], int] = {}
         """Address and length of a tensor's memory: the number of its buffer."""
 
-    def mark(self) -> int:
-        """Return the number of frames so far, to come back to with `reset`."""
-        return len(self.buffers)
-
-    def reset(self, mark: int) -> None:
-        """Forget what was added since `mark`: it is to be written in another way."""
-        del self.buffers[mark:]
-        self._known = {key: number for key, number in self._known.items() if number < mark}
+    def reset(self, num_kept: int) -> None:
+        """Forget all but so many buffers: what was added since is to be written in another way."""
+        del self.buffers[num_kept:]
+        self._known = {key: number for key, number in self._known.items() if number < num_kept}
 
     def add(self, data: Buffer) -> int:
         """The number of the frame that `data` becomes."""

@@ -67,7 +67,6 @@ class StreamSource:
     """Runner of one generator for one caller.
 
     Args:
-        generator: sync or async; it becomes this object's own.
         send: see the module's docstring.
         describe: makes the body of an ERROR for an exception of the generator.
         what: the call in words, for logs.
@@ -111,11 +110,6 @@ class StreamSource:
     def is_parked(self) -> bool:
         """True while the caller is so far behind that the generator does not go on."""
         return not self._is_over and not self._has_room()
-
-    @property
-    def num_ahead(self) -> int:
-        """Number of items on their way, or waiting at the caller."""
-        return len(self._sizes)
 
     def more(self, num_consumed: int) -> None:
         """Take in how many items the caller has consumed in all; from any thread."""

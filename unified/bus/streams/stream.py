@@ -38,7 +38,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from unified.bus.buffers import Buffer
+from unified.bus.buffers import Buffer, size_of
 from unified.bus.codec.codec import decode
 from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import ProtocolError, RpcError
@@ -72,10 +72,7 @@ class Host(Protocol):
 
     def before_wait(self, awaited: Awaited, task: int = 0) -> object:
         """Note that this thread, or its task of this id, is about to wait; give the value returned to `after_wait`.
-
-        Raises:
-            RpcError: it would wait for ever.
-        """
+        RpcError: it would wait for ever."""
 
     def after_wait(self, token: Any) -> None:
         """Note that the wait is over."""
@@ -93,12 +90,8 @@ class _StreamItem(NamedTuple):
 class StreamFeed:
     """Buffer of a stream: the endpoint puts its messages in, and one `RpcStream` reads them.
 
-    Args:
-        what: the call in words, for messages.
-        send_more, cancel, abandon: see the module's docstring.
-        open_item: decodes an item from its body and buffers, on the thread that consumes.
-        link: connection that the items come on, where a waiting thread can receive them itself; else None.
-        host: told of threads and tasks that wait for an item.
+    For `send_more`, `cancel` and `abandon` see the module's docstring. `link` is the connection that the items come on,
+    where a waiting thread can receive them itself. The host is told of threads and tasks that wait for an item.
     """
 
     def __init__(
@@ -108,7 +101,6 @@ class StreamFeed:
         send_more: Callable[[int], object],
         cancel: Callable[[], object],
         abandon: Callable[[], object],
-        open_item: Callable[[Buffer, list[Buffer]], Any] = decode,
         link: UnixConnection | None = None,
         host: Host | None = None,
     ) -> None:
@@ -120,7 +112,6 @@ class StreamFeed:
         self._send_more = send_more
         self._cancel = cancel
         self.abandon = abandon
-        self._open_item = open_item
         self.link = link
         self._host = host
         self._items: deque[_StreamItem] = deque()
@@ -174,11 +165,7 @@ class StreamFeed:
             self._cancel()
 
     def take(self) -> _StreamItem | None:
-        """Return the next item, or None where none is there now.
-
-        Raises:
-            RpcError: what the stream ended in; once.
-        """
+        """Return the next item, or None where none is there now. RpcError: what the stream ended in; once."""
         with self._changed:
             if not self._items:
                 error, self._error = self._error, None
@@ -197,23 +184,16 @@ class StreamFeed:
         return item
 
     def open(self, item: _StreamItem) -> Any:
-        """Decode an item. One that cannot be read here ends the stream.
-
-        Raises:
-            RpcError: the item needs modules that cannot be imported here, or is corrupt.
-        """
+        """Decode an item. One that cannot be read here (modules are missing, or it is corrupt) ends the stream in an
+        RpcError."""
         try:
-            return self._open_item(item.body, item.buffers)
+            return decode(item.body, item.buffers)
         except ProtocolError as error:
             self.close()
             raise RpcError(f"an item of {self.what} cannot be read here: {error}") from error
 
     def wait(self) -> bool:
-        """Wait until there is something to take; return False if there never will be.
-
-        Raises:
-            RpcError: this thread may not wait.
-        """
+        """Wait until there is something to take; return False if there never will be. RpcError: this thread may not."""
         if self._has_news():
             return not self.is_drained
         token = None if self._host is None else self._host.before_wait(self)
@@ -303,11 +283,6 @@ class StreamFeed:
 
     def _lost(self, evidence: str) -> RpcError:
         return RpcError(f"item {self._num_pushed} of {self.what} was lost on its way: {evidence}.")
-
-
-def size_of(body: Buffer, buffers: list[Buffer]) -> int:
-    """Return the bytes of one item, as both sides count them."""
-    return len(body) + sum(buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers)
 
 
 def _set(woken: asyncio.Future[None]) -> None:

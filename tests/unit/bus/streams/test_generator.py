@@ -39,7 +39,7 @@ def test_parks_a_window_ahead_and_goes_on_when_half_of_it_was_consumed() -> None
     wire = Wire(count(100, seen))
     stream: RpcStream[int] = RpcStream(wire.feed)
     assert wire.advance() is Step.PARKED
-    assert (wire.num_items, wire.source.num_ahead) == (WINDOW_ITEMS, WINDOW_ITEMS)
+    assert (wire.num_items, len(wire.source._sizes)) == (WINDOW_ITEMS, WINDOW_ITEMS)
     assert [next(stream) for _ in range(WINDOW_ITEMS // 2 - 1)] == list(range(WINDOW_ITEMS // 2 - 1))
     assert wire.source.advance() is Step.PARKED
     assert wire.told == []
@@ -239,12 +239,12 @@ def test_more_than_was_sent_or_less_than_before_changes_nothing() -> None:
     wire = Wire(count(100))
     wire.advance()
     wire.source.more(-3)
-    assert wire.source.num_ahead == WINDOW_ITEMS
+    assert len(wire.source._sizes) == WINDOW_ITEMS
     wire.source.more(10)
     wire.source.more(5)
-    assert wire.source.num_ahead == WINDOW_ITEMS - 10
+    assert len(wire.source._sizes) == WINDOW_ITEMS - 10
     wire.source.more(10**9)
-    assert wire.source.num_ahead == 0
+    assert len(wire.source._sizes) == 0
 
 
 def test_peer_that_is_gone_closes_the_generator() -> None:

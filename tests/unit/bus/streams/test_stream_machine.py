@@ -168,7 +168,7 @@ class StreamMachine(RuleBasedStateMachine):
             return
         on_the_way = self.made[len(self.got) :]
         assert len(on_the_way) <= WINDOW_ITEMS + 1  # one more: it is made before it is known to be the end
-        assert self.source.num_ahead <= WINDOW_ITEMS
+        assert len(self.source._sizes) <= WINDOW_ITEMS
         assert sum(map(len, on_the_way[:-1])) <= WINDOW_BYTES + 400
 
     @invariant()
