@@ -70,7 +70,6 @@ class TimerThread:
     """Calls `ring` at the earliest time that was set since the last call, on a thread that starts with the first.
 
     Args:
-        name: of the thread.
         ring: should be short. What it raises is logged.
         stays: the thread ends with `close`; else as soon as no time is set.
     """
@@ -170,9 +169,7 @@ class DelayedCalls:
 class SerialWorker(Generic[K]):
     """A background worker thread with a FIFO queue, to which finalizers may add: they must not take a lock.
 
-    Args:
-        name: of the thread.
-        work: called with each key, in order. What it raises is logged.
+    It calls `work` with each key, in order. What that raises is logged.
     """
 
     def __init__(self, name: str, work: Callable[[K], object]) -> None:

@@ -225,11 +225,8 @@ class BusEndpoint:
         block: bool = True,
         incarnations: Sequence[int | None] | None = None,
     ) -> list[RpcFuture[Any]]:
-        """Call several workers as `call` does: the arguments are encoded once, and lie in shared memory once.
-
-        Args:
-            incarnations: of each target, see `call`.
-        """
+        """Call several workers, or one incarnation of each, as `call` does: the arguments are encoded once, and lie in
+        shared memory once."""
         self._check_may_call(method)
         payload = OutgoingPayload(encode_arguments(args, kwargs, devices=True), num_readers=len(targets))
         may_wait = self._may_wait(block)
@@ -283,7 +280,9 @@ class BusEndpoint:
         self._client.close(f"the bus of worker {self.worker} was closed.")
         self._server.close()
         self._pool.close()
-        self._linger()
+        until = time.monotonic() + LINGER_MS / 1000
+        for connection in self._io.connections:  # let answers leave that the kernel has not taken yet
+            connection.wait_for_room(1, lambda: time.monotonic() >= until)
         self._connections.close(LINGER_MS)
         self._io.close()
         has_ended = self._listeners.close()
@@ -299,16 +298,10 @@ class BusEndpoint:
             else:
                 _held_up.append(self._context)
 
-    def _linger(self) -> None:
-        """Let answers leave that the kernel has not taken yet."""
-        until = time.monotonic() + LINGER_MS / 1000
-        for connection in self._io.connections:
-            connection.wait_for_room(1, lambda: time.monotonic() >= until)
-
     def before_wait(self, awaited: Awaited, task: int = 0) -> tuple[InboundCall | int, bool, Awaited]:
         """See `unified.bus.calls.future.Host`."""
         self._check_is_ours()
-        if self._sender.is_holding:
+        if self._sender.holding:
             self._sender.release()
         if awaited.link is None and threading.get_ident() == self._remote_thread:
             raise awaited.waited_in_vain()
@@ -327,13 +320,11 @@ class BusEndpoint:
         return self.unread.watch(what, error)
 
     def settle(self, quiet_s: float = QUIET_S, within_s: float = SETTLE_WITHIN_S) -> int:
-        """Wait for the answers that are on their way to users' calls, and log the errors that nobody has read.
+        """Wait for the answers that are on their way to users' calls, and log the errors that nobody has read; return
+        how many of these there were since the start.
 
         To be called when the worker's own code is done. A call whose handler takes longer is left alone: it waits until
         none has ended for `quiet_s` seconds, and for `within_s` at most.
-
-        Returns:
-            how many errors of calls were not read since the start.
         """
         self._sender.release()
         self._client.settle(quiet_s, within_s)
@@ -359,9 +350,7 @@ class BusEndpoint:
 
     def _trim(self) -> None:
         now = time.monotonic()
-        is_owning, is_reading = self._memory.trim(now), self._reader.trim(now)
-        is_seeking = self._connections.look(now)
-        if is_owning or is_reading or is_seeking:
+        if any([self._memory.trim(now), self._reader.trim(now), self._connections.look(now)]):  # each of them is asked
             self._trimmer.soon()
 
     def peer_gone(self, inbox_id: str) -> None:

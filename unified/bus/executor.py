@@ -73,10 +73,10 @@ class HandlerPool:
         on_full: the same when there is work that no thread is free for.
     """
 
-    def __init__(self, name: str, max_threads: int, most_threads: int = MOST_THREADS) -> None:
-        self.most_threads = most_threads
-        self.on_used_up: Callable[[], object] = _nothing
-        self.on_full: Callable[[], object] = _nothing
+    def __init__(self, name: str, max_threads: int) -> None:
+        self.most_threads = MOST_THREADS
+        self.on_used_up: Callable[[], object] = lambda: None
+        self.on_full: Callable[[], object] = lambda: None
         self._name = name
         self._max_threads = max_threads
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -206,7 +206,3 @@ class HandlerPool:
                 if len(self._threads) > self._limit:  # it stood in for one that waited
                     self._threads.pop(threading.get_ident(), None)
                     return
-
-
-def _nothing() -> None:
-    pass

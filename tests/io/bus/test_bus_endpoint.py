@@ -308,7 +308,7 @@ def test_bytes_in_flight_are_bounded(world: World) -> None:
         assert blocked.result(PATIENCE_S).result(PATIENCE_S)
     assert first.result(PATIENCE_S)
     assert call(a, "hold", b"x" * 300_000)  # larger than the limit, and alone
-    assert a._client._flow_control.held("b") == 0
+    assert not a._client._flow_control._held
 
 
 def test_closing_ends_open_calls_and_refuses_new_ones(world: World) -> None:

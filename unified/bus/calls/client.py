@@ -43,13 +43,8 @@ class ClientHost(Host, Protocol):
 
 
 class CallClient:
-    """The open calls of one endpoint.
-
-    Args:
-        host: told of threads that wait for a future.
-        directory: of the job; changed by `learn` alone.
-        default_timeout_s, limit_bytes: see `BusEndpoint`.
-    """
+    """The open calls of one endpoint. `learn` alone changes the directory of the job. For `default_timeout_s` and
+    `limit_bytes` see `BusEndpoint`."""
 
     def __init__(
         self,
@@ -74,7 +69,7 @@ class CallClient:
         self._flow_control = FlowControl(limit_bytes)
         self._reaper = SerialWorker("bus-reaper", self._cancel)
         self._resumer = SerialWorker("bus-resumer", self._send_waiting)
-        self._timer = TimerThread("bus-alarm", self._pass_time, stays=True)
+        self._timer = TimerThread("bus-alarm", partial(self.step, pending.TimePassed()), stays=True)
 
     def start(self) -> None:
         """Start the threads."""
@@ -103,7 +98,7 @@ class CallClient:
             timeout = self._default_timeout_s
         deadline = None if timeout is None else time.monotonic() + timeout
         nbytes = payload.nbytes + CALL_OVERHEAD_BYTES
-        if self._sender.is_holding and self._flow_control.is_full(target, nbytes):
+        if self._sender.holding and not self._flow_control.has_room(target, nbytes):
             self._sender.release()
         self._flow_control.take(target, nbytes, block=may_wait, deadline=deadline)
         call_id = next(self._call_ids)
@@ -175,13 +170,13 @@ class CallClient:
 
     def take(self, envelope: Envelope, body: Buffer, buffers: list[Buffer]) -> None:
         """Take an answer in, or a part of one."""
-        call_id, kind = envelope.call_id, envelope.kind
-        if kind is Kind.ITEM:
-            outbound = self._outbound.get(call_id)
-            if outbound is not None and outbound.feed is not None and _is_from(envelope, outbound):
-                outbound.feed.push(envelope.count, body, buffers)
-            return
+        call_id = envelope.call_id
         outbound = self._outbound.get(call_id)
+        if envelope.kind is Kind.ITEM:
+            inbox, feed = (None, None) if outbound is None else (outbound.inbox, outbound.feed)
+            if feed is not None and inbox is not None and inbox.inbox_id == envelope.sender:
+                feed.push(envelope.count, body, buffers)
+            return
         try:
             self._end_with(envelope, outbound, body, buffers)
         except BaseException as error:  # such as KeyboardInterrupt, on a user's thread: it can be half done
@@ -354,9 +349,6 @@ class CallClient:
             if outbound.feed is not None and outbound.link is not None:
                 outbound.link.unwant()
 
-    def _pass_time(self) -> None:
-        self.step(pending.TimePassed())
-
 
 def _call_back(futures: list[RpcFuture[Any]]) -> None:
     for future in futures:
@@ -371,10 +363,6 @@ def _call_back_elsewhere(futures: list[RpcFuture[Any]]) -> None:
         start_thread("bus-callbacks", _call_back, futures)
     except RuntimeError:  # the system has no thread to give
         _call_back(futures)
-
-
-def _is_from(envelope: Envelope, outbound: OutboundCall) -> bool:
-    return outbound.inbox is not None and outbound.inbox.inbox_id == envelope.sender
 
 
 def _unreadable(outbound: OutboundCall, reason: ProtocolError) -> RpcError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 from unified.errors import BusOverloadedError, RpcTimeoutError
 
@@ -16,8 +15,7 @@ CALL_OVERHEAD_BYTES = 512
 class FlowControl:
     """Counter of the bytes of the open calls to each target, from the call until its end.
 
-    Args:
-        limit_bytes: limit for one target. A single call larger than this passes when nothing else is in flight.
+    A single call larger than the limit for one target passes when nothing else is in flight.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -28,25 +26,22 @@ class FlowControl:
         self._num_waiting = 0
         self._is_closed = False
 
-    def held(self, target: str) -> int:
-        return self._held.get(target, 0)
-
-    def is_full(self, target: str, nbytes: int) -> bool:
-        """Return True if `take` would have to wait."""
-        return not self._has_room(target, nbytes)
-
     def take(self, target: str, nbytes: int, *, block: bool, deadline: float | None) -> None:
         """Add to the bytes in flight to `target`; wait for room if `block`, until `deadline` on the monotonic clock.
 
-        Raises:
-            BusOverloadedError: no room, and `block` is False.
-            RpcTimeoutError: no room came before the deadline.
+        BusOverloadedError: no room, and `block` is False. RpcTimeoutError: no room came before the deadline.
         """
         with self._lock:
-            if not self._has_room(target, nbytes):
+            if not self.has_room(target, nbytes):
                 if not block:
                     raise BusOverloadedError(self._full(target, nbytes))
-                self._wait(lambda: self._is_closed or self._has_room(target, nbytes), deadline, target, nbytes)
+                left_s = None if deadline is None else max(deadline - time.monotonic(), 0)
+                self._num_waiting += 1
+                try:
+                    if not self._changed.wait_for(lambda: self._is_closed or self.has_room(target, nbytes), left_s):
+                        raise RpcTimeoutError(f"{self._full(target, nbytes)} No room came before the call's deadline.")
+                finally:
+                    self._num_waiting -= 1
             self._held[target] = self._held.get(target, 0) + nbytes
 
     def give_back(self, target: str, nbytes: int) -> None:
@@ -65,20 +60,13 @@ class FlowControl:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _has_room(self, target: str, nbytes: int) -> bool:
+    def has_room(self, target: str, nbytes: int) -> bool:
+        """Return False if `take` would have to wait."""
         held = self._held.get(target, 0)
         return held == 0 or held + nbytes <= self.limit_bytes
 
-    def _wait(self, ready: Callable[[], bool], deadline: float | None, target: str, nbytes: int) -> None:
-        self._num_waiting += 1
-        try:
-            if not self._changed.wait_for(ready, None if deadline is None else max(deadline - time.monotonic(), 0)):
-                raise RpcTimeoutError(f"{self._full(target, nbytes)} No room came before the call's deadline.")
-        finally:
-            self._num_waiting -= 1
-
     def _full(self, target: str, nbytes: int) -> str:
         return (
-            f"a call of {nbytes} bytes to worker {target} does not fit: {self.held(target)} of {self.limit_bytes} "
-            "bytes are in flight to it already. Wait for some of the earlier calls first."
+            f"a call of {nbytes} bytes to worker {target} does not fit: {self._held.get(target, 0)} of "
+            f"{self.limit_bytes} bytes are in flight to it already. Wait for some of the earlier calls first."
         )

@@ -109,11 +109,8 @@ class RpcFuture(Future[T]):
             self.be_received()
 
     def be_received(self, *, at_once: bool = True) -> None:
-        """Have the bus receive the answer, for somebody who is to be told of the end and may not wait for it.
-
-        Args:
-            at_once: send now what is held back, this call perhaps, to share a write.
-        """
+        """Have the bus receive the answer, for somebody who is to be told of the end and may not wait for it. Unless
+        `at_once`, leave alone what is held back to share a write, this call perhaps."""
         self._is_wanted = True
         for part in self.parts:
             if isinstance(part, RpcFuture):
@@ -198,12 +195,8 @@ class RpcFuture(Future[T]):
         return isinstance(self._exception, RpcCancelledError)
 
     def fail(self, error: BaseException, later: list[RpcFuture[Any]] | None = None) -> None:
-        """End in `error`, unless it has ended already.
-
-        Args:
-            later: the future is put here if there are done callbacks, and `call_back` is to be called; None: they are
-                called now.
-        """
+        """End in `error`, unless it has ended already. Done callbacks are called now or, if `later` is given, left to
+        whoever finds the future there, with `call_back`."""
         self._end(None, error, later)
 
     def call_back(self) -> None:

@@ -21,12 +21,8 @@ POLL_S = 0.02
 
 
 class LateExports:
-    """Exports what a script defines, from now until `close`, and keeps calls that come before.
-
-    Args:
-        module: the script's `__main__`.
-        within_s: until then, in seconds from now, calls of functions that are not defined yet wait.
-    """
+    """Exports what a script (the module `__main__`) defines, from now until `close`, and keeps calls that come before
+    for so many seconds."""
 
     def __init__(
         self, module: ModuleType, *, registry: MethodRegistry = RPC_REGISTRY, within_s: float = DEFINED_WITHIN_S
@@ -53,11 +49,8 @@ class LateExports:
         return True
 
     def close(self) -> None:
-        """The script has ended: export all that it has defined, and let go of the calls that still wait.
-
-        Raises:
-            ValueError: two of its functions have one name.
-        """
+        """The script has ended: export all that it has defined, and let go of the calls that still wait. ValueError:
+        two of its functions have one name."""
         with self._lock:
             self._closed.set()
             self._look()

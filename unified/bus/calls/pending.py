@@ -217,16 +217,10 @@ class CallTable:
         timeout_s: float | None,
         incarnation: int | None = None,
     ) -> Inbox | None:
-        """Open a call of `method` of `target` (a worker's full name).
+        """Open a call of `method` of `target` (a worker's full name), or of its one incarnation that may have the call.
 
-        Args:
-            incarnation: the only one of `target` that may have the call; None: any.
-
-        Returns:
-            The inbox to send the call to, with all its time left; None: the call waits.
-
-        Raises:
-            RpcError: the call ends in this, and has not been opened.
+        Return the inbox to send the call to, with all its time left; None: the call waits. RpcError: the call ends in
+        this, and has not been opened.
         """
         if self._closed:
             raise RpcCancelledError(self._closed)
@@ -254,10 +248,7 @@ class CallTable:
 
     def answer(self, call_id: int, sender: str, is_last: bool = True) -> bool:
         """Take in that a result or an error came from the inbox `sender`; return True if the call waits for that.
-
-        Args:
-            is_last: the call ends with this answer; False: the answer opens a stream.
-        """
+        Unless it is the last answer, it opens a stream."""
         call = self._open.get(call_id)
         if call is None or call.inbox is None or call.inbox.inbox_id != sender:
             return False  # late, or from another life than the one that was asked
@@ -266,15 +257,12 @@ class CallTable:
         return True
 
     def learn(self, now: float, entries: Iterable[DirectoryEntry]) -> tuple[list[Change], list[Action]]:
-        """Take entries of the directory in.
+        """Take entries of the directory in; return what changes in it, and the actions.
 
         A call lives no longer than the incarnation that it was sent to, or was made for: when that is over, all such
         calls end here in WorkerDiedError. Their `FailCall` actions come before any other, and whoever carries them out
         does so before another call is made and before anybody else is told of the changes: no call of an earlier
         incarnation is open when the next one is heard of.
-
-        Returns:
-            The changes of the directory, and the actions.
         """
         changes = self.directory.merge(entries)
         failed: list[Action] = []
@@ -329,11 +317,7 @@ class CallTable:
         return entry.inbox, entry.incarnation
 
     def _wait(self, call: _OpenCall) -> None:
-        """Have a call wait.
-
-        Raises:
-            WorkerDiedError: the call is for an incarnation that is over.
-        """
+        """Have a call wait; WorkerDiedError: it is for an incarnation that is over."""
         call.inbox = None
         if 0 <= call.incarnation <= self.directory.newest_over(call.target):
             raise WorkerDiedError(

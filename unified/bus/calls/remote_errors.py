@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import threading
@@ -37,7 +38,6 @@ _OURS: dict[str, type[RpcError]] = {
     cls.__name__: cls for cls in (RpcNotFoundError, BusOverloadedError, RpcCancelledError, RouteLostError)
 }
 """Errors of the callee's bus itself; the caller gets them as they are."""
-_made: dict[type[Exception], Any] = {}
 _UNFIT = (StopIteration, StopAsyncIteration)
 """A future of asyncio refuses these; GeneratorExit and the like are no `Exception` and left out anyway."""
 
@@ -61,10 +61,6 @@ class HandlerErrors:
 
     Each method and kind of error is logged with its traceback when it is new, since its caller need not log anything;
     more of the same go to their callers only.
-
-    Args:
-        worker, node: whose handlers these are.
-        ours: as for `describe`.
     """
 
     def __init__(self, worker: str, node: str, ours: dict[str, Any]) -> None:
@@ -104,8 +100,7 @@ _decoder = msgspec.msgpack.Decoder(Raised)
 def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, Any]) -> bytes:
     """Return the body of an ERROR for an exception of a handler. Never fails, whatever the exception's own methods do.
 
-    Args:
-        ours: globals of the module that called the handler, whose frames say nothing to the caller.
+    Frames of the module that called the handler, whose globals are `ours`, say nothing to the caller.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is ours:
@@ -132,11 +127,7 @@ def describe_ours(error: RpcError) -> bytes:
 
 
 def rebuild(body: Buffer, what: str) -> RpcError:
-    """Return the error that the caller of `what` gets.
-
-    Raises:
-        ProtocolError: the body is none of `describe`'s.
-    """
+    """Return the error that the caller of `what` gets; ProtocolError: the body is none of `describe`'s."""
     try:
         raised = _decoder.decode(body)
     except UNREADABLE as unreadable:
@@ -181,14 +172,9 @@ def _point_out_option(error: BaseException) -> None:
             )
 
 
+@functools.cache
 def _both(cls: type[Exception]) -> Any:
     """Return the class under both RemoteError and `cls`, the same each time."""
-    if cls not in _made:
-        _made[cls] = _make_both(cls)
-    return _made[cls]
-
-
-def _make_both(cls: type[Exception]) -> Any:
 
     def to_text(self: RemoteError) -> str:
         return self.message

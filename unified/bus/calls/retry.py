@@ -71,11 +71,8 @@ def with_retries(
     """Return a future of the first attempt's outcome or, where that is worth another attempt, of a later one's.
 
     The deadline of the first call is that of all attempts together. Cancelling the future cancels the attempt
-    that runs. An error after several attempts has a note that says how many.
-
-    Args:
-        first: the first attempt, begun.
-        again: begins another with so many seconds left (None: no deadline); it should not wait for room.
+    that runs. An error after several attempts has a note that says how many. `again` begins another attempt with so
+    many seconds left (None: no deadline); it should not wait for room.
     """
     return _Retried(first, again, policy).outer
 

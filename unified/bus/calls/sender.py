@@ -39,11 +39,7 @@ _exporting = threading.Lock()
 
 
 class OutgoingPayload:
-    """Outgoing payload: a value encoded once, and laid into shared memory once, for one receiver or more.
-
-    Args:
-        num_readers: number of receivers.
-    """
+    """Outgoing payload: a value encoded once, and laid into shared memory once, for one receiver or more."""
 
     __slots__ = ("_export", "_is_exported", "_num_readers", "content", "nbytes")
 
@@ -175,7 +171,7 @@ class Sender:
         self._trimmer = trimmer
         self._limit_bytes = limit_bytes
         self._places = itertools.count(1)
-        self._holding: set[UnixConnection] = set()
+        self.holding: set[UnixConnection] = set()
         """Links that keep small messages back, to send several at once."""
         self.is_closing = False
 
@@ -264,8 +260,8 @@ class Sender:
         if isinstance(connection, UnixConnection):
             pieces = pack(frame, body, buffers)
             if self._shares_write(connection, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
-                if connection.hold(pieces[0]) and connection not in self._holding:
-                    self._holding.add(connection)
+                if connection.hold(pieces[0]) and connection not in self.holding:
+                    self.holding.add(connection)
                     self._io.tick_soon()
                 return True
             connection.send(pieces)
@@ -311,14 +307,9 @@ class Sender:
 
     def release(self) -> None:
         """Send what was held back."""
-        while self._holding:
+        while self.holding:
             with contextlib.suppress(KeyError):
-                self._holding.pop().release()
-
-    @property
-    def is_holding(self) -> bool:
-        """Something was kept back."""
-        return bool(self._holding)
+                self.holding.pop().release()
 
     def _shares_write(self, link: UnixConnection, kind: Kind) -> bool:
         """Return True if a message may wait a little for others to be written with."""
@@ -332,5 +323,5 @@ class Sender:
     def _inbox_of(self, inbox_id: str, is_relayed: bool) -> Inbox | None:
         """Return the inbox that an answer goes to; None if that is known to be dead. The relay's callers need not be
         known."""
-        known = self._connections.greeted(inbox_id) or self._directory.inbox(inbox_id)
+        known = self._connections.greeted.get(inbox_id) or self._directory.inbox(inbox_id)
         return Inbox(inbox_id=inbox_id) if known is None and is_relayed else known

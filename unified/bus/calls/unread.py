@@ -51,9 +51,6 @@ class UnreadErrors:
 
     Each call and kind of error is logged with its traceback when it is new; more of the same are counted.
 
-    Args:
-        worker: whose calls these are.
-
     Attributes:
         total: errors that nobody read so far.
         on_total: called with `total` whenever it has grown, on a thread of the bus.
@@ -72,11 +69,7 @@ class UnreadErrors:
         self.is_stopping = False
 
     def watch(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
-        """Return what a future that failed is to hold until its error is read, or None if nobody need hear of that.
-
-        Args:
-            what: the call in words, or its method and target.
-        """
+        """Return what a future that failed is to hold until its error is read, or None if nobody need hear of that."""
         if isinstance(error, RpcCancelledError) or (type(what) is tuple and is_runtimes(what[0])):
             return None
         unread = UnreadError(self, what, error)

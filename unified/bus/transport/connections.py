@@ -65,6 +65,7 @@ class ConnectionTable:
 
     Attributes:
         tombstones: of inboxes that nothing leads to any more; kept by `drop`.
+        greeted: where peers said that they can be answered, by inbox id; kept by `greet`.
         limit_bytes: of what waits on one connection.
     """
 
@@ -92,7 +93,7 @@ class ConnectionTable:
         self._events: TransportEvents
         self._connections: dict[str, Connection] = {}
         self._relayed: set[str] = set()
-        self._greeted: dict[str, Inbox] = {}
+        self.greeted: dict[str, Inbox] = {}
         self._broken: dict[str, float] = {}
         """Peers that may have lost answers, and when to say so."""
         self._lock = threading.Lock()
@@ -103,14 +104,10 @@ class ConnectionTable:
         self._events = events
 
     def connection(self, inbox: Inbox, came_relayed: bool = False) -> Connection:
-        """Return the connection that leads to this inbox, made at first use.
+        """Return the connection that leads to this inbox, made at first use. Do not wait for a direct one if what is to
+        be answered came through the relay.
 
-        Args:
-            came_relayed: what is to be answered came through the relay: do not wait for a direct connection.
-
-        Raises:
-            RpcError: nothing does, or its life is over.
-            OSError: it is on this host, and nobody listens.
+        RpcError: nothing leads there, or its life is over. OSError: it is on this host, and nobody listens.
         """
         connection = self._connections.get(_RELAY if inbox.inbox_id in self._relayed else inbox.inbox_id)
         return connection if connection is not None else self._connect(inbox, came_relayed)
@@ -134,16 +131,13 @@ class ConnectionTable:
     def greet(self, inbox_id: str, inbox: Inbox) -> None:
         """Remember where a peer said that it can be answered."""
         if inbox.inbox_id == inbox_id and inbox_id not in self.tombstones:
-            self._greeted[inbox_id] = inbox
-
-    def greeted(self, inbox_id: str) -> Inbox | None:
-        return self._greeted.get(inbox_id)
+            self.greeted[inbox_id] = inbox
 
     def drop(self, inbox_id: str) -> None:
         """Forget a process that is gone, and what is queued for it."""
         with self._lock:
             self.tombstones.add(inbox_id)
-            self._greeted.pop(inbox_id, None)
+            self.greeted.pop(inbox_id, None)
             self._relayed.discard(inbox_id)
             connection = self._connections.pop(inbox_id, None)
         if connection is not None:

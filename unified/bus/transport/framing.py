@@ -15,7 +15,6 @@ from unified.errors import ProtocolError
 from unified.protocol.envelope import MAX_ENVELOPE_BYTES
 
 _HEAD = struct.Struct("<III")
-_SIZE = struct.Struct("<Q")
 MAX_BUFFERS = 65_536
 _new = tuple.__new__
 """Makes a NamedTuple in half the time."""

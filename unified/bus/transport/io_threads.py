@@ -40,9 +40,8 @@ _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 class IoThreads:
     """Threads that lead in turn: one at first, more while handlers keep earlier ones.
 
-    Args:
-        listener: of this process's Unix socket; None: only connections that this side makes.
-        full_bytes: see `UnixConnection`.
+    Without a listening Unix socket there are only connections that this side makes. For `full_bytes` see
+    `UnixConnection`.
     """
 
     def __init__(self, listener: socket.socket | None, full_bytes: int) -> None:

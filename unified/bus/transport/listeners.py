@@ -36,7 +36,7 @@ _BATCH = 100
 
 
 class Listeners:
-    """Binds the addresses of one life, then receives until closed.
+    """Binds the addresses of one life, then receives until closed. ClusterError: nobody could reach this inbox.
 
     Args:
         identity: has the inbox id, which is also the DEALER's identity at the relay.
@@ -45,9 +45,6 @@ class Listeners:
     Attributes:
         inbox: this process's own.
         unix: the listening Unix socket; None where there is none.
-
-    Raises:
-        ClusterError: nobody could reach this inbox.
     """
 
     def __init__(self, identity: BusIdentity, network: BusNetwork, policy: Policy, gatekeeper: Gatekeeper) -> None:
@@ -81,11 +78,10 @@ class Listeners:
         return self._thread.ident
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """End the thread, close all and remove the Unix socket's file.
+        """End the thread, close all and remove the Unix socket's file; return whether the thread ended.
 
-        Returns:
-            Whether the thread ended: after `timeout_s` one that is held up in somebody's code is left to itself. It
-            closes its sockets when it comes back.
+        After `timeout_s` one that is held up in somebody's code is left to itself. It closes its sockets when it comes
+        back.
         """
         self._is_closing = True
         if self._path is not None:

@@ -25,25 +25,16 @@ class Route(NamedTuple):
 
 
 def read_policy(given: str, env: Mapping[str, str]) -> Policy:
-    """The policy asked for; ``auto`` gives way to ``UNIFIED_BUS_ROUTE``.
-
-    Raises:
-        OptionError: it is none of auto, tcp, relay.
-    """
+    """The policy asked for; ``auto`` gives way to ``UNIFIED_BUS_ROUTE``. OptionError: there is no such policy."""
     word = env.get(VARIABLE, "auto") if given == "auto" else given
-    for policy in get_args(Policy):
-        if word == policy:
-            return word  # type: ignore[return-value]  # it equals one of the literals
     known = get_args(Policy)
+    if word in known:
+        return word  # type: ignore[return-value]  # it equals one of the literals
     raise OptionError(f"{VARIABLE}={word!r} is none of {', '.join(known)}.{nearest(word, known)}")
 
 
 def choose_route(inbox: Inbox, *, host_id: str, policy: Policy, relay: str) -> Route:
-    """Choose the route to an inbox from a process on the host `host_id`.
-
-    Raises:
-        RpcError: nothing leads there; the message says what was looked at.
-    """
+    """Choose the route to an inbox from a process on the host `host_id`. RpcError: nothing leads there."""
     if policy != "relay":
         for address in inbox.routes:
             if address.startswith(LOCAL) and policy == "auto" and inbox.host_id == host_id:
@@ -62,9 +53,6 @@ def ipc_address(run_dir: str, inbox_id: str) -> tuple[str, str]:
     """The `ipc` address of an inbox, or an empty string and the reason why it has none."""
     path = f"{run_dir}/{inbox_id}"
     length = len(path.encode())
-    if length > MAX_IPC_PATH:
-        return (
-            "",
-            f"its path would have {length} bytes, {MAX_IPC_PATH} are allowed: set UNIFIED_RUN_DIR to a shorter one",
-        )
-    return f"{LOCAL}{path}", ""
+    if length <= MAX_IPC_PATH:
+        return f"{LOCAL}{path}", ""
+    return "", f"its path would have {length} bytes, {MAX_IPC_PATH} are allowed: set UNIFIED_RUN_DIR to a shorter one"
