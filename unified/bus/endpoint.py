@@ -152,7 +152,7 @@ class BusEndpoint:
             limit_bytes=limit_bytes,
         )
         self._pool.on_full = PoolMonitor(self._pool, self._client.outgoing_calls).begin
-        self._server = CallServer(me, self.registry, self._sender.reply, self._client, self._pool, self._io)
+        self._server = CallServer(me, self.registry, self._sender, self._client, self._pool, self._io)
         self._dispatcher = Dispatcher(
             me, self._client, self._server, self._sender, self._connections, self._io, self._memory, self._reader
         )

@@ -134,7 +134,6 @@ class HandlerPool:
         return True
 
     def waited(self) -> None:
-        """Take in that this thread works again."""
         with self._lock:
             self._num_waiting -= 1
 

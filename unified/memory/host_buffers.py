@@ -84,7 +84,7 @@ class BufferPool:
                 del self._idle[index]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class HostCopy:
     """A copy in a buffer of a pool, which nobody changes until `release`."""
 

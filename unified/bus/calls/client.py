@@ -72,7 +72,6 @@ class CallClient:
         self._timer = TimerThread("bus-alarm", partial(self.step, pending.TimePassed()), stays=True)
 
     def start(self) -> None:
-        """Start the threads."""
         self._reaper.start()
         self._resumer.start()
 
@@ -228,7 +227,6 @@ class CallClient:
             self._sender.tell(Kind.CANCEL, call_id, outbound.inbox)
 
     def outgoing_calls(self) -> list[OutboundCall]:
-        """Return the open calls."""
         return list(self._outbound.values())
 
     def settle(self, quiet_s: float, within_s: float) -> None:

@@ -103,7 +103,6 @@ class RpcFuture(Future[T]):
         return self._made_condition is not None and bool(self._waiters)
 
     def comes_on(self, link: UnixConnection) -> None:
-        """Note the connection that the answer comes on."""
         self.link = link
         if self._is_wanted:
             self.be_received()
@@ -332,7 +331,6 @@ serves all; a finalizer that runs amid them may end another future."""
 
 
 def call_in_words(method: str, target: str) -> str:
-    """Return a call in words, for messages."""
     return f"the call of {method!r} to worker {target}"
 
 

@@ -7,19 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from unified.bus.buffers import Buffer
 from unified.errors import RouteLostError, RpcError
-from unified.protocol.envelope import Kind
 
 if TYPE_CHECKING:
     import asyncio
 
     from unified.bus.calls.future import RpcFuture
-    from unified.bus.codec.codec import SerializedValue
     from unified.bus.streams.generator import StreamSource
     from unified.bus.streams.stream import Awaited
     from unified.bus.transport.unix_connection import UnixConnection
@@ -151,14 +149,6 @@ class SenderOrder:
             return line.popleft()
         del self._lines[key]
         return None
-
-
-class Reply(Protocol):
-    """Sends an answer, or a part of one; False if it cannot be sent, or not without waiting."""
-
-    def __call__(
-        self, call: InboundCall, kind: Kind, answer: SerializedValue, may_wait: bool, count: int = 0
-    ) -> bool: ...
 
 
 MAX_KEPT = 10_000

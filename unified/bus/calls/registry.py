@@ -302,7 +302,6 @@ class InlinePolicy:
         self._needed = 4
 
     def took(self, seconds: float) -> None:
-        """Note how long a call ran."""
         if seconds < self.SHORT_S:
             self._num_short += 1
             if self._num_short >= self._needed:

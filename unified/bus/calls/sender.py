@@ -306,7 +306,6 @@ class Sender:
         return granted.shared, granted.frames
 
     def release(self) -> None:
-        """Send what was held back."""
         while self.holding:
             with contextlib.suppress(KeyError):
                 self.holding.pop().release()

@@ -16,11 +16,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from unified.bus.calls.deadlock.monitor import DeadlockMonitor, OutgoingCalls
+from unified.bus.calls.client import CallClient
+from unified.bus.calls.deadlock.monitor import DeadlockMonitor
 from unified.bus.calls.future import RpcFuture
-from unified.bus.calls.inbound import CURRENT, ConcurrencyLimit, InboundCall, RecentReplies, Reply, SenderOrder
+from unified.bus.calls.inbound import CURRENT, ConcurrencyLimit, InboundCall, RecentReplies, SenderOrder
 from unified.bus.calls.registry import Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
+from unified.bus.calls.sender import Sender
 from unified.bus.codec.codec import SerializedValue, decode, encode
 from unified.bus.executor import HandlerPool, LoopThread
 from unified.bus.identity import BusIdentity
@@ -49,14 +51,14 @@ class CallServer:
         self,
         identity: BusIdentity,
         registry: MethodRegistry,
-        reply: Reply,
-        calls: OutgoingCalls,
+        sender: Sender,
+        calls: CallClient,
         pool: HandlerPool,
         io: IoThreads,
     ) -> None:
         self._registry = registry
         self._worker = identity.worker
-        self._reply = reply
+        self._reply = sender.reply
         self._pool = pool
         self._io = io
         self._errors = HandlerErrors(identity.worker, identity.node, globals())
@@ -75,7 +77,7 @@ class CallServer:
             known=self._known,
             limits=self._limits,
             lock=self._lock,
-            reply=reply,
+            sender=sender,
             refuse=self._refuse,
             calls=calls,
         )
@@ -166,7 +168,6 @@ class CallServer:
         return call
 
     def end_wait(self, who: InboundCall | int, awaited: Awaited) -> None:
-        """Note that the wait is over."""
         if isinstance(who, int):
             self.deadlocks.end_outside(who)
         else:
@@ -239,7 +240,6 @@ class CallServer:
                 self._io.end_user_code()
 
     def _run(self, call: InboundCall, method: Method, in_order: bool) -> None:
-        """Run a plain handler to its end, on this thread."""
         if call.is_stale:
             if in_order:
                 self._start_next(call)

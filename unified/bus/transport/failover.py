@@ -53,7 +53,6 @@ class DirectOrRelay:
         self._relayed_at = now
 
     def passed(self, now: float) -> None:
-        """Take in that time has passed."""
         if self.state == "connecting":
             if self._has_relay and now - self._began_at >= CONNECT_WITHIN_S:
                 self.state = "relayed"

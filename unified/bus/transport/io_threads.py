@@ -86,7 +86,6 @@ class IoThreads:
             self._epoll.register(listener.fileno(), select.EPOLLIN)
 
     def start(self, events: TransportEvents) -> None:
-        """Begin to receive."""
         self._events = events
         with self._leading:
             self._promote()
@@ -167,7 +166,6 @@ class IoThreads:
         return True
 
     def end_user_code(self) -> None:
-        """Take in that the user code has ended."""
         with self._leading:
             if self._leader == threading.get_ident():
                 self._runs_code = False

@@ -233,7 +233,6 @@ class UnixConnection:
         return False
 
     def release(self) -> None:
-        """Send what was held back."""
         if self._held:
             self.send(())
 
@@ -347,7 +346,6 @@ class UnixConnection:
             self.attach()
 
     def unwant(self) -> None:
-        """Undo one `want`."""
         with self._counting:
             self._num_wanting -= 1
 

@@ -13,6 +13,7 @@ import zmq
 
 from unified.bus.buffers import Buffer
 from unified.bus.transport.failover import DirectOrRelay, State
+from unified.bus.transport.io_threads import IoThreads
 from unified.core.backoff import Backoff
 from unified.security.curve import Gatekeeper, read_event
 
@@ -118,22 +119,13 @@ _LONGEST_PAUSE_MS = 5_000
 _numbers = itertools.count()
 
 
-class FileWatcher(Protocol):
-    """Calls back when a file can be read (`unified.bus.transport.io_threads`)."""
-
-    def watch_file(self, fd: int, on_ready: Callable[[], None]) -> None: ...
-    def unwatch_file(self, fd: int) -> None: ...
-
-
 class Owner(Protocol):
     """The connection table, as its connections see it."""
 
     gatekeeper: Gatekeeper
     limit_bytes: int
     has_relay: bool
-
-    @property
-    def files(self) -> FileWatcher: ...
+    files: IoThreads
 
     def find_relay(self) -> SocketSender | None:
         """Return the sender to the relay, unless there is none or all is being closed."""
@@ -188,7 +180,6 @@ class ZmqConnection(SocketSender):
         self._advance(self._read_events)
 
     def look(self, now: float) -> None:
-        """Take in that time has passed."""
 
         def take_in() -> None:
             if self._route.state == "relayed" and not self._pass_on():

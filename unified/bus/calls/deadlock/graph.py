@@ -75,7 +75,6 @@ def reader_of(stream: str) -> str:
 
 
 def encode_blocked(blocked: list[BlockedCall]) -> bytes:
-    """Encode the body of a WAITS."""
     return _encoder.encode(blocked)
 
 

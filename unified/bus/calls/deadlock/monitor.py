@@ -7,9 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
 
 from unified.bus.buffers import Buffer
+from unified.bus.calls.client import CallClient
 from unified.bus.calls.deadlock.graph import (
     BlockedCall,
     WaitsForGraph,
@@ -18,9 +18,9 @@ from unified.bus.calls.deadlock.graph import (
     name_of,
     reader_of,
 )
-from unified.bus.calls.inbound import ConcurrencyLimit, InboundCall, Reply
+from unified.bus.calls.inbound import ConcurrencyLimit, InboundCall
 from unified.bus.calls.retry import LATER
-from unified.bus.calls.sender import OutboundCall
+from unified.bus.calls.sender import OutboundCall, Sender
 from unified.bus.codec.codec import SerializedValue
 from unified.bus.executor import HandlerPool
 from unified.bus.identity import BusIdentity
@@ -33,13 +33,6 @@ LOOK_S = 0.25
 _TOLD = float("inf")
 WARN_S = 10.0
 """Seconds after which the log names a call that is queued behind a stream of its own caller: it may wait for ever."""
-
-
-class OutgoingCalls(Protocol):
-    """The open calls that were made here (`unified.bus.calls.client`)."""
-
-    def outgoing_calls(self) -> list[OutboundCall]: ...
-    def give_up(self, call_id: int, error: RpcError) -> None: ...
 
 
 class DeadlockMonitor:
@@ -58,9 +51,9 @@ class DeadlockMonitor:
         known: Mapping[tuple[str, int], InboundCall],
         limits: Mapping[str, ConcurrencyLimit],
         lock: threading.Lock,
-        reply: Reply,
+        sender: Sender,
         refuse: Callable[[InboundCall, str], object],
-        calls: OutgoingCalls,
+        calls: CallClient,
     ) -> None:
         self._inbox_id = identity.inbox
         self._worker = identity.worker
@@ -69,7 +62,7 @@ class DeadlockMonitor:
         """Calls and streams waited for outside of handlers, by the idents of threads and minus the ids of tasks."""
         self._limits = limits
         self._lock_of_limits = lock
-        self._reply = reply
+        self._sender = sender
         self._refuse = refuse
         self._calls = calls
         self._graph = WaitsForGraph(identity.inbox)
@@ -103,11 +96,9 @@ class DeadlockMonitor:
         return strand
 
     def end_outside(self, strand: int) -> None:
-        """Note that the wait is over."""
         self._outside.pop(strand, None)
 
     def close(self) -> None:
-        """Look no more."""
         self._is_closed = True
 
     def _look(self) -> None:
@@ -133,7 +124,7 @@ class DeadlockMonitor:
             came = {name: bool(call.chain) for name, call in calls.items()}
             findings = self._graph.look(time.monotonic(), here, came, index.ids)
         for name, blocked in findings.tell.items():
-            self._reply(calls[name], Kind.WAITS, SerializedValue(encode_blocked(blocked), []), False)
+            self._sender.reply(calls[name], Kind.WAITS, SerializedValue(encode_blocked(blocked), []), False)
         for name, cycle in findings.refuse.items():
             words = f"none goes on: {cycle} -> the first of these."
             if name in calls:
