@@ -1,18 +1,14 @@
 """The callee's side of a stream: a generator that runs while its caller has room (see `unified.bus.streams.stream`).
 
-Duties of the **callee's** endpoint:
+The **callee's** endpoint makes a `StreamSource` in the context of the call when its handler returned a generator, and
+has it run. The call has ended, and leaves its limit (`concurrency`, `group`), when `run` or `run_async` returns; they
+do not raise. The source is closed on CANCEL, the caller's death and the endpoint's closing; also when a relay gives an
+ITEM back or the connection to it breaks, and then it is the endpoint's to send an ERROR, since the caller may be
+waiting for what was lost.
 
-- a handler returned a generator (`is_stream`): instead of a RESULT, make a `StreamSource` in the context of the call,
-  keep it by (sender, call id) until it has ended, and have it run: a sync one by ``source.run(pool)`` on a thread of
-  the handlers' pool, an async one by ``await source.run_async()`` in a task of the loop. The call has ended when that
-  returns; it does not raise. The method's limit (`concurrency`, `group`) is held until then.
-- MORE, from the inbox that called: ``source.more(envelope.count)``.
-- CANCEL, the caller's death, the endpoint closing: ``source.close()``.
-- an ITEM that a relay gives back, or the connection to the relay that the call came by breaking: ``source.close()``,
-  and then it is the endpoint's to send an ERROR, since the caller may be waiting for what was lost.
-- `send(kind, count, content, may_wait)` sends STREAM, ITEM, RESULT or ERROR on the way that the call came. It keeps the
-  order of the calls to it. With `may_wait` it waits for room, and returns False if it gave that up: the peer is gone or
-  the endpoint closes. Without (on the event loop) it never waits, and False means: no room now, it is asked again.
+`send(kind, count, content, may_wait)` sends STREAM, ITEM, RESULT or ERROR on the way that the call came. It keeps the
+order of the calls to it. With `may_wait` it waits for room, and returns False if it gave that up: the peer is gone or
+the endpoint closes. Without (on the event loop) it never waits, and False means: no room now, it is asked again.
 
 A sync generator stays on one thread from its first step to its last, and a thread that waits for its caller is one that
 the pool does not count, as with a handler that waits for another call. Running a step at a time on whichever thread is

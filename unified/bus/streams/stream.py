@@ -11,17 +11,11 @@ and what they carry in the envelope's `count`::
     CANCEL                  ───────►       early close, deadline, or the caller's handle was dropped
                             ◄───────       RESULT (of None) count=n: all n items were sent; or ERROR
 
-Duties of the **caller's** endpoint, which holds no lock of its own meanwhile:
+After STREAM the call stays open in the table, so that its deadline and the death of its target still end it. Nobody but
+the user refers to the stream: that it was dropped is noticed by its being collected. Items come in the order of one
+connection, on one thread at a time. The **caller's** endpoint, which holds no lock of its own meanwhile, lends the
+feed:
 
-- STREAM, from the inbox that was asked, first time for this call: make a `StreamFeed`, end the call's future with
-  ``RpcStream(feed)``, and keep the feed by call id. The call stays open in the table, so that its deadline and the
-  death of its target still end it. Keep no reference to the future or the stream: that the user dropped it is noticed
-  by its being collected.
-- ITEM: ``feed.push(envelope.count, body, buffers)``. RESULT: ``feed.end(envelope.count)``, ERROR:
-  ``feed.fail(rebuild(…))``; these two close the call. Items come in the order of one connection, on one thread at a
-  time.
-- whatever else ends the call (`FailCall`: death, deadline, cancellation, a lost route, the endpoint closing):
-  ``feed.fail(error)``.
 - `send_more(n)`: send MORE with count=n; it may be called on any thread, an event loop's too, and must neither block
   nor raise. A MORE that a relay gives back: ``feed.fail(error)``, and CANCEL.
 - `cancel()`: what cancelling the call's future does.
