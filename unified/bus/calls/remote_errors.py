@@ -144,7 +144,7 @@ def rebuild(body: Buffer, what: str) -> RpcError:
 
 def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError:
     """Make a `RemoteError` that is also an instance of the class of `far`, with its arguments and attributes."""
-    base: type[Exception] = getattr(type(far), "far_class", type(far))
+    base: Any = getattr(type(far), "far_class", type(far))
     try:
         cls = _both(base)
         native = _native(base)
