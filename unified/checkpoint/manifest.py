@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from unified.config.runtime import Compression
 from unified.errors import CheckpointCorruptError, UsageError
 from unified.values import Value
 
@@ -29,7 +30,6 @@ Kind = Literal["bytes", "state", "sharded", "files", "metadata"]
 """`bytes`: the user's. `state`: a state dict, written by ``torch.save``. `sharded`: the state of several ranks.
 `files`: a directory. `metadata`: nothing but the manifest."""
 
-Compression = Literal["gzip", "zstd"]
 
 _MANIFEST = re.compile(r"step-(\d{6,})\.json")
 _PART = re.compile(r"step-(\d{6,})\.([0-9a-z]+)\.(?:bin|parts/.+)")

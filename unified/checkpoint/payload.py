@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, get_args
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
-from unified.checkpoint.manifest import Checksum, Compression
+from unified.checkpoint.manifest import Checksum
+from unified.config.runtime import Compression
 from unified.errors import CheckpointCorruptError, UsageError, nearest
 
 Chunk = bytes | bytearray | memoryview
@@ -87,6 +89,39 @@ def slices(view: memoryview) -> Iterator[memoryview]:
         yield view[start : start + CHUNK_BYTES]
 
 
+class CompressionStreams(NamedTuple):
+    """Streams of one compression, with the methods of `zlib`'s, and their error."""
+
+    compressor: Callable[[], Any]
+    decompressor: Callable[[], Any]
+    error: type[Exception]
+
+
+def _gzip() -> CompressionStreams:
+    return CompressionStreams(
+        partial(zlib.compressobj, GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW),
+        partial(zlib.decompressobj, _GZIP_WINDOW),
+        zlib.error,
+    )
+
+
+def _zstd() -> CompressionStreams:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        try:
+            from backports import zstd
+        except ImportError as error:
+            raise ImportError(
+                "compression='zstd' needs the package backports.zstd: pip install 'unified-runtime[zstd]'"
+            ) from error
+    return CompressionStreams(partial(zstd.ZstdCompressor, level=ZSTD_LEVEL), zstd.ZstdDecompressor, zstd.ZstdError)
+
+
+COMPRESSIONS: dict[Compression, Callable[[], CompressionStreams]] = {"gzip": _gzip, "zstd": _zstd}
+"""Compressions by the name that users and manifests give them, imported when they are used."""
+
+
 def check_compression(name: str | None) -> Compression | None:
     """Return the compression that a user asked for; ``"none"`` and an empty string mean None.
 
@@ -96,14 +131,12 @@ def check_compression(name: str | None) -> Compression | None:
     """
     if name in (None, "", "none"):
         return None
-    if name not in get_args(Compression):
-        known = ", ".join(map(repr, get_args(Compression)))
-        raise UsageError(
-            f"There is no compression {name!r}; there are {known} and None.{nearest(name, get_args(Compression))}"
-        )
-    if name == "zstd":
-        _zstd()
-    return name  # type: ignore[return-value]
+    for known in COMPRESSIONS:
+        if known == name:
+            COMPRESSIONS[known]()
+            return known
+    names = ", ".join(map(repr, COMPRESSIONS))
+    raise UsageError(f"There is no compression {name!r}; there are {names} and None.{nearest(name, [*COMPRESSIONS])}")
 
 
 def compressed(chunks: Iterable[Chunk], compression: Compression | None) -> Iterator[Chunk]:
@@ -111,11 +144,7 @@ def compressed(chunks: Iterable[Chunk], compression: Compression | None) -> Iter
     if compression is None:
         yield from chunks
         return
-    compressor: Any
-    if compression == "gzip":
-        compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
-    else:
-        compressor = _zstd().ZstdCompressor(level=ZSTD_LEVEL)
+    compressor = COMPRESSIONS[compression]().compressor()
     for chunk in chunks:
         if made := compressor.compress(chunk):
             yield made
@@ -130,28 +159,12 @@ def decompress(data: Chunk, compression: Compression | None) -> Chunk:
     """
     if compression is None:
         return data
-    if compression == "gzip":
-        reader: Any = zlib.decompressobj(_GZIP_WINDOW)
-        failure: type[Exception] = zlib.error
-    else:
-        reader, failure = _zstd().ZstdDecompressor(), _zstd().ZstdError
+    streams = COMPRESSIONS[compression]()
+    reader = streams.decompressor()
     try:
         plain: bytes = reader.decompress(data)
-    except failure as error:
+    except streams.error as error:
         raise CheckpointCorruptError(f"what is stored is no {compression} stream: {error}") from error
     if not reader.eof:
         raise CheckpointCorruptError(f"the {compression} stream that is stored ends too early")
     return plain
-
-
-def _zstd() -> Any:
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-    else:
-        try:
-            from backports import zstd
-        except ImportError as error:
-            raise ImportError(
-                "compression='zstd' needs the package backports.zstd: pip install 'unified-runtime[zstd]'"
-            ) from error
-    return zstd

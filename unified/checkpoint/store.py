@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unified.checkpoint.location import Resolution, WriterIdentity, resolve
 from unified.checkpoint.manifest import (
     Checksum,
-    Compression,
     Kind,
     Manifest,
     Part,
@@ -26,6 +25,7 @@ from unified.checkpoint.manifest import (
 )
 from unified.checkpoint.payload import Chunk, MeasuredStream, Payload, decompress
 from unified.checkpoint.retention import StoredObject, is_whole, plan_sweep
+from unified.config.runtime import Compression
 from unified.errors import (
     CheckpointCorruptError,
     CheckpointError,

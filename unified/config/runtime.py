@@ -59,13 +59,17 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Region of the bucket. Empty: the one that the standard chain of S3 clients finds."""
 
 
+Compression = Literal["gzip", "zstd"]
+"""Compressions of checkpoints; `unified.checkpoint.payload.COMPRESSIONS` has them."""
+
+
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Interval, number and compression of checkpoints."""
 
     interval_steps: Positive | None = None
     """Steps between saves: a save at another step does nothing. None: every save counts."""
     keep_last_n: Positive = 5
-    compression: Literal["gzip", "zstd"] | None = None
+    compression: Compression | None = None
     """Compression; in a file or a variable, ``none`` means that there is none."""
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from unified.checkpoint.manifest import Checksum, Compression
+from unified.checkpoint.manifest import Checksum
 from unified.checkpoint.payload import Chunk, compressed, slices
 from unified.checkpoint.sharded.index import Shard
 from unified.checkpoint.sharded.plan import PlannedPiece
+from unified.config.runtime import Compression
 from unified.memory.host_buffers import ALIGN, BufferPool, stage_state
 
 
