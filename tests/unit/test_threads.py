@@ -67,7 +67,7 @@ def test_delayed_calls_keep_the_time_and_end_their_thread(caplog: pytest.LogCapt
         done.append("first")
         raise SystemExit("a done callback may")
 
-    later.call_after(0.06, lambda: done.append("third"))
+    later.call_after(0.4, lambda: done.append("third"))
     later.call_after(0.03, lambda: done.append("second"))
     later.call_after(0.0, fail_after_noting)
     eventually(lambda: done == ["first", "second", "third"])
