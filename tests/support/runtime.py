@@ -1,8 +1,9 @@
 """A worker whose bus answers at once, from a registry in the same process."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 from unified.bus.calls.future import RpcFuture
@@ -16,7 +17,7 @@ from unified.core.directory import WorkerDirectory
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.envelope import Kind
 from unified.protocol.worker_agent import Launch
-from unified.worker.context import Worker
+from unified.worker.context import Worker, set_current_worker
 from unified.worker.progress import Reporter
 from unified.worker.stop import StopState
 
@@ -126,6 +127,18 @@ def worker_of(bus: InstantBus, *, master: str = "tcp://127.0.0.1:7077", **roles:
     launch = launch_of(spec, master=master, log_file="/log/x.err")
     reporter = Reporter(lambda progress: None)
     return Worker(launch, stop=StopState(), reporter=reporter, bus=cast(Any, bus), device="cpu")
+
+
+@contextlib.contextmanager
+def in_worker(**roles: int) -> Iterator[InstantBus]:
+    """Make this process such a worker. Methods that are exported meanwhile are gone afterwards."""
+    before = dict(RPC_REGISTRY)
+    bus = InstantBus()
+    set_current_worker(worker_of(bus, **roles))
+    yield bus
+    set_current_worker(None)
+    RPC_REGISTRY.clear()
+    RPC_REGISTRY.update(before)
 
 
 def launch_of(spec: JobSpec, rank: int = 0, **fields: Any) -> Launch:

@@ -1,5 +1,6 @@
 """`DLJob.submit`: what reaches the client."""
 
+import os
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,6 @@ class Submission:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Submission:
-    import os
-
     for name in [name for name in os.environ if "UNIFIED_" in name]:
         monkeypatch.delenv(name)
     submission = Submission()

@@ -8,6 +8,7 @@ import sys
 from argparse import REMAINDER, ArgumentParser
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -83,27 +84,51 @@ def test_defaults_come_from_the_environment_as_with_torchrun(monkeypatch: pytest
 
 
 @both_readers
-def test_a_command_of_the_guide(read: Reader) -> None:
-    job = read("dlrover-run --nnodes=1 --nproc_per_node=1 /root/dummy_run.py --test 0")
-    workload = only_role(job)
-    assert (job.node_num, job.device_per_node) == (1, 1)
-    assert (workload.total, workload.per_group, workload.entry_point) == (1, 1, "/root/dummy_run.py --test 0")
-
-
-@both_readers
-def test_nothing_is_added_that_was_not_said(read: Reader) -> None:
-    job = read("torchrun --nnodes=2 --nproc-per-node=4 train.py")
-    assert (job.device_type, job.config, job.env) == ("GPU", {}, {})
-    assert only_role(job).envs == {}
-    assert (job.node_num, job.device_per_node, only_role(job).total) == (2, 8, 8)
-
-
-@both_readers
-def test_a_range_of_nodes(read: Reader) -> None:
-    job = read("dlrover-run --nnodes=1:4 --nproc_per_node=2 train.py")
-    workload = only_role(job)
-    assert (workload.min_nodes, workload.max_nodes) == (1, 4)
-    assert (job.node_num, workload.total, workload.per_group) == (4, 8, 2)
+@pytest.mark.parametrize(
+    ("cmd", "of_job", "of_role"),
+    [
+        (
+            "dlrover-run --nnodes=1 --nproc_per_node=1 /root/dummy_run.py --test 0",  # of the guide
+            {"node_num": 1, "device_per_node": 1},
+            {"total": 1, "per_group": 1, "entry_point": "/root/dummy_run.py --test 0"},
+        ),
+        (
+            "torchrun --nnodes=2 --nproc-per-node=4 train.py",
+            {"device_type": "GPU", "config": {}, "env": {}, "node_num": 2, "device_per_node": 8},
+            {"envs": {}, "total": 8},
+        ),
+        (
+            "dlrover-run --nnodes=1:4 --nproc_per_node=2 train.py",
+            {"node_num": 4},
+            {"min_nodes": 1, "max_nodes": 4, "total": 8, "per_group": 2},
+        ),
+        # without --max-restarts nothing is restarted, as with torchrun
+        ("torchrun train.py", {}, {"max_restart": 0, "role_max_restart": 0, "comm_run_id": "", "comm_port": 0}),
+        ("torchrun --max-restarts=6 train.py", {}, {"max_restart": 6, "role_max_restart": 6}),
+        ("dlrover-run --max-restarts=6 train.py", {}, {"max_restart": 6, "role_max_restart": 6}),
+        (
+            "dlrover-run train.py",
+            {},
+            {"max_restart": 10, "role_max_restart": None, "comm_auto_setup_process_group": True},
+        ),
+        (
+            "torchrun --rdzv-id=exp7 --master-port=29511 train.py",
+            {},
+            {"comm_run_id": "exp7", "comm_port": 29511},
+        ),
+        (
+            "dlrover-run --network-check --exclude-straggler --training_port 61000 --accelerator=ascend-npu "
+            "--node_unit=2 --auto-config --auto_tunning --save_at_breakpoint --numa-affinity --membind-policy bind "
+            "--ucp_device_type cpu --nproc-per-node=2 train.py",
+            {},
+            {"total": 2},
+        ),
+    ],
+)
+def test_what_a_command_says(read: Reader, cmd: str, of_job: dict[str, Any], of_role: dict[str, Any]) -> None:
+    job = read(cmd)
+    for owner, expected in ((job, of_job), (only_role(job), of_role)):
+        assert {name: getattr(owner, name) for name in expected} == expected
 
 
 @both_readers
@@ -115,33 +140,6 @@ def test_standalone_restarts_module_and_role(read: Reader, launcher_name: str) -
     )
     assert (workload.max_restart, workload.total) == (3, 2)
     assert parse(workload.entry_point) == EntryPoint(kind="module", target="pkg.train", argv=["--lr", "1"])
-
-
-@both_readers
-def test_without_max_restarts_nothing_is_restarted_as_with_torchrun(read: Reader) -> None:
-    assert only_role(read("torchrun train.py")).max_restart == 0
-
-
-@both_readers
-def test_max_restarts_bounds_the_group(read: Reader) -> None:
-    for cmd in ("torchrun --max-restarts=6 train.py", "dlrover-run --max-restarts=6 train.py"):
-        assert (only_role(read(cmd)).max_restart, only_role(read(cmd)).role_max_restart) == (6, 6)
-    assert only_role(read("torchrun train.py")).role_max_restart == 0
-
-
-@both_readers
-def test_a_dlrover_run_line_keeps_that_launcher_s_defaults(read: Reader) -> None:
-    workload = only_role(read("dlrover-run train.py"))
-    assert (workload.max_restart, workload.role_max_restart) == (10, None)
-    assert workload.comm_auto_setup_process_group
-
-
-@both_readers
-def test_rdzv_id_and_master_port_do_what_they_say(read: Reader) -> None:
-    workload = only_role(read("torchrun --rdzv-id=exp7 --master-port=29511 train.py"))
-    assert (workload.comm_run_id, workload.comm_port) == ("exp7", 29511)
-    workload = only_role(read("torchrun train.py"))
-    assert (workload.comm_run_id, workload.comm_port) == ("", 0)
 
 
 @both_readers
@@ -182,16 +180,6 @@ def test_quotes_in_the_scripts_arguments_are_kept(read: Reader) -> None:
 def test_dlrover_run_checks_nodes_when_asked(read: Reader, flags: str, checked: bool) -> None:
     assert only_role(read(f"dlrover-run {flags} train.py")).comm_pre_check is checked
     assert only_role(read("torchrun train.py")).comm_pre_check
-
-
-@both_readers
-def test_options_of_dlrover_run_are_accepted(read: Reader) -> None:
-    cmd = (
-        "dlrover-run --network-check --exclude-straggler --training_port 61000 --accelerator=ascend-npu --node_unit=2 "
-        "--auto-config --auto_tunning --save_at_breakpoint --numa-affinity --membind-policy bind --ucp_device_type cpu "
-        "--nproc-per-node=2 train.py"
-    )
-    assert only_role(read(cmd)).total == 2
 
 
 @both_readers
@@ -303,36 +291,19 @@ def test_cpu_workers_make_a_cpu_job() -> None:
     assert only_role(job).total == len(os.sched_getaffinity(0))
 
 
-class FakeNvml:
-    """As pynvml: three GPUs, or no driver."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, has_driver: bool) -> None:
-        self.has_driver = has_driver
-        self.is_shut = False
-
-    def nvmlInit(self) -> None:
-        if not self.has_driver:
-            raise self.NVMLError
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 3
-
-    def nvmlShutdown(self) -> None:
-        self.is_shut = True
+class NoDriverError(Exception):
+    pass
 
 
 @pytest.mark.parametrize(
     ("env", "count"), [({}, 3), ({"CUDA_VISIBLE_DEVICES": "1,2"}, 2), ({"CUDA_VISIBLE_DEVICES": ""}, 0)]
 )
 def test_gpus_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], count: int) -> None:
-    fake = FakeNvml(has_driver=True)
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    nvml = Mock(NVMLError=NoDriverError, nvmlDeviceGetCount=Mock(return_value=3))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert launcher._num_gpus(env) == count
-    assert fake.is_shut
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(has_driver=False))
+    nvml.nvmlShutdown.assert_called_once()
+    nvml.nvmlInit.side_effect = NoDriverError
     assert launcher._num_gpus(env) == 0
 
 

@@ -8,11 +8,9 @@ from typing import Any, assert_type
 import pytest
 
 from tests.support import typed_remote_call
-from tests.support.runtime import InstantBus, worker_of
+from tests.support.runtime import InstantBus, in_worker
 from unified.api.runtime import FutureSequence, RoleGroup, RpcStream, create_rpc_proxy, export_rpc_instance, rpc
-from unified.api.runtime.rpc_helper import RPC_REGISTRY
 from unified.bus.calls.future import RpcFuture
-from unified.worker.context import set_current_worker
 
 
 def add(x: int, *, y: int = 1) -> int:
@@ -97,16 +95,11 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def bus() -> Iterator[InstantBus]:
-    before = dict(RPC_REGISTRY)
-    bus = InstantBus()
-    for function in (add, count, count_generator, count_async, count_async_generator, run_batch):
-        bus.methods[function.__name__] = function
-    bus.methods |= {"renamed": marked, "add_async": str}
-    set_current_worker(worker_of(bus, trainer=1, rollout=2))
-    yield bus
-    set_current_worker(None)
-    RPC_REGISTRY.clear()
-    RPC_REGISTRY.update(before)
+    with in_worker(trainer=1, rollout=2) as bus:
+        for function in (add, count, count_generator, count_async, count_async_generator, run_batch):
+            bus.methods[function.__name__] = function
+        bus.methods |= {"renamed": marked, "add_async": str}
+        yield bus
 
 
 def test_calls_of_functions() -> None:
@@ -173,17 +166,11 @@ async def test_proxies() -> None:
     assert assert_type(proxy.get("key"), int) == 3
     assert_type(proxy.awake(), None)
     assert [i async for i in assert_type(proxy.count_async(2), AsyncIterator[int])] == [0, 1]
-    inner: object = await proxy.get_async("key")
-    assert await_of(inner) == 3  # the bus of these tests does not await what a handler returns
+    inner: object = await proxy.get_async("key")  # the bus of these tests does not await what a handler returns
+    assert isinstance(inner, Coroutine)
+    assert await inner == 3
     # `rpc(stub)` cannot be told from bare `rpc` by its types; `rpc(name=stub)`, as above, can.
     assert list(proxy.count(2)) == [0, 1]
-
-
-def await_of(coroutine: object) -> object:
-    assert isinstance(coroutine, Coroutine)
-    with pytest.raises(StopIteration) as stopped:
-        coroutine.send(None)
-    return stopped.value.value
 
 
 def what_awaiting_a_proxy_gives(proxy: Service) -> Coroutine[None, None, int]:

@@ -8,29 +8,24 @@ from typing import Any
 
 import pytest
 
-from tests.support.runtime import InstantBus, worker_of
+from tests.support.runtime import InstantBus, in_worker
 from unified.api.runtime import RoleGroup, RpcStream, create_rpc_proxy, export_rpc_instance, rpc
 from unified.api.runtime.calling import CallOptions, PromisedStream
-from unified.api.runtime.rpc_helper import RPC_REGISTRY
 from unified.bus.calls.future import RpcFuture
 from unified.errors import RpcCancelledError, RpcNotFoundError, UsageError, WorkerDiedError
 from unified.testing import eventually
-from unified.worker.context import set_current_worker
 
 PATIENCE_S = 20.0
 DEATH = WorkerDiedError("worker died")
+NOT_IDEMPOTENT = r"'unsafe', which is not marked @rpc\(idempotent=True\)"
 
 
 @pytest.fixture(autouse=True)
 def bus() -> Iterator[InstantBus]:
-    before = dict(RPC_REGISTRY)
-    bus = InstantBus()
-    bus.methods = {"echo": lambda *args, **kwargs: (args, kwargs), "run": lambda xs: [2 * x for x in xs], "safe": safe}
-    set_current_worker(worker_of(bus, trainer=1, rollout=3))
-    yield bus
-    set_current_worker(None)
-    RPC_REGISTRY.clear()
-    RPC_REGISTRY.update(before)
+    with in_worker(trainer=1, rollout=3) as bus:
+        bus.methods = {"echo": lambda *args, **kwargs: (args, kwargs), "run": lambda xs: [2 * x for x in xs]}
+        bus.methods |= {"safe": safe, "tokens": tokens, "tokens_async": tokens_async}
+        yield bus
 
 
 @rpc(idempotent=True)
@@ -138,16 +133,20 @@ def test_no_retries_unless_asked_for(bus: InstantBus) -> None:
         RoleGroup("rollout")[0].call(safe).result(PATIENCE_S)
 
 
-def test_method_that_is_known_not_to_be_idempotent_is_not_retried(bus: InstantBus) -> None:
-    group = RoleGroup("rollout").with_options(retries=1)
-    for call in (
-        lambda: group.call(unsafe),
-        lambda: group[0].call(unsafe),
-        lambda: group.call_rank0(unsafe),
-        lambda: group.call_batch(unsafe, 1, [1]),
-    ):
-        with pytest.raises(UsageError, match=r"'unsafe', which is not marked @rpc\(idempotent=True\)"):
-            call()
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda group: group.call(unsafe), NOT_IDEMPOTENT),
+        (lambda group: group[0].call(unsafe), NOT_IDEMPOTENT),
+        (lambda group: group.call_rank0(unsafe), NOT_IDEMPOTENT),
+        (lambda group: group.call_batch(unsafe, 1, [1]), NOT_IDEMPOTENT),
+        (lambda group: group.stream("tokens"), "was asked for a stream"),
+        (lambda group: group[0].stream("tokens"), "was asked for a stream"),
+    ],
+)
+def test_what_may_not_run_twice_is_not_retried(bus: InstantBus, ask: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ask(RoleGroup("rollout").with_options(retries=1))
     assert not bus.calls
 
 
@@ -162,7 +161,6 @@ def test_retries_is_a_number(retries: Any) -> None:
 
 @pytest.mark.parametrize("method", [tokens, tokens_async, "tokens", "tokens_async"])
 def test_stream_of_an_actor(bus: InstantBus, method: Any) -> None:
-    bus.methods = {"tokens": tokens, "tokens_async": tokens_async}
     stream = RoleGroup("rollout")[1].stream(method, 40, _timeout=5)
     assert isinstance(stream, RpcStream)
     assert "tokens" in stream.what
@@ -170,55 +168,37 @@ def test_stream_of_an_actor(bus: InstantBus, method: Any) -> None:
     assert bus.calls[0].timeout == 5
 
 
-async def test_stream_on_a_loop(bus: InstantBus) -> None:
-    bus.methods = {"tokens": tokens, "tokens_async": tokens_async}
+async def test_stream_on_a_loop() -> None:
     actor = RoleGroup("rollout")[0]
     assert [i async for i in actor.stream(tokens, 40)] == list(range(40))
     async with actor.stream(tokens_async, 40) as stream:
         assert [i async for i in stream] == list(range(40))
 
 
-def test_streams_of_a_group_are_one_for_each_actor(bus: InstantBus) -> None:
-    bus.methods = {"tokens": tokens}
+def test_streams_of_a_group_are_one_for_each_actor() -> None:
     group = RoleGroup("rollout")
     assert [list(stream) for stream in group.stream(tokens, 3)] == [[0, 1, 2]] * 3
     scattered = group.stream("tokens", [1, 2, 3], _scatter=True)
     assert [list(stream) for stream in scattered] == [[0], [0, 1], [0, 1, 2]]
 
 
-def test_call_of_a_generator_gives_its_stream(bus: InstantBus) -> None:
-    bus.methods = {"tokens": tokens}
+def test_call_of_a_generator_gives_its_stream() -> None:
     assert list(RoleGroup("rollout")[0].call(tokens, 3).result(PATIENCE_S)) == [0, 1, 2]
 
 
-def test_stream_that_cannot_begin_says_so_where_it_is_read(bus: InstantBus) -> None:
+@pytest.mark.parametrize("on_a_loop", [False, True])
+async def test_stream_that_cannot_begin_says_so_where_it_is_read(bus: InstantBus, on_a_loop: bool) -> None:
     bus.failures = [RpcNotFoundError("no rpc method 'tokens'")]
     stream = RoleGroup("rollout")[0].stream("tokens", 3)
     with pytest.raises(RpcNotFoundError):
-        next(stream)
-    assert list(stream) == []
-
-
-async def test_async_stream_that_cannot_begin(bus: InstantBus) -> None:
-    bus.failures = [RpcNotFoundError("no rpc method 'tokens'")]
-    stream = RoleGroup("rollout")[0].stream("tokens", 3)
-    with pytest.raises(RpcNotFoundError):
-        await anext(stream)
-    assert [i async for i in stream] == []
+        await anext(stream) if on_a_loop else next(stream)
+    assert ([i async for i in stream] if on_a_loop else list(stream)) == []
 
 
 def test_stream_of_what_is_no_generator(bus: InstantBus) -> None:
     stream = RoleGroup("rollout")[0].stream("echo")
     with pytest.raises(UsageError, match="was asked for a stream and returned tuple: its handler is no generator"):
         next(stream)
-
-
-def test_stream_is_not_retried(bus: InstantBus) -> None:
-    group = RoleGroup("rollout").with_options(retries=1)
-    for ask in (lambda: group.stream("tokens"), lambda: group[0].stream("tokens")):
-        with pytest.raises(UsageError, match="was asked for a stream"):
-            ask()
-    assert not bus.calls
 
 
 def test_close_before_it_has_begun_cancels_the_call() -> None:
@@ -250,7 +230,9 @@ async def test_consumer_that_is_cancelled_at_the_first_item_may_come_back() -> N
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(stream), 0.01)
     assert not future.done()
-    future.succeed(iter_of([1, 2]))
+    bus = InstantBus()
+    bus.methods = {"m": lambda: (value for value in (1, 2))}
+    future.succeed(bus.call("b", "m", (), {}).result())
     assert [i async for i in stream] == [1, 2]
 
 
@@ -260,13 +242,6 @@ def test_call_that_is_cancelled_ends_the_stream() -> None:
     threading.Timer(0.02, future.cancel).start()
     with pytest.raises(RpcCancelledError):
         next(stream)
-
-
-def iter_of(values: list[int]) -> RpcStream[int]:
-    bus = InstantBus()
-    bus.methods = {"m": lambda: (value for value in values)}
-    stream: RpcStream[int] = bus.call("b", "m", (), {}).result()
-    return stream
 
 
 # Proxies.

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, assert_type
 
 import pytest
 
-from tests.support.runtime import InstantBus, worker_of
+from tests.support.runtime import InstantBus, in_worker
 from unified.api.runtime import FutureSequence, RpcStream, rpc
 from unified.api.runtime.remote_call import bind, bind_module, is_stub
 from unified.bus.calls.future import RpcFuture
-from unified.bus.calls.registry import RPC_REGISTRY, export_rpc_instance, mark_of
+from unified.bus.calls.registry import export_rpc_instance, mark_of
 from unified.errors import UsageError
-from unified.worker.context import set_current_worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,13 +91,8 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def bus() -> Iterator[InstantBus]:
-    before = dict(RPC_REGISTRY)
-    bus = InstantBus()
-    set_current_worker(worker_of(bus, trainer=1, rollout=2))
-    yield bus
-    set_current_worker(None)
-    RPC_REGISTRY.clear()
-    RPC_REGISTRY.update(before)
+    with in_worker(trainer=1, rollout=2) as bus:
+        yield bus
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.runtime import InstantBus, worker_of
+from tests.support.runtime import InstantBus, in_worker, worker_of
 from unified.api.runtime import (
     PrimeMasterApi,
     RoleActor,
@@ -23,20 +23,14 @@ from unified.api.runtime import (
     rpc,
 )
 from unified.api.runtime.batch import is_cut
-from unified.api.runtime.rpc_helper import RPC_REGISTRY
 from unified.errors import NotInWorkerError, UsageError
 from unified.worker.context import set_current_worker
 
 
 @pytest.fixture(autouse=True)
 def bus() -> Iterator[InstantBus]:
-    before = dict(RPC_REGISTRY)
-    bus = InstantBus()
-    set_current_worker(worker_of(bus, trainer=1, rollout=3, idle=0))
-    yield bus
-    set_current_worker(None)
-    RPC_REGISTRY.clear()
-    RPC_REGISTRY.update(before)
+    with in_worker(trainer=1, rollout=3, idle=0) as bus:
+        yield bus
 
 
 def generate(prompts: list[int], scale: int = 1) -> list[int]:
@@ -76,14 +70,15 @@ def test_no_such_actors(role: str) -> None:
     assert len(RoleGroup(role, optional=True)) == 0
 
 
-def test_missing_role_names_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"^No actors found for role 'roll_out'\. Did you mean 'rollout'\?$"):
-        RoleGroup("roll_out")
-
-
-@pytest.mark.parametrize("given", [{}, {"role": "trainer", "roles": ["rollout"]}, {"roles": []}], ids=str)
-def test_role_or_roles(given: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *(({}, None), ({"role": "trainer", "roles": ["rollout"]}, None), ({"roles": []}, None)),
+        ({"role": "roll_out"}, r"^No actors found for role 'roll_out'\. Did you mean 'rollout'\?$"),
+    ],
+)
+def test_role_or_roles(given: dict[str, Any], message: str | None) -> None:
+    with pytest.raises(UsageError, match=message):
         RoleGroup(**given)
 
 
@@ -180,20 +175,15 @@ def test_what_is_cut_and_what_goes_to_all(bus: InstantBus) -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        (([1, 2, 3],), {}, "a batch of 4, and argument 0 has 3 entries"),
-        (([1, 2, 3, 4],), {"extra": (1,)}, "a batch of 4, and extra has 1 entries"),
-        ((np.zeros((3, 4)),), {}, "argument 0 has 3 entries"),
+        ((4, [1, 2, 3]), {}, "a batch of 4, and argument 0 has 3 entries"),
+        ((4, [1, 2, 3, 4]), {"extra": (1,)}, "a batch of 4, and extra has 1 entries"),
+        ((4, np.zeros((3, 4))), {}, "argument 0 has 3 entries"),
+        *(((size, [1]), {}, "the size of a batch") for size in (-1, 1.5, "4")),
     ],
 )
-def test_length_that_does_not_fit_the_batch(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RoleGroup("rollout").call_batch("m", 4, *args, **kwargs)
-
-
-@pytest.mark.parametrize("size", [-1, 1.5, "4"])
-def test_size_is_a_number(size: Any) -> None:
-    with pytest.raises(UsageError, match="the size of a batch"):
-        RoleGroup("rollout").call_batch("m", size, [1])
+def test_size_is_a_number_that_the_arguments_have(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        RoleGroup("rollout").call_batch("m", *args, **kwargs)
 
 
 class Service:
@@ -233,13 +223,12 @@ def test_async_method_of_a_proxy_can_be_run_from_sync_code(bus: InstantBus) -> N
     asyncio.run(coroutine).close()  # type: ignore[attr-defined]  # this bus does not await what the handler returned
 
 
-class Named:
-    @rpc()
-    def name(self) -> str:
-        return "far"
-
-
 def test_methods_hide_the_attributes_of_a_proxy(bus: InstantBus) -> None:
+    class Named:
+        @rpc()
+        def name(self) -> str:
+            return "far"
+
     export_rpc_instance("named", Named())
     assert create_rpc_proxy("rollout", "named", Named).name() == "far"
 
