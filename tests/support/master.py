@@ -6,7 +6,7 @@ from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.client_master import SubmitJob
-from unified.protocol.records import Failure, Stage, WorkerState
+from unified.protocol.records import DirectoryEntry, Failure, Stage, WorkerState
 from unified_master.core.state import JobRecord, WorkerRecord
 
 CRASH = Failure(summary="killed by SIGKILL", category="crash", signal=9)
@@ -35,6 +35,16 @@ class Bench:
     def worker(self, role: str, rank: int = 0) -> WorkerRecord:
         return self.job.ranks(role)[rank]
 
+    @property
+    def store(self) -> WorkerRecord:
+        assert self.job.store is not None
+        return self.job.store
+
+    def entry(self, role: str = "s", rank: int = 0) -> DirectoryEntry:
+        entry = self.worker(role, rank).entry
+        assert entry is not None
+        return entry
+
     def lives(self) -> dict[str, int]:
         return {f"{one.role}-{one.rank}": one.incarnation for one in self.job.workers.values() if one.kind == "worker"}
 
@@ -42,9 +52,7 @@ class Bench:
         self.end_worker(self.worker(role, rank), failure)
 
     def agent(self, node: str = "n1") -> SimAgent:
-        agent = self.world.agents[node]
-        assert isinstance(agent, SimAgent)
-        return agent
+        return self.world.sim_agent(node)
 
     def end_worker(self, worker: WorkerRecord, failure: Failure | None) -> None:
         self.world.say(worker.node, self.agent(worker.node).end("job-1", worker.name, failure))

@@ -3,9 +3,10 @@
 import heapq
 import random
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from tests.support.invariants.master import check
-from tests.support.sim.sim_agent import Agent, Said
+from tests.support.sim.sim_agent import Agent, Said, SimAgent
 from unified.config.settings import Intervals
 from unified.protocol.agent_master import MasterOrder, MasterToAgent
 from unified.protocol.client_master import ClientToMaster, MasterAnswer
@@ -14,6 +15,7 @@ from unified_master.core.master import MasterCore
 from unified_master.core.messages import MasterAction, MasterTick, Received, ReportEvent, SaveRecord, Send
 from unified_master.core.state import JobRecord
 
+A = TypeVar("A")
 CLIENT = b"client"
 Watch = Callable[[float, str, object], None]
 
@@ -79,6 +81,17 @@ class World:
         found = self.answer(number)
         assert found is not None
         return found
+
+    def get(self, kind: type[A], request: ClientToMaster) -> A:
+        """Ask, and wait for the answer, which must be of this kind."""
+        answer = self.request(request)
+        assert isinstance(answer, kind), answer
+        return answer
+
+    def sim_agent(self, node: str) -> SimAgent:
+        agent = self.agents[node]
+        assert isinstance(agent, SimAgent)
+        return agent
 
     def restart_master(self) -> None:
         """The master is killed and started again with its store; connections are made anew."""

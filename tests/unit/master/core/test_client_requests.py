@@ -12,7 +12,6 @@ from unified.job.spec import Blob, JobSpec, Resources, RoleSpec
 from unified.protocol.agent_master import AgentRefused, DesiredWorkers
 from unified.protocol.client_master import (
     Accepted,
-    ClientToMaster,
     Done,
     Explain,
     GetDirectory,
@@ -52,12 +51,6 @@ def world() -> World:
     return world
 
 
-def refusal(world: World, request: ClientToMaster) -> Refused:
-    answer = world.request(request)
-    assert isinstance(answer, Refused), answer
-    return answer
-
-
 def running(world: World, name: str = "job", *roles: RoleSpec) -> JobRecord:
     assert isinstance(world.request(SubmitJob(spec=spec(name, *roles))), Accepted)
     world.until_stage(name, Stage.RUNNING)
@@ -86,49 +79,47 @@ def running(world: World, name: str = "job", *roles: RoleSpec) -> JobRecord:
     ],
 )
 def test_a_bad_job_is_refused(world: World, bad: JobSpec, text: str) -> None:
-    answer = refusal(world, SubmitJob(spec=bad))
+    answer = world.get(Refused, SubmitJob(spec=bad))
     assert answer.code == "bad-request"
     assert text in answer.reason
     assert world.core.cluster.jobs == {}
 
 
 def test_the_same_job_from_another_host_is_joined_and_another_of_its_name_is_not(world: World) -> None:
-    first = world.request(SubmitJob(spec=spec("j", role(total=2), submitted_by="me@h0:1"), joins=True))
-    assert isinstance(first, Accepted)
+    first = world.get(Accepted, SubmitJob(spec=spec("j", role(total=2), submitted_by="me@h0:1"), joins=True))
     assert first.submitted_by == ""
     again = world.request(SubmitJob(spec=spec("j", role(total=2), submitted_by="me@h1:2"), joins=True))
     assert again == Accepted(job_id=first.job_id, submitted_by="me@h0:1")
-    assert refusal(world, SubmitJob(spec=spec("j", role(total=3)), joins=True)).code == "name-taken"
-    assert refusal(world, SubmitJob(spec=spec("j", role(total=2)))).code == "name-taken"
+    assert world.get(Refused, SubmitJob(spec=spec("j", role(total=3)), joins=True)).code == "name-taken"
+    assert world.get(Refused, SubmitJob(spec=spec("j", role(total=2)))).code == "name-taken"
     assert len(world.core.cluster.jobs) == 1
 
 
 def test_job_ids_count_up_and_names_find_the_newest(world: World) -> None:
     running(world)
-    assert refusal(world, SubmitJob(spec=spec())).code == "name-taken"
+    assert world.get(Refused, SubmitJob(spec=spec())).code == "name-taken"
     world.request(StopJob(job="job"))
     world.until_stage("job", Stage.STOPPED)
     assert world.request(SubmitJob(spec=spec())) == Accepted(job_id="job-2")
     assert world.job("job").job_id == "job-2"
-    answer = world.request(GetJob(job="job-1"))
-    assert isinstance(answer, JobStatus)
+    answer = world.get(JobStatus, GetJob(job="job-1"))
     assert (answer.stage, answer.exit_code) == (Stage.STOPPED, 130)
 
 
 def test_an_unknown_job_or_worker_is_answered_with_the_nearest(world: World) -> None:
     running(world, "train", role("trainer", 2))
-    answer = refusal(world, GetJob(job="trian"))
+    answer = world.get(Refused, GetJob(job="trian"))
     assert (answer.code, answer.reason) == ("not-found", "there is no job 'trian'. Did you mean 'train'?")
-    assert refusal(world, GetJob(job="tra")).reason == "there is no job 'tra'. Did you mean 'train-1'?"
-    assert refusal(world, GetJob(job="zzz")).reason.endswith("`unified jobs` lists those that are known.")
-    assert "Did you mean 'trainer-1'?" in refusal(world, ReadLog(job="train", worker="traner-1")).reason
-    assert "write 'role-rank'" in refusal(world, Explain(job="train", worker="what")).reason
-    assert refusal(world, RestartWorkers(job="train", workers=["store"])).code == "not-found"
+    assert world.get(Refused, GetJob(job="tra")).reason == "there is no job 'tra'. Did you mean 'train-1'?"
+    assert world.get(Refused, GetJob(job="zzz")).reason.endswith("`unified jobs` lists those that are known.")
+    assert "Did you mean 'trainer-1'?" in world.get(Refused, ReadLog(job="train", worker="traner-1")).reason
+    assert "write 'role-rank'" in world.get(Refused, Explain(job="train", worker="what")).reason
+    assert world.get(Refused, RestartWorkers(job="train", workers=["store"])).code == "not-found"
 
 
 def test_a_job_that_does_not_fit_now_is_refused_on_request(world: World) -> None:
     large = spec("large", role("a", 1, resources=Resources(accelerator=4)))
-    answer = refusal(world, SubmitJob(spec=large, wait=False))
+    answer = world.get(Refused, SubmitJob(spec=large, wait=False))
     assert answer.code == "does-not-fit"
     assert "role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 2)" in answer.reason
     assert world.core.cluster.jobs == {}
@@ -138,7 +129,7 @@ def test_a_job_that_would_have_to_queue_does_not_fit_now(world: World) -> None:
     running(world, "first", role("a", 1, resources=Resources(accelerator=1)))
     world.request(SubmitJob(spec=spec("second", role("a", 1, resources=Resources(accelerator=2)))))
     small = spec("third", role("a", 1, resources=Resources(accelerator=1)))
-    assert "second-2 came first" in refusal(world, SubmitJob(spec=small, wait=False)).reason
+    assert "second-2 came first" in world.get(Refused, SubmitJob(spec=small, wait=False)).reason
 
 
 def test_without_nodes_a_job_waits_and_says_so() -> None:
@@ -173,8 +164,7 @@ def test_a_poll_is_answered_by_news_or_in_time(world: World) -> None:
     number = world.ask(GetJob(job="job", after_version=job.version, wait_s=30))
     world.run(5)
     assert world.answer(number) is None
-    agent = world.agents["n1"]
-    assert isinstance(agent, SimAgent)
+    agent = world.sim_agent("n1")
     world.say("n1", agent.report_progress("job-1", "a_1-0_1-0", 17))
     world.run(0.1)
     news = world.answer(number)
@@ -199,31 +189,27 @@ def test_a_poll_on_an_ended_job_does_not_wait(world: World) -> None:
 
 def test_logs_come_from_the_agent(world: World) -> None:
     running(world)
-    chunk = world.request(ReadLog(job="job", worker="a-0"))
-    assert isinstance(chunk, LogChunk)
+    chunk = world.get(LogChunk, ReadLog(job="job", worker="a-0"))
     assert (chunk.worker, chunk.incarnation, chunk.data) == ("a_1-0_1-0", 0, b"a_1-0_1-0#0 says hello\n")
     assert not chunk.is_final
     world.request(StopJob(job="job"))
     world.until_stage("job", Stage.STOPPED)
-    last = world.request(ReadLog(job="job", worker="a-0"))
-    assert isinstance(last, LogChunk)
+    last = world.get(LogChunk, ReadLog(job="job", worker="a-0"))
     assert last.is_final
-    assert "its newest is 0" in refusal(world, ReadLog(job="job", worker="a-0", incarnation=5)).reason
+    assert "its newest is 0" in world.get(Refused, ReadLog(job="job", worker="a-0", incarnation=5)).reason
 
 
 def test_the_log_of_an_earlier_life_is_read_where_it_was(world: World) -> None:
     running(world)
     world.request(RestartWorkers(job="job", workers=["a-0"]))
     world.run(1)
-    chunk = world.request(ReadLog(job="job", worker="a-0", incarnation=0))
-    assert isinstance(chunk, LogChunk)
+    chunk = world.get(LogChunk, ReadLog(job="job", worker="a-0", incarnation=0))
     assert (chunk.incarnation, chunk.is_final) == (0, True)
 
 
 def test_a_worker_that_never_lived_has_an_empty_log(world: World) -> None:
     world.request(SubmitJob(spec=spec("huge", role("a", 1, resources=Resources(accelerator=4)))))
-    chunk = world.request(ReadLog(job="huge", worker="a-0"))
-    assert isinstance(chunk, LogChunk)
+    chunk = world.get(LogChunk, ReadLog(job="huge", worker="a-0"))
     assert (chunk.data, chunk.is_final) == (b"", False)
 
 
@@ -236,29 +222,24 @@ def test_a_log_that_does_not_come_is_refused_in_time(world: World) -> None:
     assert isinstance(answer, Refused)
     assert answer.code == "unavailable"
     assert "n1" in answer.reason
-    assert refusal(world, ReadLog(job="job", worker="a-0")).code == "unavailable"
+    assert world.get(Refused, ReadLog(job="job", worker="a-0")).code == "unavailable"
 
 
 def test_stories_tell_what_concerns_one_worker(world: World) -> None:
     running(world, "job", role("a", 2), role("b"))
-    whole = world.request(Explain(job="job"))
-    assert isinstance(whole, Story)
+    whole = world.get(Story, Explain(job="job"))
     assert [event.event for event in whole.events][:3] == ["job-submitted", "job-placed", "worker-starts"]
-    one = world.request(Explain(job="job", worker="a-1"))
-    assert isinstance(one, Story)
+    one = world.get(Story, Explain(job="job", worker="a-1"))
     assert {event.worker for event in one.events} == {"", "a_2-1_1-0"}
-    short = world.request(Explain(job="job", limit=1))
-    assert isinstance(short, Story)
+    short = world.get(Story, Explain(job="job", limit=1))
     assert [event.event for event in short.events] == ["job-running"]
 
 
 def test_lists_show_jobs_and_what_nodes_have_left(world: World) -> None:
     running(world, "job", role("a", 1, resources=Resources(accelerator=1, cpu=3, memory_mb=100)))
-    jobs = world.request(ListJobs())
-    assert isinstance(jobs, JobList)
+    jobs = world.get(JobList, ListJobs())
     assert [(line.job_id, line.stage, line.num_workers) for line in jobs.jobs] == [("job-1", Stage.RUNNING, 1)]
-    nodes = world.request(ListNodes())
-    assert isinstance(nodes, NodeList)
+    nodes = world.get(NodeList, ListNodes())
     (node,) = nodes.nodes
     assert (node.state, node.num_workers, node.free.cpu, node.free.memory_mb) == (NodeState.ALIVE, 1, 5, 15900)
     assert [device.index for device in node.free.devices] == [1]
@@ -267,7 +248,7 @@ def test_lists_show_jobs_and_what_nodes_have_left(world: World) -> None:
 def test_restarting_or_stopping_what_has_ended(world: World) -> None:
     running(world)
     world.request(StopJob(job="job"))
-    assert refusal(world, RestartWorkers(job="job", workers=[])).code == "ended"
+    assert world.get(Refused, RestartWorkers(job="job", workers=[])).code == "ended"
     world.until_stage("job", Stage.STOPPED)
     assert world.request(StopJob(job="job")) == Done(note="job job-1 had already ended with exit code 130.")
 
@@ -327,8 +308,7 @@ def test_a_master_that_lost_its_memory_is_obeyed_again(world: World) -> None:
     world.log.clear()
     world.restart_master()
     world.run(5)
-    agent = world.agents["n1"]
-    assert isinstance(agent, SimAgent)
+    agent = world.sim_agent("n1")
     assert agent.lives == {}
     running(world, "next")
     assert len(agent.lives) == 1

@@ -36,26 +36,19 @@ class NameBench(Bench):
     def claim(self, rank: int, *names: str) -> None:
         """The worker claims these names and no others; the master hears of it."""
         worker = self.worker("s", rank)
-        agent = self.world.agents[worker.node]
-        assert isinstance(agent, SimAgent)
+        agent = self.agent(worker.node)
         self.world.say(agent.node, agent.claim("job-1", worker.name, names))
         self.world.run(0.005)
 
     def report(self, rank: int, claims: NameClaims) -> None:
         """An agent's report with these claims reaches the master, whatever the worker claims now."""
         worker = self.worker("s", rank)
-        agent = self.world.agents[worker.node]
-        assert isinstance(agent, SimAgent)
+        agent = self.agent(worker.node)
         ((_, report),) = agent.report_progress("job-1", worker.name, 1)
         assert isinstance(report, ObservedWorkers)
         lives = [msgspec.structs.replace(one, claims=claims) for one in report.workers]
         report = msgspec.structs.replace(report, workers=lives)
         self.world.step(Received(peer=b"x", message=report))
-
-    def entry(self, rank: int) -> DirectoryEntry:
-        entry = self.worker("s", rank).entry
-        assert entry is not None
-        return entry
 
     def holders(self) -> dict[str, int]:
         ranks = {worker.name: worker.rank for worker in self.job.workers.values()}
@@ -70,8 +63,8 @@ def bench() -> NameBench:
 def test_the_first_claimant_holds_it_and_all_workers_are_told(bench: NameBench) -> None:
     bench.claim(0, "x", "y")
     assert bench.holders() == {"x": 0, "y": 0}
-    assert bench.entry(0).names == {"x": 1, "y": 1}
-    assert bench.pushed == [bench.entry(0)]
+    assert bench.entry(rank=0).names == {"x": 1, "y": 1}
+    assert bench.pushed == [bench.entry(rank=0)]
     found = [event.reason for event in bench.world.log if event.event == "name-claimed"]
     assert found == ["it holds the name 'x' from now on", "it holds the name 'y' from now on"]
 
@@ -80,14 +73,14 @@ def test_the_second_claimant_is_refused_for_good(bench: NameBench) -> None:
     bench.claim(0, "x")
     bench.claim(1, "x", "z")
     name = bench.worker("s", 0).name
-    assert bench.entry(1).refused == {"x": NameRefusal(number=1, holder=name)}
-    assert bench.entry(1).names == {"z": 1}
+    assert bench.entry(rank=1).refused == {"x": NameRefusal(number=1, holder=name)}
+    assert bench.entry(rank=1).names == {"z": 1}
     bench.claim(0)
     assert bench.holders() == {"z": 1}, "what was refused is not granted behind the claimant's back"
     bench.claim(1, "z")
-    assert bench.entry(1).refused == {}
+    assert bench.entry(rank=1).refused == {}
     bench.claim(1, "z", "x")
-    assert bench.entry(1).names == {"z": 1, "x": 3}
+    assert bench.entry(rank=1).names == {"z": 1, "x": 3}
 
 
 def test_claims_are_decided_in_the_order_in_which_they_are_heard(bench: NameBench) -> None:
@@ -101,17 +94,17 @@ def test_a_claim_made_anew_gets_a_new_answer_though_its_withdrawal_was_never_hea
     bench.claim(1, "x")
     bench.claim(0)
     bench.report(1, NameClaims(number=3, names={"x": 3}))
-    assert bench.entry(1).names == {"x": 3}
+    assert bench.entry(rank=1).names == {"x": 3}
     bench.report(1, NameClaims(number=5, names={"x": 5}))
-    assert bench.entry(1).names == {"x": 5}, "its own name is granted under the new number"
+    assert bench.entry(rank=1).names == {"x": 5}, "its own name is granted under the new number"
 
 
 def test_reports_that_come_again_or_late_change_nothing(bench: NameBench) -> None:
     bench.report(0, NameClaims(number=2, names={"x": 2}))
-    before = bench.entry(0)
+    before = bench.entry(rank=0)
     for late in (NameClaims(number=2, names={"x": 2}), NameClaims(number=1, names={"y": 1}), NameClaims()):
         bench.report(0, late)
-    assert bench.entry(0) == before
+    assert bench.entry(rank=0) == before
     assert bench.holders() == {"x": 0}
 
 
@@ -131,12 +124,13 @@ def test_a_name_is_free_when_its_holder_died_and_the_next_life_may_claim_it(benc
     bench.claim(0, "x")
     bench.end("s", 0, CRASH)
     assert bench.holders() == {}
-    assert (bench.entry(0).state, bench.entry(0).names) == (Reachability.DEAD, {})
-    assert bench.pushed[-1] == bench.entry(0)
+    assert (bench.entry(rank=0).state, bench.entry(rank=0).names) == (Reachability.DEAD, {})
+    assert bench.pushed[-1] == bench.entry(rank=0)
     bench.running()
     bench.claim(0, "x")
     assert bench.holders() == {"x": 0}
-    assert (bench.entry(0).incarnation, bench.entry(0).names, bench.entry(0).revision) == (1, {"x": 1}, 1)
+    entry = bench.entry(rank=0)
+    assert (entry.incarnation, entry.names, entry.revision) == (1, {"x": 1}, 1)
 
 
 def test_another_worker_may_claim_the_name_of_the_dead(bench: NameBench) -> None:
@@ -146,7 +140,7 @@ def test_another_worker_may_claim_the_name_of_the_dead(bench: NameBench) -> None
     bench.running()
     bench.claim(0, "x")
     assert bench.holders() == {"x": 1}
-    assert bench.entry(0).refused["x"].holder == bench.worker("s", 1).name
+    assert bench.entry(rank=0).refused["x"].holder == bench.worker("s", 1).name
 
 
 def test_a_name_is_free_for_a_claim_that_comes_in_the_report_of_its_holders_end() -> None:
@@ -186,8 +180,8 @@ def test_a_restored_master_knows_the_holders_and_decides_what_came_meanwhile_ali
         agent.claim("job-1", bench.worker("s", rank).name, ["x", "y"])  # nobody hears it
     bench.world.run(10)
     assert bench.holders()["x"] == 0
-    assert [rank for rank in range(3) if "y" in bench.entry(rank).names] == [bench.holders()["y"]]
-    assert sum("y" in bench.entry(rank).refused for rank in range(3)) == 2
+    assert [rank for rank in range(3) if "y" in bench.entry(rank=rank).names] == [bench.holders()["y"]]
+    assert sum("y" in bench.entry(rank=rank).refused for rank in range(3)) == 2
     assert bench.lives() == {"s-0": 0, "s-1": 0, "s-2": 0}
 
 

@@ -44,8 +44,7 @@ def test_a_job_waits_where_node_num_has_no_room_for_it() -> None:
 def test_a_job_that_would_use_more_nodes_is_refused_at_once_if_it_may_not_wait() -> None:
     cluster = world(n1={"devices": 1}, n2={"devices": 1})
     spec = JobSpec(name="job", roles=[elastic(accelerator=1)])
-    answer = cluster.request(SubmitJob(spec=spec, wait=False))
-    assert isinstance(answer, Refused)
+    answer = cluster.get(Refused, SubmitJob(spec=spec, wait=False))
     assert "may use 1 (node_num)" in answer.reason
 
 
@@ -121,8 +120,7 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
 
 
 def states(of: World, name: str) -> dict[str, str]:
-    answer = of.request(GetJob(job=name))
-    assert isinstance(answer, JobStatus)
+    answer = of.get(JobStatus, GetJob(job=name))
     return {f"{worker.role}-{worker.rank}": str(worker.state) for worker in answer.workers}
 
 
@@ -136,8 +134,7 @@ def test_a_worker_that_waits_for_a_place_or_a_back_off_is_pending() -> None:
     cluster.run(1)
     assert states(cluster, "job") == {"e-0": "RUNNING", "e-1": "RUNNING"}
     for _ in range(2):  # fails at once, so that the second restart waits
-        agent = cluster.agents["n1"]
-        assert isinstance(agent, SimAgent)
+        agent = cluster.sim_agent("n1")
         cluster.say("n1", agent.end("job-1", "e_2-0_1-0", USER))
         cluster.run(0.3)
     assert states(cluster, "job") == {"e-0": "PENDING", "e-1": "PENDING"}
@@ -164,13 +161,11 @@ def test_the_outcome_is_known_before_the_last_worker_is_gone() -> None:
     cluster = world(n1={"devices": 0})
     submit(cluster, simple(), simple("service", is_driver=False))
     cluster.run(1)
-    agent = cluster.agents["n1"]
-    assert isinstance(agent, SimAgent)
+    agent = cluster.sim_agent("n1")
     agent.is_stuck = True
     cluster.say("n1", agent.finish("job-1", "s_1-0_1-0"))
     cluster.run(0.1)
-    answer = cluster.request(GetJob(job="job"))
-    assert isinstance(answer, JobStatus)
+    answer = cluster.get(JobStatus, GetJob(job="job"))
     assert (answer.stage, answer.exit_code, answer.outcome) == (Stage.STOPPING, None, 0)
 
 
@@ -178,9 +173,7 @@ def test_a_restart_on_request_says_which_lives_will_be() -> None:
     cluster = world(n1={"devices": 0})
     submit(cluster, elastic(), simple(total=2))
     cluster.run(1)
-    done = cluster.request(RestartWorkers(job="job", workers=["e-1"]))
-    assert isinstance(done, Done)
+    done = cluster.get(Done, RestartWorkers(job="job", workers=["e-1"]))
     assert done.lives == {"e_2-0_1-0": 1, "e_2-1_1-0": 1}
-    done = cluster.request(RestartWorkers(job="job", workers=[]))
-    assert isinstance(done, Done)
+    done = cluster.get(Done, RestartWorkers(job="job", workers=[]))
     assert done.lives == {"e_2-0_1-0": 2, "e_2-1_1-0": 2, "s_2-0_1-0": 1, "s_2-1_1-0": 1}

@@ -87,12 +87,10 @@ def test_a_job_too_heavy_for_the_control_connection_is_refused_by_name() -> None
     bench = Bench(simple())
     bench.world.add(SimAgent("n9", resources()))
     heavy = simple("big", envs={"BIG": "x" * MAX_SPEC_BYTES})
-    answer = bench.world.request(SubmitJob(spec=JobSpec(name="heavy", roles=[heavy])))
-    assert isinstance(answer, Refused)
+    answer = bench.world.get(Refused, SubmitJob(spec=JobSpec(name="heavy", roles=[heavy])))
     assert "the environment of role big has 8.0" in answer.reason
     config = Blob(codec="msgpack", data=b"x" * MAX_SPEC_BYTES)
-    answer = bench.world.request(SubmitJob(spec=JobSpec(name="heavy", roles=[simple()], user_config=config)))
-    assert isinstance(answer, Refused)
+    answer = bench.world.get(Refused, SubmitJob(spec=JobSpec(name="heavy", roles=[simple()], user_config=config)))
     assert "the job's config has 8.0" in answer.reason
 
 

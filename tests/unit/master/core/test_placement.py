@@ -65,42 +65,32 @@ def assigned(found: PlacementPlan) -> dict[str, tuple[str, list[int]]]:
     return dict(sorted(short.items()))
 
 
-def test_whole_devices_are_packed_on_as_few_nodes_as_hold_them() -> None:
-    found = assigned(place(job(role("a", 3, 1)), node(devices=2), node(devices=2)))
-    assert found == {"a-0": ("n1", [0]), "a-1": ("n1", [1]), "a-2": ("n2", [0])}
-
-
-def test_the_node_that_fits_best_is_taken() -> None:
-    assert assigned(place(job(role("a", 1, 2)), node(devices=8), node(devices=2), node(devices=4)))["a-0"][0] == "n2"
-
-
-def test_large_units_are_placed_before_small_ones() -> None:
-    found = place(job(role("small", 2, 1), role("large", 1, 4)), node(devices=4), node(devices=2))
-    assert assigned(found) == {"large-0": ("n1", [0, 1, 2, 3]), "small-0": ("n2", [0]), "small-1": ("n2", [1])}
-
-
-def test_workers_without_devices_are_spread() -> None:
-    found = assigned(place(job(role("a", 4)), node(), node()))
-    assert found == {"a-0": ("n1", []), "a-1": ("n2", []), "a-2": ("n1", []), "a-3": ("n2", [])}
-
-
-def test_a_group_lands_on_one_node() -> None:
-    found = place(job(role("a", 4, 1, per_group=2)), node(devices=3), node(devices=3))
-    assert assigned(found) == {"a-0": ("n1", [0]), "a-1": ("n1", [1]), "a-2": ("n2", [0]), "a-3": ("n2", [1])}
-
-
-def test_a_group_is_not_cut_in_two() -> None:
-    found = place(job(role("a", 4, 1, per_group=4)), node(devices=3), node(devices=3))
-    assert found.reason == ("role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 3)")
-
-
-def test_two_shares_of_one_worker_each_fill_a_device() -> None:
-    found = assigned(place(job(role("a", 4, 0.5)), node(devices=4)))
-    assert found == {"a-0": ("n1", [0]), "a-1": ("n1", [0]), "a-2": ("n1", [1]), "a-3": ("n1", [1])}
-
-
-def test_shares_that_do_not_add_up_to_one_stay_apart() -> None:
-    assert assigned(place(job(role("a", 2, 0.6)), node(devices=2))) == {"a-0": ("n1", [0]), "a-1": ("n1", [1])}
+@pytest.mark.parametrize(
+    ("spec", "devices", "expected"),
+    [
+        # whole devices are packed on as few nodes as hold them
+        (job(role("a", 3, 1)), [2, 2], {"a-0": ("n1", [0]), "a-1": ("n1", [1]), "a-2": ("n2", [0])}),
+        # the node that fits best is taken
+        (job(role("a", 1, 2)), [8, 2, 4], {"a-0": ("n2", [0, 1])}),
+        # large units are placed before small ones
+        (job(role("small", 2, 1), role("large", 1, 4)), [4, 2],
+         {"large-0": ("n1", [0, 1, 2, 3]), "small-0": ("n2", [0]), "small-1": ("n2", [1])}),
+        # workers without devices are spread
+        (job(role("a", 4)), [0, 0], {"a-0": ("n1", []), "a-1": ("n2", []), "a-2": ("n1", []), "a-3": ("n2", [])}),
+        # a group lands on one node
+        (job(role("a", 4, 1, per_group=2)), [3, 3],
+         {"a-0": ("n1", [0]), "a-1": ("n1", [1]), "a-2": ("n2", [0]), "a-3": ("n2", [1])}),
+        # two shares of one worker each fill a device
+        (job(role("a", 4, 0.5)), [4],
+         {"a-0": ("n1", [0]), "a-1": ("n1", [0]), "a-2": ("n1", [1]), "a-3": ("n1", [1])}),
+        # shares that do not add up to one stay apart
+        (job(role("a", 2, 0.6)), [2], {"a-0": ("n1", [0]), "a-1": ("n1", [1])}),
+        # a fraction above one takes whole devices
+        (job(role("a", 1, 1.5)), [2], {"a-0": ("n1", [0, 1])}),
+    ],
+)  # fmt: skip
+def test_where_workers_are_placed(spec: JobSpec, devices: list[int], expected: dict[str, Any]) -> None:
+    assert assigned(place(spec, *(node(devices=number) for number in devices))) == expected
 
 
 @pytest.mark.parametrize("share", [0.5, 0.33])
@@ -118,10 +108,6 @@ def test_collocated_groups_of_different_sizes_share_what_they_can() -> None:
     assert found["b-0"] == found["a-0"] == ("n1", [0])
     assert found["b-1"] == found["a-2"] == ("n2", [0])
     assert (found["a-1"], found["a-3"]) == (("n1", [1]), ("n2", [1]))
-
-
-def test_a_fraction_above_one_takes_whole_devices() -> None:
-    assert assigned(place(job(role("a", 1, 1.5)), node(devices=2)))["a-0"] == ("n1", [0, 1])
 
 
 def test_at_most_device_per_node_devices_of_a_node_are_used() -> None:
@@ -166,27 +152,26 @@ def test_real_devices_are_preferred_over_virtual_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "reason"),
+    ("needs", "nodes", "reason"),
     [
-        ({"cpu": 6}, "role a needs 2 groups of 6 CPU cores; there is room for 1 of them, after which "
-                     "the largest free node n1 has 2"),
-        ({"memory_mb": 2000}, "role a needs 2 groups of 2000 MB of memory; no node of this cluster has "
-                               "2000 MB of memory (the largest, n1, has 1000)"),
-        ({"disk_mb": 1001}, "role a needs 2 groups of 1001 MB of disk; no node of this cluster has "
-                            "1001 MB of disk (the largest, n1, has 1000)"),
-        ({"user_defined": {"MR": 1.0}}, "role a needs 2 groups of 1 MR; no node has any left"),
-        ({"user_defined": {"DB": 2.0}}, "role a needs 2 groups of 2 DB; the node with most, n1, has 1"),
+        (role("a", 2, cpu=6), [node(DB=1)], "role a needs 2 groups of 6 CPU cores; there is room for 1 of them, "
+         "after which the largest free node n1 has 2"),
+        (role("a", 2, memory_mb=2000), [node(DB=1)], "role a needs 2 groups of 2000 MB of memory; no node of this "
+         "cluster has 2000 MB of memory (the largest, n1, has 1000)"),
+        (role("a", 2, disk_mb=1001), [node(DB=1)], "role a needs 2 groups of 1001 MB of disk; no node of this "
+         "cluster has 1001 MB of disk (the largest, n1, has 1000)"),
+        (role("a", 2, user_defined={"MR": 1.0}), [node(DB=1)], "role a needs 2 groups of 1 MR; no node has any left"),
+        (role("a", 2, user_defined={"DB": 2.0}), [node(DB=1)],
+         "role a needs 2 groups of 2 DB; the node with most, n1, has 1"),
+        (role("a", 1, 2, cpu=4), [node(cpu=8), node(cpu=2, devices=2)],
+         "role a needs 1 group; no node has all that one needs at once"),
+        # a group is not cut in two
+        (role("a", 4, 1, per_group=4), [node(devices=3)] * 2,
+         "role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 3)"),
     ],
 )  # fmt: skip
-def test_the_reason_names_what_is_short(needs: dict[str, Any], reason: str) -> None:
-    assert place(job(role("a", 2, **needs)), node(DB=1)).reason == reason
-
-
-def test_what_no_single_node_has_together_is_said() -> None:
-    spec = job(role("a", 1, 2, cpu=4))
-    assert place(spec, node(cpu=8), node(cpu=2, devices=2)).reason == (
-        "role a needs 1 group; no node has all that one needs at once"
-    )
+def test_the_reason_names_what_is_short(needs: RoleSpec, nodes: list[NodeResources], reason: str) -> None:
+    assert place(job(needs), *nodes).reason == reason
 
 
 def test_user_defined_resources_choose_the_node() -> None:

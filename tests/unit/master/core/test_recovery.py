@@ -7,17 +7,11 @@ import pytest
 
 from tests.support.master import COLLATERAL, CRASH, SETUP, USER, Bench, elastic, simple
 from tests.support.sim.sim_agent import SimAgent, resources
-from unified.job.spec import JobSpec
+from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
-from unified.protocol.records import DirectoryEntry, Failure, NodeState, Progress, Reachability, Stage
+from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage
 from unified_master.core.messages import MasterTick
 from unified_master.core.status import job_status
-
-
-def entry_of(bench: Bench, role: str) -> DirectoryEntry:
-    entry = bench.worker(role).entry
-    assert entry is not None
-    return entry
 
 
 def test_strategy_2_restarts_the_role_of_an_elastic_worker_that_crashed() -> None:
@@ -60,10 +54,20 @@ def test_max_restart_is_counted_for_each_worker() -> None:
     assert bench.lives() == {"e-0": 2, "e-1": 2}
 
 
-def test_max_restart_0_ends_the_job_at_the_first_failure() -> None:
-    bench = Bench(elastic(max_restart=0))
-    bench.end("e", 0, CRASH)
-    assert bench.limit() == "max_restart"
+@pytest.mark.parametrize(
+    ("role", "restarted", "last", "limit"),
+    [
+        (elastic(max_restart=0), [], 0, "max_restart"),
+        (elastic(max_restart=6), [0, 1, 0], 1, "per_node_max_failure"),  # without role_max_restart
+        (elastic(per_node_max_failure=1), [0], 1, "per_node_max_failure"),  # and there is no other node
+    ],
+)
+def test_a_limit_ends_the_job(role: RoleSpec, restarted: list[int], last: int, limit: str) -> None:
+    bench = Bench(role)
+    for rank in restarted:
+        bench.restart("e", rank, CRASH, settle_s=2)
+    bench.end("e", last, CRASH)
+    assert bench.limit() == limit
 
 
 @pytest.mark.parametrize("failure", [CRASH, USER])
@@ -78,27 +82,12 @@ def test_role_max_restart_bounds_the_group_whoever_fails_and_wherever(failure: F
     assert bench.limit() == "role_max_restart"
 
 
-def test_a_role_without_it_is_limited_for_each_worker_and_node() -> None:
-    bench = Bench(elastic(max_restart=6))
-    for attempt in range(3):
-        bench.restart("e", attempt % 2, CRASH, settle_s=2)
-    bench.end("e", 1, CRASH)
-    assert bench.limit() == "per_node_max_failure"
-
-
 def test_a_node_with_too_many_failures_is_excluded_and_its_group_moves() -> None:
     bench = Bench(elastic(total=1, accelerator=1, per_node_max_failure=0), nodes=2, devices=1)
     assert bench.worker("e").node == "n1"
     bench.restart("e", 0, CRASH)
     assert (bench.worker("e").node, bench.job.excluded) == ("n2", ["n1"])
     assert bench.worker("e").past[0].node == "n1"
-
-
-def test_a_node_too_many_ends_the_job_if_there_is_no_other() -> None:
-    bench = Bench(elastic(per_node_max_failure=1))
-    bench.restart("e", 0, CRASH, settle_s=2)
-    bench.end("e", 1, CRASH)
-    assert bench.limit() == "per_node_max_failure"
 
 
 @pytest.mark.parametrize(("failover_exec", "event"), [(1, "job-restarts"), (2, "role-restarts")])
@@ -135,8 +124,7 @@ def test_a_lost_node_is_charged_to_that_node_and_not_to_the_worker() -> None:
     assert [worker.node for worker in bench.job.ranks("e")] == ["n1", "n3"]
     assert bench.job.node_losses == {"n2": 1}
     assert all(worker.num_failures == 0 for worker in bench.job.workers.values())
-    assert bench.job.store is not None
-    assert (bench.job.store.node, bench.job.store.incarnation) == ("n1", 0)
+    assert (bench.store.node, bench.store.incarnation) == ("n1", 0)
 
 
 def test_node_max_restart_ends_the_job() -> None:
@@ -223,8 +211,7 @@ def test_a_node_is_spared_once_in_a_silence() -> None:
 
 
 def reasons(bench: Bench) -> dict[str, str]:
-    answer = bench.world.request(GetJob(job="job"))
-    assert isinstance(answer, JobStatus)
+    answer = bench.world.get(JobStatus, GetJob(job="job"))
     return {f"{worker.role}-{worker.rank}": worker.reason for worker in answer.workers}
 
 
@@ -282,22 +269,17 @@ def test_services_end_with_the_drivers() -> None:
     bench.finish("driver", 0)
     bench.end("driver", 1, None)
     assert bench.stopped().exit_code == 0
-    assert entry_of(bench, "service").state is Reachability.ENDED
+    assert bench.entry("service").state is Reachability.ENDED
 
 
-def test_a_lost_store_gives_the_elastic_roles_a_new_round() -> None:
-    bench = Bench(elastic(), simple(), failover_exec=2)
-    assert bench.job.store is not None
-    bench.end_worker(bench.job.store, CRASH)
+@pytest.mark.parametrize("failover_exec", [1, 2])
+def test_a_lost_store_gives_the_elastic_roles_a_new_round(failover_exec: Any) -> None:
+    bench = Bench(elastic(), simple(), failover_exec=failover_exec)
+    bench.end_worker(bench.store, CRASH)
     bench.running()
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
-    assert (bench.job.store.incarnation, bench.job.roles["e"].round) == (1, 2)
-    bench = Bench(elastic(), simple(), failover_exec=1)
-    assert bench.job.store is not None
-    bench.end_worker(bench.job.store, CRASH)
-    bench.running()
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 1}
-    assert (bench.job.store.incarnation, bench.job.num_charged_restarts) == (1, 1)
+    is_of_job = int(failover_exec == 1)
+    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": is_of_job}
+    assert (bench.store.incarnation, bench.job.roles["e"].round, bench.job.num_charged_restarts) == (1, 2, is_of_job)
 
 
 def test_a_worker_that_never_says_hello_is_a_crash() -> None:
@@ -316,14 +298,14 @@ def test_a_worker_that_never_says_hello_is_a_crash() -> None:
 
 def test_the_directory_follows_the_lives() -> None:
     bench = Bench(simple(total=2, restart_alone=True))
-    entry = entry_of(bench, "s")
+    entry = bench.entry()
     assert (entry.incarnation, entry.state) == (0, Reachability.ALIVE)
     assert entry.inbox == bench.worker("s").inbox
     bench.end("s", 0, USER)
-    dead = entry_of(bench, "s")
+    dead = bench.entry()
     assert (dead.incarnation, dead.state, dead.reason) == (0, Reachability.DEAD, "ValueError: boom")
     bench.running()
-    alive = entry_of(bench, "s")
+    alive = bench.entry()
     assert (alive.incarnation, alive.state) == (1, Reachability.ALIVE)
     bench.finish("s", 0)
     bench.finish("s", 1)

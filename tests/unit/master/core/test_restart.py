@@ -10,35 +10,16 @@ from unified.protocol.records import Failure, WorkerState
 from unified_master.core.jobs import faults_of
 
 
-@pytest.mark.parametrize(
-    ("exec_strategy", "failure", "expected"),
-    [
-        (1, USER, {"s-0": 1, "s-1": 1, "e-0": 1}),
-        (1, CRASH, {"s-0": 1, "s-1": 1, "e-0": 1}),
-        (2, USER, {"s-0": 1, "s-1": 1, "e-0": 0}),
-        (2, CRASH, {"s-0": 1, "s-1": 1, "e-0": 0}),
-    ],
-)
-def test_a_failure_of_a_simple_worker_follows_the_strategy(
-    exec_strategy: Any, failure: Failure, expected: dict[str, int]
-) -> None:
-    bench = Bench(simple(total=2), elastic(total=1), failover_exec=exec_strategy)
-    bench.restart("s", 0, failure)
-    assert bench.lives() == expected
-    assert bench.job.num_restarts == (1 if exec_strategy == 1 else 0)
-
-
-@pytest.mark.parametrize(
-    ("exec_strategy", "expected"), [(1, {"e-0": 1, "e-1": 1, "s-0": 1}), (2, {"e-0": 1, "e-1": 1, "s-0": 0})]
-)
+@pytest.mark.parametrize(("exec_strategy", "num_restarts"), [(1, 1), (2, 0)])
 @pytest.mark.parametrize("failure", [USER, CRASH], ids=["exception", "killed"])
-def test_a_failure_of_an_elastic_worker_follows_the_strategy(
-    failure: Failure, exec_strategy: Any, expected: dict[str, int]
+@pytest.mark.parametrize("roles", [(simple("x", 2), elastic("y", 1)), (elastic("x"), simple("y"))])
+def test_a_failure_follows_the_strategy(
+    roles: tuple[RoleSpec, ...], failure: Failure, exec_strategy: Any, num_restarts: int
 ) -> None:
-    bench = Bench(elastic(), simple(), failover_exec=exec_strategy)
-    bench.restart("e", 0, failure)
-    assert bench.lives() == expected
-    assert bench.job.num_restarts == (1 if exec_strategy == 1 else 0)
+    bench = Bench(*roles, failover_exec=exec_strategy)
+    bench.restart("x", 0, failure)
+    assert bench.lives() == {"x-0": 1, "x-1": 1, "y-0": num_restarts}
+    assert bench.job.num_restarts == num_restarts
 
 
 @pytest.mark.parametrize("exec_strategy", [1, 2])
@@ -77,21 +58,25 @@ def test_strategy_0_stops_the_job_when_a_node_or_its_store_is_lost(option: str, 
     bench.world.kill_agent("n1")
     assert bench.limit() == f"{option}_strategy=0"
     bench = Bench(elastic(), nodes=2, **{option: 0})
-    assert bench.job.store is not None
-    bench.end_worker(bench.job.store, CRASH)
+    bench.end_worker(bench.store, CRASH)
     assert bench.limit() == f"{option}_strategy=0"
 
 
-def test_trigger_1_waits_for_the_others_of_a_killed_rank() -> None:
-    bench = Bench(elastic(total=3), failover_trigger=1, failover_exec=2)
-    bench.end("e", 0, CRASH)
-    bench.end("e", 1, COLLATERAL)
+@pytest.mark.parametrize(("role", "failure"), [(elastic("s", 3), CRASH), (simple(total=3), USER)])
+def test_trigger_1_waits_for_the_others_of_the_role(role: RoleSpec, failure: Failure) -> None:
+    bench = Bench(role, failover_trigger=1, failover_exec=2)
+    bench.end("s", 0, failure)
+    if role.kind == "elastic":
+        bench.end("s", 1, COLLATERAL)
+    else:
+        bench.finish("s", 1)
     bench.world.run(10)
-    assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 0}
-    bench.finish("e", 2)
+    assert bench.lives() == {"s-0": 0, "s-1": 0, "s-2": 0}
+    assert "decided when the others of role s are done" in bench.job.reason
+    bench.finish("s", 2)
     bench.running()
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "e-2": 1}
-    assert [worker.num_failures for worker in bench.job.ranks("e")] == [1, 0, 0]
+    assert bench.lives() == {"s-0": 1, "s-1": 1, "s-2": 1}
+    assert [worker.num_failures for worker in bench.job.ranks("s")] == [1, 0, 0]
 
 
 def test_trigger_1_waits_for_the_others_of_a_lost_node() -> None:
@@ -120,18 +105,6 @@ def test_trigger_1_waits_for_all_who_use_a_lost_store() -> None:
     assert store.incarnation == 1
 
 
-def test_trigger_1_waits_for_the_others_of_the_role() -> None:
-    bench = Bench(simple(total=3), failover_trigger=1, failover_exec=2)
-    bench.end("s", 0, USER)
-    bench.finish("s", 1)
-    bench.world.run(10)
-    assert bench.lives() == {"s-0": 0, "s-1": 0, "s-2": 0}
-    assert "decided when the others of role s are done" in bench.job.reason
-    bench.finish("s", 2)
-    bench.running()
-    assert bench.lives() == {"s-0": 1, "s-1": 1, "s-2": 1}
-
-
 def test_trigger_1_does_not_wait_for_workers_that_wait_for_the_failed_one() -> None:
     bench = Bench(elastic(), failover_trigger=1, failover_exec=2)
     bench.end("e", 0, CRASH)
@@ -142,9 +115,10 @@ def test_trigger_1_does_not_wait_for_workers_that_wait_for_the_failed_one() -> N
 
 
 def test_a_lost_node_with_simple_workers_follows_the_strategy() -> None:
-    bench = Bench(simple(total=2), nodes=2, failover_exec=2)
-    bench.world.kill_agent("n2")
-    bench.world.until(lambda: bench.lives() == {"s-0": 1, "s-1": 1}, "the restart")
+    for strategy in (1, 2):
+        bench = Bench(simple(total=2), nodes=2, failover_exec=strategy)
+        bench.world.kill_agent("n2")
+        bench.world.until(lambda bench=bench: bench.lives() == {"s-0": 1, "s-1": 1}, "the restart")  # type: ignore[misc]
     bench = Bench(simple(total=2, restart_alone=True), nodes=2)
     bench.world.kill_agent("n2")
     bench.world.until(lambda: bench.lives() == {"s-0": 0, "s-1": 1}, "the restart")
@@ -153,6 +127,3 @@ def test_a_lost_node_with_simple_workers_follows_the_strategy() -> None:
     bench = Bench(simple(total=2), nodes=2, failover_exec=0)
     bench.world.kill_agent("n2")
     assert bench.limit() == "failover_exec_strategy=0"
-    bench = Bench(simple(total=2), nodes=2, failover_exec=1)
-    bench.world.kill_agent("n2")
-    bench.world.until(lambda: bench.lives() == {"s-0": 1, "s-1": 1}, "the restart")
