@@ -87,6 +87,13 @@ class Story:
     def refused(self, request: CoordinatorRequest, lives: dict[str, int] | None = None) -> Refused:
         return self.ask(request, Refused, lives)
 
+    def refuses(self, request: CoordinatorRequest, code: str, *words: str, lives: dict[str, int] | None = None) -> None:
+        """It is refused with this code, and each of these words is in the reason."""
+        refusal = self.refused(request, lives)
+        assert refusal.code == code
+        for each in words:
+            assert each in refusal.reason
+
     def after(self, seconds: float) -> list[AnswerRequest]:
         """Time passes, with a look at each deadline on the way."""
         until = self.now + seconds

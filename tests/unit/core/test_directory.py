@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -105,22 +106,9 @@ def test_any_order_of_news_leads_to_the_same_state(order: tuple[int, ...], direc
 # Who holds which name
 
 
-def named(
-    worker: str,
-    incarnation: int = 0,
-    state: Reachability = ALIVE,
-    *,
-    names: dict[str, int] | None = None,
-    revision: int = 0,
-) -> DirectoryEntry:
-    return DirectoryEntry(
-        worker=worker,
-        incarnation=incarnation,
-        state=state,
-        inbox=Inbox(inbox_id=f"{worker}{incarnation}") if state is ALIVE else None,
-        names=names or {},
-        revision=revision,
-    )
+def named(worker: str, incarnation: int = 0, state: Reachability = ALIVE, **fields: Any) -> DirectoryEntry:
+    inbox = Inbox(inbox_id=f"{worker}{incarnation}") if state is ALIVE else None
+    return DirectoryEntry(worker=worker, incarnation=incarnation, state=state, inbox=inbox, **fields)
 
 
 def moves(directory: WorkerDirectory, entries: list[DirectoryEntry]) -> list[NameMoved]:

@@ -178,9 +178,7 @@ def test_leaving_in_order_releases_those_who_would_wait_in_vain(story: Story) ->
 )
 def test_bad_arrival_is_refused_and_the_others_wait_on(fields: dict[str, Any], words: str, story: Story) -> None:
     tokens = [story.send(wait("w0"))]
-    refusal = story.refused(wait("w1", **fields))
-    assert refusal.code == "bad-request"
-    assert words in refusal.reason
+    story.refuses(wait("w1", **fields), "bad-request", words)
     tokens += [story.send(wait(name)) for name in ("w1", "w2", "w3")]
     assert story.told(tokens[0]).released_by == "arrived"
 
@@ -205,8 +203,7 @@ def test_worker_has_to_be_registered_and_its_newest_life() -> None:
 
 def test_rank_and_world_of_a_worker_that_waits_can_not_change(story: Story) -> None:
     token = story.send(wait("w0"))
-    refusal = story.refused(worker("w0", rank=0, world_size=8))
-    assert (refusal.code, "waits at barrier b" in refusal.reason) == ("bad-request", True)
+    story.refuses(worker("w0", rank=0, world_size=8), "bad-request", "waits at barrier b")
     story.send(worker("w0", hostname="elsewhere"))
     story.tell(killed("w3"))
     assert story.told(token).lost == ["w3"]
@@ -273,22 +270,23 @@ def test_time_out_of_nothing_only_looks(story: Story) -> None:
     assert story.told(story.send(wait("w0", timeout_s=0))).missing == ["w1", "w2", "w3"]
 
 
-def test_time_out_names_ranks_for_which_nobody_registered() -> None:
+@pytest.mark.parametrize(
+    ("registered", "missing", "words"),
+    [
+        (["w0", "w2"], ["w2"], "rank 1 (nobody registered for it) and rank 3 (nobody registered for it)"),
+        (["a"], [], "missing 3 of whom nobody registered"),
+    ],
+)
+def test_time_out_names_or_counts_those_who_did_not_register(
+    registered: list[str], missing: list[str], words: str
+) -> None:
     story = Story()
-    story.send(worker("w0"))
-    story.send(worker("w2"))
-    token = story.send(wait("w0", timeout_s=5))
+    for name in registered:
+        story.send(worker(name))
+    token = story.send(wait(registered[0], timeout_s=5))
     story.after(5)
-    assert story.told(token).missing == ["w2"]
-    assert "rank 1 (nobody registered for it) and rank 3 (nobody registered for it)" in story.told(token).reason
-
-
-def test_time_out_counts_those_whom_it_can_not_name() -> None:
-    story = Story()
-    story.send(worker("a", rank=-1))
-    token = story.send(wait("a", timeout_s=5))
-    story.after(5)
-    assert "missing 3 of whom nobody registered" in story.told(token).reason
+    assert story.told(token).missing == missing
+    assert words in story.told(token).reason
 
 
 def test_time_out_of_a_shrunk_barrier_names_the_lost_too(story: Story) -> None:

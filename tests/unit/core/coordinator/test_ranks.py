@@ -210,10 +210,7 @@ def test_the_world_is_as_workers_have_registered_or_an_error_says_what_to_set() 
     story = Story()
     story.ask(dataset(files=files(a=60, b=40)), DatasetRegistration)
     request = GetRankFiles(dataset_id="d", worker_id="r1", epoch=0, rank=1)
-    refusal = story.refused(request)
-    assert refusal.code == "world-unknown"
-    assert "Set WORLD_SIZE" in refusal.reason
-    assert "nobody has yet" in refusal.reason
+    story.refuses(request, "world-unknown", "Set WORLD_SIZE", "nobody has yet")
     story.send(calls_itself("beta", 1))
     assert story.ask(request, RankFiles).file_paths == ["b"]
     by_id = GetRankFiles(dataset_id="d", worker_id="beta", is_id=True, epoch=0)

@@ -94,8 +94,7 @@ def test_new_life_takes_the_place_of_the_old_which_can_not_come_back(story: Stor
     story.send(worker("w0"))
     assert registered(story, worker("w0", life=1)).incarnation == 1
     assert story.beat("w0") == [False]
-    refusal = story.refused(worker("w0"))
-    assert (refusal.code, "newer life" in refusal.reason) == ("replaced", True)
+    story.refuses(worker("w0"), "replaced", "newer life")
     assert there(story) == ["w0"]
     story.restart()
     assert story.refused(worker("w0")).code == "replaced"
@@ -131,9 +130,7 @@ def test_deregistering_twice_is_done_twice_and_a_stranger_can_not_do_it() -> Non
 def test_rank_has_one_worker_and_is_free_again_when_that_is_gone() -> None:
     story = four()
     story.after(2)
-    refusal = story.refused(worker("w9", rank=2))
-    assert refusal.code == "name-taken"
-    assert "rank 2 of 4 is held by worker w2, heard from 2.0 s ago" in refusal.reason
+    story.refuses(worker("w9", rank=2), "name-taken", "rank 2 of 4 is held by worker w2, heard from 2.0 s ago")
     story.tell(WorkerGone(space="", worker_id="w2", reason="it was killed"))
     assert registered(story, worker("w9", rank=2)).incarnation == 0
     assert registered(story, worker("w8", rank=2, world_size=8)).incarnation == 0
@@ -154,9 +151,7 @@ def test_rank_has_one_worker_and_is_free_again_when_that_is_gone() -> None:
     ],
 )
 def test_bad_registration_is_refused_and_leaves_nothing(fields: dict[str, Any], words: str, story: Story) -> None:
-    refusal = story.refused(worker("w0", **fields))
-    assert refusal.code == "bad-request"
-    assert words in refusal.reason
+    story.refuses(worker("w0", **fields), "bad-request", words)
     assert (story.store, story.core.spaces) == ({}, {})
 
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from unified.core.shards.plan import MAX_SHARDS, ShardPlan
 from unified.errors import DatasetError, UsageError
@@ -33,14 +34,8 @@ def test_an_order_is_that_of_any_version_of_this_program() -> None:
 
 def test_seed_dataset_and_epoch_each_change_the_order() -> None:
     plan = ShardPlan(dataset_id="a", total_samples=1000, shard_size=10, shuffle=True, seed=1)
-    others = [
-        ShardPlan(dataset_id="b", total_samples=1000, shard_size=10, shuffle=True, seed=1).order(0),
-        ShardPlan(dataset_id="a", total_samples=1000, shard_size=10, shuffle=True, seed=2).order(0),
-        plan.order(1),
-        range(100),
-    ]
-    orders = {tuple(order) for order in [plan.order(0), *others]}
-    assert len(orders) == 5
+    others = [replace(plan, dataset_id="b").order(0), replace(plan, seed=2).order(0), plan.order(1), range(100)]
+    assert len({tuple(order) for order in [plan.order(0), *others]}) == 5
     assert ShardPlan(dataset_id="a", total_samples=500, shard_size=5, shuffle=True, seed=1).order(0) == plan.order(0)
 
 
