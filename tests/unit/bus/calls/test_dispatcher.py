@@ -15,6 +15,15 @@ from unified.protocol.envelope import BUS_VERSION, OUTSIDE, Envelope, Kind, enco
 ME = BusIdentity(job="j", worker="w", incarnation=0, node="n", host="h", inbox="b")
 
 
+def call(number: int, count: int, sender: str = "a", worker: str = "w") -> Envelope:
+    return Envelope(BUS_VERSION, Kind.CALL, number, sender, worker, "b", count=count)
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission(ME, Tombstones())
+
+
 def test_each_call_is_new_once_in_whatever_order_they_come() -> None:
     seen = SeenCalls()
     ids = list(range(1, 20_000, 3))
@@ -42,10 +51,9 @@ def test_gap_of_any_size_is_one_step() -> None:
     assert seen.is_new(2**63 - 1)
 
 
-def test_repetitions_are_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    admission = Admission(ME, Tombstones())
+def test_repetitions_are_refused_and_logged_once(admission: Admission, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(1000):
-        envelope = Envelope(BUS_VERSION, Kind.CALL, i, "a", "w", "b", count=i)
+        envelope = call(i, i)
         admission.check_new(envelope)
         with pytest.raises(ProtocolError, match=rf"call {i} of worker w came a second time") as caught:
             admission.check_new(envelope)
@@ -74,20 +82,15 @@ def test_ids_are_forgotten_without_being_believed_again(monkeypatch: pytest.Monk
     assert seen.is_new(500)
 
 
-def test_what_is_known_to_have_come_is_told_from_what_is_only_old() -> None:
-    admission = Admission(ME, Tombstones())
-
-    def come(place: int) -> None:
-        admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 7, "a", "a_1-0_1-0", "b", count=place))
-
+def test_what_is_known_to_have_come_is_told_from_what_is_only_old(admission: Admission) -> None:
     for place in (1, 2 * SeenCalls.KEPT, 2 * SeenCalls.KEPT - 1):
-        come(place)
-    with pytest.raises(ProtocolError, match="call 7 of worker a_1-0_1-0 came a second time") as caught:
-        come(2 * SeenCalls.KEPT)
+        admission.check_new(call(7, place))
+    with pytest.raises(ProtocolError, match="call 7 of worker w came a second time") as caught:
+        admission.check_new(call(7, 2 * SeenCalls.KEPT))
     assert not isinstance(caught.value, TooOldError)
     for place in (1, 2):  # of which one came
-        with pytest.raises(TooOldError, match="call 7 of worker a_1-0_1-0 came behind 65536 later ones"):
-            come(place)
+        with pytest.raises(TooOldError, match="call 7 of worker w came behind 65536 later ones"):
+            admission.check_new(call(7, place))
 
 
 def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,14 +116,14 @@ def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCa
 def test_calls_of_the_dead_are_refused_however_old() -> None:
     departed = Tombstones()
     admission = Admission(ME, departed)
-    admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "a_1-0_1-0", "b", count=1))
+    admission.check_new(call(1, 1))
     departed.add("a")
     admission.forget("a")
-    for call_id in (1, 2):
-        with pytest.raises(ProtocolError, match=f"call {call_id} of a life of worker a_1-0_1-0 that is over"):
-            admission.check_new(Envelope(BUS_VERSION, Kind.CALL, call_id, "a", "a_1-0_1-0", "b", count=call_id))
+    for number in (1, 2):
+        with pytest.raises(ProtocolError, match=f"call {number} of a life of worker w that is over"):
+            admission.check_new(call(number, number))
     assert not admission._seen
-    admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a2", "a_1-0_1-0", "b", count=1))
+    admission.check_new(call(1, 1, "a2"))
 
 
 def test_only_so_many_of_the_dead_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,27 +134,23 @@ def test_only_so_many_of_the_dead_are_remembered(monkeypatch: pytest.MonkeyPatch
     assert [each in departed for each in "abcd"] == [False, True, True, True]
 
 
-def test_each_kind_of_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    admission = Admission(ME, Tombstones())
-    admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "w", "b", count=2 * SeenCalls.KEPT))
+def test_each_kind_of_refusal_is_logged_once(admission: Admission, caplog: pytest.LogCaptureFixture) -> None:
+    admission.check_new(call(1, 2 * SeenCalls.KEPT))
     for _ in range(3):
         for place in (1, 2 * SeenCalls.KEPT):  # one too old, and one a second time: both begin with the same word
             with pytest.raises(ProtocolError) as caught:
-                admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, "a", "w", "b", count=place))
+                admission.check_new(call(1, place))
             admission.reject(caught.value)
         admission.reject(ProtocolError("never raised"))
     assert len(caplog.records) == 3
     assert admission.num_rejected == 9
 
 
-def test_callers_from_outside_the_job_come_and_go_without_end() -> None:
-    admission = Admission(ME, Tombstones())
+def test_callers_from_outside_the_job_come_and_go_without_end(admission: Admission) -> None:
     gone: list[str] = []
     admission.on_outsider_gone = gone.append
     for number in range(MAX_OUTSIDERS + 3):
-        admission.check_new(
-            Envelope(BUS_VERSION, Kind.CALL, 1, f"o{number}", f"{OUTSIDE}me@host-{number}", "b", count=1)
-        )
-        admission.check_new(Envelope(BUS_VERSION, Kind.CALL, 1, f"w{number}", "worker", "b", count=1))
+        admission.check_new(call(1, 1, f"o{number}", f"{OUTSIDE}me@host-{number}"))
+        admission.check_new(call(1, 1, f"w{number}"))
     assert gone == ["o0", "o1", "o2"]
     assert len(admission._seen) == MAX_OUTSIDERS + MAX_OUTSIDERS + 3  # workers are forgotten when they end

@@ -39,16 +39,6 @@ def test_missing_method_is_a_value_error_too() -> None:
     assert issubclass(RpcNotFoundError, LookupError)
 
 
-def test_bare() -> None:
-    @rpc
-    def handler() -> int:
-        return 1
-
-    assert handler() == 1
-    assert method_name(handler) == "handler"
-    assert RPC_REGISTRY == {}
-
-
 def test_bare_on_a_function_that_replaces_one_of_its_name() -> None:
     space: dict[str, Any] = {"rpc": rpc}
     for result in (1, 2):  # as when a module is loaded again
@@ -59,13 +49,13 @@ def test_bare_on_a_function_that_replaces_one_of_its_name() -> None:
 def local_stub_forms() -> list[Callable[[Callable[[], int]], Callable[[], int]]]:
     def local_stub() -> None: ...
 
-    return [rpc(), rpc("wanted"), rpc(name="wanted"), rpc(local_stub), rpc(name=local_stub), rpc(module_stub)]
+    return [rpc, rpc(), rpc("wanted"), rpc(name="wanted"), rpc(local_stub), rpc(name=local_stub), rpc(module_stub)]
 
 
 @pytest.mark.parametrize(
-    ("form", "name"), [*enumerate(["handler", "wanted", "wanted", "local_stub", "local_stub", "module_stub"])]
+    ("form", "name"), [*enumerate(["handler"] * 2 + ["wanted"] * 2 + ["local_stub"] * 2 + ["module_stub"])]
 )
-def test_called(form: int, name: str) -> None:
+def test_marked_in_every_form(form: int, name: str) -> None:
     decorate = local_stub_forms()[form]
 
     @decorate
@@ -74,6 +64,7 @@ def test_called(form: int, name: str) -> None:
 
     assert handler() == 1
     assert method_name(handler) == name
+    assert RPC_REGISTRY == {}
 
 
 def test_stub_that_is_marked_itself_gives_its_rpc_name() -> None:
@@ -178,16 +169,14 @@ def test_two_instances_under_one_namespace_are_refused() -> None:
 
 
 def test_what_has_no_rpc_methods_is_refused_and_a_module_exports_its_functions() -> None:
-    with pytest.raises(
-        ValueError, match=r"no method that is marked with @rpc, so that nothing of it could be called\."
+    for what, said in (
+        (object(), r"no method that is marked with @rpc, so that nothing of it could be called\."),
+        (Service, r"It is a class: export an instance of it, Service\(…\)\."),
+        (types, "nothing of it could be called"),
     ):
-        export_rpc_instance(None, object())
-    with pytest.raises(ValueError, match=r"It is a class: export an instance of it, Service\(…\)\."):
-        export_rpc_instance("ns", Service)
-    with pytest.raises(ValueError, match="nothing of it could be called"):
-        export_rpc_instance(None, types)
-    module = types.ModuleType("service")
-    exec("from unified import rpc\n@rpc()\ndef ping(): return 'pong'\ndef other(): ...", vars(module))
+        with pytest.raises(ValueError, match=said):
+            export_rpc_instance(None, what)
+    module = module_of("@rpc()\ndef ping(): return 'pong'\ndef other(): ...")
     export_rpc_instance(None, module)
     export_rpc_instance("ns", module)
     assert sorted(RPC_REGISTRY) == ["ns.ping", "ping"]
@@ -212,22 +201,22 @@ def test_export_inside_a_class_is_bound_when_the_instance_comes() -> None:
     assert RPC_REGISTRY["get_status"]() == "bound"
 
 
-def test_module_exports_its_marked_functions() -> None:
+def module_of(code: str) -> types.ModuleType:
     module = types.ModuleType("m")
-    code = "@rpc\ndef a(): return 1\n@rpc(export=True)\ndef b(): return 2\ndef c(): ..."
-    exec(f"from unified.bus.calls.registry import rpc\n{code}", module.__dict__)
+    exec(code, vars(module) | {"rpc": rpc}, vars(module))
+    return module
+
+
+def test_module_exports_its_marked_functions() -> None:
+    module = module_of("@rpc\ndef a(): return 1\n@rpc(export=True)\ndef b(): return 2\ndef c(): ...")
     export_rpc_module(module)
     export_rpc_module(module)
     assert {name: function() for name, function in RPC_REGISTRY.items()} == {"a": 1, "b": 2}
 
 
 def test_two_functions_of_one_name_in_a_module_are_refused() -> None:
-    module = types.ModuleType("m")
-    exec(
-        "from unified.bus.calls.registry import rpc\n@rpc('x')\ndef a(): ...\n@rpc('x')\ndef b(): ...", module.__dict__
-    )
     with pytest.raises(ValueError, match="'x' already registered"):
-        export_rpc_module(module)
+        export_rpc_module(module_of("@rpc('x')\ndef a(): ...\n@rpc('x')\ndef b(): ..."))
 
 
 def test_names_of_methods() -> None:

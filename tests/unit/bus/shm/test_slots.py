@@ -84,6 +84,18 @@ def test_a_slot_whose_reader_was_taken_for_dead_is_not_used_again() -> None:
     assert (table.total_bytes, len(table)) == (0, 0)
 
 
+def granted(references: ReaderReferences, row: int = 0) -> int:
+    cell = references.grant(row)
+    assert cell is not None
+    return cell
+
+
+def handed_on(references: ReaderReferences, cell: int, index: int = 0) -> int:
+    sub = references.forward(cell, index, MARK)
+    assert sub is not None
+    return sub
+
+
 @pytest.mark.parametrize(("num_parts", "num_readers"), [(1, 1), (1, 64), (100, 1), (100, 8), (10_000, 1), (1, 2000)])
 def test_rows_never_meet(num_parts: int, num_readers: int) -> None:
     words = [0] * NUM_WORDS
@@ -108,19 +120,14 @@ def test_rows_never_meet(num_parts: int, num_readers: int) -> None:
 def test_many_parts_can_be_handed_on_one_by_one() -> None:
     references = new_claims()
     references.begin(100, 1)
-    cell = references.grant(0)
-    assert cell is not None
-    assert references.has_sub_cells(cell, 100)
+    assert references.has_sub_cells(granted(references), 100)
 
 
 def test_who_hands_on_loses_only_what_it_handed_on_itself() -> None:
     """It may remember a cell that another process has by now, in the same use of a slot that is granted again."""
     references = new_claims()
     tag = references.begin(1, 1)
-    cell = references.grant(0)
-    assert cell is not None
-    sub = references.forward(cell, 0, MARK)
-    assert sub is not None
+    sub = handed_on(references, granted(references))
     references.lose(sub, tag, MARK + 1)
     assert references.is_in_flight(sub, tag)
     references.lose(sub, tag, MARK)
@@ -149,11 +156,9 @@ def test_rows_are_granted_again_once_they_are_over() -> None:
 def test_a_row_is_not_over_while_its_reader_hands_on() -> None:
     references = new_claims()
     tag = references.begin(1, 1)
-    cell = references.grant(1)
-    assert cell is not None
+    cell = granted(references, 1)
     assert references.borrow(cell, tag, MARK)
-    sub = references.forward(cell, 7, MARK)
-    assert sub is not None
+    sub = handed_on(references, cell, 7)
     references.give_back(cell)
     assert not references.is_over(1)
     assert references.borrow(sub, tag, MARK)
@@ -164,11 +169,9 @@ def test_a_row_is_not_over_while_its_reader_hands_on() -> None:
 def test_the_dead_are_cleared_away_and_with_them_what_they_were_handing_on() -> None:
     references = new_claims()
     tag = references.begin(1, 2)
-    cell, other = references.grant(0), references.grant(1)
-    assert cell is not None
-    assert other is not None
+    cell, _ = granted(references, 0), granted(references, 1)
     assert references.borrow(cell, tag, MARK)
-    assert references.forward(cell, 0, MARK) is not None
+    handed_on(references, cell)
     references.reap(2, lambda mark: mark != MARK)
     assert references.use(1) is Use.ABANDONED
     assert references.use(2) is Use.HELD, "the other row is still on its way"
@@ -290,10 +293,6 @@ class Pool(RuleBasedStateMachine):
     def is_alive(self, mark: int) -> bool:
         return pid_of(mark) in self.pids.values()
 
-    @rule(target=exported, nbytes=st.sampled_from([1, MIB, 2 * MIB, 3 * MIB]), num_readers=st.integers(1, 3))
-    def stage_rule(self, nbytes: int, num_readers: int) -> tuple[Slot, int] | None:
-        return self.export(nbytes, num_readers)
-
     @rule(target=exported, nbytes=st.sampled_from([1, 2 * MIB]))
     def bear(self, nbytes: int) -> tuple[Slot, int] | None:
         """What is written in place; with rows so wide that there are three."""
@@ -304,6 +303,7 @@ class Pool(RuleBasedStateMachine):
             assert what[0].references.num_rows == 3
         return what
 
+    @rule(target=exported, nbytes=st.sampled_from([1, MIB, 2 * MIB, 3 * MIB]), num_readers=st.integers(1, 3))
     def export(self, nbytes: int, num_readers: int) -> tuple[Slot, int] | None:
         slot = self.table.take(nbytes, self.now)
         if slot is None:
@@ -324,9 +324,6 @@ class Pool(RuleBasedStateMachine):
         return slot, self.content[slot]
 
     @rule(what=exported, reader=st.sampled_from(READERS))
-    def grant_rule(self, what: tuple[Slot, int] | None, reader: str) -> None:
-        self.grant(what, reader)
-
     def grant(self, what: tuple[Slot, int] | None, reader: str) -> None:
         if what is None or not what[0].is_pinned or self.content[what[0]] != what[1]:
             return
@@ -342,9 +339,6 @@ class Pool(RuleBasedStateMachine):
         self.messages.append(Message(slot, cell, slot.references.tag, content, reader, "owner"))
 
     @rule(what=exported)
-    def release_rule(self, what: tuple[Slot, int] | None) -> None:
-        self.release(what)
-
     def release(self, what: tuple[Slot, int] | None) -> None:
         if what is not None and self.content[what[0]] == what[1]:
             what[0].is_pinned = False

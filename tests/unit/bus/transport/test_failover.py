@@ -1,70 +1,48 @@
 """When a peer on another host is written to directly, when through the relay, and when what was sent is given up."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unified.bus.transport.failover import CONNECT_WITHIN_S, GIVE_UP_AFTER_S, QUIET_S, DirectOrRelay, State
 
 
-def state(passage: DirectOrRelay) -> State:
-    return passage.state
-
-
-def test_a_peer_that_answers_is_written_to_directly() -> None:
-    passage = DirectOrRelay(10.0, has_relay=True)
-    assert state(passage) == "connecting"
-    passage.connected()
-    assert state(passage) == "up"
-    passage.passed(10.0 + 100 * GIVE_UP_AFTER_S)
-    assert state(passage) == "up", "time does no harm to a connection"
-
-
-def test_attempts_that_fail_decide_nothing_before_the_time_has_come() -> None:
-    passage = DirectOrRelay(0.0, has_relay=True)
-    for _ in range(5):
-        passage.disconnected()
-        passage.passed(0.9 * CONNECT_WITHIN_S)
-    assert state(passage) == "connecting"
-    passage.passed(CONNECT_WITHIN_S)
-    assert state(passage) == "relayed"
-
-
-def test_without_a_relay_a_peer_is_waited_for_longer_and_then_given_up() -> None:
-    passage = DirectOrRelay(0.0, has_relay=False)
-    passage.passed(0.9 * GIVE_UP_AFTER_S)
-    assert state(passage) == "connecting"
-    passage.passed(GIVE_UP_AFTER_S)
-    assert state(passage) == "broken"
-
-
-def test_what_was_sent_on_a_connection_that_broke_is_given_up_at_once() -> None:
-    passage = DirectOrRelay(0.0, has_relay=True)
-    passage.connected()
-    passage.disconnected()
-    assert state(passage) == "broken"
-    passage.connected()
-    passage.passed(1000.0)
-    assert state(passage) == "broken"
-
-
-def test_the_direct_way_is_taken_again_once_the_relay_was_not_used_for_a_while() -> None:
-    passage = DirectOrRelay(0.0, has_relay=True)
-    passage.passed(CONNECT_WITHIN_S)
-    passage.connected()
-    assert state(passage) == "relayed", "direct messages might overtake those that the relay has"
-    passage.used_relay(10.0)
-    passage.passed(10.0 + 0.9 * QUIET_S)
-    assert state(passage) == "relayed"
-    passage.passed(10.0 + QUIET_S)
-    assert state(passage) == "up"
-
-
-def test_a_connection_that_came_and_went_is_not_taken() -> None:
-    passage = DirectOrRelay(0.0, has_relay=True, is_relayed=True)
-    passage.connected()
-    passage.disconnected()
-    passage.passed(100.0)
-    assert state(passage) == "relayed"
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        # a peer that answers is written to directly; time does no harm to a connection
+        ({"has_relay": True}, [("connected", [], "up"), ("passed", [100 * GIVE_UP_AFTER_S], "up")]),
+        # attempts that fail decide nothing before the time has come
+        ({"has_relay": True}, [
+            *[("disconnected", [], "connecting"), ("passed", [0.9 * CONNECT_WITHIN_S], "connecting")] * 5,
+            ("passed", [CONNECT_WITHIN_S], "relayed"),
+        ]),
+        # without a relay a peer is waited for longer and then given up
+        ({"has_relay": False}, [
+            ("passed", [0.9 * GIVE_UP_AFTER_S], "connecting"), ("passed", [GIVE_UP_AFTER_S], "broken"),
+        ]),
+        # what was sent on a connection that broke is given up at once
+        ({"has_relay": True}, [
+            ("connected", [], "up"), ("disconnected", [], "broken"),
+            ("connected", [], "broken"), ("passed", [1000.0], "broken"),
+        ]),
+        # the direct way is taken again once the relay was not used for a while: direct messages might overtake those
+        # that the relay has
+        ({"has_relay": True}, [
+            ("passed", [CONNECT_WITHIN_S], "relayed"), ("connected", [], "relayed"), ("used_relay", [10.0], "relayed"),
+            ("passed", [10.0 + 0.9 * QUIET_S], "relayed"), ("passed", [10.0 + QUIET_S], "up"),
+        ]),
+        # a connection that came and went is not taken
+        ({"has_relay": True, "is_relayed": True}, [
+            ("connected", [], "relayed"), ("disconnected", [], "relayed"), ("passed", [100.0], "relayed"),
+        ]),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_a_peer(options: dict[str, bool], steps: list[tuple[str, list[float], State]]) -> None:
+    passage = DirectOrRelay(0.0, **options)
+    for event, time, expected in steps:
+        getattr(passage, event)(*time)
+        assert passage.state == expected
 
 
 _EVENTS = st.one_of(
