@@ -1,5 +1,6 @@
 """Owners of a queue as a `QueueProducer` sees them: scripted, and found one after the other."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -65,12 +66,14 @@ class FakeLookup:
     def __init__(self, *endpoints: FakeEndpoint | None) -> None:
         self.endpoints = list(endpoints)
         self.endpoint = self.endpoints.pop(0)
+        self.before_attach: Callable[[], object] = lambda: None
         self.num_pauses = 0
 
     def check_process(self) -> None:
         pass
 
     def attach(self, until: float | None = None) -> Any:
+        self.before_attach()
         self.endpoint = self.endpoints.pop(0) if self.endpoints else None
         if self.endpoint is None:
             raise QueueNotFoundError("nobody has made it")
@@ -102,3 +105,11 @@ def producer_of(*endpoints: FakeEndpoint | None) -> QueueProducer:
 
 def puts(which: QueueProducer, count: int) -> list[Future[None]]:
     return [which.put_async([b"%d" % number]) for number in range(count)]
+
+
+def put(how: str, which: QueueProducer) -> None:
+    """Put one item by the method of this name, and wait until it is in."""
+    if how == "put":
+        which.put([b"a"], None)
+    else:
+        which.put_async([b"a"]).result(PATIENCE_S)

@@ -3,7 +3,6 @@
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from tests.support.queue_endpoints import (
     FakeEndpoint,
     FakeLookup,
     producer_of,
+    put,
     puts,
 )
 from unified.errors import (
@@ -62,11 +62,7 @@ def test_what_is_open_is_what_the_owner_has_to_remember() -> None:
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_a_full_queue_is_asked_again_without_the_items(how: str) -> None:
     endpoint = FakeEndpoint(WAITING, WAITING)
-    ours = producer_of(endpoint)
-    if how == "put":
-        ours.put([b"a"], None)
-    else:
-        ours.put_async([b"a"]).result(PATIENCE_S)
+    put(how, producer_of(endpoint))
     assert [question[3] for question in endpoint.asked] == [[b"a"], None, None]
     assert endpoint.numbers == [0, 0, 0]
 
@@ -94,12 +90,8 @@ def test_a_put_with_a_timeout_says_when_it_gives_up() -> None:
 @pytest.mark.parametrize("how", ["put", "put_async"])
 def test_a_closed_queue(how: str) -> None:
     ours = producer_of(FakeEndpoint([int(Outcome.CLOSED), 0]))
-    act: Callable[[], None] = {
-        "put": lambda: ours.put([b"a"], None),
-        "put_async": lambda: ours.put_async([b"a"]).result(PATIENCE_S),
-    }[how]
     with pytest.raises(QueueClosedError, match="0 of 1 items"):
-        act()
+        put(how, ours)
     assert not ours._open
 
 
@@ -108,10 +100,7 @@ def test_a_closed_queue(how: str) -> None:
 def test_a_lost_answer_is_asked_for_again_under_the_same_number(trouble: Any, how: str) -> None:
     endpoint = FakeEndpoint(trouble, trouble)
     ours = producer_of(endpoint, endpoint, endpoint)
-    if how == "put":
-        ours.put([b"a"], None)
-    else:
-        ours.put_async([b"a"]).result(PATIENCE_S)
+    put(how, ours)
     assert endpoint.numbers == [0, 0, 0]
     assert all(question[3] == [b"a"] for question in endpoint.asked)
     assert eventually(lambda: ours._helper is None)
@@ -141,13 +130,8 @@ def test_what_is_put_meanwhile_stays_behind_what_waits() -> None:
     lookup = FakeLookup(old, new)
     ours = QueueProducer(cast(OwnerLookup, lookup))
     first = ours.put_async([b"0"])
-    attach, arrived = lookup.attach, []
-
-    def slow_attach(until: float | None = None) -> Any:
-        arrived.append(ours.put_async([b"1"]))
-        return attach(until)
-
-    lookup.attach = slow_attach  # type: ignore[method-assign]
+    arrived: list[Future[None]] = []
+    lookup.before_attach = lambda: arrived.append(ours.put_async([b"1"]))
     old.later[0].fail(DIED)
     eventually(lambda: new.numbers == [0, 1])
     assert not first.done()
@@ -196,13 +180,8 @@ def test_a_put_has_no_more_time_behind_one_that_has(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(owner_lookup, "GRACE_S", 0.05)
     endpoint, found = FakeEndpoint(), threading.Event()
     lookup: Any = FakeLookup(None, endpoint)
-    attach = lookup.attach
-
-    def slow_attach(until: float | None = None) -> Any:
-        found.wait(PATIENCE_S)
-        return attach()
-
-    lookup.attach, lookup.not_found = slow_attach, lambda begun: QueueNotFoundError("nobody came")
+    lookup.before_attach = lambda: found.wait(PATIENCE_S)
+    lookup.not_found = lambda begun: QueueNotFoundError("nobody came")
     ours = QueueProducer(cast(OwnerLookup, lookup))
     first = ours.put_async([b"a"])
     with pytest.raises(QueueNotFoundError, match="nobody came"):
@@ -225,15 +204,13 @@ def test_a_put_that_is_cancelled_while_it_waits_for_an_owner_is_not_made() -> No
     lookup = FakeLookup(old, new)
     ours = QueueProducer(cast(OwnerLookup, lookup))
     kept = ours.put_async([b"0"])
-    attach, cancelled = lookup.attach, []
+    cancelled: list[Future[None]] = []
 
-    def slow_attach(until: float | None = None) -> Any:
-        late = ours.put_async([b"1"])
-        late.cancel()
-        cancelled.append(late)
-        return attach(until)
+    def put_and_cancel() -> None:
+        cancelled.append(ours.put_async([b"1"]))
+        cancelled[0].cancel()
 
-    lookup.attach = slow_attach  # type: ignore[method-assign]
+    lookup.before_attach = put_and_cancel
     old.later[0].fail(DIED)
     kept.result(PATIENCE_S)
     assert cancelled[0].cancelled()
@@ -254,14 +231,8 @@ def dying(num_puts: int) -> tuple[QueueProducer, Any, FakeEndpoint, FakeEndpoint
 
 def test_what_is_put_before_those_on_their_way_come_back_stays_behind_them() -> None:
     ours, lookup, old, new, futures = dying(2)
-    attach, looks, is_there = lookup.attach, threading.Event(), threading.Event()
-
-    def slow_attach(until: float | None = None) -> Any:
-        looks.set()
-        is_there.wait(PATIENCE_S)
-        return attach(until)
-
-    lookup.attach = slow_attach
+    looks, is_there = threading.Event(), threading.Event()
+    lookup.before_attach = lambda: (looks.set(), is_there.wait(PATIENCE_S))
     futures += puts(ours, 1)
     assert looks.wait(PATIENCE_S)
     for call in old.later:
@@ -360,13 +331,8 @@ def test_puts_go_on_when_the_system_has_a_thread_again(monkeypatch: pytest.Monke
 
 def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_puts() -> None:
     lookup: Any = FakeLookup(None, FakeEndpoint([int(Outcome.CLOSED), 0]))
-    is_there, attach = threading.Event(), lookup.attach
-
-    def slow_attach(until: float | None = None) -> Any:
-        is_there.wait(PATIENCE_S)
-        return attach(until)
-
-    lookup.attach = slow_attach
+    is_there = threading.Event()
+    lookup.before_attach = lambda: is_there.wait(PATIENCE_S)
     ours = QueueProducer(cast(OwnerLookup, lookup))
     first, second = puts(ours, 2)
     first.add_done_callback(lambda _: sys.exit("of a user's"))
@@ -379,12 +345,12 @@ def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_puts() -> None
 
 def test_an_owner_in_this_process_that_fails_ends_the_put_and_no_other() -> None:
     endpoint: Any = FakeEndpoint()
-    put, errors = endpoint.put, [QueueJournalError("the disk is full")]
+    put_there, errors = endpoint.put, [QueueJournalError("the disk is full")]
 
     def put_here(*question: Any) -> Any:
         if errors:
             raise errors.pop()
-        return put(*question)
+        return put_there(*question)
 
     endpoint.put = put_here
     ours = producer_of(None, endpoint)
