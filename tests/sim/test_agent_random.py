@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.support.agent_core import FACTS
 from tests.support.invariants.agent import check
 from unified.config.settings import Intervals
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
@@ -16,7 +17,7 @@ from unified.protocol.agent_master import (
     RegisterAgain,
     RunOrder,
 )
-from unified.protocol.records import Failure, JobWorkerIncarnation, NameClaims, NodeResources, WorkerState
+from unified.protocol.records import Failure, JobWorkerIncarnation, NameClaims, WorkerState
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Running, WorkerToAgent
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.messages import (
@@ -33,20 +34,7 @@ from unified_agent.core.messages import (
     WorkerSaid,
     WorkerStarted,
 )
-from unified_agent.environment import NodeFacts
 
-FACTS = NodeFacts(
-    node="n1",
-    incarnation="x",
-    hostname="h",
-    host_id="b",
-    address="127.0.0.1",
-    master="tcp://m:1",
-    pid=1,
-    run_dir="/run",
-    log_dir="/logs",
-    resources=NodeResources(cpu=8, memory_mb=1, disk_mb=1),
-)
 ROLE = RoleSpec(name="w", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"), total=3)
 SPEC = JobSpec(name="job", roles=[ROLE], stop_grace_s=2)
 STEPS = 400
@@ -104,16 +92,8 @@ class World:
 
     def worker(self, rank: int) -> DesiredWorker:
         run = RunOrder(round=self.random.randint(1, 3), rank=rank, world_size=3) if self.random.random() < 0.5 else None
-        incarnation = self.incarnations[rank]
-        return DesiredWorker(
-            job_id="job-1",
-            name=f"w-{rank}",
-            worker_incarnation=incarnation,
-            kind="worker",
-            role="w",
-            rank=rank,
-            run=run,
-        )
+        life = {"job_id": "job-1", "name": f"w-{rank}", "worker_incarnation": self.incarnations[rank]}
+        return DesiredWorker(**life, kind="worker", role="w", rank=rank, run=run)
 
     def live(self) -> None:
         """Some process does something."""

@@ -1,10 +1,11 @@
 """What a node says in a worker's environment: which devices it sees, which interface it uses."""
 
-from typing import Literal
+from typing import Any, Literal
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
+from tests.support.agent_core import FACTS
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
@@ -32,25 +33,10 @@ def job(role: RoleSpec = ROLE, accelerator_type: Literal["GPU", "CPU", "TPU"] = 
     return JobSpec(name="job", roles=[role], accelerator_type=accelerator_type)
 
 
-def node(
-    kind: str = "cuda", count: int = 4, ids: list[str] | None = None, inherited: dict[str, str] | None = None
-) -> NodeFacts:
+def node(kind: str = "cuda", count: int = 4, **facts: Any) -> NodeFacts:
     devices = [Device(index=index, kind=kind) for index in range(count)]
-    return NodeFacts(
-        node="n1",
-        incarnation="x",
-        hostname="h",
-        host_id="b",
-        address="10.0.0.1",
-        master="tcp://m:1",
-        pid=1,
-        run_dir="/run",
-        log_dir="/logs",
-        resources=NodeResources(cpu=8, memory_mb=1, disk_mb=1, devices=devices),
-        interface="eth0",
-        device_ids=ids or [],
-        inherited=inherited or {},
-    )
+    resources = NodeResources(cpu=8, memory_mb=1, disk_mb=1, devices=devices)
+    return replace(FACTS, **{"resources": resources, "interface": "eth0", **facts})
 
 
 def test_it_says_what_the_node_is() -> None:
@@ -88,9 +74,34 @@ def test_each_vendor_has_its_variable(kind: str, visible: dict[str, str], torch_
     assert env["ACCELERATE_TORCH_DEVICE"] == torch_device
 
 
-def test_a_worker_without_devices_sees_none() -> None:
-    env = worker_environment(job(), msgspec.structs.replace(WORKER, devices=[]), node())
-    assert (env["CUDA_VISIBLE_DEVICES"], env["ACCELERATE_TORCH_DEVICE"]) == ("", "cpu")
+@pytest.mark.parametrize(
+    ("worker", "role", "facts", "expected"),
+    [
+        # without devices none is seen
+        ({"devices": []}, {}, node(), {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_TORCH_DEVICE": "cpu"}),
+        # Ascend devices are listed in ascending order
+        ({"group_devices": [0, 2, 1, 3]}, {}, node("npu"),
+         {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3", "ACCELERATE_TORCH_DEVICE": "npu:1"}),
+        # without automatic visibility the whole node is seen
+        ({"group_devices": [3, 1]}, {"auto_visible_devices": False}, node(),
+         {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "ACCELERATE_TORCH_DEVICE": "cuda:1"}),
+        # devices are called as the agent was told to call them
+        ({}, {}, node(count=2, device_ids=["4", "GPU-abc"], inherited={"CUDA_VISIBLE_DEVICES": "4,GPU-abc"}),
+         {"CUDA_VISIBLE_DEVICES": "GPU-abc", "CUDA_DEVICE_ORDER": None}),
+        # what the operator set for the agent stays
+        ({}, {}, node(inherited={"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"}),
+         {"OMP_NUM_THREADS": None, "GLOO_SOCKET_IFNAME": None, "NCCL_SOCKET_IFNAME": None}),
+        # NCCL is not sent to loopback
+        ({}, {}, node(interface="lo"), {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": None}),
+        # threads are for the cores that are there, however many are offered
+        ({}, {}, node(host_cpus=4), {"OMP_NUM_THREADS": "4"}),
+    ],
+)  # fmt: skip
+def test_what_a_worker_is_told(
+    worker: dict[str, Any], role: dict[str, Any], facts: NodeFacts, expected: dict[str, str | None]
+) -> None:
+    env = worker_environment(job(replace(ROLE, **role)), replace(WORKER, **worker), facts)
+    assert {name: env.get(name) for name in expected} == expected
 
 
 def test_cpu_slots_are_not_taken_for_real_devices() -> None:
@@ -99,40 +110,10 @@ def test_cpu_slots_are_not_taken_for_real_devices() -> None:
 
 
 def test_a_worker_sees_the_devices_of_its_group_and_takes_its_own() -> None:
-    worker = msgspec.structs.replace(WORKER, group_devices=[3, 1])
+    worker = replace(WORKER, group_devices=[3, 1])
     launch = launch_of(worker, job(), node(), neighbours=[worker], relay="", directory=[])
     assert (launch.env["CUDA_VISIBLE_DEVICES"], launch.env["ACCELERATE_TORCH_DEVICE"]) == ("3,1", "cuda:1")
     assert [device.index for device in launch.devices] == [1]
-
-
-def test_ascend_devices_are_listed_in_ascending_order() -> None:
-    env = worker_environment(job(), msgspec.structs.replace(WORKER, group_devices=[0, 2, 1, 3]), node("npu"))
-    assert (env["ASCEND_RT_VISIBLE_DEVICES"], env["ACCELERATE_TORCH_DEVICE"]) == ("0,1,2,3", "npu:1")
-
-
-def test_without_automatic_visibility_a_worker_sees_the_whole_node() -> None:
-    worker = msgspec.structs.replace(WORKER, group_devices=[3, 1])
-    env = worker_environment(job(msgspec.structs.replace(ROLE, auto_visible_devices=False)), worker, node())
-    assert (env["CUDA_VISIBLE_DEVICES"], env["ACCELERATE_TORCH_DEVICE"]) == ("0,1,2,3", "cuda:1")
-
-
-def test_devices_are_called_as_the_agent_was_told_to_call_them() -> None:
-    facts = node(count=2, ids=["4", "GPU-abc"], inherited={"CUDA_VISIBLE_DEVICES": "4,GPU-abc"})
-    env = worker_environment(job(), WORKER, facts)
-    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
-    assert "CUDA_DEVICE_ORDER" not in env
-
-
-def test_what_the_operator_set_for_the_agent_stays() -> None:
-    facts = node(inherited={"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib0"})
-    env = worker_environment(job(), WORKER, facts)
-    assert not {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(env)
-
-
-def test_nccl_is_not_sent_to_loopback() -> None:
-    env = worker_environment(job(), WORKER, msgspec.structs.replace(node(), interface="lo"))
-    assert env["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "NCCL_SOCKET_IFNAME" not in env
 
 
 @pytest.mark.parametrize(("num_local_workers", "threads"), [(1, "8"), (3, "2"), (100, "1")])
@@ -141,15 +122,10 @@ def test_the_cpus_are_shared_among_the_workers_of_the_node(num_local_workers: in
     assert env["OMP_NUM_THREADS"] == threads
 
 
-def test_threads_are_for_the_cpus_that_are_there_however_many_are_offered() -> None:
-    offering = msgspec.structs.replace(node(), host_cpus=4)
-    assert worker_environment(job(), WORKER, offering, num_local_workers=2)["OMP_NUM_THREADS"] == "2"
-
-
 def test_a_launch_says_where_things_are() -> None:
     launch = launch_of(WORKER, job(), node(), neighbours=[WORKER], relay="tcp://r:1", directory=[])
     assert launch.log_file == "/logs/job-1/trainer_4-3_2-1/2.err"
-    assert (launch.relay, launch.run_dir, launch.address, launch.incarnation) == ("tcp://r:1", "/run", "10.0.0.1", 2)
+    assert (launch.relay, launch.run_dir, launch.address, launch.incarnation) == ("tcp://r:1", "/run/x", "10.0.0.1", 2)
     assert [device.index for device in launch.devices] == [1]
 
 
@@ -164,9 +140,7 @@ def test_large_copies_of_workers_write_past_the_caches_unless_the_operator_says_
 
 def test_threads_are_the_host_s_cores_over_all_its_workers_however_many_agents_it_has() -> None:
     def threads(host_cpus: float, offered: float, own: int, on_host: int) -> str:
-        facts = node()
-        resources = msgspec.structs.replace(facts.resources, cpu=offered)
-        facts = msgspec.structs.replace(facts, host_cpus=host_cpus, resources=resources)
+        facts = node(host_cpus=host_cpus, resources=replace(FACTS.resources, cpu=offered))
         env = worker_environment(job(), WORKER, facts, num_local_workers=own, num_host_workers=on_host)
         return env["OMP_NUM_THREADS"]
 

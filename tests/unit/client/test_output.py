@@ -3,6 +3,7 @@
 import io
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -32,22 +33,23 @@ class File(io.TextIOWrapper):
         return buffer.getvalue()
 
 
-def written(*outputs: Output, prefix: Prefix = "auto") -> bytes:
-    file = File()
-    writer = OutputWriter({"out": file, "err": file}, prefix=prefix)
+F = TypeVar("F", Terminal, File)
+
+
+def shown(on: F, outputs: tuple[Output, ...], prefix: Prefix) -> F:
+    writer = OutputWriter({"out": on, "err": on}, prefix=prefix)
     for output in outputs:
         writer.write([output])
     writer.close()
-    return file.content()
+    return on
+
+
+def written(*outputs: Output, prefix: Prefix = "auto") -> bytes:
+    return shown(File(), outputs, prefix).content()
 
 
 def drawn(*outputs: Output, prefix: Prefix = "auto") -> str:
-    terminal = Terminal()
-    writer = OutputWriter({"out": terminal, "err": terminal}, prefix=prefix)
-    for output in outputs:
-        writer.write([output])
-    writer.close()
-    return terminal.getvalue()
+    return shown(Terminal(), outputs, prefix).getvalue()
 
 
 def status(num_workers: int) -> JobStatus:

@@ -1,6 +1,7 @@
 """The last words about a job, and the line a role."""
 
 import msgspec
+import pytest
 
 from unified.cli.show import status_lines
 from unified.client.report import duration_text, end_lines, size_text, summarise
@@ -10,7 +11,7 @@ from unified.protocol.records import Failure, Progress, Stage, WorkerState
 
 def ended(exit_code: int | None, **fields: object) -> JobStatus:
     status = JobStatus(job_id="gpt-1", name="gpt", stage=Stage.STOPPED, version=9, exit_code=exit_code)
-    return JobStatus(**{**{name: getattr(status, name) for name in status.__struct_fields__}, **fields})
+    return msgspec.structs.replace(status, **fields)
 
 
 def worker(rank: int, state: WorkerState = WorkerState.RUNNING, progress: Progress | None = None) -> WorkerStatus:
@@ -30,12 +31,20 @@ def end_of(failure: Failure, **fields: str) -> EndReport:
     return EndReport(worker="w_1-0_1-0", incarnation=0, node="n", failure=failure, **fields)
 
 
-def test_success_is_one_line_with_the_time() -> None:
-    assert end_lines(ended(0, submitted_at=100.0, ended_at=112.4)) == ["job gpt-1 finished after 12 s"]
-
-
-def test_success_says_restarts() -> None:
-    assert end_lines(ended(0, num_restarts=1)) == ["job gpt-1 finished, with 1 restart"]
+@pytest.mark.parametrize(
+    ("status", "lines"),
+    [
+        (ended(0, submitted_at=100.0, ended_at=112.4), ["job gpt-1 finished after 12 s"]),
+        (ended(0, num_restarts=1), ["job gpt-1 finished, with 1 restart"]),
+        # a stop by the user is no failure
+        (ended(130, reason="stopped: Ctrl-C in its driver"), ["job gpt-1 was stopped: Ctrl-C in its driver"]),
+        # a failure without a worker still has a reason and a next step
+        (ended(1, reason="refused"),
+         ["job gpt-1 failed with exit code 1", "  reason   refused", "  next     unified explain gpt-1"]),
+    ],
+)  # fmt: skip
+def test_an_end_in_few_lines(status: JobStatus, lines: list[str]) -> None:
+    assert end_lines(status) == lines
 
 
 def test_calls_that_failed_unread_are_counted_and_their_callers_named() -> None:
@@ -46,11 +55,6 @@ def test_calls_that_failed_unread_are_counted_and_their_callers_named() -> None:
     assert line in end_lines(ended(1, workers=workers))
     running = msgspec.structs.replace(ended(None, workers=workers[:2]), stage=Stage.RUNNING)
     assert "1 call failed and nobody read the error: see the stderr of trainer-1 (1)" in status_lines(running, 0.0)[1]
-
-
-def test_a_stop_by_the_user_is_no_failure() -> None:
-    lines = end_lines(ended(130, reason="stopped: Ctrl-C in its driver"))
-    assert lines == ["job gpt-1 was stopped: Ctrl-C in its driver"]
 
 
 def test_a_failure_names_worker_node_limit_log_and_what_to_do_next() -> None:
@@ -83,11 +87,6 @@ def test_a_reason_that_repeats_the_failure_is_said_once() -> None:
     end = end_of(Failure(summary="E: x"), limit="max_restart")
     lines = end_lines(ended(1, end=end, reason="failed: w_1-0_1-0 on n: E: x; the limit max_restart=0 is used up"))
     assert (lines[2:4], len(lines)) == (["  failure  E: x", "  limit    the limit max_restart=0 is used up"], 5)
-
-
-def test_a_failure_without_a_worker_still_has_a_reason_and_a_next_step() -> None:
-    found = end_lines(ended(1, reason="refused"))
-    assert found == ["job gpt-1 failed with exit code 1", "  reason   refused", "  next     unified explain gpt-1"]
 
 
 def test_a_huge_traceback_fits_a_screen() -> None:

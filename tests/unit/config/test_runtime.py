@@ -124,14 +124,10 @@ def test_each_key_has_a_variable_above_the_file(section: str, key: str) -> None:
     assert rest == tomllib.loads(DOCUMENT), "and changes nothing else"
 
 
-@pytest.mark.parametrize(("section", "key"), OTHER)
-def test_an_empty_variable_is_as_unset(section: str, key: str) -> None:
-    assert parse(DOCUMENT, **{variable_of(section, key): ""}) == parse(DOCUMENT)
-
-
 @pytest.mark.parametrize(
     "name",
     [
+        *(variable_of(section, key) for section, key in OTHER),
         "COORDINATOR_URL",
         "UNIFIED_SPACE",
         "WORKER_ID",
@@ -142,8 +138,9 @@ def test_an_empty_variable_is_as_unset(section: str, key: str) -> None:
         "RUST_LOG",
     ],
 )
-def test_an_empty_variable_of_a_worker_is_as_unset(name: str) -> None:
+def test_an_empty_variable_is_as_unset(name: str) -> None:
     assert parse(**{name: ""}) == parse()
+    assert parse(DOCUMENT, **{name: ""}) == parse(DOCUMENT)
 
 
 def test_no_compression_has_a_word() -> None:
@@ -291,39 +288,28 @@ def test_each_level_of_rust_log(word: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("directives", "level"),
-    [("hyper=trace", "info"), ("debug,hyper=warn", "debug"), ("hyper, warning", "warn"), ("off", "off"), (",", "info")],
-)
-def test_of_several_directives_the_one_for_everything_counts(directives: str, level: str) -> None:
-    assert log_level({"RUST_LOG": directives}) == level
-    assert parse(RUST_LOG=directives).says("", "log_level") == (directives not in ("hyper=trace", ","))
-
-
-@pytest.mark.parametrize(
-    ("word", "level"),
+    ("env", "level"),
     [
-        ("DEBUG", "debug"),
-        ("INFO", "info"),
-        ("WARNING", "warn"),
-        ("ERROR", "error"),
-        ("CRITICAL", "error"),
-        ("10", "debug"),
+        ({"RUST_LOG": "hyper=trace"}, None),
+        ({"RUST_LOG": ","}, None),
+        ({"RUST_LOG": "debug,hyper=warn"}, "debug"),
+        ({"RUST_LOG": "hyper, warning"}, "warn"),
+        ({"RUST_LOG": "off"}, "off"),
+        ({"DLROVER_LOG_LEVEL": "DEBUG"}, "debug"),
+        ({"DLROVER_LOG_LEVEL": "INFO"}, "info"),
+        ({"DLROVER_LOG_LEVEL": "WARNING"}, "warn"),
+        ({"DLROVER_LOG_LEVEL": "ERROR"}, "error"),
+        ({"DLROVER_LOG_LEVEL": "CRITICAL"}, "error"),
+        ({"DLROVER_LOG_LEVEL": "10"}, "debug"),
+        ({"DLROVER_LOG_LEVEL": "DEBUG", "RUST_LOG": "error"}, "debug"),
+        ({"DLROVER_LOG_LEVEL": "of another program", "RUST_LOG": "error"}, "error"),
+        ({"DLROVER_LOG_LEVEL": "DEBUG", "RUST_LOG": "error", "UNIFIED_LOG_LEVEL": "warn"}, "warn"),
+        ({"RUST_LOG": "error", "UNIFIED_LOG_LEVEL": "debug"}, "debug"),
     ],
 )
-def test_each_level_of_dlrover_log_level(word: str, level: str) -> None:
-    assert log_level({"DLROVER_LOG_LEVEL": word}) == level
-    assert parse(DLROVER_LOG_LEVEL=word).says("", "log_level")
-
-
-def test_which_variable_of_a_level_counts() -> None:
-    both = {"DLROVER_LOG_LEVEL": "DEBUG", "RUST_LOG": "error"}
-    assert log_level(both) == "debug"
-    assert log_level({**both, "UNIFIED_LOG_LEVEL": "warn"}) == "warn"
-    assert log_level({"DLROVER_LOG_LEVEL": "of another program", "RUST_LOG": "error"}) == "error"
-
-
-def test_our_own_variable_is_above_rust_log() -> None:
-    assert log_level({"RUST_LOG": "error", "UNIFIED_LOG_LEVEL": "debug"}) == "debug"
+def test_level_of_the_environment(env: dict[str, str], level: str | None) -> None:
+    assert log_level(env) == (level or "info")
+    assert parse(**env).says("", "log_level") == (level is not None)
 
 
 def test_flag_of_a_daemon_is_above_all() -> None:

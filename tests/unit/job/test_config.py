@@ -80,10 +80,6 @@ def test_a_namespace_may_hold_any_object() -> None:
     assert made.n == 1
 
 
-def test_a_config_that_cannot_be_resolved_is_refused() -> None:
-    assert "nowhere" in refusal(user_config={"a": "${nowhere}"})
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -100,8 +96,14 @@ def test_a_config_that_cannot_be_resolved_is_refused() -> None:
         ({"dl_type": "X"}, "dl_type"),
         ({"collocations": [["a", "b"]]}, "role 'b' is named in a collocation, and is not defined"),
         ({"collocations": [[]]}, "names no role"),
+        ({"roles": {"a": {"total": 4, "per_group": 2}, "b": {"total": 3}}, "collocations": [{"a", "b"}]},
+         "a makes 2, b makes 3"),
+        ({"roles": {"a": {}, "b": {}, "c": {}}, "collocations": [{"a", "b"}, {"b", "c"}]},
+         "role 'b' has already been assigned"),
+        ({"roles": {"a": {"group": "g"}, "b": {}}, "collocations": [{"a", "b"}]}, "already been assigned"),
+        ({"user_config": {"a": "${nowhere}"}}, "nowhere"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named(fields: dict[str, Any], said: str) -> None:
     assert said in refusal(fields.pop("roles", None), **fields)
 
@@ -138,17 +140,6 @@ def test_collocated_roles_share_devices_and_a_group() -> None:
 def test_collocation_keeps_the_other_resources() -> None:
     made = job({"a": {"resource": {"cpu": 3}}, "b": {}}, collocations=[{"a", "b"}])
     assert made.workloads["a"].resource == ResourceDesc(cpu=3, accelerator=0.5)
-
-
-def test_collocated_roles_must_make_the_same_number_of_groups() -> None:
-    said = refusal({"a": {"total": 4, "per_group": 2}, "b": {"total": 3}}, collocations=[{"a", "b"}])
-    assert "a makes 2, b makes 3" in said
-
-
-def test_a_role_is_in_one_collocation_only() -> None:
-    said = refusal({"a": {}, "b": {}, "c": {}}, collocations=[{"a", "b"}, {"b", "c"}])
-    assert "role 'b' has already been assigned" in said
-    assert "already been assigned" in refusal({"a": {"group": "g"}, "b": {}}, collocations=[{"a", "b"}])
 
 
 def test_a_collocation_takes_another_case_only_where_no_role_has_the_name() -> None:

@@ -238,9 +238,16 @@ def test_script_runs_as_main(module: Path) -> None:
     assert seen[5].__module__ == "__main__"
 
 
-def test_script_that_is_missing_names_the_nearest(module: Path) -> None:
-    with pytest.raises(EntryPointError, match=r"cannot be read.*No such file.*Did you mean 'wk_entry\.py'\?"):
-        script(module / "wk_enty.py")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wk_enty.py", r"cannot be read.*No such file.*Did you mean 'wk_entry\.py'\?"),
+        (".", r"is a folder without a __main__\.py"),
+    ],
+)
+def test_script_that_is_none_is_refused(module: Path, name: str, message: str) -> None:
+    with pytest.raises(EntryPointError, match=message):
+        script(module / name)
 
 
 def test_script_with_a_syntax_error_is_refused_before_it_runs(module: Path) -> None:
@@ -250,19 +257,20 @@ def test_script_with_a_syntax_error_is_refused_before_it_runs(module: Path) -> N
         script(path)
 
 
-def test_script_whose_import_fails_at_the_top_is_a_setup_failure(module: Path) -> None:
-    path = module / "wk_top.py"
-    path.write_text("import nowhere_to_be_found\n")
-    with pytest.raises(EntryPointError, match="No module named 'nowhere_to_be_found'"):
-        run(script(path))
-
-
-def test_script_whose_import_fails_later_is_its_own_failure(module: Path) -> None:
-    path = module / "wk_later.py"
-    path.write_text("def work():\n    import nowhere_to_be_found\nwork()\n")
-    with pytest.raises(ModuleNotFoundError) as caught:
-        run(script(path))
-    assert describe(caught.value).category == "user"
+@pytest.mark.parametrize(
+    ("code", "error", "category"),
+    [
+        ("import nowhere_to_be_found\n", EntryPointError, "setup"),
+        ("def work():\n    import nowhere_to_be_found\nwork()\n", ModuleNotFoundError, "user"),
+    ],
+)
+def test_only_an_import_at_the_top_fails_a_scripts_setup(
+    module: Path, code: str, error: type[Exception], category: str
+) -> None:
+    (module / "wk_imports.py").write_text(code)
+    with pytest.raises(error, match="No module named 'nowhere_to_be_found'") as caught:
+        run(script(module / "wk_imports.py"))
+    assert describe(caught.value).category == category
 
 
 def program(name: str, *argv: str) -> LoadedEntry:
@@ -315,8 +323,3 @@ def test_a_folder_or_a_zip_file_with_a_main_runs(module: Path, kind: str) -> Non
         assert entry.module.seen == ("__main__", 7, str(path))
     finally:
         sys.modules.pop("wk_inside_app", None)
-
-
-def test_a_folder_without_a_main_says_so(module: Path) -> None:
-    with pytest.raises(EntryPointError, match=r"is a folder without a __main__\.py"):
-        script(module)

@@ -22,9 +22,9 @@ class DistNetworkError(RuntimeError):
     __module__ = "torch.distributed"
 
 
-def raised(error: BaseException) -> BaseException:
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
     try:
-        raise error
+        raise error from cause
     except BaseException as caught:
         return caught
 
@@ -65,13 +65,7 @@ def test_message_that_cannot_be_shown() -> None:
 
 
 def test_cause_is_part_of_the_traceback() -> None:
-    try:
-        try:
-            raise KeyError("inner")
-        except KeyError as inner:
-            raise ValueError("outer") from inner
-    except ValueError as error:
-        failure = describe(error)
+    failure = describe(raised(ValueError("outer"), cause=raised(KeyError("inner"))))
     assert "KeyError: 'inner'" in failure.traceback
     assert failure.traceback.rstrip().endswith("ValueError: outer")
 
@@ -125,14 +119,8 @@ def test_collateral(error: Exception, has_group: bool, expected: bool) -> None:
 
 
 def test_collateral_behind_a_wrapper() -> None:
-    try:
-        try:
-            raise RuntimeError(GLOO)
-        except RuntimeError as inner:
-            raise ValueError("training step 7 failed") from inner
-    except ValueError as error:
-        failure = describe(error, has_process_group=True)
-    assert failure.is_collateral
+    error = raised(ValueError("training step 7 failed"), cause=raised(RuntimeError(GLOO)))
+    assert describe(error, has_process_group=True).is_collateral
 
 
 def test_double_init_gets_advice() -> None:

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,17 @@ from unified.core.directory import WorkerDirectory
 from unified.errors import RpcTimeoutError, UsageError
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability, WorkerIncarnation
 from unified.worker.names import ClaimTable, Names
+
+ALIVE, DEAD, ENDED = Reachability.ALIVE, Reachability.DEAD, Reachability.ENDED
+
+
+def entry(worker: str, incarnation: int = 0, state: Reachability = ALIVE, **fields: Any) -> DirectoryEntry:
+    inbox = Inbox(inbox_id=f"{worker}{incarnation}") if state is ALIVE else None
+    return DirectoryEntry(worker=worker, incarnation=incarnation, state=state, inbox=inbox, **fields)
+
+
+def no(number: int, holder: str = "b") -> NameRefusal:
+    return NameRefusal(number=number, holder=holder)
 
 
 class Master:
@@ -35,31 +47,16 @@ class Master:
     def answer(self) -> None:
         claims = self.said[-1].names
         self._revision += 1
-        self.learn(
-            DirectoryEntry(
-                worker="a",
-                incarnation=0,
-                state=Reachability.ALIVE,
-                inbox=Inbox(inbox_id="i"),
-                names={name: number for name, number in claims.items() if name not in self.others},
-                refused={
-                    name: NameRefusal(number=number, holder=self.others[name])
-                    for name, number in claims.items()
-                    if name in self.others
-                },
-                revision=self._revision,
-            )
-        )
+        granted = {name: number for name, number in claims.items() if name not in self.others}
+        refused = {name: no(claims[name], self.others[name]) for name in claims.keys() - granted.keys()}
+        self.learn(entry("a", names=granted, refused=refused, revision=self._revision))
 
     def hear_and_answer(self) -> None:
         assert self.has_said.acquire(timeout=10)
         self.answer()
 
     def tell_holder(self, name: str, worker: str, incarnation: int = 0) -> None:
-        names = {name: 1}
-        self.learn(
-            DirectoryEntry(worker=worker, incarnation=incarnation, state=Reachability.ALIVE, names=names, revision=1)
-        )
+        self.learn(entry(worker, incarnation, names={name: 1}, revision=1))
 
 
 @pytest.fixture
@@ -148,7 +145,7 @@ def test_watchers_hear_of_every_change_until_they_stop(master: Master, capsys: p
     master.names.on_change(fail)
     stop = master.names.on_change(lambda name, holder: heard.append((name, holder)))
     master.tell_holder("x", "b")
-    master.learn(DirectoryEntry(worker="b", incarnation=0, state=Reachability.DEAD))
+    master.learn(entry("b", 0, DEAD))
     stop()
     stop()
     master.tell_holder("x", "b", 1)
@@ -175,33 +172,6 @@ def test_a_forked_child_has_no_names(master: Master) -> None:
     for use in (master.names.claim, master.names.find, master.names.release):
         with pytest.raises(UsageError, match="was forked from it"):
             use("x")
-
-
-ALIVE, DEAD, ENDED = Reachability.ALIVE, Reachability.DEAD, Reachability.ENDED
-
-
-def entry(
-    worker: str,
-    incarnation: int = 0,
-    state: Reachability = ALIVE,
-    *,
-    names: dict[str, int] | None = None,
-    refused: dict[str, NameRefusal] | None = None,
-    revision: int = 0,
-) -> DirectoryEntry:
-    return DirectoryEntry(
-        worker=worker,
-        incarnation=incarnation,
-        state=state,
-        inbox=Inbox(inbox_id=f"{worker}{incarnation}") if state is ALIVE else None,
-        names=names or {},
-        refused=refused or {},
-        revision=revision,
-    )
-
-
-def no(number: int, holder: str = "b") -> NameRefusal:
-    return NameRefusal(number=number, holder=holder)
 
 
 @pytest.fixture
@@ -259,18 +229,19 @@ def test_withdrawal_says_why_to_whoever_waits(table: ClaimTable) -> None:
     assert table.claims == NameClaims(number=2)
 
 
-@pytest.mark.parametrize("state", [DEAD, ENDED])
-def test_a_life_that_the_master_has_ended_gets_no_name(table: ClaimTable, state: Reachability) -> None:
+@pytest.mark.parametrize(
+    ("news", "why"),
+    [
+        (entry("a", 0, DEAD), "has ended life 0"),
+        (entry("a", 0, ENDED), "has ended life 0"),
+        (entry("a", 1), "the master has ended life 0 of this worker (life 1 took its place)"),
+    ],
+)
+def test_a_life_that_the_master_has_ended_gets_no_name(table: ClaimTable, news: DirectoryEntry, why: str) -> None:
     claim = table.claim("x")
-    table.answer(entry("a", 0, state))
-    assert "has ended life 0" in claim.refusal
-    assert "has ended life 0" in table.claim("y").refusal
-
-
-def test_a_life_whose_place_was_taken_gets_no_name(table: ClaimTable) -> None:
-    claim = table.claim("x")
-    table.answer(entry("a", 1))
-    assert claim.refusal == "the master has ended life 0 of this worker (life 1 took its place)"
+    table.answer(news)
+    assert why in claim.refusal
+    assert why in table.claim("y").refusal
 
 
 # Limits

@@ -16,6 +16,7 @@ class Sent(list[Progress]):
     def __init__(self) -> None:
         super().__init__()
         self.first = threading.Event()
+        self.reporter = Reporter(self.take, interval_s=60)
 
     def take(self, progress: Progress) -> None:
         self.append(progress)
@@ -38,50 +39,45 @@ class Scalar:
 
 def test_many_reports_few_messages_and_the_last_is_sent() -> None:
     sent = Sent()
-    reporter = Reporter(sent.take, interval_s=60)
-    reporter.report(0, 1000, {})
+    sent.reporter.report(0, 1000, {})
     assert sent.first.wait(5)
     for step in range(1000):
-        reporter.report(step, None, {"loss": 1 / (step + 1)})
-    reporter.flush()
+        sent.reporter.report(step, None, {"loss": 1 / (step + 1)})
+    sent.reporter.flush()
     assert (len(sent), sent[-1]) == (2, Progress(step=999, total=1000, metrics={"loss": 0.001}))
 
 
 def test_flush_says_nothing_twice() -> None:
     sent = Sent()
-    reporter = Reporter(sent.take, interval_s=60)
-    reporter.flush()
+    sent.reporter.flush()
     assert sent == []
-    reporter.report(1, None, {})
-    reporter.flush()
-    reporter.flush()
+    sent.reporter.report(1, None, {})
+    sent.reporter.flush()
+    sent.reporter.flush()
     assert len(sent) == 1
 
 
 def last(**given: Any) -> Progress:
     sent = Sent()
-    reporter = Reporter(sent.take, interval_s=60)
-    reporter.report(given.pop("step", None), given.pop("total", None), given)
-    reporter.flush()
+    sent.reporter.report(given.pop("step", None), given.pop("total", None), given)
+    sent.reporter.flush()
     return sent[-1]
 
 
 def test_what_is_not_named_keeps_its_value() -> None:
     sent = Sent()
-    reporter = Reporter(sent.take, interval_s=60)
-    reporter.report(1, 10, {"loss": 2.0})
-    reporter.report(None, None, {"accuracy": 0.5})
-    reporter.flush()
+    sent.reporter.report(1, 10, {"loss": 2.0})
+    sent.reporter.report(None, None, {"accuracy": 0.5})
+    sent.reporter.flush()
     assert sent[-1] == Progress(step=1, total=10, metrics={"loss": 2.0, "accuracy": 0.5})
 
 
 def test_unread_errors_are_told_beside_the_progress() -> None:
     sent = Sent()
-    reporter = Reporter(sent.take, interval_s=60)
-    reporter.report(1, 10, {})
-    reporter.count_unread(3)
-    reporter.report(2, None, {})
-    reporter.flush()
+    sent.reporter.report(1, 10, {})
+    sent.reporter.count_unread(3)
+    sent.reporter.report(2, None, {})
+    sent.reporter.flush()
     assert sent[-1] == Progress(step=2, total=10, num_unread_errors=3)
 
 

@@ -107,10 +107,7 @@ def test_a_later_round_is_told_too() -> None:
     driver.say(W0, Running(round=1))
     driver.take()
     driver.desire(wanted(W0, run=2))
-    (told,) = driver.notable()
-    assert isinstance(told, TellWorker)
-    assert isinstance(told.message, Run)
-    assert told.message.order.round == 2
+    assert driver.notable() == [TellWorker(life=W0, message=Run(order=RunOrder(round=2, rank=0, world_size=2)))]
 
 
 # A worker's life
@@ -259,10 +256,8 @@ def stopping(grace_s: float | None = None) -> Driver:
 
 def test_a_stop_asks_first_and_kills_after_the_grace() -> None:
     driver = stopping()
-    told, signalled = driver.notable()
-    assert isinstance(told, TellWorker)
-    assert told.message == Stop(grace_s=10, reason="it is no longer desired")
-    assert signalled == SignalWorker(life=W0, how="terminate")
+    told = TellWorker(life=W0, message=Stop(grace_s=10, reason="it is no longer desired"))
+    assert driver.notable() == [told, SignalWorker(life=W0, how="terminate")]
     driver.pass_time(9.9, answered=True)
     driver.desire()
     assert driver.notable() == []
@@ -309,10 +304,8 @@ def test_a_worker_that_is_still_starting_is_killed_without_ado(driver: Driver) -
 def test_ctrl_c_is_sigint() -> None:
     driver = launched(wanted(W0, run=1))
     driver.desire(jobs=[DesiredJob(job_id="job-1", spec=SPEC, is_interrupted=True)])
-    told, signalled = driver.notable()
-    assert isinstance(told, TellWorker)
-    assert told.message == Stop(grace_s=10, reason="it is no longer desired", interrupt=True)
-    assert signalled == SignalWorker(life=W0, how="interrupt")
+    told = TellWorker(life=W0, message=Stop(grace_s=10, reason="it is no longer desired", interrupt=True))
+    assert driver.notable() == [told, SignalWorker(life=W0, how="interrupt")]
 
 
 @pytest.mark.parametrize("is_told", [True, False])
