@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from unified.checkpoint import manifest as m
 from unified.checkpoint.payload import BytesPayload, MeasuredStream, check_compression, compressed, decompress
+from unified.config.runtime import Compression
 from unified.errors import CheckpointCorruptError, UsageError
 
 JSON = st.recursive(
@@ -126,7 +127,7 @@ def test_without_xxhash_a_checksum_is_a_crc_and_an_xxh3_is_believed_with_a_warni
 
 
 @pytest.mark.parametrize("compression", [None, "gzip", "zstd"])
-def test_a_payload_streams_twice_and_comes_back(compression: m.Compression | None) -> None:
+def test_a_payload_streams_twice_and_comes_back(compression: Compression | None) -> None:
     if compression == "zstd" and sys.version_info < (3, 14):
         pytest.importorskip("backports.zstd")
     data = bytes(range(256)) * 40_000  # more than one chunk
