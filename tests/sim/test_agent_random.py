@@ -1,6 +1,7 @@
 """An agent's core under random news from a host and a master that lose, repeat and reorder."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -92,7 +93,7 @@ class World:
 
     def worker(self, rank: int) -> DesiredWorker:
         run = RunOrder(round=self.random.randint(1, 3), rank=rank, world_size=3) if self.random.random() < 0.5 else None
-        life = {"job_id": "job-1", "name": f"w-{rank}", "worker_incarnation": self.incarnations[rank]}
+        life: dict[str, Any] = {"job_id": "job-1", "name": f"w-{rank}", "worker_incarnation": self.incarnations[rank]}
         return DesiredWorker(**life, kind="worker", role="w", rank=rank, run=run)
 
     def live(self) -> None:

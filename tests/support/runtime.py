@@ -134,7 +134,7 @@ def in_worker(**roles: int) -> Iterator[InstantBus]:
     """Make this process such a worker. Methods that are exported meanwhile are gone afterwards."""
     before = dict(RPC_REGISTRY)
     bus = InstantBus()
-    set_current_worker(worker_of(bus, **roles))
+    set_current_worker(worker_of(bus, master="tcp://127.0.0.1:7077", **roles))
     yield bus
     set_current_worker(None)
     RPC_REGISTRY.clear()

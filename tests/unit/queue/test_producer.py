@@ -232,7 +232,12 @@ def dying(num_puts: int) -> tuple[QueueProducer, Any, FakeEndpoint, FakeEndpoint
 def test_what_is_put_before_those_on_their_way_come_back_stays_behind_them() -> None:
     ours, lookup, old, new, futures = dying(2)
     looks, is_there = threading.Event(), threading.Event()
-    lookup.before_attach = lambda: (looks.set(), is_there.wait(PATIENCE_S))
+
+    def wait_for_the_owner() -> None:
+        looks.set()
+        is_there.wait(PATIENCE_S)
+
+    lookup.before_attach = wait_for_the_owner
     futures += puts(ours, 1)
     assert looks.wait(PATIENCE_S)
     for call in old.later:

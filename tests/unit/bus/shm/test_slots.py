@@ -296,7 +296,7 @@ class Pool(RuleBasedStateMachine):
     @rule(target=exported, nbytes=st.sampled_from([1, 2 * MIB]))
     def bear(self, nbytes: int) -> tuple[Slot, int] | None:
         """What is written in place; with rows so wide that there are three."""
-        what = self.export(nbytes, 1)
+        what: tuple[Slot, int] | None = self.export(nbytes, 1)  # type: ignore[assignment]  # as hypothesis types a rule
         if what is not None:
             what[0].references.begin(200, 1)
             self.num_readers[what[0]] = 1000
