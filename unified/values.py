@@ -1,9 +1,26 @@
-"""The base of all records: messages, specifications, events and actions."""
+"""Base classes: of all records (messages, specifications, events, actions), and of what a ``with`` block closes."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Self
 
 import msgspec
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen record: keyword-only, immutable, compared by content."""
+
+
+class ClosedOnExit(ABC):
+    """Object that a ``with`` block closes at its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

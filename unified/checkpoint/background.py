@@ -8,6 +8,8 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from unified.checkpoint.coordinator_notify import CoordinatorNotifier
@@ -82,11 +84,7 @@ class BackgroundSaver(Generic[T]):
         self._let_go(superseded)
 
     def submit(self, save: QueuedSave[T]) -> None:
-        """Accept a save, to be written soon.
-
-        Raises:
-            UsageError: this process was forked from the one whose saver it is.
-        """
+        """Accept a save, to be written soon."""
         if own_pid() != self._pid:
             raise UsageError("This checkpoint manager was made before a fork; make one in the process that saves.")
         with self._changed:
@@ -98,14 +96,7 @@ class BackgroundSaver(Generic[T]):
         self._let_go(superseded)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until everything that was accepted is written or failed.
-
-        Args:
-            timeout: seconds; None: as long as it takes, which retries bound.
-
-        Raises:
-            CheckpointTimeoutError: it was not, in time.
-        """
+        """Wait until everything that was accepted is written or failed, or for `timeout` seconds."""
         if own_pid() != self._pid:
             return  # the thread stayed in the other process, and so did its saves
         with self._changed:
@@ -163,10 +154,8 @@ class BackgroundSaver(Generic[T]):
             )
         for each in failures:
             text = f"{type(each.error).__name__}: {each.error}"
-            self._notifier.event(
-                "checkpoint-failed",
-                f"step {each.step} was not saved in {self._place} (tries: {each.num_tries}): {text}",
-            )
+            reason = f"step {each.step} was not saved in {self._place} (tries: {each.num_tries}): {text}"
+            self._notifier.event("checkpoint-failed", reason)
             logger.error("event=checkpoint-failed step=%d tries=%d error=%s", each.step, each.num_tries, text)
         return is_tried_again
 
@@ -185,11 +174,7 @@ def is_final(error: Exception) -> bool:
 
 
 def raise_failures(failures: list[FailedSave], place: str) -> None:
-    """Raise for saves that failed since the last report, if any did.
-
-    Raises:
-        CheckpointSaveError: some did; it knows their steps, and its cause is the last one's error.
-    """
+    """Raise CheckpointSaveError for saves that failed since the last report, if any did."""
     if not failures:
         return
     what = "; ".join(
@@ -223,17 +208,13 @@ def forget(saver: Closing) -> None:
     _open.discard(saver)
 
 
-def _wait_for_all() -> None:
+def _end_all(act: Callable[[Closing], None], when: str) -> None:
     for saver in list(_open):
         try:
-            saver.wait()
+            act(saver)
         except Exception as error:
-            logger.error("event=checkpoint-failed at-finish=true: %s", error)
+            logger.error("event=checkpoint-failed %s=true: %s", when, error)
 
 
-def _close_all() -> None:
-    for saver in list(_open):
-        try:
-            saver.close()
-        except Exception as error:
-            logger.error("event=checkpoint-failed at-exit=true: %s", error)
+_wait_for_all = partial(_end_all, lambda saver: saver.wait(), "at-finish")
+_close_all = partial(_end_all, lambda saver: saver.close(), "at-exit")

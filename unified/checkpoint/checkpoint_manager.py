@@ -23,6 +23,7 @@ from unified.checkpoint.save import CheckpointSaver
 from unified.checkpoint.store import CheckpointStore, SaveRequest
 from unified.config.runtime import RuntimeSettings
 from unified.lazy import needed_by
+from unified.values import ClosedOnExit
 from unified.worker.rank_group import Alone, ranks_here
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class CheckpointManager:
+class CheckpointManager(ClosedOnExit):
     """Saves checkpoints in the background, and loads them. Safe for threads.
 
     A save returns when its data are in memory of the manager's; writing goes on meanwhile, one save after another. A
@@ -415,12 +416,6 @@ class CheckpointManager:
         return self._run.sync(directory, name)
 
     # --- life
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     async def __aenter__(self) -> Self:
         return self

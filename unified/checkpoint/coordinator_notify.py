@@ -73,15 +73,6 @@ class CoordinatorNotifier:
     wrong, no save or load notices: it is logged once, and the notification delivered with the next.
 
     The thread is no `SerialWorker`, since saves that go on after `close` are still notified.
-
-    Args:
-        coordinator_url: see `CheckpointManager`.
-        series: the name under which the coordinator knows the checkpoints.
-        writer: the manager that writes them.
-        place: the path or address where they are.
-
-    Raises:
-        UsageError: it is no address of a coordinator.
     """
 
     def __init__(

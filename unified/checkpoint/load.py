@@ -44,14 +44,7 @@ class LoadReport:
 
 
 class CheckpointReader:
-    """Loads the checkpoints of a store. The methods take steps, and raise errors, as those of `CheckpointManager` do.
-
-    Args:
-        notifier: is notified when an older checkpoint is used instead of damaged ones.
-
-    Attributes:
-        last: the report of the last load.
-    """
+    """Loads the checkpoints of a store. Methods take steps and raise errors as those of `CheckpointManager` do."""
 
     def __init__(self, store: CheckpointStore, notifier: CoordinatorNotifier) -> None:
         self.last: LoadReport | None = None
@@ -105,11 +98,6 @@ class CheckpointReader:
             exact: `step` and no other: 0 is step 0, and one that is damaged is an error.
             ranks: the ranks that load together, and so the same step: this is a collective then, and so is every
                 reader, which raises the same on every rank. None: this process by itself.
-
-        Raises:
-            CheckpointNotFoundError: there is none, or none of that step.
-            CheckpointCorruptError: it is damaged, and so are all before it.
-            CheckpointError: it is of another kind.
         """
         ranks = ranks or Alone()
         wanted = wanted_step(step, exact=exact)
@@ -171,11 +159,7 @@ class CheckpointReader:
         return checkpoint if isinstance(checkpoint, Manifest) else self._store.manifest(check_step(checkpoint))
 
     def _candidates(self, wanted: int | None, *, exact: bool) -> list[int]:
-        """Return the steps to try, in this order.
-
-        Raises:
-            CheckpointNotFoundError: the one that is wanted is not there.
-        """
+        """Return the steps to try, in this order."""
         steps = self._store.steps()
         if wanted is None:
             return steps[::-1]

@@ -54,11 +54,7 @@ def open_location(
     options: CheckpointOptions,
     settings: StorageSettings,
 ) -> CheckpointLocation:
-    """Open the storage of a manager. `settings` stand in for a backend or bucket that is not given.
-
-    Raises:
-        UsageError: a backend, a bucket or a name of a run that cannot be.
-    """
+    """Open the storage of a manager. `settings` stand in for a backend or bucket that is not given."""
     from unified.storage.local import LocalBackend
     from unified.storage.location import open_storage
 
@@ -95,11 +91,7 @@ def open_location(
 
 
 def run_prefix(run_id: str | None, framework: str | None) -> str:
-    """Return ``RUN_ID/framework=FRAMEWORK``, or nothing.
-
-    Raises:
-        UsageError: one without the other, or a name that would lead elsewhere.
-    """
+    """Return ``RUN_ID/framework=FRAMEWORK``, or nothing."""
     if run_id is None and framework is None:
         return ""
     if run_id is None or framework is None:
@@ -121,9 +113,6 @@ def this_writer(rank: int | None, world_size: int | None) -> WriterIdentity:
     """Return a new life of a manager in this process.
 
     Rank and world size that are not given are those of the job, else of ``RANK`` and ``WORLD_SIZE``, else 0 and 1.
-
-    Raises:
-        UsageError: a rank that the world has not.
     """
     identity = discover()
     rank = next(each for each in (rank, identity.rank, 0) if each is not None)

@@ -95,11 +95,7 @@ def checked_metadata(step: int, metadata: Mapping[str, Any] | None) -> dict[str,
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return a manifest as it is stored: JSON that people can read.
-
-    Raises:
-        UsageError: the metadata holds what JSON cannot say.
-    """
+    """Return a manifest as it is stored: JSON that people can read."""
     try:
         plain = msgspec.to_builtins(manifest)
         return (json.dumps(plain, indent=2, sort_keys=False, allow_nan=False) + "\n").encode()
@@ -115,9 +111,6 @@ def decode(data: bytes, name: str) -> Manifest:
 
     Args:
         name: the name of the file, for errors; its step must be the one inside.
-
-    Raises:
-        CheckpointCorruptError: it is cut short, is none, or was written by a later version.
     """
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
@@ -157,11 +150,7 @@ def part_of(key: str) -> tuple[int, str] | None:
 
 
 def check_step(step: object) -> int:
-    """Return a step as users may give it.
-
-    Raises:
-        UsageError: it is no whole number from 0 up.
-    """
+    """Return a step as users may give it."""
     is_whole = isinstance(step, int) or hasattr(step, "__index__")  # numpy's integers have it
     if isinstance(step, bool) or not is_whole or int(step) < 0:  # type: ignore[call-overload]
         raise UsageError(f"A checkpoint's step is a whole number from 0 up, not {step!r}.")
@@ -223,11 +212,7 @@ def _xxhash() -> Any:
 
 
 def check_part(part: Part, nbytes: int, checksum: str) -> None:
-    """Compare what was read with what was saved.
-
-    Raises:
-        CheckpointCorruptError: they differ.
-    """
+    """Raise CheckpointCorruptError if what was read differs from what was saved."""
     if nbytes != part.size_bytes:
         raise CheckpointCorruptError(f"{part.key} has {nbytes} bytes, {part.size_bytes} were saved")
     if checksum != part.checksum:

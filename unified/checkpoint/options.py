@@ -63,12 +63,7 @@ DEFAULTS: CheckpointOptions = {
 
 
 def completed(options: CheckpointOptions, settings: CheckpointSettings) -> CheckpointOptions:
-    """Return all options: those that were given, and else the settings' or the defaults.
-
-    Raises:
-        TypeError: there is no such option.
-        UsageError: a value that cannot be.
-    """
+    """Return all options: those that were given, and else the settings' or the defaults."""
     for name in options:
         if name not in DEFAULTS:
             raise TypeError(

@@ -41,11 +41,7 @@ class Payload(Protocol):
 
 
 class BytesPayload:
-    """Bytes that a user gave: referred to where they cannot change, and copied where they can.
-
-    Raises:
-        UsageError: there are none, or it is something else.
-    """
+    """Bytes that a user gave: referred to where they cannot change, and copied where they can."""
 
     def __init__(self, data: object) -> None:
         if isinstance(data, bytes):
@@ -123,12 +119,7 @@ COMPRESSIONS: dict[Compression, Callable[[], CompressionStreams]] = {"gzip": _gz
 
 
 def check_compression(name: str | None) -> Compression | None:
-    """Return the compression that a user asked for; ``"none"`` and an empty string mean None.
-
-    Raises:
-        UsageError: there is no such compression.
-        ImportError: it needs a package that is not installed.
-    """
+    """Return the compression that a user asked for; ``"none"`` and an empty string mean None."""
     if name in (None, "", "none"):
         return None
     for known in COMPRESSIONS:
@@ -152,11 +143,7 @@ def compressed(chunks: Iterable[Chunk], compression: Compression | None) -> Iter
 
 
 def decompress(data: Chunk, compression: Compression | None) -> Chunk:
-    """Return the bytes that were compressed.
-
-    Raises:
-        CheckpointCorruptError: it is no such stream, or ends too early.
-    """
+    """Return the bytes that were compressed."""
     if compression is None:
         return data
     streams = COMPRESSIONS[compression]()

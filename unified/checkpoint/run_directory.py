@@ -40,12 +40,7 @@ class FilePayload:
 
 
 class RunDirectory:
-    """The part of a storage that the training service uses beside the data of checkpoints.
-
-    Args:
-        store: the checkpoints.
-        root: the prefix of the run in the storage.
-    """
+    """The part of a storage that the training service uses beside the data of checkpoints."""
 
     def __init__(self, store: CheckpointStore, root: str) -> None:
         self.root = root
@@ -57,9 +52,6 @@ class RunDirectory:
 
         Args:
             directory: None: a new temporary one.
-
-        Raises:
-            CheckpointCorruptError: a part is not what was saved.
         """
         within = Path(tempfile.mkdtemp(prefix="unified-checkpoint-") if directory is None else directory)
         within.mkdir(parents=True, exist_ok=True)
@@ -132,11 +124,7 @@ class RunDirectory:
 
 
 def file_payloads(directory: str | os.PathLike[str], step: int) -> dict[str, Payload]:
-    """Return the files of a directory as the parts of a checkpoint.
-
-    Raises:
-        UsageError: it is no directory, or empty.
-    """
+    """Return the files of a directory as the parts of a checkpoint."""
     found: dict[str, Payload] = {name: FilePayload(path) for name, path in files_of(Path(directory)).items()}
     if not found:
         raise UsageError(f"There are no files in {os.fspath(directory)}, so nothing was saved as step {step}.")
@@ -144,11 +132,7 @@ def file_payloads(directory: str | os.PathLike[str], step: int) -> dict[str, Pay
 
 
 def files_of(directory: Path) -> dict[str, Path]:
-    """Return every file in a directory and those in it, by its relative name with slashes.
-
-    Raises:
-        UsageError: it is no directory.
-    """
+    """Return every file in a directory and those in it, by its relative name with slashes."""
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory.")
     found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}

@@ -29,11 +29,6 @@ logger = logging.getLogger(__name__)
 
 class CheckpointSaver:
     """Saves by one rank and by several together, and carries retention out. Safe for threads.
-
-    Args:
-        options: those of the manager.
-        notifier: is notified of checkpoints that were written, and of saves that failed.
-
     Attributes:
         keep_last_n, interval_steps: see `CheckpointManager`.
     """
@@ -160,11 +155,7 @@ class CheckpointSaver:
         return gone
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait until every save that was accepted is written or failed.
-
-        Raises:
-            CheckpointTimeoutError: it took longer than `timeout` seconds.
-        """
+        """Wait until every save that was accepted is written or failed, or for `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for saver in self._savers:
             saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))

@@ -7,7 +7,7 @@ bytes: when a new one would not fit, it supersedes the oldest of them, or its ca
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, Literal, TypeVar
 
@@ -38,45 +38,26 @@ class FailedSave:
     error: Exception
 
 
+@dataclass(kw_only=True, eq=False)
 class SaveQueue(Generic[T]):
-    """Not safe for threads: its shell has a lock.
+    """Not safe for threads: its shell has a lock."""
 
-    Args:
-        max_waiting: number of saves that may wait, beside the one that is being written.
-        max_waiting_bytes: sum of their bytes; a single save may wait whatever its size.
-        when_full: see `WhenFull`.
-        max_tries: number of tries of one save.
-        backoff: delays between them.
-        rng: spreads the tries of several ranks; None for one alone.
-    """
-
-    def __init__(
-        self,
-        *,
-        max_waiting: int,
-        max_waiting_bytes: int,
-        when_full: WhenFull,
-        max_tries: int,
-        backoff: Backoff,
-        rng: Random | None = None,
-    ) -> None:
-        self._max_waiting = max_waiting
-        self._max_waiting_bytes = max_waiting_bytes
-        self.when_full = when_full
-        self._max_tries = max_tries
-        self._backoff = backoff
-        self._rng = rng
-        self._waiting: deque[QueuedSave[T]] = deque()
-        self._current: QueuedSave[T] | None = None
-        self._num_tries = 0
-        self._failures: list[FailedSave] = []
-        self.try_at = 0.0
-        """The time at which the current save is to be tried again."""
-
-    @property
-    def failures(self) -> list[FailedSave]:
-        """Failed saves that nobody was told of yet, in order."""
-        return list(self._failures)
+    max_waiting: int
+    """Number of saves that may wait, beside the one that is being written."""
+    max_waiting_bytes: int
+    """Sum of their bytes; a single save may wait whatever its size."""
+    when_full: WhenFull
+    max_tries: int
+    backoff: Backoff
+    rng: Random | None = None
+    """Spreads the tries of several ranks; None for one alone."""
+    try_at: float = 0.0
+    """The time at which the current save is to be tried again."""
+    failures: list[FailedSave] = field(default_factory=list)
+    """Failed saves that nobody was told of yet, in order."""
+    _waiting: deque[QueuedSave[T]] = field(default_factory=deque)
+    _current: QueuedSave[T] | None = None
+    _num_tries: int = 0
 
     @property
     def waiting_bytes(self) -> int:
@@ -136,25 +117,25 @@ class SaveQueue(Generic[T]):
         if self._current is None:
             raise InvariantError("A save failed that was not begun.")
         self._num_tries += 1
-        if is_final or self._num_tries >= self._max_tries:
-            self._failures.append(FailedSave(self._current.step, self._num_tries, error))
+        if is_final or self._num_tries >= self.max_tries:
+            self.failures.append(FailedSave(self._current.step, self._num_tries, error))
             self._current = None
             return False
-        self.try_at = now + self._backoff.delay_s(self._num_tries, self._rng)
+        self.try_at = now + self.backoff.delay_s(self._num_tries, self.rng)
         return True
 
     def take_failures(self) -> list[FailedSave]:
         """Return the failures that nobody was told of yet."""
-        failures, self._failures = self._failures, []
+        failures, self.failures = self.failures, []
         return failures
 
     def check(self) -> list[str]:
         """Return the invariants that are broken."""
         broken = []
-        if len(self._waiting) > max(1, self._max_waiting):
-            broken.append(f"{len(self._waiting)} saves wait, {self._max_waiting} may")
-        if len(self._waiting) > 1 and self.waiting_bytes > self._max_waiting_bytes:
-            broken.append(f"{self.waiting_bytes} bytes wait, {self._max_waiting_bytes} may")
+        if len(self._waiting) > max(1, self.max_waiting):
+            broken.append(f"{len(self._waiting)} saves wait, {self.max_waiting} may")
+        if len(self._waiting) > 1 and self.waiting_bytes > self.max_waiting_bytes:
+            broken.append(f"{self.waiting_bytes} bytes wait, {self.max_waiting_bytes} may")
         if len({save.step for save in self._waiting}) != len(self._waiting):
             broken.append("two saves of one step wait")
         return broken
@@ -162,4 +143,4 @@ class SaveQueue(Generic[T]):
     def _fits(self, nbytes: int) -> bool:
         if not self._waiting:
             return True
-        return len(self._waiting) < self._max_waiting and self.waiting_bytes + nbytes <= self._max_waiting_bytes
+        return len(self._waiting) < self.max_waiting and self.waiting_bytes + nbytes <= self.max_waiting_bytes

@@ -48,11 +48,7 @@ def stream(tree: Any) -> Iterator[Chunk]:
 
 
 def load_state(data: Chunk, *, map_location: Any, weights_only: bool) -> Any:
-    """Load the bytes of `stream` as ``torch.load`` does.
-
-    Raises:
-        CheckpointError: it cannot be loaded, such as objects under ``weights_only``.
-    """
+    """Load the bytes of `stream` as ``torch.load`` does."""
     try:
         return torch.load(io.BytesIO(data), map_location=map_location, weights_only=weights_only)
     except Exception as error:
@@ -101,11 +97,9 @@ class ChunkPipe:
 
     def finish(self, error: BaseException | None = None) -> None:
         """Note that nothing more is written."""
-        try:
+        with contextlib.suppress(_AbandonedError):
             if error is None:
                 self._give_small()
-        except _AbandonedError:
-            pass
         with self._changed:
             self._is_over, self._error = True, error
             self._changed.notify_all()
@@ -148,19 +142,16 @@ class ChunkPipe:
 
 
 def _write(tree: Any, pipe: ChunkPipe) -> None:
+    failure: BaseException | None = None
     try:
-        with _no_checksums_by_torch():
+        with _no_checksums_by_torch(), contextlib.suppress(_AbandonedError):
             torch.save(tree, pipe)  # type: ignore[arg-type]
-    except _AbandonedError:
-        pipe.finish()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        wrong = UsageError(f"the state cannot be pickled: {error}. Leave out of it what cannot be.")
-        wrong.__cause__ = error
-        pipe.finish(wrong)
+        failure = UsageError(f"the state cannot be pickled: {error}. Leave out of it what cannot be.")
+        failure.__cause__ = error
     except BaseException as error:
-        pipe.finish(error)
-    else:
-        pipe.finish()
+        failure = error
+    pipe.finish(failure)
 
 
 def _no_checksums_by_torch() -> contextlib.AbstractContextManager[object]:

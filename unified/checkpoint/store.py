@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unified.checkpoint.location import Resolution, WriterIdentity, resolve
+from unified.checkpoint.location import WriterIdentity, resolve
 from unified.checkpoint.manifest import (
     Checksum,
     Kind,
@@ -103,10 +103,6 @@ class CheckpointStore:
 
         Returns:
             Its manifest; another rank's, if one with the same state was faster.
-
-        Raises:
-            CheckpointExistsError: somebody else writes the same step here.
-            OSError: the store does not take it.
         """
         existing = self._existing(request.step)
         if (kept := self._kept(existing, request.step)) is not None:
@@ -132,11 +128,7 @@ class CheckpointStore:
             self._writing.discard(token)
 
     def replaceable(self, step: int) -> Existing | None:
-        """Return the checkpoint that a save of that step by several ranks would replace; None: there is none.
-
-        Raises:
-            CheckpointExistsError: it is not this writer's.
-        """
+        """Return the checkpoint that a save of that step by several ranks would replace; None: there is none."""
         existing = self._existing(step)
         if (kept := self._kept(existing, step)) is not None:
             raise CheckpointExistsError(
@@ -156,11 +148,7 @@ class CheckpointStore:
         return Part(key=key, size_bytes=checksum.nbytes, checksum=checksum.text, name=name)
 
     def publish(self, request: SaveRequest, parts: Iterable[Part], existing: Existing | None = None) -> Manifest:
-        """Make a checkpoint of parts that are written: the last step of `write`, which see.
-
-        Args:
-            existing: the checkpoint of that step that may be replaced.
-        """
+        """Make a checkpoint of parts that are written: the last step of `write`, which see."""
         manifest = make_manifest(
             parts,
             step=request.step,
@@ -213,12 +201,7 @@ class CheckpointStore:
         return found
 
     def manifest(self, step: int) -> Manifest:
-        """Read the manifest of one checkpoint.
-
-        Raises:
-            CheckpointNotFoundError: there is none; the message names those there are.
-            CheckpointCorruptError: it cannot be read.
-        """
+        """Read the manifest of one checkpoint."""
         name = manifest_name(step)
         try:
             return decode(self.backend.read(self.key(name)), name)
@@ -228,19 +211,11 @@ class CheckpointStore:
             ) from error
 
     def read(self, manifest: Manifest) -> Chunk:
-        """Read the data of a checkpoint of one part, as they were given to be saved.
-
-        Raises:
-            CheckpointCorruptError: they are not what was saved.
-        """
+        """Read the data of a checkpoint of one part, as they were given to be saved."""
         return decompress(self.read_part(manifest.parts[0]), manifest.compression)
 
     def read_part(self, part: Part) -> bytearray:
-        """Read one part as it is stored.
-
-        Raises:
-            CheckpointCorruptError: it is not what was saved, or gone.
-        """
+        """Read one part as it is stored; raise CheckpointCorruptError unless it is there and as it was saved."""
         try:
             data = bytearray(self.backend.stat(self.key(part.key)).nbytes)
             check_part(part, len(data), part.checksum)  # of the wrong size: there is no need to read it
@@ -279,10 +254,6 @@ class CheckpointStore:
 
         Returns:
             The manifest of `step`, and the steps that were deleted, in order.
-
-        Raises:
-            CheckpointNotFoundError: there is none of `step`. Nothing was deleted, nor after the next.
-            CheckpointCorruptError: it is damaged, as far as can be seen without reading all of it.
         """
         manifest = self.manifest(step)
         if not is_whole(manifest, {each.key: each.size_bytes for each in self.stored()}):
@@ -323,17 +294,14 @@ class CheckpointStore:
         else:
             self.backend.replace(key, data, existing.etag)
 
-    def _resolve(self, existing: Existing | None, step: int) -> Resolution:
-        if existing is None:
-            return "write"
-        is_older = (self._found or {}).get(manifest_name(step)) == existing.etag
-        return resolve(existing.manifest, self.writer, is_older=is_older)
-
     def _kept(self, existing: Existing | None, step: int) -> Manifest | None:
         """Return another rank's checkpoint, which stays; None: this writer writes that step."""
-        resolution = self._resolve(existing, step)
-        manifest = existing.manifest if existing is not None else None
-        if manifest is None or resolution == "write":
+        if existing is None or existing.manifest is None:
+            return None
+        manifest = existing.manifest
+        is_older = (self._found or {}).get(manifest_name(step)) == existing.etag
+        resolution = resolve(manifest, self.writer, is_older=is_older)
+        if resolution == "write":
             return None
         if resolution == "leave":
             logger.info("event=checkpoint-shared step=%d: rank %d has saved it", step, manifest.rank)

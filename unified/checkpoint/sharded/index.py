@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from unified.checkpoint.manifest import Checksum, Manifest, Part, manifest_name, part_name
+from unified.checkpoint.manifest import Checksum, Manifest, Part, check_part, manifest_name, part_name
 from unified.errors import CheckpointCorruptError
 from unified.values import Value
 
@@ -108,20 +108,12 @@ def with_shards(entries: dict[str, IndexEntry], notes: Iterable[RankNote]) -> di
     return {name: msgspec.structs.replace(entry, shards=found[name]) for name, entry in entries.items()}
 
 
-def encode_index(entries: dict[str, IndexEntry]) -> bytes:
-    return msgspec.msgpack.encode(entries)
-
-
 def decode_index(data: bytes) -> dict[str, IndexEntry]:
     """Decode an index; raise CheckpointCorruptError if it is none."""
     try:
         return msgspec.msgpack.decode(data, type=dict[str, IndexEntry])
     except msgspec.DecodeError as error:
         raise CheckpointCorruptError(f"its index cannot be read: {error}") from error
-
-
-def encode_note(note: RankNote) -> bytes:
-    return msgspec.msgpack.encode(note)
 
 
 def decode_note(data: bytes) -> RankNote:
@@ -153,16 +145,10 @@ def runs(shards: Iterable[Shard]) -> list[list[Shard]]:
 
 
 def read_shards(store: CheckpointStore, part: Part, shards: Iterable[Shard]) -> Iterator[tuple[Shard, bytearray]]:
-    """Yield each piece as it is stored, in any order.
-
-    Raises:
-        CheckpointCorruptError: a piece is not what was saved, or the part is gone or of another size.
-    """
+    """Yield each piece as it is stored, in any order; raise CheckpointCorruptError unless it is as it was saved."""
     key = store.key(part.key)
     try:
-        nbytes = store.backend.stat(key).nbytes
-        if nbytes != part.size_bytes:
-            raise CheckpointCorruptError(f"{part.key} has {nbytes} bytes, {part.size_bytes} were saved")
+        check_part(part, store.backend.stat(key).nbytes, part.checksum)
         for run in runs(shards):
             start = run[0].start
             data = bytearray(run[-1].start + run[-1].nbytes - start)

@@ -32,11 +32,7 @@ from unified.worker.rank_group import Ranks, each_does, lead
 
 
 class Origin(Protocol):
-    """A source that a state is filled from.
-
-    Attributes:
-        metadata: the tensors and objects that it has.
-    """
+    """A source that a state is filled from."""
 
     metadata: Metadata
 
@@ -46,12 +42,7 @@ class Origin(Protocol):
 
 
 class ShardOrigin:
-    """A sharded checkpoint.
-
-    Args:
-        index: its index.
-        weights_only: see ``torch.load``; for its objects.
-    """
+    """A sharded checkpoint, whose index is `index`."""
 
     def __init__(
         self, store: CheckpointStore, manifest: Manifest, index: Mapping[str, IndexEntry], *, weights_only: bool
@@ -66,7 +57,6 @@ class ShardOrigin:
         self.metadata = Metadata({name: _storage(entry) for name, entry in index.items()})
 
     def fetch(self, wanted: Collection[MetadataIndex]) -> Iterator[tuple[MetadataIndex, Any]]:
-        """Yield pieces and objects; raise CheckpointCorruptError for one that is not what was saved."""
         parts = {part.name: part for part in self._manifest.parts}
         by_rank: dict[int, list[MetadataIndex]] = {}
         for index in wanted:
@@ -149,11 +139,7 @@ def load_into(
 
 
 def whole_state(store: CheckpointStore, manifest: Manifest, *, map_location: Any, weights_only: bool) -> dict[str, Any]:
-    """Load all of a sharded checkpoint in this process: a nest of dicts and lists, with whole tensors.
-
-    Raises:
-        CheckpointCorruptError: it is not what was saved.
-    """
+    """Load all of a sharded checkpoint in this process: a nest of dicts and lists, with whole tensors."""
     index = decode_index(_index_data(store, manifest))
     origin = ShardOrigin(store, manifest, index, weights_only=weights_only)
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"

@@ -56,11 +56,7 @@ class ShardPlanner:
         self._local = SavePlan([])
 
     def look_at(self, state: Mapping[str, Any], ranks: Ranks) -> int | None:
-        """Begin the plan of a save.
-
-        Returns:
-            The number of the plan that this rank could use again; None: it has none.
-        """
+        """Begin the plan of a save; return the number of the plan that this rank could use again, if it has one."""
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(expanded(state), is_coordinator=ranks.rank == 0)
         self._local = self._planner.create_local_plan()
@@ -69,11 +65,7 @@ class ShardPlanner:
         return cached.number if cached is not None and is_same else None
 
     def settle(self, numbers: list[int | None], ranks: Ranks) -> None:
-        """Agree on the plan: the cached one, if all ranks know it by the same number. A collective.
-
-        Raises:
-            ValueError: what the ranks have does not make up whole tensors.
-        """
+        """Agree on the plan: the cached one, if all ranks know it by the same number. A collective."""
         if numbers[0] is not None and len(set(numbers)) == 1:
             return
         self._cached = None
@@ -118,11 +110,7 @@ def _entries(metadata: Metadata) -> dict[str, IndexEntry]:
 
 
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict in which modules and optimizers at the top are replaced by theirs.
-
-    Raises:
-        UsageError: it is no dict.
-    """
+    """Return a state dict in which modules and optimizers at the top are replaced by theirs."""
     if not isinstance(state, Mapping):
         raise UsageError(f"What ranks save or load together is a dict, not a {type(state).__name__}.")
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any, NamedTuple
 
+import msgspec
+
 from unified.checkpoint.background import BackgroundSaver, is_final
 from unified.checkpoint.coordinator_notify import CoordinatorNotifier
 from unified.checkpoint.manifest import Manifest, Part, part_name
@@ -29,8 +31,6 @@ from unified.checkpoint.sharded.index import (
     SaveProgress,
     data_name,
     decode_note,
-    encode_index,
-    encode_note,
     failed_name,
     is_of,
     note_name,
@@ -79,97 +79,78 @@ class RankShare:
     notes: dict[int, RankNote] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
 class ShardedCommit:
-    """Writes shares; see `SaveWriter`.
+    """Writes shares; see `SaveWriter`."""
 
-    Args:
-        rank_timeout_s: time to wait for the other ranks after this one's part was written.
-        max_tries: number of times that `write` is called for one share.
-        after_save: called with the manifest, on rank 0.
-    """
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        *,
-        rank_timeout_s: float,
-        max_tries: int,
-        after_save: Callable[[Manifest], object],
-    ) -> None:
-        self._store = store
-        self._rank_timeout_s = rank_timeout_s
-        self._max_tries = max_tries
-        self._after_save = after_save
+    store: CheckpointStore
+    rank_timeout_s: float
+    """Time to wait for the other ranks after this one's part was written."""
+    max_tries: int
+    """Number of times that `write` is called for one share."""
+    after_save: Callable[[Manifest], object]
+    """Called with the manifest, on rank 0."""
 
     def write(self, share: RankShare) -> None:
-        """Write a share, and return when the checkpoint exists. Can be called again after it failed.
-
-        Raises:
-            CheckpointRankError: other ranks failed, or did not write in time.
-            CheckpointExistsError: somebody else writes the same step here.
-            OSError: the store does not take it.
-        """
+        """Write a share, and return when the checkpoint exists. Can be called again after it failed."""
         try:
             self._write(share)
         except Exception as error:
             share.num_tries += 1
-            if is_final(error) or share.num_tries >= self._max_tries:
+            if is_final(error) or share.num_tries >= self.max_tries:
                 self.give_up(share.request, share.rank, share.size, error, is_published=share.is_published)
             raise
 
     def release(self, share: RankShare) -> None:
         """Give back the memory of a share."""
-        self._store.end(share.request.token)
+        self.store.end(share.request.token)
         share.payload.release()
 
     def give_up(
         self, request: SaveRequest, rank: int, size: int, error: BaseException, *, is_published: bool = False
     ) -> None:
-        """Tell the other ranks that this save comes to nothing; rank 0 removes the parts that were written.
-
-        Args:
-            is_published: nothing is removed, as there may be a manifest.
-        """
+        """Tell the other ranks that this save comes to nothing; rank 0 removes the parts that were written, unless
+        there may be a manifest."""
         if size > 1:
             with contextlib.suppress(Exception):  # they will notice that nothing comes
                 self._write_word(request, failed_name(rank), f"{type(error).__name__}: {error}".encode())
         if rank == 0 and not is_published:
             with contextlib.suppress(Exception):  # they are swept when they are old
-                self._store.delete(part_name(request.step, request.token, data_name(each)) for each in range(size))
+                self.store.delete(part_name(request.step, request.token, data_name(each)) for each in range(size))
 
     def _write(self, share: RankShare) -> None:
         leads = share.rank == 0
-        existing = self._store.replaceable(share.request.step) if leads else None
+        existing = self.store.replaceable(share.request.step) if leads else None
         if share.part is None:
-            share.part = self._store.write_part(share.request, data_name(share.rank), share.payload)
-            share.deadline = time.monotonic() + self._rank_timeout_s
+            share.part = self.store.write_part(share.request, data_name(share.rank), share.payload)
+            share.deadline = time.monotonic() + self.rank_timeout_s
         note = RankNote(part=share.part, shards=share.payload.shards)
         if not leads:
-            self._write_word(share.request, note_name(share.rank), encode_note(note))
+            self._write_word(share.request, note_name(share.rank), msgspec.msgpack.encode(note))
             self._wait(share, lambda found: found.has_manifest and self._is_done(share))
             return
         share.notes[0] = note
         self._wait(share, lambda found: self._has_all(share, found))
         notes = [share.notes[rank] for rank in range(share.size)]
-        index = encode_index(with_shards(share.entries, notes))
-        part = self._store.write_part(share.request, INDEX, BytesPayload(index))
+        index = msgspec.msgpack.encode(with_shards(share.entries, notes))
+        part = self.store.write_part(share.request, INDEX, BytesPayload(index))
         share.is_published = True
-        manifest = self._store.publish(share.request, [*(each.part for each in notes), part], existing)
+        manifest = self.store.publish(share.request, [*(each.part for each in notes), part], existing)
         if not is_of(manifest, share.request.token):
             raise CheckpointExistsError(
-                f"The checkpoint of step {manifest.step} in {self._store.place} was saved meanwhile by another rank."
+                f"The checkpoint of step {manifest.step} in {self.store.place} was saved meanwhile by another rank."
             )
         with contextlib.suppress(OSError):  # they are swept when they are old
             names = [note_name(rank) for rank in range(1, share.size)]
-            self._store.delete(part_name(share.request.step, share.request.token, name) for name in names)
+            self.store.delete(part_name(share.request.step, share.request.token, name) for name in names)
         logger.info("event=checkpoint-saved step=%d bytes=%d ranks=%d", manifest.step, manifest.size_bytes, share.size)
-        self._after_save(manifest)
+        self.after_save(manifest)
 
     def _wait(self, share: RankShare, is_done: Callable[[SaveProgress], bool]) -> None:
         """Look at the store until all is there, a rank has failed, or time is up."""
         num_looks = 0
         while True:
-            keys = [each.key for each in self._store.stored(f"step-{share.request.step:06d}.")]
+            keys = [each.key for each in self.store.stored(f"step-{share.request.step:06d}.")]
             found = progress_of(keys, share.request.step, share.request.token)
             if is_done(found):
                 return
@@ -187,17 +168,17 @@ class ShardedCommit:
 
     def _is_done(self, share: RankShare) -> bool:
         try:
-            return is_of(self._store.manifest(share.request.step), share.request.token)
+            return is_of(self.store.manifest(share.request.step), share.request.token)
         except (CheckpointNotFoundError, CheckpointCorruptError):
             return False
 
     def _who_is_missing(self, share: RankShare, found: SaveProgress) -> str:
         missing = sorted(set(range(share.size)) - found.written - {0, share.rank})
         if share.rank and not missing:
-            return f"rank 0 did not write the manifest within {self._rank_timeout_s:g} s; is it alive?"
+            return f"rank 0 did not write the manifest within {self.rank_timeout_s:g} s; is it alive?"
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         names = ", ".join(map(str, missing[:MAX_NAMED])) + more
-        return f"after {self._rank_timeout_s:g} s there is no part of ranks {names}; are they alive?"
+        return f"after {self.rank_timeout_s:g} s there is no part of ranks {names}; are they alive?"
 
     def _reason(self, share: RankShare, rank: int) -> str:
         try:
@@ -206,10 +187,10 @@ class ShardedCommit:
             return f"why cannot be read: {error}"
 
     def _write_word(self, request: SaveRequest, name: str, data: bytes) -> None:
-        self._store.backend.write(self._store.key(part_name(request.step, request.token, name)), data)
+        self.store.backend.write(self.store.key(part_name(request.step, request.token, name)), data)
 
     def _read_word(self, request: SaveRequest, name: str) -> bytes:
-        return self._store.backend.read(self._store.key(part_name(request.step, request.token, name)))
+        return self.store.backend.read(self.store.key(part_name(request.step, request.token, name)))
 
 
 class _Proposal(NamedTuple):
@@ -224,11 +205,6 @@ class _Proposal(NamedTuple):
 class ShardedSaver:
     """Saves together with the other ranks. None is superseded by a newer one, as another rank may have written it: one
     is being written, one waits, and the next waits for that.
-
-    Args:
-        options: those of the manager.
-        notifier: is notified of saves that are not tried again.
-        after_save: called with the manifest, on rank 0.
     """
 
     def __init__(
@@ -246,9 +222,7 @@ class ShardedSaver:
             backoff=options["backoff"],
             rng=SystemRandom(),
         )
-        self._commit = ShardedCommit(
-            store, rank_timeout_s=options["rank_timeout"], max_tries=options["max_tries"], after_save=after_save
-        )
+        self._commit = ShardedCommit(store, options["rank_timeout"], options["max_tries"], after_save)
         self.saver = BackgroundSaver(queue, self._commit, notifier, store.place)
         self._store = store
         self._process_group = options["process_group"]
