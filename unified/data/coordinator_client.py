@@ -9,12 +9,12 @@ it says how much of its time is left.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ from unified.errors import (
 from unified.protocol.coordinator import CoordinatorRequest, WaitBarrier, coordinator_to_worker
 from unified.security.keys import ClusterKey, find_key
 from unified.threads import after_fork
+from unified.values import ClosedOnExit
 
 LONGEST_WAIT_S = 1_000_000.0
 """Eleven days: a socket's "without an end"."""
@@ -41,7 +42,7 @@ BARRIER_GRACE_S = 10.0
 A = TypeVar("A")
 
 
-class Coordinator(ABC):
+class Coordinator(ClosedOnExit):
     """The receiver of the requests of `unified.protocol.coordinator`. Any thread may use it."""
 
     @abstractmethod
@@ -65,12 +66,6 @@ class Coordinator(ABC):
     def ask(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> A:
         """Make a request as `submit` does, and wait for the answer."""
         return self.submit(request, expected, timeout_s=timeout_s).result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class RemoteCoordinator(Coordinator):
@@ -157,11 +152,7 @@ def refusal(code: str, reason: str) -> CoordinatorError:
 
 
 def expect(answer: object, expected: type[A]) -> A:
-    """Return the answer, if it is of this class.
-
-    Raises:
-        CoordinatorError: it is a refusal, or another answer.
-    """
+    """Return the answer, if it is of this class."""
     if not isinstance(answer, expected):
         raise CoordinatorError(
             f"the coordinator answered with {type(answer).__name__}, not with {expected.__name__}: install the same "

@@ -10,10 +10,11 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 from unified.config.runtime import RuntimeSettings
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError, nearest
+from unified.values import ClosedOnExit
 
 if TYPE_CHECKING:
     from unified.storage.backend import StorageBackend
@@ -93,18 +94,12 @@ class _DecompressedFile(gzip.GzipFile):
         self._packed.close()
 
 
-class DataFiles:
+class DataFiles(ClosedOnExit):
     """Finds and opens files. One connection for each bucket, made at first use; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets: dict[str, StorageBackend] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the connections. What is opened afterwards makes new ones."""
@@ -139,11 +134,7 @@ class DataFiles:
         return sorted(found, key=natural_key if order == "natural" else None)
 
     def open(self, path: str) -> BinaryIO:
-        """Open the bytes of one file.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Open the bytes of one file."""
         if not is_remote(path):
             return open(path, "rb")
         backend, key = self._bucket(path)
@@ -197,11 +188,7 @@ def is_remote(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """Return the path as it is from everywhere on this host; ``file://`` is left away, and ``s3://`` stays.
-
-    Raises:
-        UsageError: it is in another kind of store.
-    """
+    """Return the path as it is from everywhere on this host; ``file://`` is left away, and ``s3://`` stays."""
     if is_remote(path):
         return path
     path = path.removeprefix("file://")
@@ -219,11 +206,7 @@ def check_format(format: str) -> None:  # noqa: A002
 
 
 def format_of(path: str) -> str:
-    """Return the format that a file's name tells.
-
-    Raises:
-        DatasetError: it tells none.
-    """
+    """Return the format that a file's name tells."""
     for name in SUFFIXES:
         if _has_suffix(path.rpartition("/")[2], name):
             return name
@@ -286,11 +269,7 @@ def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def of_format(names: Iterable[str], format: str, directory: str) -> list[str]:  # noqa: A002
-    """Return those of the names, each relative to `directory`, that are files of the format.
-
-    Raises:
-        DataFileNotFoundError: there are none; the message tells of one that is there.
-    """
+    """Return those of the names, each relative to `directory`, that are files of the format."""
     seen = [name for name in names if not any(part.startswith((".", "_")) for part in name.split("/"))]
     found = [name for name in seen if _has_suffix(name.rpartition("/")[2], format)]
     if not found:

@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError, Future
 from unified.data.coordinator_client import Coordinator
 from unified.errors import MasterUnreachableError, UnifiedError, UsageError, WorkerUnknownError
 from unified.protocol.coordinator import Heartbeat, HeartbeatResponse
+from unified.threads import start_thread
 
 _log = logging.getLogger("unified.data")
 
@@ -20,9 +21,6 @@ class Heartbeats:
     """The thread of a worker's heartbeats; it ends by itself when the coordinator does not know the worker any more.
 
     Args:
-        coordinator: the receiver.
-        message: the heartbeat.
-        interval_s: from one heartbeat to the next.
         timeout_s: after so many seconds without an answer `when_lost` is called, and then the thread goes on trying.
         when_lost: is called in the thread, once each time that the worker must be taken for lost.
     """
@@ -43,10 +41,7 @@ class Heartbeats:
         self._when_lost = when_lost
         self._stopping = threading.Event()
         self._answer: Future[HeartbeatResponse] | None = None
-        self._thread = threading.Thread(target=self._beat, name="unified-heartbeats", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self._thread = start_thread("unified-heartbeats", self._beat)
 
     def stop(self) -> None:
         """Stop sending, and return at once; an answer that is still awaited is of no interest."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.messages import Action, AnswerRequest, CoordinatorTick, Event, LogEvent, RequestCame
+from unified.core.coordinator.messages import AnswerRequest, CoordinatorTick, Event, LogEvent, RequestCame
 from unified.data.coordinator_client import Coordinator, expect, refusal
 from unified.errors import CoordinatorError, ProtocolError, UnifiedError
 from unified.protocol.client_master import MasterAnswer, Refused
@@ -83,23 +83,19 @@ class EmbeddedCoordinator(Coordinator):
 
     def _step(self, event: Event) -> list[tuple[Future[Any], object]]:
         """Return futures that are answered now, to be ended once the lock is given back. The lock is held."""
-        answers = self._take(self._core.step(self._now(), event))
-        due = self._core.next_deadline
-        if due is None:
-            self._timer.clear()
-        else:
-            self._timer.set(due - self._offset)
-        return answers
-
-    def _take(self, actions: Iterable[Action]) -> list[tuple[Future[Any], object]]:
         answers: list[tuple[Future[Any], object]] = []
-        for action in actions:
+        for action in self._core.step(self._now(), event):
             if isinstance(action, AnswerRequest):
                 found = self._waiting.pop(action.token[1], None)
                 if found is not None:
                     answers.append((found[0], _judge(action.answer, found[1])))
             elif isinstance(action, LogEvent):
                 _log.info("event=%s worker=%s reason=%r", action.event, action.worker_id, action.reason)
+        due = self._core.next_deadline
+        if due is None:
+            self._timer.clear()
+        else:
+            self._timer.set(due - self._offset)
         return answers
 
     def _pass_time(self) -> None:

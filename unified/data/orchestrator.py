@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from unified.config.runtime import RuntimeSettings
 from unified.data.coordinator_client import Coordinator
 from unified.data.heartbeats import Heartbeats, check_heartbeats, heartbeat_error, interval_within
 from unified.data.worker_identity import (
@@ -24,7 +25,6 @@ from unified.data.worker_identity import (
     member_of_rank,
     open_coordinator,
     register,
-    settings,
 )
 from unified.errors import (
     BarrierError,
@@ -148,7 +148,7 @@ class TrainingOrchestrator:
         check_meeting_place(coordinator_url, self.rank, self.world_size)
         self.worker_id = worker_id or identity.worker_id or f"worker-{self.rank}"
         self._member = member_of_rank(identity, self.rank, self.world_size)
-        configured = settings()
+        configured = RuntimeSettings.load_shared()
         if heartbeat_interval_s is None and configured.says("coordinator", "heartbeat_interval_ms"):
             heartbeat_interval_s = configured.coordinator.heartbeat_interval_ms / 1000
         if heartbeat_timeout_s is None and configured.says("coordinator", "heartbeat_timeout_ms"):
@@ -220,7 +220,6 @@ class TrainingOrchestrator:
                     timeout_s=answer.timeout_s,
                     when_lost=lambda error: self._lost(session, error),
                 )
-                self._heartbeats.start()
         register(self._registration(session))
         return answer.assigned_id
 
@@ -393,12 +392,7 @@ def _first(*values: Any) -> Any:
 
 
 def check_release(barrier_id: str, answer: BarrierResponse) -> None:
-    """Raise the error that the end of a barrier means to those who waited, if not all had arrived.
-
-    Raises:
-        BarrierTimeoutError: the time of one of them was over.
-        BarrierError: a worker was lost, or left; or the barrier's space was closed.
-    """
+    """Raise the error that the end of a barrier means to those who waited, if not all had arrived."""
     if answer.released_by == "arrived":
         return
     kind = BarrierTimeoutError if answer.released_by == "timeout" else BarrierError

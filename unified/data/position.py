@@ -49,7 +49,9 @@ class ReadingPosition:
     def plan(self, assignments: Iterable[ShardAssignment]) -> list[Reading]:
         """Return what is to be read of these shards, in their order: the first is this reader's for sure, the others
         may go to another one until they are first."""
-        return [Reading(each, self._skip(each.shard_id)) for each in assignments if each.shard_id not in self._done]
+        begun = self._offsets()
+        left = [each for each in assignments if each.shard_id not in self._done]
+        return [Reading(each, begun.get(each.shard_id, 0)) for each in left]
 
     def already_done(self, assignments: Iterable[ShardAssignment]) -> list[int]:
         """Return those of these shards that were read to the end, of which whoever assigns them has not heard."""
@@ -57,7 +59,7 @@ class ReadingPosition:
 
     def begin(self, reading: Reading) -> None:
         """Begin a shard: its samples are handed out from now on."""
-        self._leave()
+        self._begun = self._offsets()
         self.shard, self.offset = reading.assignment.shard_id, reading.skip
         self._begun.pop(self.shard, None)
 
@@ -77,17 +79,10 @@ class ReadingPosition:
 
     def state(self) -> dict[str, Any]:
         """Return what `load` takes: plain values, which JSON can say too."""
-        begun = dict(self._begun)
-        if self.shard is not None:
-            begun[self.shard] = self.offset
-        return {"epoch": self.epoch, "done": self.done, "begun": [[*each] for each in begun.items()]}
+        return {"epoch": self.epoch, "done": self.done, "begun": [[*each] for each in self._offsets().items()]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the position of another one.
-
-        Raises:
-            UsageError: it is no state of a position.
-        """
+        """Load the position of another one."""
         try:
             epoch, done = int(state["epoch"]), dict.fromkeys(int(each) for each in state["done"])
             begun = {int(shard_id): int(offset) for shard_id, offset in state["begun"]}
@@ -95,12 +90,9 @@ class ReadingPosition:
             raise UsageError(f"this is not what state_dict() gave: {state!r} ({error!r}).") from error
         self.epoch, self._done, self.shard, self.offset, self._begun = epoch, done, None, 0, begun
 
-    def _skip(self, shard_id: int) -> int:
-        return self.offset if shard_id == self.shard else self._begun.get(shard_id, 0)
-
-    def _leave(self) -> None:
-        if self.shard is not None:
-            self._begun[self.shard] = self.offset
+    def _offsets(self) -> dict[int, int]:
+        """Return the offsets in all shards that were begun and not finished."""
+        return self._begun if self.shard is None else {**self._begun, self.shard: self.offset}
 
 
 def merge_positions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -144,9 +136,6 @@ def restore_request(
         reader: the worker that asks: `space`, `worker_id`, `session`, `life`.
         world: ids of all who read from now on; empty if they are not known.
         is_first: it counts only if this process has restored none of this dataset for that worker yet.
-
-    Raises:
-        UsageError: it is no position.
     """
     where = ReadingPosition()
     where.load(position)

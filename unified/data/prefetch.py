@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
 from unified.data.position import Reading
@@ -16,26 +17,23 @@ SAMPLES_AT_ONCE = 64
 """The number of samples that go from thread to thread together."""
 
 
+@dataclass(eq=False)
 class _PrefetchedShard:
     """One shard on its way."""
 
-    def __init__(self, reading: Reading) -> None:
-        self.reading = reading
-        self.chunks: deque[list[Any]] = deque()
-        self.is_begun = False
-        self.is_dropped = False
-        self.is_whole = False
-        """True if nothing more comes: it was read to its end, or to its error."""
-        self.error: BaseException | None = None
+    reading: Reading
+    chunks: deque[list[Any]] = field(default_factory=deque)
+    is_begun: bool = False
+    is_dropped: bool = False
+    is_whole: bool = False
+    """True if nothing more comes: it was read to its end, or to its error."""
+    error: BaseException | None = None
 
 
 class ShardPrefetcher:
     """A thread that reads the shards that are wanted, one after another, each whole into memory.
 
     It starts with the first shard that is wanted and ends with `close`.
-
-    Args:
-        read: the samples of a shard; called on the thread.
     """
 
     def __init__(self, read: Callable[[Reading], Generator[Any, None, None]]) -> None:
@@ -61,11 +59,7 @@ class ShardPrefetcher:
                 self._thread = start_thread("data-prefetch", self._run)
 
     def take(self, shard_id: int) -> Iterator[Any]:
-        """Yield the samples of a wanted shard, as they come.
-
-        Raises:
-            DatasetError: and whatever else reading it raised, after the samples before.
-        """
+        """Yield the samples of a wanted shard, as they come; then raise what reading it raised."""
         ahead = self._ahead[shard_id]
         while True:
             with self._changed:
@@ -80,11 +74,7 @@ class ShardPrefetcher:
             yield from chunk
 
     def close(self) -> bool:
-        """End the thread, after the samples that it is reading at the moment. Safe to call twice.
-
-        Returns:
-            Whether nothing is being read any more.
-        """
+        """End the thread, after the samples that it is reading; return whether it has ended. Safe to call twice."""
         with self._changed:
             self._is_closed = True
             self._ahead.clear()

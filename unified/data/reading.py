@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any
 
 from unified.data.files import DataFile, DataFiles, Order, format_of
 from unified.data.formats import open_format
 from unified.errors import DatasetError, UsageError
 from unified.protocol.coordinator import FileRun, ShardAssignment
+from unified.values import ClosedOnExit
 
 _FILES_AT_ONCE = 8
 
@@ -45,7 +46,7 @@ def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileR
     return [FileRun(path=each, num_samples=count) for each, count in zip(paths, counts, strict=True)]
 
 
-class ShardReader:
+class ShardReader(ClosedOnExit):
     """Reads shards, and remembers of their files what helps to find rows. For one thread at a time.
 
     Args:
@@ -71,12 +72,6 @@ class ShardReader:
         self._known: dict[str, DataFile] = {}
         if format is not None:
             open_format(format, columns, verify=verify)  # so that what cannot be is refused now
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End connections."""
@@ -142,13 +137,7 @@ def iter_samples(
 
 
 def dataset_files(path: str, format: str, total_samples: int | None) -> list[FileRun]:  # noqa: A002
-    """Find the files of a dataset in order, counted unless there is one alone that would have to be read through.
-
-    Raises:
-        DataFileNotFoundError: nothing is there.
-        DatasetError: a file is empty, unreadable, or of another format.
-        UsageError: no such format; or the files, so far as they are counted, do not hold `total_samples`.
-    """
+    """Find the files of a dataset in order, counted unless there is one alone that would have to be read through."""
     rows = open_format(format)
     if total_samples is not None and total_samples > 0 and not rows.is_counted:
         with DataFiles() as files:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
+from unified.config.runtime import RuntimeSettings
 from unified.data.coordinator_client import Coordinator
 from unified.data.files import absolute
 from unified.data.position import restore_request
@@ -19,7 +21,6 @@ from unified.data.worker_identity import (
     open_coordinator,
     registered,
     session_of,
-    settings,
 )
 from unified.errors import CoordinatorError, UsageError, nearest
 from unified.protocol.client_master import Done
@@ -40,6 +41,7 @@ from unified.protocol.coordinator import (
     ShardAssignment,
     ShardsDone,
 )
+from unified.values import ClosedOnExit
 
 _log = logging.getLogger("unified.data")
 
@@ -58,7 +60,7 @@ class _QueriedWorker(NamedTuple):
     """True if the worker is this process."""
 
 
-class DatasetRegistry:
+class DatasetRegistry(ClosedOnExit):
     """Datasets that a coordinator knows, and the shards of each worker.
 
     A worker is named by its rank, or by the id that it has as a `TrainingOrchestrator`: a rank is one worker, whatever
@@ -85,7 +87,7 @@ class DatasetRegistry:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self._given = (coordinator_url, rank, world_size)
+        self._given: dict[str, Any] = {"coordinator_url": coordinator_url, "rank": rank, "world_size": world_size}
         identity = discover()
         self.rank = identity.rank if rank is None else rank
         self.world_size = identity.world_size if world_size is None else world_size
@@ -130,8 +132,8 @@ class DatasetRegistry:
         """
         where = absolute(os.fspath(path))
         if shard_size is None:
-            shard_size = settings().dataset.default_shard_size
-        known = self._find(dataset_id)
+            shard_size = RuntimeSettings.load_shared().dataset.default_shard_size
+        known = next((each for each in self.datasets() if each.dataset_id == dataset_id), None)
         epoch = known.epoch if known is not None else 0
         said = {name: str(value) for name, value in (metadata or {}).items()}
         asked = (where, format, shard_size, shuffle, seed or 0, said)
@@ -317,7 +319,7 @@ class DatasetRegistry:
         """
         if epoch is None:
             if dataset_id not in self._epochs:
-                self._epochs[dataset_id] = self._known(dataset_id).epoch
+                self._epochs[dataset_id] = self.current_epoch(dataset_id)
             epoch = self._epochs[dataset_id] + 1
         self._ask(AdvanceEpoch(dataset_id=dataset_id, epoch=epoch, space=self._identity.space), Done)
         current = self._epochs[dataset_id] = self.current_epoch(dataset_id)
@@ -329,7 +331,7 @@ class DatasetRegistry:
         Raises:
             CoordinatorError: there is no such dataset.
         """
-        return self._known(dataset_id).epoch
+        return self.status(dataset_id).epoch
 
     def status(self, dataset_id: str) -> DatasetStatus:
         """Return the values, workers and progress of a dataset.
@@ -337,7 +339,13 @@ class DatasetRegistry:
         Raises:
             CoordinatorError: there is no such dataset.
         """
-        return self._known(dataset_id)
+        every = {each.dataset_id: each for each in self.datasets()}
+        if dataset_id not in every:
+            hint = nearest(dataset_id, every)
+            raise CoordinatorError(
+                f"no dataset {dataset_id!r} is registered here: register it first.{hint}", code="not-found"
+            )
+        return every[dataset_id]
 
     def datasets(self) -> list[DatasetStatus]:
         """Return all datasets, each with its values, its workers and its progress."""
@@ -349,7 +357,7 @@ class DatasetRegistry:
         Raises:
             CoordinatorError: there is no such dataset.
         """
-        return self._all().workers if dataset_id is None else list(self._known(dataset_id).workers)
+        return self._all().workers if dataset_id is None else list(self.status(dataset_id).workers)
 
     def shard_source(self, dataset_id: str, worker_rank: int | str | None = None) -> DatasetShards:
         """Return a worker's part of a dataset, as `ShardedDataset` reads it.
@@ -362,7 +370,7 @@ class DatasetRegistry:
             self,
             dataset_id,
             worker_rank,
-            self._known(dataset_id).format,
+            self.status(dataset_id).format,
             life=self._identity.life if is_mine else -1,
             is_elastic=is_mine and self._identity.is_elastic,
         )
@@ -372,14 +380,8 @@ class DatasetRegistry:
         if self._is_mine:
             self._coordinator.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, self._given)
+        return partial(DatasetRegistry, **self._given), ()
 
     def _world(self) -> int | None:
         if self.world_size is not None:
@@ -416,14 +418,12 @@ class DatasetRegistry:
         """Return the fields of a request that say which worker it is of; and which incarnation, if this process is
         one."""
         identity = self._identity
-        life = identity.life if worker.name == identity.worker_id else -1
-        session = session_of(identity.space, worker.name)
         return {
             "space": identity.space,
             "worker_id": worker.name,
             "is_id": worker.is_id,
-            "session": session,
-            "life": life,
+            "session": session_of(identity.space, worker.name),
+            "life": identity.life if worker.name == identity.worker_id else -1,
         }
 
     def _join_world(self, dataset_id: str, members: Sequence[str]) -> None:
@@ -453,18 +453,6 @@ class DatasetRegistry:
     def _all(self) -> Datasets:
         return self._ask(GetDatasets(space=self._identity.space), Datasets)
 
-    def _find(self, dataset_id: str) -> DatasetStatus | None:
-        return next((each for each in self._all().datasets if each.dataset_id == dataset_id), None)
-
-    def _known(self, dataset_id: str) -> DatasetStatus:
-        every = {each.dataset_id: each for each in self._all().datasets}
-        if dataset_id not in every:
-            hint = nearest(dataset_id, every)
-            raise CoordinatorError(
-                f"no dataset {dataset_id!r} is registered here: register it first.{hint}", code="not-found"
-            )
-        return every[dataset_id]
-
     def _ask(self, request: CoordinatorRequest, expected: type[A]) -> A:
         return self._coordinator.ask(request, expected)
 
@@ -475,10 +463,6 @@ def _is_registered_as(
     """Return whether a known dataset has these values: path, format, shard size, shuffle, seed, metadata."""
     there = (known.path, known.format, known.shard_size, known.shuffle, known.seed, known.metadata)
     return there == asked and total_samples in (None, known.total_samples)
-
-
-def _rebuild(coordinator_url: str | None, rank: int | None, world_size: int | None) -> DatasetRegistry:
-    return DatasetRegistry(coordinator_url, rank=rank, world_size=world_size)
 
 
 def _listed(ranks: Sequence[int], limit: int = 20) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from unified.protocol.coordinator import DatasetStatus, DataShards, ShardAssignment, ShardsDone
@@ -26,9 +26,6 @@ class ShardCache:
 
     They hold at the moment in which the coordinator said so: in its answer with the shards, or in one to a report of
     some that are done, if its revision is still that of the shards. So each such word is good for one `take`.
-
-    Args:
-        at_once: shards that are asked for together.
     """
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
@@ -80,34 +77,21 @@ class ShardLookup(Protocol):
     def status(self, dataset_id: str) -> DatasetStatus: ...
 
 
+@dataclass(eq=False)
 class DatasetShards:
-    """One worker's part of a dataset. Made by `DatasetRegistry.shard_source`. For one thread at a time.
+    """One worker's part of a dataset. Made by `DatasetRegistry.shard_source`. For one thread at a time."""
 
-    Attributes:
-        format: the format of the dataset's files.
-        life: in a job, the incarnation of the worker that this process is, from 0; else -1.
-        is_elastic: the workers of its role are started again together.
-        num_left: unfinished shards of the epoch, whoever has them, when `shards` was last answered by the coordinator.
-    """
-
-    def __init__(
-        self,
-        registry: ShardLookup,
-        dataset_id: str,
-        worker_rank: int | str | None,
-        format: str,  # noqa: A002  as everywhere
-        *,
-        life: int = -1,
-        is_elastic: bool = False,
-    ) -> None:
-        self.format = format
-        self.life = life
-        self.is_elastic = is_elastic
-        self.num_left = 0
-        self._registry = registry
-        self._dataset_id = dataset_id
-        self._worker_rank = worker_rank
-        self._known = ShardCache()
+    registry: ShardLookup
+    dataset_id: str
+    worker_rank: int | str | None
+    format: str
+    life: int = -1
+    """In a job, the incarnation of the worker that this process is, from 0; else -1."""
+    is_elastic: bool = False
+    """The workers of its role are started again together."""
+    num_left: int = 0
+    """Unfinished shards of the epoch, whoever has them, when `shards` was last answered by the coordinator."""
+    _known: ShardCache = field(default_factory=ShardCache)
 
     def shards(self, epoch: int) -> list[ShardAssignment]:
         """Return what `DatasetRegistry.get_assignment` does: the first shards, without asking where `mark_done` has
@@ -115,20 +99,20 @@ class DatasetShards:
         known = self._known.take(epoch)
         if known is not None:
             return known
-        answer = self._registry.look_up(self._dataset_id, self._worker_rank, epoch, limit=self._known.at_once)
+        answer = self.registry.look_up(self.dataset_id, self.worker_rank, epoch, limit=self._known.at_once)
         self.num_left = answer.num_left
         return self._known.learn(epoch, answer)
 
     def mark_done(self, epoch: int, shard_ids: Sequence[int]) -> None:
         """Report shards as `DatasetRegistry.mark_done` does."""
-        answer = self._registry.report_done(self._dataset_id, self._worker_rank, epoch, shard_ids)
+        answer = self.registry.report_done(self.dataset_id, self.worker_rank, epoch, shard_ids)
         self._known.finish(epoch, shard_ids, answer)
 
     def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
         """Go on from a position as `DatasetRegistry.restore_position` does."""
         self._known = ShardCache()
-        self._registry.restore_position(self._dataset_id, position, self._worker_rank, is_first=is_first)
+        self.registry.restore_position(self.dataset_id, position, self.worker_rank, is_first=is_first)
 
     def status(self) -> DatasetStatus:
         """Return what `DatasetRegistry.status` does."""
-        return self._registry.status(self._dataset_id)
+        return self.registry.status(self.dataset_id)

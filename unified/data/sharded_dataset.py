@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from unified.config.runtime import RuntimeSettings
 from unified.data.formats import open_format
 from unified.data.position import Reading, ReadingPosition
 from unified.data.prefetch import ShardPrefetcher
 from unified.data.reading import ShardReader
-from unified.data.worker_identity import settings
 from unified.errors import CoordinatorError, EpochTimeoutError, UsageError
 from unified.protocol.coordinator import DatasetStatus, ShardAssignment
 
@@ -155,7 +155,7 @@ class ShardedDataset(IterableDataset[Any]):
         if restart not in ("anew", "resume", None):
             raise UsageError(f'restart must be "anew" or "resume", not {restart!r}.')
         if prefetch_shards is None:
-            prefetch_shards = settings().dataset.prefetch_shards
+            prefetch_shards = RuntimeSettings.load_shared().dataset.prefetch_shards
         if prefetch_shards < 0:
             raise UsageError(f"prefetch_shards must be 0 or more, not {prefetch_shards}.")
         if dataset_id is not None and isinstance(registry, ShardRegistry):

@@ -39,9 +39,6 @@ def discover(env: Mapping[str, str] | None = None) -> WorkerIdentity:
     """Discover the identity: inside a job what `current_worker()` says, else ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK``
     and ``WORLD_SIZE``. Outside a job what we log here begins from now on at the level that the environment asks for; a
     job's worker sees to that at its start.
-
-    Raises:
-        OptionError: a variable is not what it should be, or the rank is not in the world.
     """
     worker = _worker()
     if worker is not None:
@@ -65,15 +62,6 @@ def discover(env: Mapping[str, str] | None = None) -> WorkerIdentity:
         rank=own.rank if own.says("", "rank") else None,
         world_size=own.world_size if own.says("", "world_size") else None,
     )
-
-
-def settings() -> RuntimeSettings:
-    """Load what ``UNIFIED_CONFIG`` and the environment say, but for the process's identity: see `discover`.
-
-    Raises:
-        UsageError: a key or a value that cannot be.
-    """
-    return RuntimeSettings.load_shared()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +111,6 @@ def member_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) 
     """Return the name of a rank, by which datasets have it: the same in every process of a world, whatever the worker
     of that rank calls itself. In a job it is the name of the worker that has this rank in its role, else
     ``worker-{rank}``.
-
-    Raises:
-        UsageError: the rank is not in the world.
     """
     check_rank(rank, world_size)
     is_role = world_size in (None, identity.world_size) and rank < len(identity.workers)
@@ -133,11 +118,7 @@ def member_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) 
 
 
 def worker_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) -> str:
-    """Return the id of the worker that has this rank, as far as it is known here; else ``worker-{rank}``.
-
-    Raises:
-        UsageError: the rank is not in the world.
-    """
+    """Return the id of the worker that has this rank, as far as it is known here; else ``worker-{rank}``."""
     check_rank(rank, world_size)
     for each in reversed(_registered):
         if (each.space, each.rank) == (identity.space, rank) and world_size in (None, each.world_size):

@@ -111,8 +111,8 @@ def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
 
 
 def test_crc32c_is_the_castagnoli_one() -> None:
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
-    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
+    assert crc32c()(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    assert crc32c()(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
     assert masked_crc32c(b"") == 0xA282EAD8
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_length_of_a_record_is_found_and_a_damaged_record_if_asked(tmp
 def test_who_reads_tfrecords_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tfrecord(tmp_path / "a.tfrecord", samples(0, 3))
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    tfrecord._function.cache_clear()
+    tfrecord.crc32c.cache_clear()
     with pytest.raises(ImportError, match=r"google-crc32c: pip install 'unified-runtime\[data\]'"):
         open_format("tfrecord").count(data_file(tmp_path / "a.tfrecord"))
     monkeypatch.undo()

@@ -22,9 +22,6 @@ def open_format(format: str, columns: Sequence[str] | None = None, *, verify: bo
     Args:
         columns: names of those to read, None for all. Not for ``tfrecord``, whose samples are bytes.
         verify: check the checksums of ``tfrecord`` samples too (those of their lengths always are).
-
-    Raises:
-        UsageError: there is no such format, or it has no columns.
     """
     check_format(format)
     if format != "tfrecord":

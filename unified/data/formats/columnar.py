@@ -17,11 +17,7 @@ ROWS_AT_ONCE = 1024
 
 
 def pyarrow(part: str = "") -> Any:
-    """Import the module ``pyarrow``, or a part of it such as ``"parquet"``.
-
-    Raises:
-        ImportError: it is not installed; names the extra.
-    """
+    """Import the module ``pyarrow``, or a part of it such as ``"parquet"``."""
     try:
         return importlib.import_module(f"pyarrow.{part}" if part else "pyarrow")
     except ImportError as error:

@@ -16,7 +16,8 @@ _FIRST_BYTES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "ar
 
 
 class RowFormat(ABC):
-    """Reads files of one format. Rows are numbered from 0 in each file.
+    """Reads files of one format. Rows are numbered from 0 in each file. Methods raise DatasetError for a file that is
+    empty, cannot be read, or is not of this format.
 
     Args:
         columns: names of those to read, in this order; None: all.
@@ -35,11 +36,7 @@ class RowFormat(ABC):
         self.columns = None if columns is None else list(columns)
 
     def count(self, file: DataFile) -> int:
-        """Return the number of rows of the file; counted once, and then known.
-
-        Raises:
-            DatasetError: it is empty, cannot be read, or is not of this format.
-        """
+        """Return the number of rows of the file; counted once, and then known."""
         if "count" not in file.notes:
             with named(file, self.name):
                 self._check_first_bytes(file)
@@ -47,20 +44,12 @@ class RowFormat(ABC):
         return int(file.notes["count"])
 
     def check(self, file: DataFile) -> None:
-        """Read the first row, which shows most of what may be wrong with a file at little cost.
-
-        Raises:
-            DatasetError: it is empty, cannot be read, or is not of this format.
-        """
+        """Read the first row, which shows most of what may be wrong with a file at little cost."""
         if next(self.rows(file, 0, 1), None) is None:
             raise DatasetError(f"{file.path} holds no sample: write it again, or take it out of the dataset.")
 
     def rows(self, file: DataFile, start: int, end: int) -> Iterator[Any]:
-        """Yield rows `start` to `end` (not included) in order; those of them that the file has.
-
-        Raises:
-            DatasetError: it cannot be read, or is not of this format.
-        """
+        """Yield rows `start` to `end` (not included) in order; those of them that the file has."""
         with named(file, self.name):
             if "first-bytes" not in file.notes:
                 self._check_first_bytes(file)
@@ -70,9 +59,6 @@ class RowFormat(ABC):
     def pieces(self, file: DataFile) -> list[tuple[int, int]]:
         """Return runs of rows that can be read without those before them, each its first row and the one after its
         last; of a file whose rows have to be counted it is one without an end.
-
-        Raises:
-            DatasetError: it is empty, cannot be read, or is not of this format.
         """
         with named(file, self.name):
             self._check_first_bytes(file)

@@ -89,21 +89,13 @@ class TFRecordFormat(RowFormat):
 
 def masked_crc32c(data: bytes) -> int:
     """Return the CRC-32C of the data, masked as TFRecord files have it."""
-    crc = crc32c(data)
+    crc = crc32c()(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def crc32c(data: bytes) -> int:
-    """Return the Castagnoli CRC: zlib has another polynomial.
-
-    Raises:
-        ImportError: google-crc32c is not installed; names the extra.
-    """
-    return _function()(data)
-
-
 @functools.cache
-def _function() -> Callable[[bytes], int]:
+def crc32c() -> Callable[[bytes], int]:
+    """Return the function of the Castagnoli CRC: zlib has another polynomial."""
     try:
         module = importlib.import_module("google_crc32c")
     except ImportError as error:
