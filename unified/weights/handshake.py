@@ -63,19 +63,15 @@ class Verdict(NamedTuple):
     """Another attempt may reach those that failed."""
 
 
-class Handshake:
-    """The handshake with the receivers called `name`.
+class Handshake(NamedTuple):
+    """The handshake with the receivers called `name`."""
 
-    Args:
-        what: the weights and the group in words.
-        node: of this worker.
-    """
-
-    def __init__(self, bus: BusEndpoint, name: str, what: str, node: str) -> None:
-        self._bus = bus
-        self._name = name
-        self._what = what
-        self._node = node
+    bus: BusEndpoint
+    name: str
+    what: str
+    """The weights and the group in words."""
+    node: str
+    """The node of this worker."""
 
     def begin(
         self,
@@ -94,11 +90,6 @@ class Handshake:
         Args:
             targets: node of each worker; empty: not known.
             version: None: one more than the newest that anybody has, and than `last`.
-
-        Raises:
-            WeightsVersionError: somebody has a newer one, or another sender is bringing this one.
-            WeightsTimeoutError: a worker has no receiver yet.
-            WeightsError: a worker cannot be reached.
         """
         versions, receivers = self._find(list(targets), deadline)
         newest = max(versions.values())
@@ -107,10 +98,10 @@ class Handshake:
         elif version < newest and not force:
             there = next(worker for worker, each in versions.items() if each == newest)
             raise WeightsVersionError(
-                f"version {version} of {self._what} was not sent: worker {there} has version {newest}, and versions go "
+                f"version {version} of {self.what} was not sent: worker {there} has version {newest}, and versions go "
                 "up. Leave version= out to have the next one, or say force=True to go back."
             )
-        roots, children = tree(receivers, targets, self._node)
+        roots, children = tree(receivers, targets, self.node)
         plan = TransferPlan(
             session=secrets.token_hex(8),
             version=version,
@@ -136,7 +127,7 @@ class Handshake:
             worker, reason = next(iter(refusals.items()))
             self.abort(attempt, [each.worker for each in receivers], f"worker {worker} refused it: {reason}")
             raise WeightsVersionError(
-                f"version {version} of {self._what} was not sent: worker {worker} refuses it, because {reason}. "
+                f"version {version} of {self.what} was not sent: worker {worker} refuses it, because {reason}. "
                 "(If all ranks of a role call sync_weights with the same model, say collective=True.)"
             )
         return attempt
@@ -155,18 +146,13 @@ class Handshake:
         """Have receivers forget it. Nobody waits: a receiver that does not hear of it drops it when its time is up."""
         wanted = set(workers)
         receivers = [each for each in attempt.receivers if each.worker in wanted]
+        args = [attempt.plan.session, reason]
         with contextlib.suppress(RpcError):
-            call_incarnations(
-                self._bus,
-                receivers,
-                method(self._name, "abort"),
-                [attempt.plan.session, reason],
-                timeout=ABORT_WITHIN_S,
-            )
+            call_incarnations(self.bus, receivers, method(self.name, "abort"), args, timeout=ABORT_WITHIN_S)
 
     def error(self, version: int | None, failures: Mapping[str, TransferFailure]) -> WeightsError:
         """Return an error that names the workers without the version, and the reasons."""
-        what = self._what if version is None else f"version {version} of {self._what}"
+        what = self.what if version is None else f"version {version} of {self.what}"
         texts = "".join(f"\n  {worker}: {failure.text}" for worker, failure in failures.items())
         is_late = {failure.kind for failure in failures.values()} <= {LATE, GONE}
         return (WeightsTimeoutError if is_late else WeightsError)(f"{what} did not reach:{texts}")
@@ -177,7 +163,7 @@ class Handshake:
         num_tries = 0
         while True:
             missing = [worker for worker in targets if worker not in found]
-            calls = self._bus.call_many(missing, method(self._name, "version"), [], {}, timeout=left_s(deadline))
+            calls = self.bus.call_many(missing, method(self.name, "version"), [], {}, timeout=left_s(deadline))
             for worker, call in zip(missing, calls, strict=True):
                 try:
                     version, incarnation = call.result()
@@ -195,7 +181,7 @@ class Handshake:
             if time.monotonic() + pause_s >= deadline:
                 names = ", ".join(worker for worker in targets if worker not in found)
                 raise WeightsTimeoutError(
-                    f"{self._what} did not reach {names}: there is no WeightsReceiver({self._name!r}) there. "
+                    f"{self.what} did not reach {names}: there is no WeightsReceiver({self.name!r}) there. "
                     "Each worker of the role makes one when it starts."
                 )
             time.sleep(pause_s)
@@ -205,7 +191,7 @@ class Handshake:
     ) -> dict[str, Any]:
         """Return the answers by worker, or the failure of the call."""
         answers: dict[str, Any] = {}
-        calls = call_incarnations(self._bus, receivers, method(self._name, verb), args, timeout=left_s(deadline))
+        calls = call_incarnations(self.bus, receivers, method(self.name, verb), args, timeout=left_s(deadline))
         for each, call in zip(receivers, calls, strict=True):
             try:
                 answers[each.worker] = call.result()

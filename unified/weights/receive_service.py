@@ -18,7 +18,7 @@ from unified.core.directory import Change, IncarnationDied
 from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutError
 from unified.memory.host_buffers import BufferPool
 from unified.protocol.records import WorkerIncarnation
-from unified.weights.handshake import call_incarnations, method
+from unified.weights.handshake import call_incarnations, left_s, method
 from unified.weights.state_dict import VersionedStateDict, assemble, check_bucket
 from unified.weights.transfer_plan import TransferPlan
 from unified.weights.versions import (
@@ -75,13 +75,8 @@ class ReceiveService:
     """Receives under one name in one worker.
 
     Args:
-        bus: the bus of this worker.
-        name: the receiver's.
         copy: copy what comes into memory of this process; None: where the sender cannot spare its own.
         on_published: called, without a lock, on the thread that completed a version.
-
-    Raises:
-        UsageError: there is one of this name in this process already.
     """
 
     def __init__(
@@ -121,12 +116,7 @@ class ReceiveService:
         return self._versions.version
 
     def wait(self, min_version: int, timeout: float | None) -> VersionedStateDict:
-        """Return the newest complete version, once it is at least `min_version`.
-
-        Raises:
-            WeightsTimeoutError: it was not within `timeout` seconds.
-            WeightsError: the receiver was closed.
-        """
+        """Return the newest complete version, once it is at least `min_version`."""
 
         def is_there() -> bool:
             return self._is_closed or (self._latest is not None and self._latest.version >= min_version)
@@ -206,11 +196,9 @@ class ReceiveService:
         children = () if coming is None else coming.plan.children.get(self._me, ())
         if coming is None or not children:
             return self._kept(session, index, tensors)
-        left_s = max(coming.expires_at - time.monotonic(), 0.001)
+        args, timeout_s = [session, index, tensors], left_s(coming.expires_at)
         try:
-            passed_on = call_incarnations(
-                self._bus, children, method(self.name, "bucket"), [session, index, tensors], timeout=left_s
-            )
+            passed_on = call_incarnations(self._bus, children, method(self.name, "bucket"), args, timeout=timeout_s)
         except RpcError as error:  # no room on the way to them
             return self._kept(session, index, tensors) | {child.worker: failure_of(error) for child in children}
         return _all_of(self._kept(session, index, tensors), children, passed_on)

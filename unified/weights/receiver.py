@@ -7,11 +7,12 @@ import logging
 import threading
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from unified.errors import UsageError
 from unified.lazy import needed_by
 from unified.threads import SerialWorker
+from unified.values import ClosedOnExit
 from unified.worker.context import current_worker
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class WeightsReceiver:
+class WeightsReceiver(ClosedOnExit):
     """Receives what `RoleGroup.sync_weights` of another role sends to this one. Make one when the worker starts.
 
     A version becomes visible when all of it has come, in one moment; what is read once stays as it was. Nothing is
@@ -144,12 +145,6 @@ class WeightsReceiver:
         with self._lock:
             self._is_closed = True
         self._notifier.close(threading.TIMEOUT_MAX)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _wait(self, min_version: int | None, timeout: float | None) -> VersionedStateDict:
         return self._service.wait(1 if min_version is None else min_version, timeout)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from unified.protocol.records import WorkerIncarnation
 from unified.threads import start_thread
 from unified.weights.handshake import AGAIN, Attempt, Handshake, call_incarnations, left_s, method
 from unified.weights.state_dict import OutgoingStateDict, is_replicated
-from unified.weights.transfer_plan import Bucket, TransferPlan
+from unified.weights.transfer_plan import Bucket
 from unified.weights.versions import GONE, LATE, SUPERSEDED, TransferFailure, failure_of
 from unified.worker.context import ActorInfo, current_worker
 from unified.worker.rank_group import Alone, MeshGroup, Ranks, WholeGroup, lead
@@ -91,12 +92,7 @@ class _SendTask(NamedTuple):
 
 
 class WeightsSender:
-    """Sends to the receivers called `name` of a group of workers, one version at a time.
-
-    Args:
-        node: the node of this worker.
-        group: the name of the group, for messages.
-    """
+    """Sends to the receivers called `name` of a group of workers, one version at a time."""
 
     def __init__(self, bus: BusEndpoint, node: str, group: str, name: str) -> None:
         self._bus = bus
@@ -117,9 +113,6 @@ class WeightsSender:
 
         Args:
             targets: node of each worker by its full name; empty: not known.
-
-        Raises:
-            WeightsError: it did not reach all; or the one before, which was not waited for, had not.
         """
         deadline = time.monotonic() + options.timeout
         if not self._lock.acquire(timeout=options.timeout):
@@ -159,7 +152,7 @@ class WeightsSender:
             attempt = self._begin(task, targets, version)
             version = attempt.plan.version
             self._last = max(self._last, version)
-            pipeline = BucketPipeline(self._bus, self._name, attempt.plan, attempt.roots, task.deadline)
+            pipeline = BucketPipeline(self._bus, self._name, attempt, task.deadline)
             if not task.options.wait:
                 self._send_later(task, attempt, pipeline)
                 return version
@@ -253,34 +246,20 @@ class WeightsSender:
         self._handshake.abort(attempt, [each.worker for each in attempt.receivers], reason)
 
 
+@dataclass(eq=False)
 class BucketPipeline:
-    """Sends the buckets of one rank in one attempt, a few at a time.
+    """Sends the buckets of one rank in one attempt, a few at a time."""
 
-    Args:
-        name: of the receivers.
-        roots: workers it sends to; they pass buckets on to their children.
-        deadline: on the monotonic clock.
-
-    Attributes:
-        failures: by worker; a worker in there gets no more.
-    """
-
-    def __init__(
-        self,
-        bus: BusEndpoint,
-        name: str,
-        plan: TransferPlan,
-        roots: Sequence[WorkerIncarnation],
-        deadline: float,
-    ) -> None:
-        self.failures: dict[str, TransferFailure] = {}
-        self._bus = bus
-        self._method = method(name, "bucket")
-        self._plan = plan
-        self._roots = roots
-        self._deadline = deadline
-        self._superseded: set[str] = set()
-        self._under_way: deque[tuple[HostCopy, dict[WorkerIncarnation, RpcFuture[Any]]]] = deque()
+    bus: BusEndpoint
+    name: str
+    """The name of the receivers."""
+    attempt: Attempt
+    deadline: float
+    """Time on the monotonic clock."""
+    failures: dict[str, TransferFailure] = field(default_factory=dict)
+    """Failures by worker; a worker in there gets no more."""
+    _superseded: set[str] = field(default_factory=set)
+    _under_way: deque[tuple[HostCopy, dict[WorkerIncarnation, RpcFuture[Any]]]] = field(default_factory=deque)
 
     def put(self, index: int, staged: HostCopy) -> None:
         """Send a bucket as soon as there is room."""
@@ -288,12 +267,11 @@ class BucketPipeline:
             self._take_oldest()
         staged.wait()
         done = self.failures.keys() | self._superseded
-        roots = [root for root in self._roots if root.worker not in done]
+        roots = [root for root in self.attempt.roots if root.worker not in done]
+        args, timeout_s = [self.attempt.plan.session, index, staged.value], left_s(self.deadline)
         futures: list[RpcFuture[Any]] = []
         try:
-            futures = call_incarnations(
-                self._bus, roots, self._method, [self._plan.session, index, staged.value], timeout=self._left_s()
-            )
+            futures = call_incarnations(self.bus, roots, method(self.name, "bucket"), args, timeout=timeout_s)
         except RpcTimeoutError as error:
             for root in roots:
                 self._fail(root, TransferFailure(LATE, str(error)))
@@ -337,12 +315,9 @@ class BucketPipeline:
         self._lose_children(root, failure)
 
     def _lose_children(self, root: WorkerIncarnation, failure: TransferFailure) -> None:
-        for child in self._plan.children.get(root.worker, ()):
+        for child in self.attempt.plan.children.get(root.worker, ()):
             text = f"worker {root.worker}, which passes buckets on to it, did not: {failure.text}"
             self.failures.setdefault(child.worker, TransferFailure(failure.kind, text))
-
-    def _left_s(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.001)
 
 
 def _convey(pipeline: BucketPipeline, stream: Stream) -> None:
@@ -387,11 +362,7 @@ def stage_bucket(
 
 
 def ranks_for(source: OutgoingStateDict, *, together: bool) -> Ranks:
-    """Return the group that sends: the ranks of a sharded model, all ranks of a replicated one, or this process alone.
-
-    Raises:
-        UsageError: `together`, and there is no process group.
-    """
+    """Return the group that sends: ranks of a sharded model, all ranks of a replicated one, or this process alone."""
     from torch import distributed
 
     if not (together or source.is_sharded):

@@ -45,9 +45,6 @@ class OutgoingStateDict:
     Args:
         weights: a module, or a state dict of one.
         dtype: what floating-point tensors are cast to; None: nothing.
-
-    Raises:
-        UsageError: it is neither, a key is no string, or a tensor has no values (the meta device).
     """
 
     def __init__(self, weights: torch.nn.Module | Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
@@ -125,11 +122,7 @@ class OutgoingStateDict:
 
 
 def check_bucket(plan: TransferPlan, index: int, tensors: Sequence[object]) -> list[torch.Tensor]:
-    """Return the tensors of a bucket that came, if they are those that the plan announced.
-
-    Raises:
-        UsageError: they are not.
-    """
+    """Return the tensors of a bucket that came; raise UsageError unless they are those that the plan announced."""
     entries = plan.buckets[index].entries
     found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     for entry, tensor in zip(entries, found, strict=False):
@@ -200,10 +193,6 @@ def load(
     Args:
         strict: the keys must be the same on both sides.
         what: the version in words, for errors.
-
-    Raises:
-        WeightsMismatchError: keys or shapes differ. Nothing was changed.
-        UsageError: `target` is neither.
     """
     if isinstance(target, torch.nn.Module):
         module = unwrap(target)

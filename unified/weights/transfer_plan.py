@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from unified.protocol.records import WorkerIncarnation
@@ -39,11 +40,7 @@ class Bucket(NamedTuple):
 
     @property
     def offsets(self) -> list[int]:
-        found, end = [], 0
-        for entry in self.entries:
-            found.append(end)
-            end += _aligned(entry.nbytes)
-        return found
+        return list(accumulate((_aligned(entry.nbytes) for entry in self.entries), initial=0))[:-1]
 
 
 class TransferPlan(NamedTuple):
@@ -78,10 +75,9 @@ def cut(entries: Iterable[TensorEntry], bucket_bytes: int, num_ranks: int = 1) -
 
     Tensors that no rank has alone are spread over the ranks; rank 0, which has the rest as well as any, sends that.
     """
-    plain: list[TensorEntry] = []
-    sharded: list[TensorEntry] = []
-    for entry in entries:
-        (sharded if entry.is_sharded else plain).append(entry)
+    entries = list(entries)
+    plain = [entry for entry in entries if not entry.is_sharded]
+    sharded = [entry for entry in entries if entry.is_sharded]
     buckets = [Bucket(tuple(run), 0) for run in _runs(plain, bucket_bytes)]
     buckets += [Bucket(tuple(run), index % num_ranks) for index, run in enumerate(_runs(sharded, bucket_bytes))]
     return tuple(buckets)
