@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any, BinaryIO, NamedTuple, Self, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from unified.errors import AlreadyExistsError, NotFoundError, UsageError
+from unified.values import ClosedOnExit
 
 Buffer = bytes | bytearray | memoryview
 Source = Buffer | BinaryIO | Iterable[Buffer]
@@ -26,7 +27,7 @@ class Stat(NamedTuple):
     """Entity tag, a new one after each write. Its form is the store's own affair."""
 
 
-class StorageBackend(ABC):
+class StorageBackend(ClosedOnExit):
     """Objects by key. Every method may be called from any thread, and by processes forked from the one that made it.
 
     A key is made of parts joined by `/`; no part is empty, `.` or `..`. Only whole objects are ever seen: a write that
@@ -104,22 +105,12 @@ class StorageBackend(ABC):
         """
         return cast(BinaryIO, io.BufferedReader(_ObjectFile(self, self.stat(key)), READ_AHEAD_NBYTES))
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
+    def close(self) -> None:
         """Let go of connections and threads. Another use opens them again."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def check_key(key: str) -> str:
-    """Return the same key.
-
-    Raises:
-        UsageError: no key, or one that could leave its store.
-    """
+    """Return the same key; raise UsageError if it is none, or could leave its store."""
     if not key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise UsageError(
             f"{key!r} is no key of a store: use parts joined by '/', such as 'run-1/step-000001.json'; no part may be "

@@ -32,9 +32,6 @@ def write_pieces(descriptor: int, pieces: Iterable[memoryview]) -> None:
     What is more than a block goes to the disk directly where the file system can do that, in `NUM_IN_FLIGHT` + 1 blocks
     of memory. By way of the page cache it would be copied by the system on this thread, and reach the disk at ``fsync``
     only. Not more than a block is left to that.
-
-    Raises:
-        OSError: as ``os.write``.
     """
     with contextlib.ExitStack() as stack:
         block = mmap.mmap(-1, BLOCK_NBYTES)
@@ -112,11 +109,7 @@ def _write_at(descriptor: int, view: memoryview, start: int) -> None:
 
 
 def pieces_of(data: Source) -> Iterator[memoryview]:
-    """Yield `data` as byte views in order, none of them empty; buffers are not copied.
-
-    Raises:
-        UsageError: it is none of what can be written.
-    """
+    """Yield `data` as byte views in order, none of them empty; buffers are not copied."""
     if isinstance(data, str):
         raise UsageError("a text cannot be written to a store: encode it first, such as text.encode()")
     view = _view(data)

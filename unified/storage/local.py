@@ -175,7 +175,7 @@ class LocalBackend(StorageBackend):
                 raise IsADirectoryError(errno.EISDIR, "a folder", str(path))
             if path.parent not in self._swept:
                 self._swept.add(path.parent)
-                remove_orphans(path.parent)
+                _remove_orphans(path.parent)
             temporary = path.parent / temporary_name(secrets.token_hex(8))
             try:
                 descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -183,7 +183,7 @@ class LocalBackend(StorageBackend):
                 if not tries_left:
                     raise
                 continue
-            # Some file systems have no locks: there, orphans stay (see `remove_orphans`).
+            # Some file systems have no locks: there, orphans stay (see `_remove_orphans`).
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return temporary, descriptor
@@ -310,31 +310,23 @@ def is_temporary(name: str) -> bool:
     return name.startswith(PREFIX) and name.endswith(SUFFIX)
 
 
-def remove_orphans(folder: Path, now: float | None = None) -> list[str]:
-    """Remove files of writers that were killed from a folder, and return their names; the rest is only hidden.
-
-    Args:
-        now: seconds since the epoch.
-    """
-    now = time.time() if now is None else now
-    removed = []
+def _remove_orphans(folder: Path) -> None:
+    """Remove files of writers that were killed; the rest is only hidden."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            if is_temporary(name) and _is_orphan(folder / name, now):
+            if is_temporary(name) and _is_orphan(folder / name):
                 with contextlib.suppress(OSError):
                     os.unlink(folder / name)
-                    removed.append(name)
-    return sorted(removed)
 
 
-def _is_orphan(path: Path, now: float) -> bool:
+def _is_orphan(path: Path) -> bool:
     try:
         # For writing: over NFS an exclusive lock asks for that.
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        if now - os.fstat(descriptor).st_mtime < SAFE_AGE_S:
+        if time.time() - os.fstat(descriptor).st_mtime < SAFE_AGE_S:
             return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # a writer holds it; or no locks on this file system, so that nobody can know

@@ -41,11 +41,6 @@ class S3Backend(StorageBackend):
         UsageError: an argument that cannot be. What is wrong with the store is said by the first request.
     """
 
-    _lock: threading.Lock
-    _client: Any
-    _threads: ThreadPoolExecutor | None
-    _spare: list[bytearray]
-
     def __init__(
         self,
         bucket: str,
@@ -94,6 +89,14 @@ class S3Backend(StorageBackend):
         vars(self).update(state)
         self._begin()
 
+    def _begin(self) -> None:
+        """Share no connection, thread or lock with the parent of a fork: two processes on one mix up answers."""
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._spare: list[bytearray] = []
+        after_fork(self._begin)
+
     def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
         return self._send(key, data, if_absent=if_absent)
 
@@ -104,9 +107,9 @@ class S3Backend(StorageBackend):
     def _send(self, key: str, data: Source, *, if_absent: bool = False, if_match: str | None = None) -> Stat:
         name = self._name(key)
         client, threads = self._connect()
-        upload = Upload(client, threads, self.bucket, name, self._part_nbytes, self._num_parallel, self._spare)
-        sent = upload.send(data, if_absent=if_absent, if_match=if_match)
-        return Stat(key, sent.nbytes, sent.at, sent.etag)
+        where = {"Bucket": self.bucket, "Key": name}
+        upload = Upload(client, threads, where, self._part_nbytes, self._num_parallel, self._spare)
+        return upload.send(data, if_absent=if_absent, if_match=if_match)._replace(key=key)
 
     def read(self, key: str) -> bytes:
         for _ in range(NUM_VERSIONS):
@@ -152,7 +155,7 @@ class S3Backend(StorageBackend):
                 for each in page.get("Contents", ()):
                     key = each["Key"][cut:]
                     if not key.endswith("/"):  # what some tools put there as a folder
-                        found.append(Stat(key, each["Size"], each["LastModified"].timestamp(), _bare(each["ETag"])))
+                        found.append(Stat(key, each["Size"], each["LastModified"].timestamp(), each["ETag"].strip('"')))
         return sorted(found, key=lambda stat: stat.key.encode())
 
     def delete(self, key: str) -> None:
@@ -166,7 +169,7 @@ class S3Backend(StorageBackend):
         client, _ = self._connect()
         with s3_errors(self.bucket, name, "stat"):
             found = client.head_object(Bucket=self.bucket, Key=name)
-        return Stat(key, found["ContentLength"], found["LastModified"].timestamp(), _bare(found["ETag"]))
+        return Stat(key, found["ContentLength"], found["LastModified"].timestamp(), found["ETag"].strip('"'))
 
     def close(self) -> None:
         with self._lock:
@@ -181,14 +184,6 @@ class S3Backend(StorageBackend):
 
     def _name(self, key: str) -> str:
         return f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
-
-    def _begin(self) -> None:
-        """Share no connection, thread or lock with the parent of a fork: two processes on one mix up answers."""
-        self._lock = threading.Lock()
-        self._client = None
-        self._threads = None
-        self._spare = []
-        after_fork(self._begin)
 
     def _connect(self) -> tuple[Any, ThreadPoolExecutor]:
         with self._lock:
@@ -217,7 +212,3 @@ class S3Backend(StorageBackend):
 
     def _restless(self, key: str) -> StorageError:
         return StorageError(f"cannot read s3://{self.bucket}/{self._name(key)}: it is replaced faster than read")
-
-
-def _bare(etag: str) -> str:
-    return etag.strip('"')

@@ -59,12 +59,7 @@ def check_installed() -> None:
 
 
 def make_client(settings: S3Settings) -> Any:
-    """Return a new client. Credentials come from the standard chain when the first request is made.
-
-    Raises:
-        ImportError: botocore is not installed.
-        UsageError: the region or endpoint is none.
-    """
+    """Return a new client. Credentials come from the standard chain when the first request is made."""
     try:
         from botocore.config import Config
         from botocore.session import get_session
@@ -110,11 +105,7 @@ def _descriptions() -> Any:
 
 
 def check_endpoint(url: str | None) -> str | None:
-    """Return the same address.
-
-    Raises:
-        UsageError: it is none, or holds a user or a password, which errors and logs would then show.
-    """
+    """Return the same address; raise UsageError if it is none, or holds a password, which logs would then show."""
     if url is None:
         return None
     parts = urlsplit(url)

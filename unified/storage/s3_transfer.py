@@ -6,15 +6,17 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from functools import partial
 from random import SystemRandom
 from typing import Any, NamedTuple
 
 from unified.core.backoff import Backoff
 from unified.errors import AlreadyExistsError, StorageDeniedError, StorageError, StorageUnavailableError
-from unified.storage.backend import Source
+from unified.storage.backend import Source, Stat
 from unified.storage.blocks import blocks_of, pieces_of, size_of
 from unified.storage.s3_client import code_of, s3_errors, status_of
 
@@ -23,26 +25,22 @@ NUM_BROKEN = 5
 PAUSE = Backoff(first_s=0.1, limit_s=5.0)
 
 
-class Download:
-    """A reader of one object.
+class Download(NamedTuple):
+    """A reader of one object."""
 
-    Args:
-        name: the object's whole key.
-        etag: the version that is wanted; empty: that of the first answer.
-    """
-
-    def __init__(self, client: Any, bucket: str, name: str, etag: str = "") -> None:
-        self._client = client
-        self._bucket = bucket
-        self._name = name
-        self._etag = etag
+    client: Any
+    bucket: str
+    name: str
+    """The object's whole key."""
+    etag: str = ""
+    """The version that is wanted; empty: that of the first answer."""
 
     def fill(self, view: memoryview, start: int) -> int | None:
         """Fill `view` with the bytes from `start` on; return their number, or None: it is another version by now.
 
         An answer that breaks off is asked for again from there.
         """
-        etag, num_read, num_broken = self._etag, 0, 0
+        etag, num_read, num_broken = self.etag, 0, 0
         while True:
             before = num_read
             try:
@@ -51,13 +49,13 @@ class Download:
                     return None if answer == 412 else num_read
                 etag = answer["ETag"].strip('"')
                 end = num_read + answer["ContentLength"]
-                with s3_errors(self._bucket, self._name, "read"):
+                with s3_errors(self.bucket, self.name, "read"):
                     while num_read < end and (count := answer["Body"].readinto(view[num_read:end])):
                         num_read += count
                 if num_read == end:
                     return num_read
                 raise StorageUnavailableError(
-                    f"cannot read s3://{self._bucket}/{self._name}: the answer ended {end - num_read} bytes early"
+                    f"cannot read s3://{self.bucket}/{self.name}: the answer ended {end - num_read} bytes early"
                 )
             except StorageUnavailableError:
                 num_broken = 1 if num_read > before else num_broken + 1
@@ -70,10 +68,10 @@ class Download:
         from botocore.exceptions import ClientError
 
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
-        with s3_errors(self._bucket, self._name, "read"):
+        with s3_errors(self.bucket, self.name, "read"):
             try:
-                return self._client.get_object(
-                    Bucket=self._bucket, Key=self._name, Range=f"bytes={first}-{last}", **condition
+                return self.client.get_object(
+                    Bucket=self.bucket, Key=self.name, Range=f"bytes={first}-{last}", **condition
                 )
             except ClientError as error:
                 if status_of(error) in (412, 416):
@@ -90,42 +88,23 @@ TOKEN = "unified-write"
 """Key in an object's metadata that tells which write made it."""
 
 
-class Sent(NamedTuple):
-    nbytes: int
-    etag: str
-    at: float
-    """Seconds since the epoch, by the store's clock."""
-
-
+@dataclass(frozen=True, eq=False)
 class Upload:
-    """A writer of one object, once.
+    """A writer of one object, once."""
 
-    Args:
-        threads: to send parts with.
-        name: the object's whole key.
-        spare: memory of parts that were sent, to be used again: by the next write too, for new memory takes time.
-    """
+    client: Any
+    threads: ThreadPoolExecutor
+    """Threads that send parts."""
+    where: dict[str, str]
+    """Bucket and whole key, as requests name them."""
+    part_nbytes: int
+    num_parallel: int
+    spare: list[bytearray]
+    """Memory of parts that were sent, to be used again: by the next write too, for new memory takes time."""
+    token: str = field(default_factory=partial(secrets.token_hex, 16))
+    """Mark of this write. An answer may be lost, and the repeated request is refused by what the first one made."""
 
-    def __init__(
-        self,
-        client: Any,
-        threads: ThreadPoolExecutor,
-        bucket: str,
-        name: str,
-        part_nbytes: int,
-        num_parallel: int,
-        spare: list[bytearray],
-    ) -> None:
-        self._client = client
-        self._threads = threads
-        self._where = {"Bucket": bucket, "Key": name}
-        self._part_nbytes = part_nbytes
-        self._num_parallel = num_parallel
-        self._spare = spare
-        # An answer may be lost, and the repeated request is refused by what the first one made: this tells whose it is.
-        self._token = secrets.token_hex(16)
-
-    def send(self, data: Source, *, if_absent: bool = False, if_match: str | None = None) -> Sent:
+    def send(self, data: Source, *, if_absent: bool = False, if_match: str | None = None) -> Stat:
         """Send the object; raise AlreadyExistsError only with `if_absent` or `if_match`, an etag."""
         condition: dict[str, str] = {}
         if if_absent or if_match is not None:
@@ -135,43 +114,38 @@ class Upload:
                 if (found and found["ETag"].strip('"')) != if_match:
                     raise self._taken()
             condition = {"IfNoneMatch": "*"} if if_match is None else {"IfMatch": if_match}
-        blocks = blocks_of(pieces_of(data), part_sizes(self._part_nbytes, size_of(data)), self._spare)
+        blocks = blocks_of(pieces_of(data), part_sizes(self.part_nbytes, size_of(data)), self.spare)
         first = next(blocks, bytearray())
         second = next(blocks, None)
         if second is None:
-            return self._put(first, condition)
+            put = partial(self.client.put_object, Body=first, Metadata={TOKEN: self.token}, **self.where, **condition)
+            return self._finish(put, len(first))
         return self._send_parts(itertools.chain((first, second), blocks), condition)
 
-    def _put(self, body: bytearray, condition: dict[str, str]) -> Sent:
-        def put() -> Any:
-            return self._client.put_object(**self._where, Body=body, Metadata={TOKEN: self._token}, **condition)
-
-        return self._finish(put, len(body))
-
-    def _send_parts(self, blocks: Iterator[bytearray], condition: dict[str, str]) -> Sent:
+    def _send_parts(self, blocks: Iterator[bytearray], condition: dict[str, str]) -> Stat:
         with self._errors():
-            begun = self._client.create_multipart_upload(**self._where, Metadata={TOKEN: self._token})
-        upload = {**self._where, "UploadId": begun["UploadId"]}
+            begun = self.client.create_multipart_upload(**self.where, Metadata={TOKEN: self.token})
+        upload = {**self.where, "UploadId": begun["UploadId"]}
         running: set[Future[None]] = set()
         parts: dict[int, str] = {}
 
         def send_part(number: int, body: bytearray) -> None:
             with self._errors():
-                answer = self._client.upload_part(**upload, PartNumber=number, Body=body)
+                answer = self.client.upload_part(**upload, PartNumber=number, Body=body)
             parts[number] = answer["ETag"]
-            if len(body) == self._part_nbytes and len(self._spare) <= self._num_parallel:
-                self._spare.append(body)
+            if len(body) == self.part_nbytes and len(self.spare) <= self.num_parallel:
+                self.spare.append(body)
 
         def complete() -> Any:
             listed = [{"PartNumber": number, "ETag": parts[number]} for number in sorted(parts)]
-            return self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": listed}, **condition)
+            return self.client.complete_multipart_upload(**upload, MultipartUpload={"Parts": listed}, **condition)
 
         nbytes = 0
         try:
             for number, body in enumerate(blocks, 1):
                 nbytes += len(body)
-                running.add(self._threads.submit(send_part, number, body))
-                if len(running) >= self._num_parallel:
+                running.add(self.threads.submit(send_part, number, body))
+                if len(running) >= self.num_parallel:
                     running = _await_some(running)
             while running:
                 running = _await_some(running)
@@ -182,10 +156,10 @@ class Upload:
             # Parts that come after the end of the upload would stay, and be charged for.
             wait(running)
             with contextlib.suppress(Exception):
-                self._client.abort_multipart_upload(**upload)
+                self.client.abort_multipart_upload(**upload)
             raise
 
-    def _finish(self, request: Any, nbytes: int) -> Sent:
+    def _finish(self, request: Callable[[], Any], nbytes: int) -> Stat:
         """Make the request that completes the object."""
         from botocore.exceptions import ClientError
 
@@ -195,15 +169,15 @@ class Upload:
             except ClientError as error:
                 refused = status_of(error) in (409, 412) or code_of(error) == "NoSuchUpload"
                 found = self._head() if refused else None
-                if found is not None and found["Metadata"].get(TOKEN) == self._token:
-                    return Sent(nbytes, found["ETag"].strip('"'), found["LastModified"].timestamp())
+                if found is not None and found["Metadata"].get(TOKEN) == self.token:
+                    return Stat(self.where["Key"], nbytes, found["LastModified"].timestamp(), found["ETag"].strip('"'))
                 # "No such key" is said of one that was to be replaced, and is gone.
                 if (found is not None and status_of(error) in (409, 412)) or code_of(error) == "NoSuchKey":
                     raise self._taken() from error
                 raise
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         at = parsedate_to_datetime(date).timestamp() if date else time.time()
-        return Sent(nbytes, answer["ETag"].strip('"'), at)
+        return Stat(self.where["Key"], nbytes, at, answer["ETag"].strip('"'))
 
     def _head(self) -> Any:
         """Return the object that is there; None: none."""
@@ -211,7 +185,7 @@ class Upload:
 
         with self._errors():
             try:
-                return self._client.head_object(**self._where)
+                return self.client.head_object(**self.where)
             except ClientError as error:
                 if status_of(error) == 404:  # also for a bucket that is not there, which the write will say
                     return None
@@ -219,11 +193,11 @@ class Upload:
 
     def _taken(self) -> StorageError:
         return AlreadyExistsError(
-            f"cannot write s3://{self._where['Bucket']}/{self._where['Key']}: it is there already, by another write"
+            f"cannot write s3://{self.where['Bucket']}/{self.where['Key']}: it is there already, by another write"
         )
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:
-        return s3_errors(self._where["Bucket"], self._where["Key"], "write")
+        return s3_errors(self.where["Bucket"], self.where["Key"], "write")
 
 
 def part_sizes(part_nbytes: int, nbytes: int | None) -> Iterator[int]:
