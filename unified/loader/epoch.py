@@ -6,7 +6,6 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 from unified.errors import LoaderError, LoaderTimeoutError
@@ -34,7 +33,6 @@ class Epoch:
     """One pass over the data. Made, used and closed by one thread at a time.
 
     Args:
-        workers: the processes that fetch.
         key: the loader's name at those workers.
         tasks: one for each batch.
         base_seed, number: the epoch's own.
@@ -165,13 +163,9 @@ class Epoch:
             case Fetch(worker=worker, stream=stream, batch=batch, task=task):
                 future = self._workers.fetch(worker, FetchBatch(self._key, stream, batch, task))
                 self._asked.add(future)
-                future.add_done_callback(partial(self._on_answer, action))
+                future.add_done_callback(lambda done: self._answers.put(_Answer(action, done)))
             case GiveUp(batch=batch, losses=losses, reason=reason):
                 raise LoaderError(
                     f"batch {batch} was lost {losses} times, each time with the process that was making it; the last "
                     f"time because {reason}"
                 )
-
-    def _on_answer(self, fetch: Fetch, future: Future[FetchReply]) -> None:
-        """Queue an answer, on whichever thread it came."""
-        self._answers.put(_Answer(fetch, future))

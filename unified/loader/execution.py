@@ -11,6 +11,7 @@ import itertools
 import random
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from unified.loader.epoch import Epoch, EpochSettings
@@ -137,9 +138,8 @@ class PipelineRun:
         """Chain sequential operators here, and runs of others as stages. A source with an index is looked up by the
         first stage, and what comes before that moves numbers only."""
         is_indexed = has_index(source)
-        node: Node = _numbers_of(source) if is_indexed else _items_of(source)
-        if is_indexed and rest and isinstance(rest[0], Shuffle):
-            node = _permutation_of(source, rest.pop(0))
+        shuffle = rest.pop(0) if is_indexed and rest and isinstance(rest[0], Shuffle) else None
+        node: Node = _keys_of(source, shuffle) if is_indexed else _items_of(source)
         while rest:
             if isinstance(rest[0], ItemOperator) or (is_indexed and _is_batch_of_source(rest)):
                 first, batch, then = _cut_stage(rest)
@@ -171,31 +171,31 @@ class PipelineRun:
         return lambda repetition: stage.items(node(repetition))
 
 
+@dataclass(frozen=True, eq=False)
 class _Reader:
     """A worker's work on one key: a look-up, if there is a source, and the operators."""
 
-    def __init__(self, source: Any, operators: list[ItemOperator]) -> None:
-        self._source = source
-        self._operators = operators
+    source: Any
+    operators: list[ItemOperator]
 
     def __getitem__(self, key: Any) -> list[Any]:
-        return apply(self._operators, key if self._source is None else self._source[key])
+        return apply(self.operators, key if self.source is None else self.source[key])
 
 
+@dataclass(frozen=True, eq=False)
 class _Finisher:
     """A worker's work on a chunk: a batch of it, if there is one to be made, and what follows that."""
 
-    def __init__(self, batch: Batch | None, operators: list[ItemOperator]) -> None:
-        self._batch = batch
-        self._operators = operators
+    batch: Batch | None
+    operators: list[ItemOperator]
 
     def __call__(self, read: list[list[Any]]) -> list[Any]:
         items = [item for each in read for item in each]
-        if self._batch is not None:
-            if len(items) < self._batch.size and self._batch.drop_last:
+        if self.batch is not None:
+            if len(items) < self.batch.size and self.batch.drop_last:
                 return []
-            items = [self._batch.made_of(items)]
-        return [made for item in items for made in apply(self._operators, item)]
+            items = [self.batch.made_of(items)]
+        return [made for item in items for made in apply(self.operators, item)]
 
 
 class _OperatorStage:
@@ -289,16 +289,14 @@ def has_index(source: Any) -> bool:
     return isinstance(source, Sized) and hasattr(source, "__getitem__") and not isinstance(source, dict | set | str)
 
 
-def _numbers_of(source: Any) -> Node:
-    return lambda repetition: iter(range(len(source)))
-
-
-def _permutation_of(source: Any, shuffle: Any) -> Node:
+def _keys_of(source: Any, shuffle: Any) -> Node:
+    if shuffle is None:
+        return lambda repetition: iter(range(len(source)))
     return lambda repetition: permuted(len(source), shuffle, repetition)
 
 
 def _items_of(source: Any) -> Node:
-    return lambda repetition: iter(source()) if callable(source) else iter(source)
+    return lambda repetition: iter(source() if callable(source) else source)
 
 
 def _looked_up(node: Node, source: Any) -> Node:

@@ -21,12 +21,13 @@ from unified.loader.local_workers import LocalWorkers
 from unified.loader.messages import LoaderWorkers
 from unified.loader.role_workers import RoleWorkers, role_that_loads
 from unified.loader.stream_host import LoaderParts, tasks_of
+from unified.values import ClosedOnExit
 from unified.worker.context import Worker, current_worker
 
 DEFAULT_DEPTH = 2
 
 
-class DataLoaderIter(Iterator[Any]):
+class DataLoaderIter(Iterator[Any], ClosedOnExit):
     """Iterates over a `DataLoader`; reading samples and collating them happens in other processes.
 
     Where: on the workers of the role that runs `unified.loader.service.serve`, if the job has one (they may be on any
@@ -117,12 +118,6 @@ class DataLoaderIter(Iterator[Any]):
 
     def __len__(self) -> int:
         return len(self._loader)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def restart(self) -> None:
         """Begin a new epoch now, wherever the present one is."""

@@ -38,14 +38,7 @@ def role_that_loads(worker: Worker) -> str | None:
 
 
 class RoleWorkers:
-    """The workers of a role that runs `unified.loader.service.serve`.
-
-    Args:
-        worker: this process.
-        actors: the role's workers.
-        key: the loader's name, unique in the job.
-        packed: the loader's parts.
-    """
+    """The workers of a role that runs `unified.loader.service.serve`."""
 
     is_restarted = False
 

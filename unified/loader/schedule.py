@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -99,38 +99,30 @@ class _BatchState:
     is_end: bool = False
 
 
+@dataclass(eq=False)
 class Schedule:
-    """The bookkeeping of one epoch.
+    """The bookkeeping of one epoch."""
 
-    Args:
-        tasks: one for each batch; drawn from only as far as there is room. What it raises ends it, and
-            is kept in `failure` for when the batches before it were taken.
-        initial_workers: the worker at which each stream begins.
-        num_workers: how many workers there are.
-        depth: batches of one stream that may be on their way or waiting to be taken, from 1.
-        in_order: hand batches out in the order of `tasks`; else as they come.
-        max_retries: how often one batch may be lost; above that the epoch ends in `GiveUp`.
-        is_restarted: a worker that was lost is there again at once; else its streams move to others, if there are any.
-    """
+    tasks: Iterator[Any]
+    """One for each batch; drawn from only as far as there is room. What it raises ends it, and is kept in `failure` for
+    when the batches before it were taken."""
+    _: KW_ONLY
+    initial_workers: Sequence[int]
+    """The worker at which each stream begins."""
+    num_workers: int
+    depth: int = 2
+    """Batches of one stream that may be on their way or waiting to be taken, from 1."""
+    in_order: bool = True
+    """Batches are handed out in the order of `tasks`; else as they come."""
+    max_retries: int = 3
+    """Number of times that one batch may be lost; above that the epoch ends in `GiveUp`."""
+    is_restarted: bool = False
+    """A worker that was lost is there again at once; else its streams move to others, if there are any."""
+    failure: BaseException | None = None
 
-    def __init__(
-        self,
-        tasks: Iterator[Any],
-        *,
-        initial_workers: Sequence[int],
-        num_workers: int,
-        depth: int = 2,
-        in_order: bool = True,
-        max_retries: int = 3,
-        is_restarted: bool = False,
-    ) -> None:
-        self._tasks = tasks
-        self._depth = depth
-        self._in_order = in_order
-        self._max_retries = max_retries
-        self._is_restarted = is_restarted
-        self._streams = [_StreamState(worker) for worker in initial_workers]
-        self._times_lost = [0] * num_workers
+    def __post_init__(self) -> None:
+        self._streams = [_StreamState(worker) for worker in self.initial_workers]
+        self._times_lost = [0] * self.num_workers
         self._batches: dict[int, _BatchState] = {}
         """Batches that the consumer does not have yet, in order."""
         self._arrived: deque[int] = deque()
@@ -138,12 +130,11 @@ class Schedule:
         self._turn = 0
         self._is_drained = False
         self._has_given_up = False
-        self.failure: BaseException | None = None
 
     @property
     def ready(self) -> int | None:
         """The batch that the consumer can take now."""
-        if not self._in_order:
+        if not self.in_order:
             return self._arrived[0] if self._arrived else None
         first = next(iter(self._batches), None)
         return first if first is not None and self._batches[first].is_here else None
@@ -165,21 +156,18 @@ class Schedule:
         """Take in what happened. News of an attempt that was given up changes nothing."""
         if self._has_given_up:
             return []
+        if isinstance(event, Taken):
+            return self._on_taken(event.batch)
+        batch = self._current(event.batch, event.attempt)
+        if batch is None:
+            return []
         match event:
-            case Taken(batch=number):
-                return self._on_taken(number)
-            case Fetched(batch=number, attempt=attempt):
-                if (batch := self._current(number, attempt)) is not None:
-                    return self._on_fetched(number, batch)
-                return []
-            case StreamFinished(batch=number, attempt=attempt):
-                if (batch := self._current(number, attempt)) is not None:
-                    return self._on_ended(number, batch)
-                return []
-            case Lost(batch=number, attempt=attempt, reason=reason):
-                if (batch := self._current(number, attempt)) is not None:
-                    return self._on_lost(self._streams[batch.stream].worker, reason)
-                return []
+            case Fetched():
+                return self._on_fetched(event.batch, batch)
+            case StreamFinished():
+                return self._on_ended(event.batch, batch)
+            case Lost():
+                return self._on_lost(self._streams[batch.stream].worker, event.reason)
 
     def _current(self, number: int, attempt: int) -> _BatchState | None:
         batch = self._batches.get(number)
@@ -199,7 +187,7 @@ class Schedule:
     def _on_ended(self, number: int, batch: _BatchState) -> list[Action]:
         batch.is_end = True
         self._streams[batch.stream].asked.remove(number)
-        if not self._in_order:
+        if not self.in_order:
             self._end_stream(batch.stream)
         return self._fill()
 
@@ -219,7 +207,7 @@ class Schedule:
             if stream.asked:
                 first = self._batches[stream.asked[0]]
                 first.losses += 1
-                if first.losses > self._max_retries:
+                if first.losses > self.max_retries:
                     self._has_given_up = True
                     return [GiveUp(stream.asked[0], first.losses, reason)]
                 stream.is_tested = True
@@ -237,7 +225,7 @@ class Schedule:
     def _other_worker(self, lost: int) -> int:
         """Return, among the workers that were lost least often, the one with the fewest streams."""
         others = [worker for worker in range(len(self._times_lost)) if worker != lost]
-        if self._is_restarted or not others:
+        if self.is_restarted or not others:
             return lost
         load = [sum(stream.worker == worker for stream in self._streams) for worker in range(len(self._times_lost))]
         return min(others, key=lambda worker: (self._times_lost[worker], load[worker], (worker - lost) % len(load)))
@@ -247,7 +235,7 @@ class Schedule:
         actions: list[Action] = []
         while not self._is_drained and (turn := self._find_turn()) is not None:
             try:
-                task = next(self._tasks)
+                task = next(self.tasks)
             except StopIteration:
                 self._is_drained = True
                 break
@@ -269,9 +257,9 @@ class Schedule:
             stream = self._streams[turn]
             if stream.is_over:
                 continue
-            if stream.num_untaken < self._depth:
+            if stream.num_untaken < self.depth:
                 return turn
-            if self._in_order:  # nobody overtakes
+            if self.in_order:  # nobody overtakes
                 return None
         return None
 
@@ -286,7 +274,7 @@ class Schedule:
 
     def _pass_ends(self) -> None:
         """End the streams whose end has its turn."""
-        while self._in_order and (first := next(iter(self._batches), None)) is not None:
+        while self.in_order and (first := next(iter(self._batches), None)) is not None:
             if not self._batches[first].is_end:
                 return
             self._end_stream(self._batches[first].stream)

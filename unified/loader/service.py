@@ -20,7 +20,6 @@ from unified.core.directory import Change, IncarnationDied
 from unified.loader.messages import (
     BringParts,
     DropLoader,
-    FetchBatch,
     FetchedBatch,
     FetchReply,
     LoaderMessage,
@@ -85,12 +84,7 @@ def serve() -> None:
 
 
 class HostedLoaders:
-    """The loaders that this process makes batches for.
-
-    Args:
-        worker: full name of this worker.
-        node: id of its node.
-    """
+    """The loaders that this process makes batches for."""
 
     def __init__(self, worker: str, node: str) -> None:
         self._worker = worker
@@ -120,7 +114,8 @@ class HostedLoaders:
         if isinstance(message, OpenStream):
             host.open(message)
             return None
-        return self._made(host, message)
+        reply = host.fetch(message)
+        return FetchedBatch(encode(reply.value)) if isinstance(reply, FetchedBatch) else reply
 
     def learn(self, changes: list[Change]) -> None:
         """Drop the loaders of consumers whose incarnations are over."""
@@ -131,12 +126,6 @@ class HostedLoaders:
                 if death.inbox is None or death.inbox.inbox_id == owner.inbox_id:
                     logger.info("worker=%s event=loader-dropped loader=%s owner=%s", self._worker, key, owner.worker)
                     self._close(key)
-
-    def _made(self, host: StreamHost, message: FetchBatch) -> FetchReply:
-        reply = host.fetch(message)
-        if not isinstance(reply, FetchedBatch):
-            return reply
-        return FetchedBatch(encode(reply.value))
 
     def _close(self, key: str) -> None:
         if key in self._hosts:

@@ -69,9 +69,6 @@ class LoaderParts:
     def pack(self) -> bytes:
         """Return bytes that any process of the job can read: classes and functions of a script, and lambdas, go by
         value.
-
-        Raises:
-            TypeError, pickle.PicklingError: something in it cannot be pickled.
         """
         return dumps(self)
 
@@ -129,20 +126,20 @@ class StreamHost:
         self._is_sent_on = is_sent_on
         self._where = where
         self._node = node
-        self._streams: dict[int, _HostedStream] = {}
+        self._streams: dict[int, _HostedStream | FetchFailure] = {}
 
     def open(self, message: OpenStream) -> None:
         """Begin an epoch. What goes wrong in the user's code is the answer to the first fetch."""
         StreamHost._leave_stage()
         try:
             stream = self._streams.get(message.stream)
-            if stream is None or stream.failure is not None:
+            if not isinstance(stream, _HostedStream):
                 stream = self._streams[message.stream] = _HostedStream(self._load(), self._is_sent_on)
             StreamHost._on_stage = stream
             stream.begin(message)
         except Exception as error:
-            broken = self._streams[message.stream] = _HostedStream(None)
-            broken.failure = self._failure(error, f"the start of stream {message.stream} of a data loader")
+            what = f"the start of stream {message.stream} of a data loader"
+            self._streams[message.stream] = self._failure(error, what)
             StreamHost._leave_stage()
 
     def fetch(self, message: FetchBatch) -> FetchReply:
@@ -154,8 +151,8 @@ class StreamHost:
         stream = self._streams.get(message.stream)
         if stream is None:
             raise StreamLostError(f"stream {message.stream} of loader {message.key} is not open in {self._where}.")
-        if stream.failure is not None:
-            return stream.failure
+        if isinstance(stream, FetchFailure):
+            return stream
         if StreamHost._on_stage is not stream:
             StreamHost._leave_stage()
             stream.enter_stage()
@@ -165,7 +162,7 @@ class StreamHost:
         except _EndOfStream:
             return StreamEnd()
         except Exception as error:
-            return self._failure(error, f"{stream.position(message)} of {stream.name}")
+            return self._failure(error, f"batch {message.batch}, {stream.doing}, of {stream.parts.name}")
 
     def close(self) -> None:
         """Let go of the datasets."""
@@ -190,9 +187,10 @@ class _EndOfStream(Exception):
 class _HostedStream:
     """One of torch's "workers": an id, a dataset, a state."""
 
-    def __init__(self, parts: LoaderParts | None, is_sent_on: bool = False) -> None:
-        self.failure: FetchFailure | None = None
-        self._parts = parts
+    def __init__(self, parts: LoaderParts, is_sent_on: bool) -> None:
+        self.parts = parts
+        self.doing = ""
+        """The work on the current batch, for the message of an error of the user's code."""
         self._is_sent_on = is_sent_on
         self._is_fresh = True
         self._random: RandomState | None = None
@@ -200,37 +198,30 @@ class _HostedStream:
         self._items: Iterator[Any] = iter(())
         self._num_read = 0
         self._has_ended = False
-        self._doing = ""
-
-    @property
-    def name(self) -> str:
-        return self._parts.name if self._parts is not None else "a dataset"
 
     def begin(self, message: OpenStream) -> None:
-        assert self._parts is not None
         seed = seed_as_torch_does(message.base_seed, message.stream)
         self._info = _utils.worker.WorkerInfo(
-            id=message.stream, num_workers=message.num_streams, seed=seed, dataset=self._parts.dataset
+            id=message.stream, num_workers=message.num_streams, seed=seed, dataset=self.parts.dataset
         )
         _utils.worker._worker_info = self._info
-        if self._is_fresh and self._parts.worker_init_fn is not None:
-            self._parts.worker_init_fn(message.stream)
+        if self._is_fresh and self.parts.worker_init_fn is not None:
+            self.parts.worker_init_fn(message.stream)
             if message.epoch > 0:  # as it would have been had this stream lived since epoch 0
                 seed_as_torch_does(message.base_seed, message.stream)
         self._is_fresh = False
-        if self._parts.is_iterable:
-            self._items, self._num_read, self._has_ended = iter(self._parts.dataset), 0, False
+        if self.parts.is_iterable:
+            self._items, self._num_read, self._has_ended = iter(self.parts.dataset), 0, False
             self._skip(message.skip)
 
     def fetch(self, task: Any) -> Any:
-        assert self._parts is not None
-        samples = self._read(self._parts) if self._parts.is_iterable else self._look_up(self._parts, task)
-        self._doing = "in its collate_fn"
-        if self._is_sent_on and self._parts.collate_fn is _utils.collate.default_collate:
+        samples = self._read() if self.parts.is_iterable else self._look_up(task)
+        self.doing = "in its collate_fn"
+        if self._is_sent_on and self.parts.collate_fn is _utils.collate.default_collate:
             # Told of a worker it would make the batch in torch's shared memory, only to be copied into the bus's.
             _utils.worker._worker_info = None
         try:
-            return self._parts.collate_fn(samples)
+            return self.parts.collate_fn(samples)
         finally:
             _utils.worker._worker_info = self._info
 
@@ -243,41 +234,37 @@ class _HostedStream:
         self._random = RandomState()
         _utils.worker._worker_info = None
 
-    def position(self, message: FetchBatch) -> str:
-        """Return what was being done when user code raised."""
-        return f"batch {message.batch}, {self._doing},"
-
-    def _look_up(self, parts: LoaderParts, task: Any) -> Any:
-        dataset = parts.dataset
-        if not parts.has_batches:
-            self._doing = f"sample {_SHORT.repr(task)}"
+    def _look_up(self, task: Any) -> Any:
+        dataset = self.parts.dataset
+        if not self.parts.has_batches:
+            self.doing = f"sample {_SHORT.repr(task)}"
             return dataset[task]
         if getattr(dataset, "__getitems__", None):
             keys = list(task)
-            self._doing = f"samples {_SHORT.repr(keys)}"
+            self.doing = f"samples {_SHORT.repr(keys)}"
             return dataset.__getitems__(keys)
         samples = []
         for key in task:
-            self._doing = f"sample {_SHORT.repr(key)}"
+            self.doing = f"sample {_SHORT.repr(key)}"
             samples.append(dataset[key])
         return samples
 
-    def _read(self, parts: LoaderParts) -> Any:
+    def _read(self) -> Any:
         if self._has_ended:
             raise _EndOfStream
-        if not parts.has_batches:
+        if not self.parts.has_batches:
             return self._next()
         samples: list[Any] = []
         try:
-            for _ in range(parts.batch_size or 1):
+            for _ in range(self.parts.batch_size or 1):
                 samples.append(self._next())  # noqa: PERF401  # those before the end are kept
         except _EndOfStream:
-            if not samples or parts.drop_last:
+            if not samples or self.parts.drop_last:
                 raise
         return samples
 
     def _next(self) -> Any:
-        self._doing = f"item {self._num_read} of stream {self._info.id}"
+        self.doing = f"item {self._num_read} of stream {self._info.id}"
         try:
             item = next(self._items)
         except StopIteration:
