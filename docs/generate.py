@@ -92,7 +92,18 @@ def reference() -> Iterator[str]:
     yield "\n## unified.testing\n\nSee [testing](testing.md)."
     yield from entry("LocalCluster", testing.LocalCluster)
     yield from entry("eventually", testing.eventually)
-    yield f"\n## unified.errors\n\n```text\n{_tree(errors.__doc__ or '')}\n```"
+    yield f"\n## unified.errors\n\n{source_text.to_markdown(errors.__doc__ or '')}\n"
+    yield from errors_from(errors.UnifiedError)
+
+
+def errors_from(kind: type[Exception], depth: int = 0) -> Iterator[str]:
+    """An error and those that derive from it, each a list item below its parent."""
+    said, *rest = (kind.__doc__ or "").split("\n\n")
+    attributes = ", ".join(f"`{name}`" for name in re.findall(r"^ +(\w+): ", "".join(rest), re.MULTILINE))
+    yield f"{'  ' * depth}- `{kind.__name__}`: {_cell(said)}" + (f" Has {attributes}." if attributes else "")
+    for each in kind.__subclasses__():
+        if each.__module__ == kind.__module__ and each.__bases__[0] is kind:
+            yield from errors_from(each, depth + 1)
 
 
 def entry(name: str, thing: object) -> Iterator[str]:
@@ -214,11 +225,6 @@ def _code(text: str) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
-
-
-def _tree(text: str) -> str:
-    """The indented part of a docstring."""
-    return "\n".join(line[4:] for line in text.split("\n") if line.startswith("    "))
 
 
 if __name__ == "__main__":

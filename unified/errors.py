@@ -1,59 +1,4 @@
-"""Every error a user or a daemon can meet, in one tree.
-
-    UnifiedError
-    ├── UsageError                 you: the call, the option, the job description
-    │   ├── JobNameError
-    │   ├── OptionError            an option that does not exist; names the nearest one
-    │   ├── EntryPointError        an entry point that cannot be imported or called
-    │   ├── KeyFileError           a cluster key that is missing, open to others, or none
-    │   └── NotInWorkerError       current_worker() outside a worker
-    ├── ClusterError               the cluster: what it cannot do, and what would help
-    │   ├── MasterUnreachableError
-    │   └── RefusedError           the master or an agent said no; carries its code and reason
-    │       └── KeyRefusedError    this side and the master have not the same cluster key
-    ├── ProtocolError              a peer sent what this version cannot read
-    │   └── VersionMismatchError
-    ├── RpcError                   a call on the bus that did not end in a result
-    │   ├── RemoteError            the handler raised; has its type, message and traceback
-    │   ├── WorkerDiedError        the callee's life ended before it answered
-    │   ├── RpcTimeoutError        the deadline passed
-    │   ├── RpcCancelledError
-    │   ├── RpcNotFoundError       no such method; names what is registered
-    │   ├── RouteLostError         the connection broke; whether the handler ran is not known
-    │   └── BusOverloadedError     too many bytes in flight to one peer
-    ├── QueueError                 a data queue that cannot do what was asked
-    │   ├── QueueClosedError       nothing more can be put; or, everything has been taken
-    │   ├── QueueFullError         there was no room within a put's timeout; knows how many items went in
-    │   ├── QueueNotFoundError     nobody made the queue in time
-    │   ├── QueueTakenError        it has an owner already
-    │   ├── QueueLostError         its owner's life ended, and what was in it is gone
-    │   └── QueueJournalError      the journal of a durable queue cannot be read or written
-    ├── LoaderError                a batch that could not be loaded, for no fault of the dataset's own code
-    │   └── LoaderTimeoutError     it did not come within the loader's timeout
-    ├── WeightsError               a model that did not come through from one role to another
-    │   ├── WeightsVersionError    refused: its version is not newer than what is there
-    │   ├── WeightsTimeoutError    it took longer than it was given
-    │   └── WeightsMismatchError   it does not fit the model that it was to be loaded into; names what does not
-    ├── DatasetError               a dataset's file that cannot be read, or is not what it should be; names it
-    │   └── DataFileNotFoundError  nothing is where a dataset should be
-    ├── CoordinatorError           what the coordinator of data, barriers and checkpoints did not do
-    │   ├── WorkerUnknownError     it has lost this worker, or a new life took its place
-    │   ├── EpochTimeoutError      the other workers of an epoch do not come to its end
-    │   └── BarrierError           a barrier that was not passed; names who is lost
-    │       └── BarrierTimeoutError  names who is missing
-    ├── CheckpointError            a checkpoint that was not saved, or cannot be loaded
-    │   ├── CheckpointNotFoundError   there is none of that step, or none at all
-    │   ├── CheckpointCorruptError    what is stored is not what was saved
-    │   ├── CheckpointSaveError       saves that were accepted earlier failed; knows their steps
-    │   ├── CheckpointExistsError     another writer has saved that step
-    │   └── CheckpointTimeoutError    the saves were not done in time
-    ├── StorageError               an object of a store that could not be read or written
-    │   ├── NotFoundError          there is no such object
-    │   ├── AlreadyExistsError     it is there already, and was not to be replaced
-    │   ├── StorageDeniedError     the store said no, or nobody gave credentials
-    │   ├── StorageFullError       no room
-    │   └── StorageUnavailableError  the store did not answer, also when asked again
-    └── InvariantError             us: a core found its own state broken
+"""Every error a user or a daemon can meet, in one tree, which docs/reference.md shows.
 
 Each message says what happened, to whom (job, worker, node), and what to do next.
 """
@@ -78,7 +23,7 @@ class JobNameError(UsageError):
 
 
 class OptionError(UsageError):
-    """An option that does not exist, or has a value of the wrong kind."""
+    """An option that does not exist, or has a value of the wrong kind; the message names the nearest one."""
 
 
 class EntryPointError(UsageError):
@@ -106,6 +51,7 @@ class RefusedError(ClusterError):
 
     Attributes:
         code: a short word for programs, such as ``"name-taken"`` or ``"does-not-fit"``.
+        reason: the message.
     """
 
     def __init__(self, code: str, reason: str) -> None:
