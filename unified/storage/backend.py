@@ -50,9 +50,12 @@ class StorageBackend(ClosedOnExit):
             if_absent: never replace: of several that write at the same time one succeeds, and the others raise.
         """
 
-    @abstractmethod
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """Read at most `length` bytes from `start`; fewer, or none, where the object ends before."""
+        check_range(start, length)
+        # Not more than there is: `length` may be a "to the end" of many terabytes, and that much would be reserved.
+        buffer = bytearray(max(0, min(length, self.stat(key).nbytes - start)))
+        return bytes(memoryview(buffer)[: self.read_into(key, buffer, start)])
 
     @abstractmethod
     def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
