@@ -16,6 +16,7 @@ from types import FrameType
 import msgspec
 import zmq
 
+from unified.config.addresses import split_address
 from unified.config.logging import LogOnce
 from unified.config.settings import Intervals
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
@@ -133,8 +134,8 @@ class MasterDaemon:
         """Start the relay, on the port of this master's last term if that is free: workers that run since then know no
         other.
         """
-        shown = address.removeprefix("tcp://").rpartition(":")[0]
-        where = self.options.relay_bind or f"{self.options.bind.rpartition(':')[0]}:0"
+        shown = split_address(address).host
+        where = self.options.relay_bind or split_address(self.options.bind)._replace(port=0).url
         last_port = store.note("relay-port")
         if where.endswith(":0") and last_port:
             relay = BusRelay(where.removesuffix("0") + last_port, host=shown, key=self.options.key)
@@ -144,15 +145,14 @@ class MasterDaemon:
                 _log.warning("event=relay-moved reason=%r", str(error))
         relay = BusRelay(where, host=shown, key=self.options.key)
         relay_address = relay.start()
-        store.write_note("relay-port", relay_address.rpartition(":")[2])
+        store.write_note("relay-port", str(split_address(relay_address).port))
         return relay, relay_address
 
     def _advertised(self, endpoint: str) -> str:
         """Return the address for others: a wildcard becomes an address of this host."""
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        if host in ("0.0.0.0", "[::]", "*"):
-            host = first_address()
-        return f"tcp://{host}:{port}"
+        found = split_address(endpoint)
+        is_wildcard = found.host in ("0.0.0.0", "[::]", "*")
+        return found._replace(host=first_address()).url if is_wildcard else endpoint
 
     def _serve(self, router: zmq.Socket[bytes], store: Store, address: str, relay: str) -> int:
         core = self._begin_term(store, relay)
@@ -335,13 +335,13 @@ def first_address() -> str:
 
 def _why_not_bound(bind: str, error: zmq.ZMQError) -> str:
     if error.errno == zmq.EADDRINUSE:
-        port = bind.rpartition(":")[2]
+        port = split_address(bind).port
         return (
             f"port {port} is taken: another process listens on {bind}. "
             f"Stop it (`ss -ltnp 'sport = :{port}'` shows it), or choose another port with --bind."
         )
     if error.errno == errno.ENODEV:
-        host = bind.removeprefix("tcp://").rpartition(":")[0]
+        host = split_address(bind).host
         return f"cannot listen on {bind}: {host} is no address, name or network interface of this host."
     return f"cannot listen on {bind}: {error.strerror}. Write --bind tcp://HOST:PORT with an address of this host."
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from unified.client.connection import MasterConnection
-from unified.config.addresses import connect_seconds, require_master
-from unified.security.keys import find_key
+from unified.client.connection import MasterConnection, connect_to
+from unified.config.addresses import MASTER_VARIABLE, find_master
+from unified.errors import UsageError
 
 if TYPE_CHECKING:
     from unified.client.handle import JobHandle
@@ -53,13 +53,14 @@ def at_least(lowest: NumberT) -> Callable[[str], NumberT]:
 
 
 def connect(master: str | None) -> MasterConnection:
-    """A connection to the master of ``--master`` or ``UNIFIED_MASTER``.
-
-    Raises:
-        UsageError: neither is given, an interval of the environment is not a number, or the key file is of no use.
-    """
-    address = require_master(master)
-    return MasterConnection(address, key=find_key(address), timeout_s=connect_seconds())
+    """A connection to the master of ``--master`` or ``UNIFIED_MASTER``."""
+    address = find_master(master)
+    if address is None:
+        raise UsageError(
+            f"which master? Give its address with --master tcp://HOST:PORT, or once with "
+            f"`export {MASTER_VARIABLE}=tcp://HOST:PORT`. (`unified-master` prints it when it starts.)"
+        )
+    return connect_to(address)
 
 
 def chosen_name(given: str | None, script: str, env: Mapping[str, str], *, key: str = "") -> str:

@@ -20,7 +20,8 @@ from typing import Any, Self, TypeVar
 
 import zmq
 
-from unified.config.addresses import parse_address
+from unified.config import settings
+from unified.config.addresses import parse_address, split_address
 from unified.errors import (
     KeyRefusedError,
     MasterUnreachableError,
@@ -43,7 +44,7 @@ from unified.protocol.client_master import (
 from unified.protocol.framing import MAX_MESSAGE, Codec
 from unified.security.curve import secure_client
 from unified.security.handshakes import EVENTS, Handshakes
-from unified.security.keys import KEY_VARIABLE, ClusterKey
+from unified.security.keys import KEY_VARIABLE, ClusterKey, find_key
 from unified.threads import start_thread
 
 RESEND_S = 2.0
@@ -53,11 +54,7 @@ A = TypeVar("A")
 
 
 class Dealer:
-    """A DEALER that connects again by itself, until the master refuses it. Belongs to one thread.
-
-    Attributes:
-        num_broken: handshakes that the master ended without a word, since the last that succeeded.
-    """
+    """A DEALER that connects again by itself, until the master refuses it. Belongs to one thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None) -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -83,6 +80,7 @@ class Dealer:
 
     @property
     def num_broken(self) -> int:
+        """Number of handshakes that the master ended without a word, since the last that succeeded."""
         return self._handshakes.num_broken
 
     @property
@@ -139,12 +137,7 @@ class PendingReply:
         return self._done.wait(timeout_s)
 
     def result(self) -> MasterAnswer:
-        """Wait for the answer.
-
-        Raises:
-            RefusedError, MasterUnreachableError, UsageError, VersionMismatchError, ProtocolError: as
-                `MasterConnection.request`.
-        """
+        """Wait for the answer, or raise an error of `MasterConnection.request`."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -307,7 +300,7 @@ class MasterConnection:
 
     def _unknown_name(self) -> MasterUnreachableError | None:
         """Return an error if this host cannot tell which host the address names."""
-        host = self.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        host = split_address(self.address).bare_host
         try:
             getaddrinfo(host, None)
         except (OSError, UnicodeError) as error:
@@ -446,6 +439,11 @@ class MasterConnection:
             f"what answers at {self.address} is not a master of this release ({error}): check the address, "
             "and that unified-runtime is the same release on both sides."
         )
+
+
+def connect_to(address: str) -> MasterConnection:
+    """A connection to the master at this address, with the key and the time limit of this process's environment."""
+    return MasterConnection(address, key=find_key(address), timeout_s=settings.intervals().connect_s)
 
 
 def _too_large(message: ClientRequest, nbytes: int) -> UsageError:

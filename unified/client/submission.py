@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from unified.client.connection import MasterConnection
+from unified.client.connection import MasterConnection, connect_to
 from unified.client.handle import JobHandle
 from unified.client.terminal import ending_at_once, is_watched
-from unified.config.addresses import connect_seconds, find_master
+from unified.config.addresses import find_master
 from unified.devices import has_accelerator
 from unified.job.spec import JobSpec, RoleSpec, has_range, with_nodes
 from unified.protocol.client_master import Accepted, ListNodes, NodeList, NodeStatus, SubmitJob
 from unified.protocol.records import NodeState
-from unified.security.keys import find_key
 
 if TYPE_CHECKING:
     from unified.client.output import Prefix
@@ -90,12 +89,8 @@ def with_own_folder(role: RoleSpec) -> RoleSpec:
 
 
 def cluster_nodes(master: str) -> list[NodeStatus]:
-    """The nodes that a master knows.
-
-    Raises:
-        MasterUnreachableError: no master answers there.
-    """
-    with MasterConnection(master, key=find_key(master), timeout_s=connect_seconds()) as connection:
+    """The nodes that a master knows."""
+    with connect_to(master) as connection:
         return connection.ask(ListNodes(), NodeList).nodes
 
 
@@ -103,7 +98,7 @@ def _hand_over(spec: JobSpec, master: str | None, wait: bool, joins: bool) -> Jo
     address = find_master(master)
     if address is None:
         return _send_embedded(with_nodes(spec, 1))
-    connection = MasterConnection(address, key=find_key(address), timeout_s=connect_seconds())
+    connection = connect_to(address)
     try:
         if any(has_range(role) for role in spec.roles):
             nodes = connection.ask(ListNodes(), NodeList).nodes
@@ -137,7 +132,7 @@ def _send_embedded(spec: JobSpec) -> JobHandle:
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"starting an embedded cluster; its logs: {cluster.home}", file=sys.stderr)
     cluster.start()
-    connection = MasterConnection(cluster.address, key=find_key(cluster.address), timeout_s=connect_seconds())
+    connection = connect_to(cluster.address)
     try:
         return JobHandle(connection, _submit(connection, spec, wait=False, joins=False), cluster=cluster)
     except BaseException:

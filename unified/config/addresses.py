@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from ipaddress import IPv6Address
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from unified.config import settings
 from unified.config.settings import DEFAULT_PORT
 from unified.errors import UsageError
 
@@ -41,8 +40,7 @@ class HostPort(NamedTuple):
 def split_address(text: str, schemes: Collection[str] = ("tcp",)) -> HostPort:
     """Split ``HOST``, ``HOST:PORT`` or, with one of the schemes, ``SCHEME://HOST:PORT``. A slash may follow.
 
-    Raises:
-        ValueError: the text is none of them; the message is a sentence that says why.
+    The message of the ValueError for any other text is a sentence that says why.
     """
     expected = ValueError("host:port is expected.")
     if text.split() != [text]:  # urlsplit passes over some white space
@@ -65,11 +63,7 @@ def split_address(text: str, schemes: Collection[str] = ("tcp",)) -> HostPort:
 
 
 def parse_address(text: str) -> str:
-    """Return ``tcp://HOST:PORT`` for that, for ``HOST:PORT`` or for ``HOST`` (port 7077).
-
-    Raises:
-        UsageError: the text is none of them.
-    """
+    """Return ``tcp://HOST:PORT`` for that, for ``HOST:PORT`` or for ``HOST`` (port 7077); else raise UsageError."""
     found = _destination(text, ("tcp",))
     if found is None:
         raise UsageError(
@@ -80,10 +74,7 @@ def parse_address(text: str) -> str:
 
 def parse_coordinator(text: str) -> str | None:
     """Return ``tcp://HOST:PORT`` for that, for ``http://HOST:PORT``, ``HOST:PORT`` or ``HOST`` (port 7077); None for
-    ``local``, which means a coordinator in this process.
-
-    Raises:
-        UsageError: the text is none of them.
+    ``local``, which means a coordinator in this process. Any other text raises UsageError.
     """
     if text.strip().lower() == LOCAL:
         return None
@@ -97,11 +88,7 @@ def parse_coordinator(text: str) -> str | None:
 
 
 def parse_flag(flag: str, text: str) -> HostPort:
-    """Return the address that a daemon's flag gives: ``tcp://HOST:PORT`` or ``HOST:PORT``.
-
-    Raises:
-        UsageError: the text is no such address.
-    """
+    """Return the address that a daemon's flag gives: ``tcp://HOST:PORT`` or ``HOST:PORT``; else raise UsageError."""
     try:
         found = split_address(text)
     except ValueError:
@@ -111,38 +98,10 @@ def parse_flag(flag: str, text: str) -> HostPort:
     return found
 
 
-def find_master(given: str | None, env: Mapping[str, str] | None = None) -> str | None:
+def find_master(given: str | None) -> str | None:
     """Return the master's address from `given`, else from ``UNIFIED_MASTER``, else None."""
-    env = os.environ if env is None else env
-    text = given or env.get(MASTER_VARIABLE) or ""
+    text = given or os.environ.get(MASTER_VARIABLE)
     return parse_address(text) if text else None
-
-
-def require_master(given: str | None, env: Mapping[str, str] | None = None) -> str:
-    """Return the master's address like `find_master`, where one is needed.
-
-    Raises:
-        UsageError: neither is given; the message says how to give it.
-    """
-    address = find_master(given, env)
-    if address is None:
-        raise UsageError(
-            f"which master? Give its address with --master tcp://HOST:PORT, or once with "
-            f"`export {MASTER_VARIABLE}=tcp://HOST:PORT`. (`unified-master` prints it when it starts.)"
-        )
-    return address
-
-
-def connect_seconds() -> float:
-    """Return the seconds for which to try to reach a master.
-
-    Raises:
-        UsageError: ``UNIFIED_CONNECT_S``, or another interval, is not a number above 0.
-    """
-    try:
-        return settings.intervals().connect_s
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def _destination(text: str, schemes: Collection[str]) -> HostPort | None:

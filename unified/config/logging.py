@@ -21,13 +21,9 @@ FORGET_S = 3600.0
 MAX_KNOWN = 1000
 
 
-def log_level(env: Mapping[str, str], default: Level = "info") -> Level:
-    """Return the log level that the environment asks for, else `default`.
-
-    Raises:
-        OptionError: as `asked_level`.
-    """
-    return asked_level(env) or default
+def log_level(env: Mapping[str, str]) -> Level:
+    """Return the log level that the environment asks for as `asked_level` finds it, else ``info``."""
+    return asked_level(env) or "info"
 
 
 def asked_level(env: Mapping[str, str]) -> Level | None:
@@ -60,11 +56,7 @@ def asked_level(env: Mapping[str, str]) -> Level | None:
 
 
 def logging_level(flag: str | None, env: Mapping[str, str]) -> int:
-    """Return the number for `logging` of a daemon's level: that of its flag, else of the environment.
-
-    Raises:
-        OptionError: as `log_level`.
-    """
+    """Return the number for `logging` of a daemon's level: that of its flag, else of the environment."""
     return LEVELS[log_level({VARIABLE: flag} if flag else env)]
 
 

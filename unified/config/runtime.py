@@ -136,38 +136,20 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load_shared(cls) -> Self:
-        """Read the settings that all processes share: not who this process is, nor an error in that.
-
-        Raises:
-            OptionError: as `load`.
-        """
+        """Read the settings that all processes share: not who this process is, nor an error in that."""
         own = set(VARIABLES.values())
         return cls.load(env={name: text for name, text in os.environ.items() if name not in own})
 
     @classmethod
     def load_own(cls, env: Mapping[str, str] | None = None) -> Self:
-        """Read the settings of this process alone: its id, its coordinator, its log level.
-
-        Args:
-            env: environment; by default this process's.
-
-        Raises:
-            OptionError: as `load`.
-        """
+        """Read the settings of this process alone: its id, its coordinator, its log level."""
         env = os.environ if env is None else env
         own = (*VARIABLES.values(), *LOG_VARIABLES)
         return cls.parse("", {name: env[name] for name in own if name in env})
 
     @classmethod
     def parse(cls, text: str, env: Mapping[str, str], name: str = "the settings") -> Self:
-        """Return the settings that a file of this text and this environment make together.
-
-        Args:
-            name: name of the file in error messages.
-
-        Raises:
-            OptionError: as `load`.
-        """
+        """Return the settings that a file of this text and this environment make together; `name` names the file."""
         given = _from_text(text, name)
         for section, values in _from_env(env).items():
             given.setdefault(section, {}).update(values)

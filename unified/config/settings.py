@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from unified.errors import UsageError
+
 DEFAULT_PORT = 7077
 
 
@@ -34,7 +36,7 @@ def intervals(env: Mapping[str, str] | None = None) -> Intervals:
     """Return the intervals, each overridden by ``UNIFIED_HEARTBEAT_S``, ``UNIFIED_LEASE_S`` and so on.
 
     Raises:
-        ValueError: a variable that is not a positive number.
+        UsageError: a variable that is not a positive number.
     """
     env = os.environ if env is None else env
     given: dict[str, float] = {}
@@ -44,9 +46,9 @@ def intervals(env: Mapping[str, str] | None = None) -> Intervals:
             try:
                 given[field] = float(env[name])
             except ValueError:
-                raise ValueError(f"{name}={env[name]!r} is not a number of seconds.") from None
+                raise UsageError(f"{name}={env[name]!r} is not a number of seconds.") from None
             if given[field] <= 0:
-                raise ValueError(f"{name}={env[name]!r} must be above 0 seconds.")
+                raise UsageError(f"{name}={env[name]!r} must be above 0 seconds.")
     return Intervals(**given)
 
 

@@ -19,7 +19,8 @@ from typing import TypeVar
 import msgspec
 
 from unified.client.connection import RESEND_S, MasterConnection, PendingReply
-from unified.config.addresses import connect_seconds, parse_coordinator
+from unified.config import settings
+from unified.config.addresses import parse_coordinator
 from unified.errors import (
     CoordinatorError,
     KeyRefusedError,
@@ -85,7 +86,7 @@ class RemoteCoordinator(Coordinator):
         if parsed is None:
             raise UsageError("'local' is a coordinator in this process, not the address of one elsewhere.")
         self.address = parsed
-        self.timeout_s = connect_seconds() if timeout_s is None else timeout_s
+        self.timeout_s = settings.intervals().connect_s if timeout_s is None else timeout_s
         self._key = key
         self._is_closed = False
         self._begin()

@@ -7,14 +7,8 @@ from typing import Literal
 import pytest
 
 from unified.checkpoint import CheckpointManager
-from unified.config.addresses import (
-    find_master,
-    parse_address,
-    parse_coordinator,
-    parse_flag,
-    require_master,
-    split_address,
-)
+from unified.cli.options import connect
+from unified.config.addresses import find_master, parse_address, parse_coordinator, parse_flag, split_address
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
 from unified.data.orchestrator import TrainingOrchestrator
@@ -212,16 +206,18 @@ def test_an_address_may_be_short(text: str, address: str) -> None:
     assert parse_address(text) == address
 
 
-def test_an_argument_wins_over_the_environment() -> None:
-    env = {"UNIFIED_MASTER": "a:1"}
-    assert find_master("b:2", env) == "tcp://b:2"
-    assert find_master(None, env) == "tcp://a:1"
-    assert find_master(None, {"UNIFIED_MASTER": ""}) is None
+def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIFIED_MASTER", "a:1")
+    assert find_master("b:2") == "tcp://b:2"
+    assert find_master(None) == "tcp://a:1"
+    monkeypatch.setenv("UNIFIED_MASTER", "")
+    assert find_master(None) is None
 
 
-def test_without_an_address_the_error_says_how_to_give_one() -> None:
+def test_without_an_address_the_error_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNIFIED_MASTER", raising=False)
     with pytest.raises(UsageError, match=r"--master tcp://HOST:PORT.*UNIFIED_MASTER"):
-        require_master(None, {})
+        connect(None)
 
 
 @pytest.mark.parametrize(
