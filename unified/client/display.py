@@ -83,9 +83,6 @@ def open_display(
 
     Args:
         prefix: whether lines of workers have their worker in front; ``auto``: on a terminal.
-
-    Raises:
-        UsageError: another value.
     """
     env = os.environ if env is None else env
     out = lasting(sys.stdout if out is None else out)

@@ -86,6 +86,7 @@ class EmbeddedCluster:
         self._max_agent_restarts = max_agent_restarts
         self._max_master_restarts = max_master_restarts
         self.address = ""
+        self._address_file = self.home / "master.address"
         self._run_dir = settings.run_root() / f"e{os.getpid()}-{self.cluster_id[-6:]}"
         self._master: Daemon | None = None
         self._agents: list[Daemon] = []
@@ -172,24 +173,28 @@ class EmbeddedCluster:
 
     def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
         while not self._spawned.wait(POLL_S):
-            self._check(deadline, timeout_s, "the master did not write its address")
+            self._check_time(deadline, timeout_s, "the master did not write its address")
         key = find_key(self.address, self._environment())
         with MasterConnection(self.address, key=key, timeout_s=timeout_s) as connection:
             while True:
                 try:
                     nodes = connection.ask(ListNodes(), NodeList, timeout_s=1.0).nodes
-                except MasterUnreachableError:  # it may have died: `_check` knows
+                except MasterUnreachableError:  # it may have died: `check` knows
                     nodes = []
                 alive = {node.node for node in nodes if node.state == NodeState.ALIVE}
                 if alive.issuperset(self.node_names):
                     return
                 missing = ", ".join(name for name in self.node_names if name not in alive)
-                self._check(deadline, timeout_s, f"the master does not know {missing}")
+                self._check_time(deadline, timeout_s, f"the master does not know {missing}")
                 self._stopping.wait(POLL_S)
 
-    def _check(self, deadline: float, timeout_s: float, waits_for: str) -> None:
+    def check(self) -> None:
+        """Raise `ClusterError` if the cluster is of no use any more."""
         if self.problem is not None:
             raise ClusterError(self.problem)
+
+    def _check_time(self, deadline: float, timeout_s: float, waits_for: str) -> None:
+        self.check()
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"the embedded cluster was not ready after {timeout_s:g} s: {waits_for}. Its logs are in {self.home}."
@@ -214,20 +219,15 @@ class EmbeddedCluster:
                 self._ended.set()
 
     def _start_first_master(self) -> None:
-        address_file = self._address_file
-        address_file.unlink(missing_ok=True)
+        self._address_file.unlink(missing_ok=True)
         self._master = self._start_master("tcp://127.0.0.1:0")
         while not self._stopping.is_set():
-            if address_file.exists() and (text := address_file.read_text()).endswith("\n"):
+            if self._address_file.exists() and (text := self._address_file.read_text()).endswith("\n"):
                 self.address = text.strip()
                 return
             if self._master.wait(POLL_S):
                 self.problem = f"the embedded master {self._master.last_words()}"
                 return
-
-    @property
-    def _address_file(self) -> Path:
-        return self.home / "master.address"
 
     def _start_master(self, bind: str) -> Daemon:
         arguments = ["--bind", bind, "--state-dir", str(self.home / "master")]
@@ -261,7 +261,7 @@ class EmbeddedCluster:
                 return
             if self._master is not None and self._master.is_ended and self.problem is None:
                 if num_master_restarts >= self._max_master_restarts:
-                    self.problem = _master_problem(self._master, num_master_restarts)
+                    self.problem = f"the embedded master {_times(num_master_restarts)}{self._master.last_words()}"
                 elif not self._stopping.wait(MASTER_BACKOFF.delay_s(num_master_restarts)):
                     num_master_restarts += 1
                     self._master = self._start_master(self.address)
@@ -291,13 +291,9 @@ class EmbeddedCluster:
             os.close(self._lock_file)
 
 
-def _master_problem(master: Daemon, num_restarts: int) -> str:
-    if num_restarts == 0:
-        return f"the embedded master {master.last_words()}"
-    return (
-        f"the embedded master ended {num_restarts + 1} times (master_max_restart={num_restarts}); the last time it "
-        f"{master.last_words()}"
-    )
+def _times(num_restarts: int) -> str:
+    limit = f"(master_max_restart={num_restarts})"
+    return f"ended {num_restarts + 1} times {limit}; the last time it " if num_restarts else ""
 
 
 def _lock(path: Path) -> int | None:

@@ -18,11 +18,11 @@ from typing import NamedTuple
 from unified.client.connection import MasterConnection
 from unified.client.display import Display, open_display
 from unified.client.handle import MASTER_GRACE_S, JobHandle
-from unified.client.logs import RENEW_S, LogReader, Output
+from unified.client.logs import RENEW_S, LogReader, Mode, Output
 from unified.client.output import Prefix
 from unified.client.report import STOPPED_BY_USER, end_lines, event_text
 from unified.client.terminal import exit_code, handled, lasting, printable, signal_name
-from unified.errors import ClusterError, MasterUnreachableError, UnifiedError
+from unified.errors import MasterUnreachableError, UnifiedError
 from unified.job.spec import JobSpec, OutputFiles
 from unified.protocol.client_master import Explain, GetJob, JobStatus, StopJob, Story
 from unified.protocol.records import Stage
@@ -60,10 +60,11 @@ def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec) -> int:
                 handle.job_id,
                 display,
                 files=files,
-                problem=lambda: cluster.problem if cluster is not None else None,
+                check=cluster.check if cluster is not None else lambda: None,
             )
             status = watch.run()
-            story = _keep_story(handle, cluster.home) if cluster is not None else _explain_command(handle)
+            command = f"unified explain {handle.job_id} --master {handle.connection.address}"
+            story = _keep_story(handle, cluster.home) if cluster is not None else command
         err = lasting(sys.stderr)
         lines = end_lines(status, story=story)
         err.write("".join(f"{printable(line) if err.isatty() else line}\n" for line in lines))
@@ -88,10 +89,6 @@ def _where(handle: JobHandle) -> str:
             f"{handle.cluster.home}"
         )
     return f"{handle.job_id}  submitted to {handle.connection.address}; from elsewhere: unified status {handle.job_id}"
-
-
-def _explain_command(handle: JobHandle) -> str:
-    return f"unified explain {handle.job_id} --master {handle.connection.address}"
 
 
 def _keep_story(handle: JobHandle, home: Path) -> str:
@@ -243,7 +240,7 @@ class Watch:
 
     Args:
         files: by role, what of its output goes to files and is not shown.
-        problem: says why waiting is of no use any more (an embedded master that died), or None.
+        check: raises `ClusterError` if waiting is of no use any more (an embedded master has died).
     """
 
     def __init__(
@@ -254,18 +251,21 @@ class Watch:
         *,
         with_logs: bool = True,
         files: Mapping[str, OutputFiles] | None = None,
-        problem: Callable[[], str | None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
         stops_job: bool = True,
     ) -> None:
         self._connection = connection
         self._job_id = job_id
         self._display = display
-        self._problem = problem
+        self._check = check
         self._stops_job = stops_job
-        self._files = files or {}
         self._keep = display.wants_all
         """Nobody watches: the output is written to the last line, however long that takes."""
-        self._reader = self._open_reader() if with_logs else None
+        self._reader: LogReader | None = None
+        if with_logs:
+            max_workers = None if self._keep else MAX_FOLLOWED
+            mode: Mode = "keep" if self._keep else "live"
+            self._reader = LogReader(connection, job_id, mode=mode, max_workers=max_workers, files=files)
         self._follower = Follower(connection, job_id, self._reader)
         self._ended: JobStatus | None = None
         self._ended_at = 0.0
@@ -288,7 +288,10 @@ class Watch:
         try:
             with handled(lambda number: self._follower.news.put(Interrupted(number))):
                 while True:
-                    self._take(self._next())
+                    try:
+                        self._take(self._follower.news.get(timeout=REFRESH_S))
+                    except Empty:
+                        self._check()
                     self._display.refresh()
                     if self._ended and (self._is_drained or self._is_drained_too_long()):
                         return self._ended
@@ -305,31 +308,18 @@ class Watch:
         """Wait for the threads behind it; call it after the connection was closed, which ends their requests."""
         self._follower.join()
 
-    def _open_reader(self) -> LogReader:
-        if self._keep:
-            return LogReader(self._connection, self._job_id, mode="keep", files=self._files)
-        return LogReader(self._connection, self._job_id, mode="live", max_workers=MAX_FOLLOWED, files=self._files)
-
     def _is_drained_too_long(self) -> bool:
         return not self._keep and time.monotonic() - self._ended_at > DRAINED_S
 
-    def _next(self) -> News | None:
-        try:
-            return self._follower.news.get(timeout=REFRESH_S)
-        except Empty:
-            return None
-
-    def _take(self, news: News | None) -> None:
+    def _take(self, news: News) -> None:
         match news:
-            case None:
-                self._check_cluster()
             case StatusChanged(status):
                 self._show_status(status)
             case OutputRead(outputs):
                 self._display.output(outputs)
                 self._follower.shown()
             case MasterSilent(since, error):
-                self._check_cluster()
+                self._check()
                 self._bear_silence(since, error)
             case MasterAnswers():
                 if self._is_master_silent:
@@ -354,11 +344,6 @@ class Watch:
         if status.stage == Stage.STOPPED:
             self._ended, self._ended_at = status, time.monotonic()
 
-    def _check_cluster(self) -> None:
-        problem = self._problem()
-        if problem is not None:
-            raise ClusterError(problem)
-
     def _bear_silence(self, since: float, error: MasterUnreachableError | None) -> None:
         if error is not None and time.monotonic() - since > MASTER_GRACE_S:
             raise MasterUnreachableError(
@@ -378,10 +363,8 @@ class Watch:
         if not self._stops_job:
             raise SystemExit(exit_code(number))
         name = signal_name(number)
-        is_interrupt = self._stopped_by == signal.SIGINT
-        request = StopJob(
-            job=self._job_id, force=is_second, reason=f"{name} in its driver", interrupt=is_interrupt
-        )  # fmt: skip
+        reason, is_interrupt = f"{name} in its driver", self._stopped_by == signal.SIGINT
+        request = StopJob(job=self._job_id, force=is_second, reason=reason, interrupt=is_interrupt)
         if is_second:
             self._display.note(f"{self._job_id}  ended at once")
             try:

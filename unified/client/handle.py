@@ -5,21 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from unified.client.connection import MasterConnection
 from unified.client.logs import LogFilter, LogReader
-from unified.errors import ClusterError, MasterUnreachableError, RefusedError
-from unified.protocol.client_master import (
-    ClientToMaster,
-    Done,
-    GetJob,
-    JobStatus,
-    MasterAnswer,
-    RestartWorkers,
-    StopJob,
-    WorkerStatus,
-)
+from unified.errors import MasterUnreachableError, RefusedError
+from unified.protocol.client_master import Done, GetJob, JobStatus, RestartWorkers, StopJob, WorkerStatus
 from unified.protocol.records import Stage, WorkerState
 
 if TYPE_CHECKING:
@@ -27,45 +18,31 @@ if TYPE_CHECKING:
     from unified.client.embedded import EmbeddedCluster
     from unified.client.outside import OutsideCaller, OutsideGroup
 
-A = TypeVar("A", bound=MasterAnswer)
 POLL_S = 5.0
 MASTER_GRACE_S = 300.0
 """Seconds for which a wait bears a master that is away; the job does not need it meanwhile."""
 
 
-class Ask(Protocol):
-    """`MasterConnection.ask`."""
-
-    def __call__(self, message: ClientToMaster, expected: type[A], /) -> A: ...
-
-
 def restart_workers(
-    ask: Ask,
+    connection: MasterConnection,
     job_id: str,
     workers: Iterable[str] = (),
     *,
     timeout: float | None = None,
     asked: Callable[[dict[str, int]], None] = lambda lives: None,
 ) -> None:
-    """Restart workers, or the whole job if none is named, and return when the new lives are READY, or further.
+    """Restart workers, or the whole job if none is named, as `JobHandle.restart` does.
 
     Args:
-        workers: full names or ``role-rank``; those who must restart with them do so, too.
-        timeout: seconds; None: as long as the job lives.
         asked: called with the incarnation to come of each worker concerned, before it is waited for.
-
-    Raises:
-        RefusedError: the master does not know job or worker, or the job ends; its code is then ``ended``.
-        TimeoutError: they were not READY within `timeout`; the restart goes on.
-        MasterUnreachableError: the master did not answer.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    left = ask(RestartWorkers(job=job_id, workers=list(workers)), Done).lives
+    left = connection.ask(RestartWorkers(job=job_id, workers=list(workers)), Done).lives
     asked(left)
     version = -1
     while left:
         wait_s = POLL_S if deadline is None else max(0.0, min(POLL_S, deadline - time.monotonic()))
-        status = ask(GetJob(job=job_id, after_version=version, wait_s=wait_s), JobStatus)
+        status = connection.ask(GetJob(job=job_id, after_version=version, wait_s=wait_s), JobStatus)
         version = status.version
         ready = {worker.name for worker in status.workers if _is_up(worker, left)}
         left = {name: incarnation for name, incarnation in left.items() if name not in ready}
@@ -195,7 +172,7 @@ class JobHandle:
             TimeoutError: not all were READY after `timeout`; the restart goes on.
             MasterUnreachableError: the master did not answer.
         """
-        restart_workers(self.connection.ask, self.job_id, workers, timeout=timeout)
+        restart_workers(self.connection, self.job_id, workers, timeout=timeout)
 
     def close(self) -> None:
         """Let go of the job: close the connection, and end the embedded cluster if there is one."""
@@ -225,7 +202,8 @@ class JobHandle:
             try:
                 status = self.connection.ask(request, JobStatus)
             except MasterUnreachableError:
-                self._check_cluster()
+                if self.cluster is not None:
+                    self.cluster.check()
                 if not self.connection.is_open or time.monotonic() - answered_at > MASTER_GRACE_S:
                     raise
             else:
@@ -236,7 +214,3 @@ class JobHandle:
                 raise TimeoutError(
                     f"job {self.job_id} still runs after {timeout:g} s: look at `unified status {self.job_id}`."
                 )
-
-    def _check_cluster(self) -> None:
-        if self.cluster is not None and self.cluster.problem is not None:
-            raise ClusterError(self.cluster.problem)

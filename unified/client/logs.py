@@ -135,7 +135,9 @@ class StreamCursor:
         if self._is_live and behind > BEHIND_BYTES:
             target = chunk.size - CHUNK_BYTES
             found.append(self._skipped(target - self._offset, chunk.path))
-            self._restart_at(target)
+            self._offset = target
+            self._drop_to_newline = True
+            self._decoder.reset()
         self._present = chunk.size if self._present is None else self._present
         self.is_caught_up = self._offset >= self._present
         self._pace(bool(chunk.data), now)
@@ -145,11 +147,6 @@ class StreamCursor:
         """The log cannot be read now (no such file yet, or its node is away)."""
         self.is_caught_up = True
         self._pace(False, now)
-
-    def _restart_at(self, offset: int) -> None:
-        self._offset = offset
-        self._drop_to_newline = True
-        self._decoder.reset()
 
     def _pace(self, has_data: bool, now: float) -> None:
         self._pause_s = LIVE_PAUSE_S if has_data else min(self.idle_s, self._pause_s * 1.5)
@@ -198,13 +195,22 @@ class LineView:
         if rest and (output.is_end or len(rest) > MAX_LINE_CHARS):
             whole.append(rest)
         elif rest:
-            self._partials[source] = rest[rest.rstrip("\r").rfind("\r") + 1 :]
+            self._partials[source] = not_drawn_over(rest)
         for line in whole:
             yield self._line(source, line)
 
     def _line(self, source: OutputSource, line: str) -> str:
-        # what a progress bar drew over, a terminal would not show either
-        return (source.prefix if self._has_prefix else "") + line.rstrip("\r").rpartition("\r")[2]
+        return (source.prefix if self._has_prefix else "") + seen(line)
+
+
+def not_drawn_over(line: str) -> str:
+    """Return the rest of a line behind what a progress bar has drawn over."""
+    return line[line.rstrip("\r").rfind("\r") + 1 :]
+
+
+def seen(line: str) -> str:
+    """Return the part of a line that a terminal would show."""
+    return not_drawn_over(line).rstrip("\r")
 
 
 class LogFilter(NamedTuple):
@@ -320,11 +326,7 @@ class LogReader:
                 yield from self._view.feed(outputs)
 
     def follow(self, status: Callable[[], JobStatus]) -> Iterator[str]:
-        """Lines as they are printed, until the job has ended and all was read.
-
-        Args:
-            status: asks the master for the job's status; called between two reads.
-        """
+        """Lines as they are printed, until the job has ended and all was read; `status` is asked between two reads."""
         while True:
             now = status()
             self.update(now)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Literal, TextIO
 
-from unified.client.logs import Output, OutputSource, Stream
+from unified.client.logs import Output, OutputSource, Stream, not_drawn_over, seen
 from unified.client.terminal import printable, undecodable_replaced, write_bytes
 from unified.protocol.client_master import JobStatus
 
@@ -24,13 +25,13 @@ LONGEST = 65536
 _ERASE_LINE = "\r\x1b[K"
 
 
+@dataclass
 class _Partial:
     """The beginning of a line."""
 
-    def __init__(self) -> None:
-        self.text = ""
-        self.shown = ""
-        """Part of the line that was written, here or before others broke in."""
+    text: str = ""
+    shown: str = ""
+    """Part of the line that was written, here or before others broke in."""
 
 
 class OutputWriter:
@@ -84,7 +85,7 @@ class OutputWriter:
         if end:
             self._write_whole(source, partial, text[:end], is_raw)
             partial.shown = ""
-        partial.text = text[end:] if is_raw else _not_drawn_over(text[end:])
+        partial.text = text[end:] if is_raw else not_drawn_over(text[end:])
         if output.is_quiet or output.is_end or self.is_alone:
             self._show(source, partial)
         if output.is_end or not partial.text:
@@ -97,11 +98,11 @@ class OutputWriter:
                 self._open = None
             return
         for number, line in enumerate(text.removesuffix("\n").split("\n")):
-            self._draw(source, partial if number == 0 else _Partial(), self._visible(is_raw, line))
+            self._draw(source, partial if number == 0 else _Partial(), seen(line))
             self._go_to(None)
 
     def _show(self, source: OutputSource, partial: _Partial) -> None:
-        visible = self._visible(self._is_raw(source), partial.text)
+        visible = partial.text if self._is_raw(source) else seen(partial.text)
         if visible != partial.shown:
             self._draw(source, partial, visible)
 
@@ -134,9 +135,6 @@ class OutputWriter:
     def _clean(self, source: OutputSource, text: str) -> str:
         return printable(undecodable_replaced(text)) if self._is_terminal[source.stream] else text
 
-    def _visible(self, is_raw: bool, line: str) -> str:
-        return line if is_raw else _seen(line)
-
     def _put(self, source: OutputSource, text: str) -> None:
         if text:
             self._pieces.append((source.stream, text))
@@ -153,11 +151,7 @@ class OutputWriter:
 
 
 class WorkerOutput:
-    """Writes the output of workers to stdout and stderr of this process.
-
-    Args:
-        prefix: as `OutputWriter`.
-    """
+    """Writes the output of workers to stdout and stderr of this process; `prefix` is as of `OutputWriter`."""
 
     def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
         if is_same_place(out, err):
@@ -211,12 +205,3 @@ def _end_of_whole(text: str, is_raw: bool) -> int:
     if is_raw:  # what a progress bar draws over is a piece of its own
         end = max(end, text.rfind("\r") + 1)
     return len(text) if len(text) - end > LONGEST else end
-
-
-def _seen(line: str) -> str:
-    """Return the part of a line that a terminal would show."""
-    return line.rstrip("\r").rpartition("\r")[2]
-
-
-def _not_drawn_over(line: str) -> str:
-    return line[line.rstrip("\r").rfind("\r") + 1 :]

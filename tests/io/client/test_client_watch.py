@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -101,7 +102,8 @@ def test_a_handle_waits_reads_and_stops(job: Job) -> None:
 def test_a_watch_ends_when_its_cluster_is_of_no_use(job: Job, fake_master: FakeMaster) -> None:
     with MasterConnection(fake_master.address, timeout_s=0.1) as connection:
         display = PlainDisplay(io.StringIO(), io.StringIO())
-        watch = Watch(connection, "gpt-1", display, problem=lambda: "the embedded master was killed by SIGKILL")
+        check = Mock(side_effect=ClusterError("the embedded master was killed by SIGKILL"))
+        watch = Watch(connection, "gpt-1", display, check=check)
         fake_master.close()
         with pytest.raises(ClusterError, match="the embedded master was killed by SIGKILL"):
             watch.run()

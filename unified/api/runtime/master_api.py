@@ -12,22 +12,13 @@ from unified.api.runtime.role_actor import actor_named, actors_of
 from unified.client.connection import MasterConnection
 from unified.client.handle import restart_workers
 from unified.job.enums import MasterStage
-from unified.protocol.client_master import (
-    ClientToMaster,
-    Done,
-    GetJob,
-    JobStatus,
-    MasterAnswer,
-    RestartWorkers,
-    StopJob,
-)
+from unified.protocol.client_master import Done, GetJob, JobStatus, RestartWorkers, StopJob
 from unified.protocol.records import DirectoryEntry, Reachability, Stage
 from unified.security.keys import ClusterKey
 from unified.worker.context import ActorInfo, current_worker
 
 P = ParamSpec("P")
 R = TypeVar("R")
-A = TypeVar("A", bound=MasterAnswer)
 POLL_S = 30.0
 """Seconds for which the master holds an answer back while nothing changes."""
 
@@ -60,7 +51,7 @@ class MasterCall(Generic[P, R]):
 
 def get_status() -> MasterStatus:
     """Stage, exit code and number of restarts of this worker's job."""
-    job = _ask(GetJob(job=_job_id()), JobStatus)
+    job = _master().ask(GetJob(job=_job_id()), JobStatus)
     return MasterStatus(job.stage, job.exit_code, job.num_restarts)
 
 
@@ -91,17 +82,17 @@ def restart_actors(names: Iterable[str] = (), *, actor_names: Iterable[str] = ()
     """
     workers = [actor_named(name).name for name in (*names, *actor_names)]
     if workers:  # to the master an empty list means all
-        restart_workers(_ask, _job_id(), workers, asked=_mark_dead)
+        restart_workers(_master(), _job_id(), workers, asked=_mark_dead)
 
 
 def restart() -> None:
     """Restart the whole job, this worker included."""
-    _ask(RestartWorkers(job=_job_id(), workers=[]), Done)
+    _master().ask(RestartWorkers(job=_job_id(), workers=[]), Done)
 
 
 def stop() -> None:
     """Stop the whole job, this worker included."""
-    _ask(StopJob(job=_job_id(), reason=f"asked by worker {current_worker().actor_info.name}"), Done)
+    _master().ask(StopJob(job=_job_id(), reason=f"asked by worker {current_worker().actor_info.name}"), Done)
 
 
 def wait() -> int:
@@ -114,7 +105,7 @@ def wait() -> int:
     current_worker().on_stop(lambda: None)  # so that it is not ended at once, before it has the answer
     version = -1
     while True:
-        job = _ask(GetJob(job=_job_id(), after_version=version, wait_s=POLL_S), JobStatus)
+        job = _master().ask(GetJob(job=_job_id(), after_version=version, wait_s=POLL_S), JobStatus)
         if job.outcome is not None:
             return job.outcome
         if job.stage is Stage.STOPPED:
@@ -157,9 +148,9 @@ def _job_id() -> str:
     return current_worker().job_info.job_id
 
 
-def _ask(message: ClientToMaster, expected: type[A]) -> A:
+def _master() -> MasterConnection:
     worker = current_worker()
-    return _connected(worker.master_address, worker.cluster_key).ask(message, expected)
+    return _connected(worker.master_address, worker.cluster_key)
 
 
 @functools.cache
