@@ -55,11 +55,7 @@ def call(job: str, target: str, method: str, arguments: list[str], master: str |
 
 
 def parse_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional arguments and those by name.
-
-    Raises:
-        UsageError: one is not JSON, or a positional one follows one by name.
-    """
+    """Positional arguments and those by name."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for word in words:
@@ -81,11 +77,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
 
 
 def to_json(value: object) -> str:
-    """One line; arrays and tensors as nested lists, bytes in base64.
-
-    Raises:
-        UsageError: it holds something else.
-    """
+    """One line; arrays and tensors as nested lists, bytes in base64."""
     try:
         return msgspec.json.encode(value, enc_hook=_plain).decode()
     except (TypeError, ValueError, RecursionError) as error:

@@ -145,12 +145,7 @@ def build(words: Sequence[str] | None = None) -> CommandParser:
 
 
 def execute(words: Sequence[str]) -> int:
-    """Run one command line; the exit code.
-
-    Raises:
-        UsageError: it is wrong.
-        SystemExit: ``--help``, ``--version``.
-    """
+    """Run one command line; the exit code."""
     parser: ArgumentParser = build(words)
     if not words:
         parser.print_help()

@@ -47,12 +47,7 @@ _PREFIX_HELP = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run it; the exit code.
-
-    Raises:
-        UsageError, ClusterError: as `DLJob.submit`.
-        SystemExit: ``--help``.
-    """
+    """Run it; the exit code."""
     parser = run_parser(os.environ)
     arguments = parser.parse_args(list(argv))
     own = {name: vars(arguments).pop(name) for name in _OWN}
@@ -119,11 +114,7 @@ def quick_spec(
     driver: Driver,
     env: Mapping[str, str],
 ) -> JobSpec | None:
-    """The job, or None if the command line or the environment says anything out of the ordinary.
-
-    Raises:
-        JobNameError: as with the models.
-    """
+    """The job, or None if the command line or the environment says anything out of the ordinary."""
     if env.get(WORKING_DIR) or any(_may_be_option(variable) for variable, value in env.items() if value):
         return None
     is_plain = all(value == parser.get_default(key) for key, value in vars(parsed).items() if key not in _USED)

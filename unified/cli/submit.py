@@ -47,11 +47,7 @@ def submit(file: str, master: str | None, name: str | None, no_wait: bool, detac
 
 
 def load_job(text: str) -> Any:
-    """The job that ``FILE.py[:NAME]`` means: something with `submit`.
-
-    Raises:
-        UsageError: no such file or name, or the file raises; the message says where.
-    """
+    """The job that ``FILE.py[:NAME]`` means: something with `submit`."""
     path, wanted = _parts(text)
     if not path.is_file():
         raise UsageError(f"{path} is not a file: give a Python file that describes a job.")

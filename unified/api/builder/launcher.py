@@ -58,9 +58,7 @@ class JobBuilder(Protocol):
 
 def apply_command(builder: JobBuilder, cmd: str) -> None:
     """Describe a role of `builder` by a launcher's command line, read with torch's own parser where torch is installed.
-
-    Raises:
-        ValueError: see `DLJobBuilder.by_dlrover_run_cmd`.
+    See `DLJobBuilder.by_dlrover_run_cmd`.
     """
     try:
         words = shlex.split(cmd.replace("\\\n", " "))
@@ -125,9 +123,6 @@ def num_workers(nproc_per_node: str, nodes: Sequence[NodeStatus] | None = None) 
 
     Args:
         nodes: of the cluster; None: this machine is counted.
-
-    Raises:
-        UsageError: it is none of these nor a number, or ``gpu`` and there is no GPU, or no node to count.
     """
     if nproc_per_node.isdecimal() and int(nproc_per_node) > 0:
         return int(nproc_per_node)
@@ -211,9 +206,6 @@ def output_files(args: Namespace, prog: str, nproc: int) -> dict[str, Any] | Non
     Args:
         prog: what messages call the program.
         nproc: workers on each node, for a value that is meant for all of them.
-
-    Raises:
-        UsageError: a value has none of the forms that torchrun takes.
     """
     redirects = _streams(args.redirects, prog, "--redirects", nproc)
     tee = _streams(args.tee, prog, "--tee", nproc)

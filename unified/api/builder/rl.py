@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
 from pydantic import model_validator
 
 from unified.api.builder.builder import DLJobBuilder
 from unified.api.builder.dljob import DLJob
-from unified.api.builder.roles import ElasticRoleBuilder, EntryPoint, RoleBuilder, SimpleRoleBuilder
+from unified.api.builder.roles import ElasticRoleBuilder, EntryPoint, SimpleRoleBuilder
 from unified.errors import nearest
 from unified.job.enums import DLStreamType, DLType, RLRoleType
-
-RoleT = TypeVar("RoleT", bound=RoleBuilder[Any])
 
 _ROLES = [role.value for role in RLRoleType]
 
@@ -39,7 +37,10 @@ class RLJob(DLJob):
 
 
 class RLJobBuilder(DLJobBuilder):
-    """Builds an `RLJob`: one method a role, with the defaults that suit it."""
+    """Builds an `RLJob`: one method a role, with the defaults that suit it.
+
+    The job waits for the trainer alone, which calls the other roles. `with_collocation_all` leaves the trainer out.
+    """
 
     TRAINER_ROLE = RLRoleType.TRAINER.value
     ACTOR_ROLE = RLRoleType.ACTOR.value
@@ -62,28 +63,23 @@ class RLJobBuilder(DLJobBuilder):
 
     def actor(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
         """The policy that is trained: elastic, required. The arguments of all roles are those of `run`."""
-        return _serving(self.role(self.ACTOR_ROLE).train(entrypoint, cls))
+        return self.role(self.ACTOR_ROLE).train(entrypoint, cls).not_driver()
 
     def critic(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
         """The value model that is trained: elastic."""
-        return _serving(self.role(self.CRITIC_ROLE).train(entrypoint, cls))
+        return self.role(self.CRITIC_ROLE).train(entrypoint, cls).not_driver()
 
     def rollout(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
         """Workers that generate."""
-        return _serving(self.role(self.ROLLOUT_ROLE).run(entrypoint, cls))
+        return self.role(self.ROLLOUT_ROLE).run(entrypoint, cls).not_driver()
 
     def reference(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
         """Workers that hold the reference model."""
-        return _serving(self.role(self.REF_ROLE).run(entrypoint, cls))
+        return self.role(self.REF_ROLE).run(entrypoint, cls).not_driver()
 
     def reward(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
         """Workers that score."""
-        return _serving(self.role(self.REW_ROLE).run(entrypoint, cls))
-
-    def with_collocation_all(self, *exclude_roles: str) -> Self:
-        """Collocate all roles but the trainer, and but these."""
-        self._collocate_all_but.append(exclude_roles)
-        return self
+        return self.role(self.REW_ROLE).run(entrypoint, cls).not_driver()
 
     def _all_but(self, exclude: tuple[str, ...]) -> set[str]:
         return super()._all_but(exclude) - {self.TRAINER_ROLE}
@@ -92,8 +88,3 @@ class RLJobBuilder(DLJobBuilder):
         """Check everything and give the job. The roles must be those of an RL job, with an actor."""
         self._warn_of_misplaced_config()
         return RLJob.model_validate(self.description())
-
-
-def _serving(role: RoleT) -> RoleT:
-    """The trainer calls it and decides when the job is done."""
-    return role.not_driver()

@@ -233,11 +233,7 @@ def entry_point_of(entrypoint: EntryPoint, cls: str | None) -> EntryPoint:
 
 
 def one_of(call: str, **names: Any) -> Any:
-    """The value of an argument that has several names, of which one must be given.
-
-    Raises:
-        UsageError: none is given, or several are.
-    """
+    """The value of an argument that has several names; UsageError unless exactly one is given."""
     given = {name: value for name, value in names.items() if value is not None}
     if len(given) != 1:
         told = " and ".join(given) or " or ".join(names)

@@ -207,17 +207,15 @@ def common_key(args: Namespace) -> str:
 
 
 def check_hosts(args: Namespace, prog: str, *, has_master: bool, can_join: bool = True) -> None:
-    """Refuse a command that would be a job of its own on each host.
+    """Refuse a command that would be a job of its own on each host, and say how the hosts become one job.
 
     Args:
         has_master: the job goes to a master, which knows more hosts than this one.
         can_join: a command with a `common_key` joins the job that another host has submitted.
-
-    Raises:
-        UsageError: it would; the message says how the hosts become one job.
     """
     if not has_master:
-        is_one_of_many = _lowest(args.nnodes) > 1 or (_highest(args.nnodes) > 1 and _names_other_host(args))
+        names_other_host = _is_elsewhere(args.rdzv_endpoint) or _is_elsewhere(args.master_addr)
+        is_one_of_many = _lowest(args.nnodes) > 1 or (_highest(args.nnodes) > 1 and names_other_host)
         if args.node_rank > 0 or (is_one_of_many and not args.standalone):
             raise UsageError(
                 f"{prog}: --nnodes={args.nnodes} --node-rank={args.node_rank} without a master: hosts find each other "
@@ -230,10 +228,6 @@ def check_hosts(args: Namespace, prog: str, *, has_master: bool, can_join: bool 
             "starts it on all its nodes. Run the command on one host only, without --node-rank."
             + (" Or give it the same --rdzv-id on each host: then they are one job." if can_join else "")
         )
-
-
-def _names_other_host(args: Namespace) -> bool:
-    return _is_elsewhere(args.rdzv_endpoint) or _is_elsewhere(args.master_addr)
 
 
 def _is_elsewhere(endpoint: str) -> bool:

@@ -42,9 +42,6 @@ def size_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, t
     """The size that `call_batch` was given, by its place or by its name, and the arguments after it.
 
     A `size` beside a number in that place is an argument of the method.
-
-    Raises:
-        UsageError: there is none.
     """
     if "size" in kwargs and not (args and type(args[0]) is int):
         return kwargs.pop("size"), args

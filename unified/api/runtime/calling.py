@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -17,15 +17,12 @@ from unified.worker.context import current_worker
 T = TypeVar("T")
 Method = str | Callable[..., Any]
 Arguments = tuple[Sequence[Any], dict[str, Any]]
+Generating = AsyncIterator[T] | Iterator[T]
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of a call besides its arguments.
-
-    Raises:
-        UsageError: a value that makes no sense.
-    """
+    """Options of a call besides its arguments."""
 
     timeout: float | None = None
     """Seconds to the deadline, all attempts together; None: the job's default, `call_timeout_s`."""
@@ -63,11 +60,7 @@ DEFAULT_OPTIONS = CallOptions()
 def begin(
     target: str, method: Method, args: Sequence[Any], kwargs: dict[str, Any], options: CallOptions
 ) -> RpcFuture[Any]:
-    """Call a method of the worker `target` (its full name).
-
-    Raises:
-        UsageError: retries of a method that is known not to be idempotent; an argument that cannot be sent.
-    """
+    """Call a method of the worker `target` (its full name)."""
     name = method_name(method)
     if options.retries:
         check_retries(method, options.retries)
@@ -126,11 +119,7 @@ def _retried(
 
 
 class PromisedStream(RpcStream[T]):
-    """The stream that a call will be answered with. Only reading waits for that.
-
-    Args:
-        future: of the call.
-    """
+    """The stream that a call will be answered with. Only reading waits for that."""
 
     def __init__(self, future: RpcFuture[Any]) -> None:
         self._future = future

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
-from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, PromisedStream, begin, check_stream
+from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, Generating, PromisedStream, begin, check_stream
 from unified.bus.calls.future import RpcFuture
 from unified.bus.streams.stream import RpcStream
 from unified.errors import UsageError, nearest
@@ -54,11 +54,7 @@ class RoleActor:
     ) -> RpcFuture[R]: ...
     @overload
     def call(
-        self, method: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> RpcFuture[RpcStream[R]]: ...
-    @overload
-    def call(
-        self, method: Callable[P, Iterator[R]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[P, Generating[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[RpcStream[R]]: ...
     @overload
     def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[R]: ...
@@ -83,9 +79,9 @@ class RoleActor:
         return begin(self.name, method, args, kwargs, options)
 
     @overload
-    def stream(self, method: Callable[P, AsyncIterable[R]], /, *args: P.args, **kwargs: P.kwargs) -> RpcStream[R]: ...
-    @overload
-    def stream(self, method: Callable[P, Iterable[R]], /, *args: P.args, **kwargs: P.kwargs) -> RpcStream[R]: ...
+    def stream(
+        self, method: Callable[P, AsyncIterable[R] | Iterable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcStream[R]: ...
     @overload
     def stream(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcStream[Any]: ...
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcStream[Any]:
@@ -112,12 +108,7 @@ class RoleActor:
 
 
 def actors_of(role: str, *, optional: bool = False) -> list[ActorInfo]:
-    """The workers of a role, by rank.
-
-    Raises:
-        UsageError: (a ValueError) there are none, and `optional` is False.
-        NotInWorkerError: this process is not a worker.
-    """
+    """The workers of a role, by rank; UsageError if there are none, unless `optional`."""
     worker = current_worker()
     actors = worker.workers_of(role)
     if not actors and not optional:
@@ -127,12 +118,7 @@ def actors_of(role: str, *, optional: bool = False) -> list[ActorInfo]:
 
 
 def actor_named(name: str) -> ActorInfo:
-    """The worker of this full name, or short name ``role-rank``, or the rank 0 of the role of this name.
-
-    Raises:
-        UsageError: (a ValueError) the job has no such worker.
-        NotInWorkerError: this process is not a worker.
-    """
+    """The worker of this full name, or short name ``role-rank``, or the rank 0 of the role of this name."""
     worker = current_worker()
     if name in worker.roles:
         return actors_of(name)[0]

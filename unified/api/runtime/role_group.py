@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, overload
 
 from unified.api.runtime.batch import FutureSequence, check_lengths, share, size_of_batch
 from unified.api.runtime.calling import (
     DEFAULT_OPTIONS,
     CallOptions,
+    Generating,
     PromisedStream,
     begin_all,
     begin_each,
@@ -97,11 +98,7 @@ class RoleGroup(Sequence[RoleActor]):
     ) -> RpcFuture[list[R]]: ...
     @overload
     def call(
-        self, method: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> RpcFuture[list[RpcStream[R]]]: ...
-    @overload
-    def call(
-        self, method: Callable[P, Iterator[R]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[P, Generating[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[list[RpcStream[R]]]: ...
     @overload
     def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[list[R]]: ...
@@ -142,11 +139,7 @@ class RoleGroup(Sequence[RoleActor]):
     ) -> RpcFuture[R]: ...
     @overload
     def call_rank0(
-        self, method: Callable[P, AsyncIterator[R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> RpcFuture[RpcStream[R]]: ...
-    @overload
-    def call_rank0(
-        self, method: Callable[P, Iterator[R]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[P, Generating[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[RpcStream[R]]: ...
     @overload
     def call_rank0(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[R]: ...
@@ -213,10 +206,8 @@ class RoleGroup(Sequence[RoleActor]):
 
     @overload
     def stream(
-        self, method: Callable[P, AsyncIterable[R]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[P, AsyncIterable[R] | Iterable[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[RpcStream[R]]: ...
-    @overload
-    def stream(self, method: Callable[P, Iterable[R]], /, *args: P.args, **kwargs: P.kwargs) -> list[RpcStream[R]]: ...
     @overload
     def stream(
         self, method: str, /, *args: Any, _scatter: bool = False, _timeout: float | None = None, **kwargs: Any
