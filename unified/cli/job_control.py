@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -36,8 +37,8 @@ def call(job: str, target: str, method: str, arguments: list[str], master: str |
     from unified.bus.streams.stream import RpcStream
     from unified.client.outside import OutsideCaller
 
-    with connect(master) as connection, without_pickles():  # what comes back may be of anybody's job
-        caller = OutsideCaller(connection, job)
+    # Without pickles, since what comes back may be of anybody's job.
+    with connect(master) as connection, without_pickles(), closing(OutsideCaller(connection, job)) as caller:
         try:
             called = caller.group(target) if caller.has_role(target) else caller.worker(target)
             result = called.call(method, *args, _timeout=timeout, **kwargs).result()
@@ -49,8 +50,6 @@ def call(job: str, target: str, method: str, arguments: list[str], master: str |
         except RemoteError as error:
             print(f"unified: {error.type_name}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             return 1
-        finally:
-            caller.close()
     return 0
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from msgspec.structs import replace
@@ -37,23 +38,15 @@ RELAY_WITHIN_S = 10.0
 _PING = "unified.ping"
 
 
+@dataclass(frozen=True)
 class OutsideWorker:
-    """One worker of a job, to be called from outside.
+    """One worker of a job, to be called from outside."""
 
-    Attributes:
-        name: full name.
-        role: its role.
-        rank: in its role.
-    """
-
-    def __init__(self, caller: OutsideCaller, name: str, role: str, rank: int) -> None:
-        self._caller = caller
-        self.name = name
-        self.role = role
-        self.rank = rank
-
-    def __repr__(self) -> str:
-        return f"OutsideWorker({self.name!r})"
+    _caller: OutsideCaller = field(repr=False)
+    name: str
+    """Full name."""
+    role: str
+    rank: int
 
     def call(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcFuture[Any]:
         """Call one of its `@rpc` methods and return at once, as `RoleActor.call` does in a worker.
@@ -151,13 +144,13 @@ class OutsideCaller:
         """
         found = self._known()
         if name in found.roles:
-            group = self.group(name)
-            if len(group) != 1:
+            names = found.roles[name]
+            if len(names) != 1:
                 raise UsageError(
-                    f"role {name} of job {found.job_id} has {len(group)} workers: name one, such as {name}-0, or call "
+                    f"role {name} of job {found.job_id} has {len(names)} workers: name one, such as {name}-0, or call "
                     "all of them as a group."
                 )
-            return group[0]
+            return OutsideWorker(self, names[0], name, 0)
         for role, names in found.roles.items():
             if name in names:
                 return OutsideWorker(self, name, role, names.index(name))

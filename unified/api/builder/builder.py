@@ -56,48 +56,44 @@ class DLJobBuilder:
         self._collocate_all_but: list[tuple[str, ...]] = []
         self._elastic_fields: dict[str, Any] = {}
 
+    def _set(self, **fields: Any) -> Self:
+        self._fields.update(fields)
+        return self
+
     def node_num(self, num: int = 1) -> Self:
         """Set how many nodes the job may use: its workers never use more, and it waits while these have no room."""
-        self._fields["node_number"] = num
-        return self
+        return self._set(node_number=num)
 
     def device_per_node(self, num: int = 8) -> Self:
         """Set how many devices of each node the job may use."""
-        self._fields["device_per_node"] = num
-        return self
+        return self._set(device_per_node=num)
 
     def device_type(self, device_type: str = "GPU") -> Self:
         """Set the kind of devices: ``"GPU"``, ``"CPU"`` or ``"TPU"``."""
-        self._fields["accelerator_type"] = device_type
-        return self
+        return self._set(accelerator_type=device_type)
 
     def config(self, config: Any = None) -> Self:
         """Set what workers read as `current_worker().job_info.user_config`.
 
         A dict, a DictConfig, an argparse.Namespace or None becomes a resolved DictConfig; anything else stays as it is.
         """
-        self._fields["user_config"] = config
-        return self
+        return self._set(user_config=config)
 
     def global_env(self, env: Mapping[str, Any] | None = None) -> Self:
         """Add environment variables of all workers; a role's own win."""
-        self._fields["global_envs"] = merged(self._fields.get("global_envs"), env)
-        return self
+        return self._set(global_envs=merged(self._fields.get("global_envs"), env))
 
     def dl_type(self, dl_type: str = "SFT") -> Self:
         """Set the kind of the job, for people only: ``"PRE"``, ``"SFT"``, ``"RL"`` or ``"MULTIMODAL"``."""
-        self._fields["dl_type"] = dl_type
-        return self
+        return self._set(dl_type=dl_type)
 
     def as_task_stream(self) -> Self:
         """The roles' own code drives the job; so it is by default."""
-        self._fields["stream_type"] = "TASK_STREAM"
-        return self
+        return self._set(stream_type="TASK_STREAM")
 
     def as_data_stream(self) -> Self:
         """The data that flows between roles drives the job."""
-        self._fields["stream_type"] = "DATA_STREAM"
-        return self
+        return self._set(stream_type="DATA_STREAM")
 
     def role(self, role: str) -> Self:
         """Name the role that the next `run` or `train` describes."""

@@ -23,20 +23,21 @@ class RoleBuilder(Generic[ParentT]):
         self._parent = parent
         self._fields: dict[str, Any] = {"backend": self.backend, "entry_point": entry_point}
 
+    def _set(self, **fields: Any) -> Self:
+        self._fields.update(fields)
+        return self
+
     def total(self, num: int = 1) -> Self:
         """Set how many workers the role has; 0 is allowed."""
-        self._fields["total"] = num
-        return self
+        return self._set(total=num)
 
     def per_group(self, num: int = 1) -> Self:
         """Set how many of them share a group, and so a node."""
-        self._fields["per_group"] = num
-        return self
+        return self._set(per_group=num)
 
     def env(self, env: Mapping[str, Any] | None = None) -> Self:
         """Add environment variables of this role's workers; they win over `global_env`."""
-        self._fields["envs"] = merged(self._fields.get("envs"), env)
-        return self
+        return self._set(envs=merged(self._fields.get("envs"), env))
 
     def envs(self, env: Mapping[str, Any] | None = None) -> Self:
         """The same as `env`."""
@@ -48,8 +49,7 @@ class RoleBuilder(Generic[ParentT]):
         The config is a dict, a DictConfig, an argparse.Namespace or None; the workers get a dict. The config of the
         whole job is given to the job's builder: before its first role, or after `end()`.
         """
-        self._fields["config"] = config
-        return self
+        return self._set(config=config)
 
     def resource(
         self,
@@ -73,28 +73,23 @@ class RoleBuilder(Generic[ParentT]):
         named: dict[str, Any] = {"memory": memory, "disk": disk, "accelerator": accelerator}
         given = dict(cpu) if isinstance(cpu, Mapping) else {"cpu": cpu}
         given.update({name: amount for name, amount in named.items() if amount != 0})
-        self._fields["resource"] = {**given, **others}
-        return self
+        return self._set(resource={**given, **others})
 
     def not_driver(self) -> Self:
         """The job does not wait for this role: it is stopped when the drivers are done."""
-        self._fields["is_driver"] = False
-        return self
+        return self._set(is_driver=False)
 
     def max_restart(self, num: int) -> Self:
         """Set the restarts of one worker, past which the job fails."""
-        self._fields["max_restart"] = num
-        return self
+        return self._set(max_restart=num)
 
     def per_node_max_failure(self, num: int) -> Self:
         """Set the failures of this role on one node, past which that node is excluded from the job."""
-        self._fields["per_node_max_failure"] = num
-        return self
+        return self._set(per_node_max_failure=num)
 
     def rank_based_gpu_selection(self) -> Self:
         """Every worker sees all devices of its group, and takes the one of its local rank."""
-        self._fields["rank_based_gpu_selection"] = True
-        return self
+        return self._set(rank_based_gpu_selection=True)
 
     def enable_node_group_failover(
         self, label_key: str | None = None, timeout: float | timedelta = 300, *, group_label_key: str | None = None
@@ -106,13 +101,11 @@ class RoleBuilder(Generic[ParentT]):
             timeout: seconds that a node may stay lost; at least 60.
         """
         key = one_of("enable_node_group_failover", label_key=label_key, group_label_key=group_label_key)
-        self._fields["node_group_failover"] = {"enabled": True, "group_label_key": key, "timeout": timeout}
-        return self
+        return self._set(node_group_failover={"enabled": True, "group_label_key": key, "timeout": timeout})
 
     def disable_auto_visible_device(self) -> Self:
         """Let workers see every device of their node, not only their own."""
-        self._fields["auto_visible_devices"] = False
-        return self
+        return self._set(auto_visible_devices=False)
 
     def disable_ray_auto_visible_device(self) -> Self:
         """The same as `disable_auto_visible_device`, under the name of the reference API."""
@@ -120,8 +113,7 @@ class RoleBuilder(Generic[ParentT]):
 
     def sub_stage(self, sub_stage: Iterable[str] | None = None) -> Self:
         """Name the stages within this role's work."""
-        self._fields["sub_stage"] = list(sub_stage or ())
-        return self
+        return self._set(sub_stage=list(sub_stage or ()))
 
     def end(self) -> ParentT:
         """Back to the job's builder. Only type checkers need it."""
@@ -147,8 +139,7 @@ class SimpleRoleBuilder(RoleBuilder[ParentT]):
 
     def restart_alone(self) -> Self:
         """The workers do without each other: one that fails is started again alone, not its role or its job."""
-        self._fields["restart_alone"] = True
-        return self
+        return self._set(restart_alone=True)
 
 
 class ElasticRoleBuilder(RoleBuilder[ParentT]):
@@ -176,22 +167,19 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         and without a master its lower end, since there is but this host.
         """
         self._fields.pop("total", None)
-        self._fields["nnodes"] = num
-        return self
+        return self._set(nnodes=num)
 
     def nproc_per_node(self, num: int) -> Self:
         """Set how many workers a group has, all of them on one node."""
         self._fields.pop("per_group", None)
-        self._fields["nproc_per_node"] = num
-        return self
+        return self._set(nproc_per_node=num)
 
     def role_max_restart(self, num: int) -> Self:
         """Set the restarts of the role as a whole, whichever worker failed: torchrun's `--max-restarts`.
 
         No other limit counts the role's own failures then.
         """
-        self._fields["role_max_restart"] = num
-        return self
+        return self._set(role_max_restart=num)
 
     def rendezvous(self, port: int = 0, run_id: str = "") -> Self:
         """Set what ranks are told of their rendezvous: torchrun's `--master-port` and `--rdzv-id`.
@@ -200,8 +188,7 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
             port: `MASTER_PORT`; 0: any that is free. Two jobs that meet on one node need different ones.
             run_id: `TORCHELASTIC_RUN_ID`; empty: the job's id.
         """
-        self._fields.update(comm_port=port, comm_run_id=run_id)
-        return self
+        return self._set(comm_port=port, comm_run_id=run_id)
 
     def output_files(self, log_dir: str = "", **options: Any) -> Self:
         """Write what ranks print to files of their own: torchrun's `--log-dir`, `--redirects`, `--tee`.
@@ -211,13 +198,11 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
             options: the other fields of `OutputFilesDesc`: ``run_id``, ``redirects``, ``tee``, ``local_ranks``,
                 ``label``.
         """
-        self._fields["output_files"] = {"log_dir": log_dir, **options}
-        return self
+        return self._set(output_files={"log_dir": log_dir, **options})
 
     def communication(self, backend: str = "auto", timeout: float | timedelta | None = None) -> Self:
         """Set the process group: `auto` is nccl with CUDA and else gloo; the timeout is in seconds, None is torch's."""
-        self._fields.update(comm_backend=backend, comm_timeout_s=timeout)
-        return self
+        return self._set(comm_backend=backend, comm_timeout_s=timeout)
 
 
 def merged(old: Any, new: Any) -> Any:
