@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from tests.support.invariants.queue import check
+from tests.support.invariants.queue import check, ids
 from unified.queue.core.messages import (
     Action,
     AnswerGet,
@@ -164,7 +164,7 @@ class Story:
         """What is in the queue, next first."""
         buffer = self.core.buffer
         by_id = {item.item_id: item for item in [*buffer._fresh, *(item for _, item in buffer._returned)]}
-        return [by_id[item_id].payload for item_id in buffer.ids()]
+        return [by_id[item_id].payload for item_id in ids(buffer)]
 
 
 def said(actions: list[Action]) -> list[tuple[int, Any]]:

@@ -47,7 +47,7 @@ def nothing() -> None:
 
 def main() -> None:
     worker, run_dir, route, relay, size = sys.argv[1:]
-    service = QueueService("q", size=int(size), identity="one")
+    service = QueueService("q", size=int(size))
     endpoint = BusEndpoint(
         BusIdentity(job="job-1", worker=worker, incarnation=0, node="n1", host=HOST_ID),
         BusNetwork(run_dir=run_dir, address="127.0.0.1", relay=relay, route=route),

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from enum import IntEnum
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from unified.errors import QueueNotFoundError, UnifiedError
 from unified.threads import call_guarded, start_thread
@@ -21,34 +23,18 @@ logger = logging.getLogger(__name__)
 LATER_S = 1.0
 
 
-class HandleEndpoint(Protocol):
-    """The owner of a queue, in the incarnation that knows a handle."""
+class Gone(IntEnum):
+    """Kinds of news, in the order of sending. An object and its threads may be collected together, in any order: the
+    owner gives back what a handle still has when it goes, so that goes after the consumers."""
 
-    def tell(self, verb: str, *args: Any) -> object: ...
-
-
-class HandleLookup(Protocol):
-    """The way of one handle to its queue's owner."""
-
-    def end_consumer(self, consumer: int, received: int, noticed_at: float) -> object: ...
+    CONSUMER = 0
+    HANDLE = 1
+    NOTHING = 2
 
 
-class _ConsumerGone(NamedTuple):
-    lookup: HandleLookup
-    consumer: int
-    received: int
-    noticed_at: float
-
-
-class _HandleGone(NamedTuple):
-    endpoint: HandleEndpoint
-    handle: int
-
-
-_News = _ConsumerGone | _HandleGone | threading.Event
-_ORDER = (_ConsumerGone, _HandleGone, threading.Event)
-"""An object and its threads may be collected together, in any order: the owner gives back what a handle still has when
-it goes, so that goes after the consumers."""
+class _News(NamedTuple):
+    kind: Gone
+    tell: Callable[[], object]
 
 
 class CleanupNotifications:
@@ -56,8 +42,8 @@ class CleanupNotifications:
 
     def __init__(self) -> None:
         self._news: SimpleQueue[_News] = SimpleQueue()
-        self._later: list[_ConsumerGone] = []
-        """Consumers of durable queues whose owner is between two incarnations."""
+        self._later: list[_News] = []
+        """News of durable queues whose owner is between two incarnations."""
         self._answers: list[Future[Any]] = []
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -69,27 +55,23 @@ class CleanupNotifications:
                 if self._thread is None:
                     self._thread = start_thread("queue-cleanup", self._run)
 
-    def consumer_gone(self, lookup: HandleLookup, consumer: int, received: int) -> None:
-        """Notify the owner that a consumer's thread has ended. Safe in a finalizer, as `handle_gone` is."""
-        self._news.put(_ConsumerGone(lookup, consumer, received, time.monotonic()))
-
-    def handle_gone(self, endpoint: HandleEndpoint, handle: int) -> None:
-        """Notify the owner that a handle is not used any more."""
-        self._news.put(_HandleGone(endpoint, handle))
+    def notify(self, kind: Gone, tell: Callable[[], object]) -> None:
+        """Have `tell` called soon; again, later, while it raises QueueNotFoundError. Safe in a finalizer."""
+        self._news.put(_News(kind, tell))
 
     def flush(self, timeout_s: float) -> None:
         """Wait until owners have heard of everything that was noticed before."""
         if self._thread is not None:
             until = time.monotonic() + timeout_s
             heard = threading.Event()
-            self._news.put(heard)
+            self.notify(Gone.NOTHING, heard.set)
             heard.wait(timeout_s)
             wait(self._answers, max(until - time.monotonic(), 0.0))
 
     def _run(self) -> None:
         while True:
             news = self._gather()
-            for each in sorted(news, key=lambda each: _ORDER.index(type(each))):
+            for each in sorted(news, key=lambda each: each.kind):
                 call_guarded("queue-cleanup-failed", self._notify, each)
             del news, each
 
@@ -106,16 +88,9 @@ class CleanupNotifications:
     def _notify(self, news: _News) -> None:
         answer: object = None
         try:
-            match news:
-                case _ConsumerGone(lookup, consumer, received, noticed_at):
-                    answer = lookup.end_consumer(consumer, received, noticed_at)
-                case _HandleGone(endpoint, handle):
-                    answer = endpoint.tell("leave", handle)
-                case threading.Event():
-                    news.set()
+            answer = news.tell()
         except QueueNotFoundError:
-            if isinstance(news, _ConsumerGone):
-                self._later.append(news)
+            self._later.append(news)
         except UnifiedError as error:
             logger.debug("event=queue-cleanup-lost reason=%r", str(error))
         self._answers = [each for each in self._answers if not each.done()]

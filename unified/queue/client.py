@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -17,7 +18,7 @@ from unified.queue.core.state import QueueStats
 from unified.queue.items import pack
 from unified.queue.owner_lookup import OwnerLookup
 from unified.queue.producer import QueueProducer
-from unified.queue.server import host_of, journal_path
+from unified.queue.server import QueueService, host_of, journal_path
 from unified.worker.context import current_worker
 
 T = TypeVar("T")
@@ -79,7 +80,8 @@ class DataQueue(Generic[T]):
         self.is_master = is_master
         if is_master:
             journal = (Path(path) if path is not None else journal_path(worker, name)) if durable else None
-            host_of(worker.bus).open(worker, name, size=size, max_bytes=max_bytes, journal=journal, fsync=fsync)
+            make = partial(QueueService, name, size=size, max_bytes=max_bytes, journal=journal, fsync=fsync)
+            host_of(worker.bus).open(worker, name, partial(make, host=worker.bus))
         self._lookup = OwnerLookup(worker, name, owner_timeout)
         self._producer = QueueProducer(self._lookup)
         self._consumer = QueueConsumer(self._lookup)
@@ -176,11 +178,7 @@ class DataQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Yield items until the queue is closed and all is taken. Each is done when the next is asked for."""
-        while True:
-            try:
-                items = self.get(1)
-            except QueueClosedError:
-                return
+        for items in self.batches(1):
             yield from items
 
     def batches(self, batch_size: int) -> Iterator[list[T]]:

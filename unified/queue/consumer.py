@@ -7,10 +7,12 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from unified.errors import QueueClosedError, QueueError, QueueNotFoundError, RpcError, UnifiedError, UsageError
-from unified.queue.cleanup import CLEANUP
+from unified.queue.cleanup import CLEANUP, Gone
 from unified.queue.core.messages import Outcome
 from unified.queue.items import Packed, unpack
 from unified.queue.owner_lookup import SLICE_S, OwnerEndpoint, OwnerLookup, result_of
@@ -18,25 +20,23 @@ from unified.queue.owner_lookup import SLICE_S, OwnerEndpoint, OwnerLookup, resu
 FINISH_WITHIN_S = 5.0
 
 
+@dataclass(eq=False, slots=True)
 class _ConsumerThread:
     """A consumer: one thread, and only that thread uses it. While it has items the thread keeps it, even if the handle
     is dropped; it is collected when the thread ends."""
 
-    __slots__ = ("consumer", "lookup", "num_done", "num_items", "number", "received", "unread")
-
-    def __init__(self, lookup: OwnerLookup) -> None:
-        self.consumer = secrets.randbits(62)
-        self.lookup = lookup
-        self.number = 0
-        """The number of its newest get."""
-        self.received = 0
-        """The newest get whose items it has seen."""
-        self.unread = 0
-        """The newest get that brought items."""
-        self.num_items = 0
-        """The number of items that came with that get."""
-        self.num_done = 0
-        """The number of those that are done."""
+    lookup: OwnerLookup
+    consumer: int = field(default_factory=partial(secrets.randbits, 62))
+    number: int = 0
+    """The number of its newest get."""
+    received: int = 0
+    """The newest get whose items it has seen."""
+    unread: int = 0
+    """The newest get that brought items."""
+    num_items: int = 0
+    """The number of items that came with that get."""
+    num_done: int = 0
+    """The number of those that are done."""
 
     @property
     def has_unread(self) -> bool:
@@ -63,7 +63,8 @@ class _ConsumerThread:
 
     def __del__(self) -> None:
         if self.number:
-            CLEANUP.consumer_gone(self.lookup, self.consumer, self.received)
+            end = partial(self.lookup.end_consumer, self.consumer, self.received, time.monotonic())
+            CLEANUP.notify(Gone.CONSUMER, end)
 
 
 class _ThreadState(threading.local):
@@ -94,15 +95,7 @@ class QueueConsumer:
 
     def take(self, max_items: int, timeout_s: float | None) -> list[Any]:
         """Take up to `max_items`, as soon as there is one; none if there is none in time. What this thread took before
-        is done.
-
-        Raises:
-            ProtocolError: one of them cannot be read here. The next take brings them again, unless `done` comes first.
-            QueueClosedError: the queue is closed, and there is and will be nothing more in it.
-            QueueLostError: as its name says.
-            QueueNotFoundError: as its name says; or in one take after the other, for as long as one waits for an owner,
-                there was one that did not answer.
-        """
+        is done. Errors are those of `DataQueue.get`."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         consumer = self._consumer()
         before = consumer.number, consumer.num_items, consumer.num_done
@@ -113,7 +106,8 @@ class QueueConsumer:
         except (QueueError, RpcError):
             raise
         except BaseException:  # an interrupt: the answer may be on its way, and nobody waits for it
-            self._give_up(consumer)
+            if (endpoint := self._lookup.endpoint) is not None:
+                endpoint.tell("give_back", self._lookup.handle, consumer.consumer, consumer.number, consumer.received)
             raise
         if items is None:  # it may have handed out items that never came: this take is asked again under its number
             consumer.number, consumer.num_items, consumer.num_done = before
@@ -148,11 +142,7 @@ class QueueConsumer:
             consumer.has(0)
 
     def ask(self, verb: str, *args: Any) -> Any:
-        """Ask the owner, again until it answers.
-
-        Raises:
-            QueueNotFoundError: there is none, or one did not answer, for as long as one waits for an owner.
-        """
+        """Ask the owner, again until it answers; QueueNotFoundError after as long as one waits for an owner."""
         lookup = self._lookup
         lookup.check_process()
         num_failed = 0
@@ -232,11 +222,6 @@ class QueueConsumer:
         """Return whether the owner, asked in vain from `since` on, had been missed for `owner_timeout_s`."""
         self._missed_since = self._missed_since or since
         return since - self._missed_since >= self._lookup.owner_timeout_s
-
-    def _give_up(self, consumer: _ConsumerThread) -> None:
-        endpoint = self._lookup.endpoint
-        if endpoint is not None:
-            endpoint.tell("give_back", self._lookup.handle, consumer.consumer, consumer.number, consumer.received)
 
     def _consumer(self) -> _ConsumerThread:
         self._lookup.check_process()

@@ -16,11 +16,7 @@ Packed = bytes | SerializedValue
 
 
 def pack(value: object) -> Packed:
-    """Encode an item now.
-
-    Raises:
-        UsageError: part of it cannot be sent; the message names it.
-    """
+    """Encode an item now; UsageError names a part of it that cannot be sent."""
     encoded = encode(value)
     return encoded if encoded.buffers else encoded.body
 
@@ -31,14 +27,8 @@ def kept(packed: Packed) -> Packed:
 
 
 def unpack(packed: Packed, *, is_only: bool) -> Any:
-    """Return the item's value.
-
-    Args:
-        is_only: nobody else has it in this process, so that its tensors may be laid over what was received.
-
-    Raises:
-        ProtocolError: it holds an object whose class cannot be imported here.
-    """
+    """Return the item's value. With `is_only` nobody else has it in this process, so that its tensors may be laid over
+    what was received."""
     if isinstance(packed, SerializedValue):
         return (decode if is_only else decode_again)(packed.body, packed.buffers)
     return decode(packed)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from unified.bus.buffers import Buffer
 from unified.bus.codec.serialized import SerializedValue
 from unified.errors import QueueJournalError, UsageError
 from unified.queue import items as packed
@@ -70,16 +71,12 @@ class JournalFile:
     """The file of one queue, for this process alone. One thread at a time may use it.
 
     Args:
-        path: the file; made, with its folders, if it is not there.
-        queue: the name of its queue; a file of another queue is refused.
+        path: the file; made, with its folders, if it is not there. One in use, or of another queue, is refused.
         fsync: a commit is on disk when it returns.
 
     Attributes:
         journal_id: made with the file, so that a queue that begins anew is known from one that goes on.
         most_bytes: the most that a piece of an item may have.
-
-    Raises:
-        QueueJournalError: it cannot be opened, is in use, or is no journal of this queue.
     """
 
     def __init__(self, path: Path, queue: str, *, fsync: bool = False, clocks: JournalClocks | None = None) -> None:
@@ -99,33 +96,19 @@ class JournalFile:
             raise self._unusable("opened", error) from None
 
     def memory(self) -> JournalState:
-        """Return what the last incarnation left; `put_at` is on this process's monotonic clock.
-
-        Raises:
-            QueueJournalError: it cannot be read.
-        """
+        """Return what the last incarnation left; `put_at` is on this process's monotonic clock."""
         try:
             return self._load()
         except sqlite3.Error as error:
             raise self._unusable("read", error) from None
 
     def commit(self, records: Iterable[Record]) -> None:
-        """Write the records in one transaction.
-
-        Raises:
-            QueueJournalError: they cannot be written; none of them is.
-        """
-        database = self._database
+        """Write the records in one transaction: all of them, or none."""
         try:
-            database.execute("begin immediate")
-            try:
+            with self._database as database:
+                database.execute("begin immediate")
                 for record in records:
                     self._apply(database, record)
-                database.execute("commit")
-            except BaseException:
-                if database.in_transaction:
-                    database.execute("rollback")
-                raise
         except sqlite3.Error as error:
             raise self._unusable("written", error) from None
 
@@ -140,8 +123,8 @@ class JournalFile:
         database.execute("pragma locking_mode = exclusive")
         database.execute("pragma journal_mode = wal")
         database.execute(f"pragma synchronous = {'full' if fsync else 'normal'}")
-        database.execute("begin exclusive")
-        try:
+        with database:
+            database.execute("begin exclusive")
             (version,) = database.execute("pragma user_version").fetchone()
             if version == 0:
                 for statement in _SCHEMA.split(";"):
@@ -154,11 +137,6 @@ class JournalFile:
                     f"the journal {self.path} of queue {self._queue!r} is of version {version}, and this is "
                     f"{SCHEMA_VERSION}: another version of unified wrote it. Give the queue another path."
                 )
-            database.execute("commit")
-        except BaseException:
-            if database.in_transaction:
-                database.execute("rollback")
-            raise
         facts = dict(database.execute("select name, value from facts"))
         if facts.get("queue") != self._queue:
             raise QueueJournalError(
@@ -170,11 +148,16 @@ class JournalFile:
     def _load(self) -> JournalState:
         database = self._database
         offset = self._clocks.monotonic() - self._clocks.wall()
-        buffers: dict[int, list[bytes]] = {}
+        buffers: dict[int, list[Buffer]] = {}
         for item_id, data in database.execute("select item_id, data from buffers order by item_id, place"):
             buffers.setdefault(item_id, []).append(data)
         items = [
-            Item(item_id, _joined(body, num_buffers, buffers.get(item_id, [])), nbytes, put_at + offset)
+            Item(
+                item_id,
+                SerializedValue(body, buffers.get(item_id, [])) if num_buffers else body,
+                nbytes,
+                put_at + offset,
+            )
             for item_id, nbytes, put_at, num_buffers, body in database.execute(
                 "select item_id, nbytes, put_at, num_buffers, body from items order by item_id"
             )
@@ -255,18 +238,11 @@ class JournalFile:
         )
 
 
-def _joined(body: bytes, num_buffers: int, buffers: list[bytes]) -> Packed:
-    if not num_buffers:
-        return body
-    return SerializedValue(body, list(buffers))
-
-
 class Journal:
     """The thread that commits records, and then calls those that wait for them.
 
     Args:
         file: the journal's own from now on.
-        queue: the queue's name, for the log.
         on_failure: called once, with the error, when the file can no longer be written. Nothing is written after that;
             those that wait are still told.
     """
@@ -290,11 +266,7 @@ class Journal:
         return not (self._callbacks or self._is_writing)
 
     def check(self, items: Iterable[tuple[packed.Packed, int]]) -> None:
-        """Check that the file can hold the items, before they are in the queue: a commit that fails is the end of that.
-
-        Raises:
-            UsageError: it cannot hold one of them.
-        """
+        """Check that the file can hold the items, before they are in the queue, which a failed commit would end."""
         most = self._file.most_bytes
         for item, nbytes in items:
             if nbytes > most and (found := packed.nbytes_of_largest(item)) > most:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from random import SystemRandom
 from typing import Any, Protocol
 from weakref import ref
@@ -33,7 +34,7 @@ from unified.errors import (
 )
 from unified.protocol.records import WorkerIncarnation
 from unified.queue import items as packed
-from unified.queue.cleanup import CLEANUP
+from unified.queue.cleanup import CLEANUP, Gone
 from unified.queue.server import QueueService, claimed_name, host_of, method
 from unified.worker.context import Worker
 
@@ -155,9 +156,6 @@ class LocalOwner:
 class OwnerLookup:
     """The way of one `DataQueue` object to its queue's owner, over the owner's incarnations.
 
-    Args:
-        owner_timeout_s: seconds to wait for an owner when there is none.
-
     Attributes:
         handle: the number of the object, for the owner.
         endpoint: the owner's incarnation in which the handle is known; None: `attach` has to find it.
@@ -192,8 +190,7 @@ class OwnerLookup:
 
         Raises:
             QueueNotFoundError: there is none in time, or it did not answer.
-            QueueLostError: the queue that this object used is gone.
-            QueueClosedError: it was closed, drained and replaced.
+            QueueLostError, QueueClosedError: the queue that this object used is gone; or was drained and replaced.
         """
         begun = time.monotonic()
         if not self._attaching.acquire(timeout=self._left_s(begun, until)):
@@ -221,12 +218,7 @@ class OwnerLookup:
             self.endpoint = None
 
     def failed(self, endpoint: OwnerEndpoint, error: RpcError) -> None:
-        """Return if a question that ended in this error is to be asked again, or raise what its asker is to get.
-
-        Raises:
-            QueueLostError: the owner's incarnation is over, and the queue's contents with it.
-            RpcError: the error itself.
-        """
+        """Return if a question that ended in this error is to be asked again, or raise it for its asker."""
         if isinstance(error, RemoteError):
             raise error
         if isinstance(error, WorkerDiedError | RpcNotFoundError):
@@ -271,8 +263,7 @@ class OwnerLookup:
         return endpoint
 
     def _holder(self, begun: float, until: float | None) -> WorkerIncarnation:
-        """Return the worker that owns the queue's name; wait for one. One that is known is given even if no time is
-        left."""
+        """Return the worker that owns the queue's name, also if no time is left; wait for one."""
         while (holder := self.worker.names.holder(self._name)) is None:
             left_s = self._left_s(begun, until)
             if left_s <= 0:
@@ -409,4 +400,4 @@ class OwnerLookup:
     def __del__(self) -> None:
         endpoint = getattr(self, "endpoint", None)
         if endpoint is not None:
-            CLEANUP.handle_gone(endpoint, self.handle)
+            CLEANUP.notify(Gone.HANDLE, partial(endpoint.tell, "leave", self.handle))

@@ -74,13 +74,7 @@ class QueueProducer:
         """The endpoint outside which no question is open."""
 
     def put(self, items: list[Packed], timeout_s: float | None) -> None:
-        """Put all of the items in; return when the last one is.
-
-        Raises:
-            QueueFullError: there was no room for all in time.
-            QueueNotFoundError: there is no owner, or it did not answer in time: then they may be in or go in yet.
-            QueueClosedError, QueueLostError: as their names say.
-        """
+        """Put all of the items in; return when the last one is. Errors are those of `DataQueue.put`."""
         put = self._begin(items, timeout_s)
         try:
             if not self._put_straight(put):

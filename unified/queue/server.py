@@ -71,17 +71,12 @@ class QueueService:
     list of items; anything else is an `Outcome` as a number, of a put together with how many items went in.
 
     Args:
-        name: the queue's name.
         size, max_bytes: see `QueueCore`.
-        journal: the file of a durable queue's journal; opened here.
-        fsync: see `unified.queue.journal`.
+        journal, fsync: of a durable queue, see `unified.queue.journal`; the file is opened here.
         host: notified of threads of this process that wait for an answer.
 
     Attributes:
         identity: the same as long as the queue's items are: of a durable queue, over its owner's incarnations.
-
-    Raises:
-        QueueJournalError: the journal cannot be opened.
     """
 
     def __init__(
@@ -92,12 +87,11 @@ class QueueService:
         max_bytes: int | None = None,
         journal: Path | None = None,
         fsync: bool = False,
-        identity: str = "",
         host: Host | None = None,
     ) -> None:
         self.name = name
         file = None if journal is None else JournalFile(journal, name, fsync=fsync)
-        self.identity = identity if file is None else file.journal_id
+        self.identity = secrets.token_hex(8) if file is None else file.journal_id
         self._core = QueueCore(
             time.monotonic(),
             name=name,
@@ -129,9 +123,9 @@ class QueueService:
         """Make a handle known. Answers with the queue's identity, whether it is durable, and whether the handle's
         incarnation is still thought to be alive."""
         handles = self._core.state.handles
-        return self._tell(
+        return self._take(
             HandleAttached(handle=handle, worker=worker, incarnation=incarnation),
-            lambda: [self.identity, self.is_durable, handle in handles],
+            answer=lambda: [self.identity, self.is_durable, handle in handles],
         )
 
     @rpc(inline=True)
@@ -150,7 +144,7 @@ class QueueService:
             wait_s=wait_s,
             is_last=is_last,
         )
-        return self._ask(event)
+        return self._take(event, event.request_id)
 
     @rpc(inline=True)
     def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Any:
@@ -163,29 +157,29 @@ class QueueService:
             max_items=max_items,
             wait_s=wait_s,
         )
-        return self._ask(event)
+        return self._take(event, event.request_id)
 
     @rpc(inline=True)
     def done(self, handle: int, consumer: int, number: int, count: int | None) -> Any:
-        return self._tell(TakeDone(handle=handle, consumer=consumer, number=number, count=count))
+        return self._take(TakeDone(handle=handle, consumer=consumer, number=number, count=count))
 
     @rpc(inline=True)
     def give_back(self, handle: int, consumer: int, number: int, received: int) -> Any:
-        return self._tell(TakeReturned(handle=handle, consumer=consumer, number=number, received=received))
+        return self._take(TakeReturned(handle=handle, consumer=consumer, number=number, received=received))
 
     @rpc(inline=True)
     def end(self, handle: int, consumer: int, received: int) -> Any:
         """End a consumer, which will take no more."""
-        return self._tell(ConsumerEnded(handle=handle, consumer=consumer, received=received))
+        return self._take(ConsumerEnded(handle=handle, consumer=consumer, received=received))
 
     @rpc(inline=True)
     def leave(self, handle: int) -> Any:
         """Drop a handle, which will ask no more."""
-        return self._tell(HandleClosed(handle=handle))
+        return self._take(HandleClosed(handle=handle))
 
     @rpc(inline=True)
     def close(self) -> Any:
-        return self._tell(CloseAsked())
+        return self._take(CloseAsked())
 
     @rpc(inline=True)
     def stats(self) -> dict[str, Any]:
@@ -196,7 +190,7 @@ class QueueService:
     def incarnation_ended(self, worker: str, incarnation: int) -> None:
         """End the handles of this incarnation and of every one before it."""
         with suppress(QueueJournalError):  # whoever asks for something is told
-            self._tell(IncarnationEnded(worker=worker, incarnation=incarnation))
+            self._take(IncarnationEnded(worker=worker, incarnation=incarnation))
 
     def shut_down(self) -> None:
         """Commit what waits and end the threads. Whoever still waits for an answer waits for the end of the process."""
@@ -204,51 +198,39 @@ class QueueService:
         if self._journal is not None:
             self._journal.close()
 
-    def _ask(self, event: PutAsked | GetAsked) -> Any:
-        """Return the answer, or a future of it."""
+    def _take(self, event: Event, request_id: int | None = None, *, answer: Callable[[], Any] = lambda: None) -> Any:
+        """Take an event in; return the core's answer to this request or, without one, `answer()`; or a future of it,
+        which of a durable queue ends with the commit."""
         with self._lock:
-            actions = self._step(event)
+            if self._failure is not None:
+                raise QueueJournalError(str(self._failure))
+            actions = self._core.step(time.monotonic(), event)
             if self._journal is not None:
-                future, answers = self._hold_back(self._journal, actions, event.request_id)
+                answered, answers = self._hold_back(self._journal, actions, request_id, answer)
             else:
-                future, answers = self._sort(actions, event.request_id)
-        self._set_timer()
-        self._answer(answers)
-        return future
-
-    def _tell(self, event: Event, answer: Callable[[], Any] = lambda: None) -> Any:
-        """Tell the core of what it gives no answer to; return `answer()`, or of a durable queue a future of it that
-        ends with the commit."""
-        with self._lock:
-            actions = self._step(event)
-            if self._journal is not None:
-                answered, answers = self._hold_back(self._journal, actions, None, answer)
-            else:
-                answered, answers = answer(), [self._addressed(each) for each in actions]
-        self._set_timer()
+                answered, answers = self._sort(actions, request_id, answer)
+        if (deadline := self._core.next_deadline) is not None:
+            self._timer.set(deadline)
         self._answer(answers)
         return answered
 
-    def _step(self, event: Event) -> list[Action]:
-        if self._failure is not None:
-            raise QueueJournalError(str(self._failure))
-        return self._core.step(time.monotonic(), event)
-
-    def _sort(self, actions: list[Action], request_id: int) -> tuple[Any, list[_Answer]]:
-        """Return the answer to `request_id`, or a future of it, and the answers to those that waited."""
-        answer: Any = _NO_ANSWER
+    def _sort(
+        self, actions: list[Action], request_id: int | None, answer: Callable[[], Any]
+    ) -> tuple[Any, list[_Answer]]:
+        """Return the answer to whoever asks, or a future of it, and the answers to those that waited."""
+        answered: Any = _NO_ANSWER if request_id is not None else answer()
         answers = []
         for action in actions:
             if action.request_id == request_id:  # type: ignore[union-attr]  # a core without a journal only answers
-                answer = _content(action)
+                answered = _content(action)
             else:
                 answers.append(self._addressed(action))
-        if answer is _NO_ANSWER:
-            answer = self._waiting[request_id] = RpcFuture(self._what, host=self._host)
-        return answer, answers
+        if answered is _NO_ANSWER and request_id is not None:
+            answered = self._waiting[request_id] = RpcFuture(self._what, host=self._host)
+        return answered, answers
 
     def _hold_back(
-        self, journal: Journal, actions: list[Action], request_id: int | None, answer: Callable[[], Any] = lambda: None
+        self, journal: Journal, actions: list[Action], request_id: int | None, answer: Callable[[], Any]
     ) -> tuple[RpcFuture[Any], list[_Answer]]:
         """Return a future of the answer, and what can be told at once: nothing that was not committed, or follows from
         it."""
@@ -262,9 +244,7 @@ class QueueService:
                 answers.append(self._addressed(action))
             else:
                 records.append(action)
-        if not answers and not records:
-            return future, []
-        if not records and journal.is_idle:
+        if not records and (journal.is_idle or not answers):
             return future, answers
         journal.write(records, partial(self._answer, answers))
         return future, []
@@ -292,14 +272,9 @@ class QueueService:
         logger.error("event=queue-failed queue=%s reason=%r", self.name, str(error))
         self._answer([(future, None) for future in waiting])
 
-    def _set_timer(self) -> None:
-        deadline = self._core.next_deadline
-        if deadline is not None:
-            self._timer.set(deadline)
-
     def _pass_time(self) -> None:
         with suppress(QueueJournalError):
-            self._tell(QueueTick())
+            self._take(QueueTick())
 
 
 def _content(action: Action) -> Any:
@@ -317,11 +292,7 @@ def claimed_name(queue: str) -> str:
 
 def journal_path(worker: Worker, queue: str) -> Path:
     """Return where a durable queue's journal is by default: beside the job's logs on this node, which outlive the
-    worker.
-
-    Raises:
-        UsageError: this worker has no log there.
-    """
+    worker."""
     if not worker.log_file:
         raise UsageError(
             f"queue {queue!r} is durable, and this worker has no log folder to keep it in: give it a path=."
@@ -342,24 +313,10 @@ class QueueHost:
         """Return the service of a queue that this worker owns."""
         return self._services.get(queue)
 
-    def open(
-        self,
-        worker: Worker,
-        queue: str,
-        *,
-        size: int,
-        max_bytes: int | None,
-        journal: Path | None,
-        fsync: bool,
-    ) -> QueueService:
-        """Own a queue from now on, to the end of this incarnation.
+    def open(self, worker: Worker, queue: str, make: Callable[[], QueueService]) -> None:
+        """Own a queue, which `make` makes, from now on, to the end of this incarnation.
 
         A queue of this worker that is closed and finished makes way for a new one of its name.
-
-        Raises:
-            QueueTakenError: it has an owner.
-            QueueJournalError: the journal cannot be used.
-            RpcTimeoutError: the master did not answer.
         """
         with self._lock:
             old = self._services.get(queue)
@@ -375,18 +332,11 @@ class QueueHost:
                     f"queue {queue!r} cannot be made with is_master=True in worker {self._bus.worker}: {error} One "
                     "worker owns a queue; all others use it without is_master."
                 ) from error
-            if old is not None:
-                self._end(old)
+            if old is not None:  # its place, and its names on the bus, the new one takes
+                old.shut_down()
+                atexit.unregister(old.shut_down)
             try:
-                service = QueueService(
-                    queue,
-                    size=size,
-                    max_bytes=max_bytes,
-                    journal=journal,
-                    fsync=fsync,
-                    identity=secrets.token_hex(8),
-                    host=self._bus,
-                )
+                service = make()
             except BaseException:
                 worker.names.release(claimed_name(queue))
                 raise
@@ -395,12 +345,6 @@ class QueueHost:
             for verb in METHODS:
                 self._bus.registry[method(queue, verb)] = getattr(service, verb)
         atexit.register(service.shut_down)
-        return service
-
-    def _end(self, service: QueueService) -> None:
-        """End a service whose place, and names on the bus, another one takes."""
-        service.shut_down()
-        atexit.unregister(service.shut_down)
 
     def _reap(self, service: QueueService) -> None:
         """End incarnations that a journal knows and that ended while nobody listened, this worker's own among them."""

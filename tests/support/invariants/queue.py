@@ -1,13 +1,19 @@
 """Invariants of a queue's state between two steps, which tests check."""
 
 from unified.queue.core.queue import QueueCore
+from unified.queue.core.state import ItemBuffer
+
+
+def ids(buffer: ItemBuffer) -> list[int]:
+    """Ids in the order in which the items will be taken."""
+    return [item_id for item_id, _ in sorted(buffer._returned)] + [item.item_id for item in buffer._fresh]
 
 
 def check(core: QueueCore) -> list[str]:
     """Return the broken invariants, each as a sentence."""
     broken: list[str] = []
     buffer, producers, consumers, handles = core.buffer, core.producers, core.consumers, core.state.handles
-    waiting = buffer.ids()
+    waiting = ids(buffer)
     leases = [
         consumer.lease
         for handle in handles.values()
@@ -41,7 +47,8 @@ def check(core: QueueCore) -> list[str]:
             broken.append(f"consumer {get.consumer.consumer} waits and has a lease.")
         if handles.get(get.consumer.handle) is None:
             broken.append(f"consumer {get.consumer.consumer} waits, and its handle is gone.")
-    deadlines = list(core.deadlines())
-    if deadlines and (core.next_deadline is None or core.next_deadline > min(deadlines)):
+    deadlines = [put.deadline for put in producers.waiting.values()]
+    deadlines += [get.deadline for get in consumers.waiting.values()]
+    if any(at is not None and (core.next_deadline is None or core.next_deadline > at) for at in deadlines):
         broken.append("a deadline would pass unseen.")
     return broken

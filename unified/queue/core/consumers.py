@@ -10,6 +10,7 @@ from collections import OrderedDict
 
 from unified.queue.core.messages import (
     AnswerGet,
+    ConsumerEnded,
     DropItems,
     DropLease,
     GetAsked,
@@ -74,7 +75,11 @@ class Consumers:
             self.num_leased += len(items)
             self.rate.add(now, len(items))
             if self._state.is_durable:
-                self._save_lease(get, items)
+                item_ids = [item.item_id for item in items]
+                record = SaveLease(
+                    handle=get.consumer.handle, consumer=get.consumer.consumer, number=get.number, item_ids=item_ids
+                )
+                self._state.actions.append(record)
             self._answer(get.request_id, Outcome.DONE, items)
             has_given = True
         return has_given
@@ -99,11 +104,11 @@ class Consumers:
         if consumer.lease is not None and consumer.lease.number <= event.number:
             self._end_lease(consumer, event.received)
 
-    def end(self, handle: Handle, consumer: Consumer, received: int) -> None:
+    def end(self, consumer: Consumer, event: ConsumerEnded) -> None:
         """End a consumer that will take no more, and was done with what it received."""
         self.stop_waiting(consumer, Outcome.WAITING)
-        self._end_lease(consumer, received)
-        del handle.consumers[consumer.consumer]
+        self._end_lease(consumer, event.received)
+        del self._state.handles[consumer.handle].consumers[consumer.consumer]
 
     def drop(self, handle: Handle) -> None:
         """Drop a handle that is gone, in the middle of whatever its consumers did."""
@@ -150,13 +155,6 @@ class Consumers:
         self._state.buffer.give_back(items)
         if self._state.is_durable and items:
             self._state.actions.append(DropLease(item_ids=[item.item_id for item in items]))
-
-    def _save_lease(self, get: WaitingGet, items: list[Item]) -> None:
-        consumer = get.consumer
-        item_ids = [item.item_id for item in items]
-        self._state.actions.append(
-            SaveLease(handle=consumer.handle, consumer=consumer.consumer, number=get.number, item_ids=item_ids)
-        )
 
     def _answer(self, request_id: int, outcome: Outcome, items: list[Item] | None = None) -> None:
         self._state.actions.append(AnswerGet(request_id=request_id, outcome=outcome, items=items or []))

@@ -6,7 +6,8 @@ puts or gets wait when everything has settled, not both, as an item that is ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from unified.queue.core.consumers import Consumers
@@ -37,8 +38,6 @@ class QueueCore:
     """One queue. `step(now, event)` takes any event in any state and says what to do; every request is answered once.
 
     Args:
-        now: the time on the clock of `step`.
-        name: the queue's name, for people.
         size: items that may wait to be taken; leased ones do not count, and those that come back may go beyond it.
         max_bytes: encoded bytes of waiting items; None: no limit. One item always fits.
         is_durable: return the records that a journal needs.
@@ -68,9 +67,9 @@ class QueueCore:
             HandleClosed: self._on_handle_closed,
             PutAsked: self._on_put,
             GetAsked: self._on_get,
-            TakeDone: self._on_done,
-            TakeReturned: self._on_returned,
-            ConsumerEnded: self._on_consumer_ended,
+            TakeDone: partial(self._on_consumer, self.consumers.done),
+            TakeReturned: partial(self._on_consumer, self.consumers.returned),
+            ConsumerEnded: partial(self._on_consumer, self.consumers.end),
             IncarnationEnded: self._on_incarnation_ended,
             CloseAsked: self._on_close,
             QueueTick: self._on_time,
@@ -80,7 +79,9 @@ class QueueCore:
 
     def step(self, now: float, event: Event) -> list[Action]:
         self._handlers[type(event)](now, event)
-        return self.state.take_actions()
+        self._settle(now)
+        actions, self.state.actions = self.state.actions, []
+        return actions
 
     @property
     def next_deadline(self) -> float | None:
@@ -118,16 +119,15 @@ class QueueCore:
             return  # of a dead one, whatever it asks is answered with UNKNOWN
         state.handles[event.handle] = Handle(event.handle, event.worker, event.incarnation)
         state.save(SaveHandle(handle=event.handle, worker=event.worker, incarnation=event.incarnation))
-        self._end_incarnations(now, event.worker, event.incarnation - 1)
+        self._end_incarnations(event.worker, event.incarnation - 1)
 
     def _on_handle_closed(self, now: float, event: HandleClosed) -> None:
         handle = self.state.handles.get(event.handle)
         if handle is not None:
             self._drop(handle)
-            self._settle(now)
 
     def _on_incarnation_ended(self, now: float, event: IncarnationEnded) -> None:
-        self._end_incarnations(now, event.worker, event.incarnation)
+        self._end_incarnations(event.worker, event.incarnation)
 
     def _on_put(self, now: float, event: PutAsked) -> None:
         put = self.producers.ask(now, event)
@@ -143,41 +143,26 @@ class QueueCore:
         if not may_wait and get is not None and self.consumers.waiting.get(event.consumer) is get:
             self.consumers.stop_waiting(get.consumer, Outcome.WAITING)
 
-    def _on_done(self, now: float, event: TakeDone) -> None:
-        consumer = self._consumer(event)
+    def _on_consumer(
+        self, handle_event: Callable[[Consumer, Any], None], now: float, event: TakeDone | TakeReturned | ConsumerEnded
+    ) -> None:
+        handle = self.state.handles.get(event.handle)
+        consumer = handle.consumers.get(event.consumer) if handle is not None else None
         if consumer is not None:
-            self.consumers.done(consumer, event)
-            self._settle(now)
-
-    def _on_returned(self, now: float, event: TakeReturned) -> None:
-        consumer = self._consumer(event)
-        if consumer is not None:
-            self.consumers.returned(consumer, event)
-            self._settle(now)
-
-    def _on_consumer_ended(self, now: float, event: ConsumerEnded) -> None:
-        consumer = self._consumer(event)
-        if consumer is not None:
-            self.consumers.end(self.state.handles[event.handle], consumer, event.received)
-            self._settle(now)
+            handle_event(consumer, event)
 
     def _on_close(self, now: float, event: CloseAsked) -> None:
         if not self.state.is_closed:
             self.state.is_closed = True
             self.state.save(SaveClosed())
             self.producers.end_all(Outcome.CLOSED)
-            self._settle(now)
 
     def _on_time(self, now: float, event: QueueTick) -> None:
         self.producers.expire_due(now)
         self.consumers.expire_due(now)
-        self.state.next_deadline = min(self.deadlines(), default=None)
-        self._settle(now)  # what gave up may have held back a put that fits
-
-    def deadlines(self) -> Iterator[float]:
-        """Yield the deadlines of all that wait."""
-        yield from (put.deadline for put in self.producers.waiting.values() if put.deadline is not None)
-        yield from (get.deadline for get in self.consumers.waiting.values() if get.deadline is not None)
+        due = [put.deadline for put in self.producers.waiting.values()]
+        due += [get.deadline for get in self.consumers.waiting.values()]
+        self.state.next_deadline = min((at for at in due if at is not None), default=None)
 
     def _settle(self, now: float) -> None:
         """Move what can move, until nothing can."""
@@ -190,21 +175,14 @@ class QueueCore:
         if consumers.waiting and self.is_finished:
             consumers.end_all(Outcome.CLOSED)
 
-    def _consumer(self, event: TakeDone | TakeReturned | ConsumerEnded) -> Consumer | None:
-        handle = self.state.handles.get(event.handle)
-        return handle.consumers.get(event.consumer) if handle is not None else None
-
-    def _end_incarnations(self, now: float, worker: str, incarnation: int) -> None:
+    def _end_incarnations(self, worker: str, incarnation: int) -> None:
         """End this incarnation of a worker, and every one before it."""
         if incarnation <= self._dead.get(worker, -1):
             return
         self._dead[worker] = incarnation
-        handles = self.state.handles.values()
-        gone = [each for each in handles if each.worker == worker and each.incarnation <= incarnation]
-        for handle in gone:
-            self._drop(handle)
-        if gone:
-            self._settle(now)
+        for handle in list(self.state.handles.values()):
+            if handle.worker == worker and handle.incarnation <= incarnation:
+                self._drop(handle)
 
     def _drop(self, handle: Handle) -> None:
         self.producers.drop(handle)

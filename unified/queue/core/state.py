@@ -141,10 +141,6 @@ class ItemBuffer:
                 self.nbytes += item.nbytes
         self.next_id = max((item.item_id + 1 for item in (*waiting, *leased)), default=0)
 
-    def ids(self) -> list[int]:
-        """Return the ids in the order in which the items will be taken; for tests."""
-        return [item_id for item_id, _ in sorted(self._returned)] + [item.item_id for item in self._fresh]
-
 
 class Rate:
     """Things per second over about the last `WINDOW_S` seconds, the newest counting most."""
@@ -205,11 +201,7 @@ class QueueStats(Value, frozen=True, kw_only=True):
 
 
 class QueueState:
-    """The state that producers and consumers share: buffer, handles, and the actions of the step at hand.
-
-    Args:
-        is_durable: collect the records that a journal needs.
-    """
+    """The state that producers and consumers share: buffer, handles, and the actions of the step at hand."""
 
     def __init__(self, buffer: ItemBuffer, *, is_durable: bool) -> None:
         self.buffer = buffer
@@ -233,7 +225,3 @@ class QueueState:
         if self.next_deadline is None or deadline < self.next_deadline:
             self.next_deadline = deadline
         return deadline
-
-    def take_actions(self) -> list[Action]:
-        actions, self.actions = self.actions, []
-        return actions

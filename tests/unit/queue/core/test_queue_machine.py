@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.invariants.queue import check
+from tests.support.invariants.queue import check, ids
 from tests.support.queue_core import JournalModel
 from unified.queue.core.messages import (
     Action,
@@ -326,7 +326,7 @@ class QueueMachine(RuleBasedStateMachine):
     def journal_holds_what_the_queue_holds(self) -> None:
         if hasattr(self, "core") and self.is_durable and not self.uncommitted:
             again = QueueCore(self.now, **self.options, memory=self.journal.memory())
-            assert again.buffer.ids() == self.core.buffer.ids()
+            assert ids(again.buffer) == ids(self.core.buffer)
             assert again.consumers.num_leased == self.core.consumers.num_leased
             known = {key: handle.ended_puts for key, handle in self.core.state.handles.items()}
             assert {key: dict(handle.ended_puts) for key, handle in again.state.handles.items()} == known
