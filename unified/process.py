@@ -21,12 +21,9 @@ _KILL_PAUSE_S = 0.002
 _COMM_BYTES = 15
 
 
-def die_with_parent(sig: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Let the kernel send `sig` to this process when the *thread* that made it ends.
-
-    Args:
-        sig: the signal.
-        parent: pid that the parent must still have; if it has gone already, `sig` is raised here and now.
+def die_with_parent(sig: int, parent: int | None = None) -> None:
+    """Let the kernel send `sig` to this process when the *thread* that made it ends; here and now if that was another
+    process than `parent`, which has gone already.
 
     Call it first thing in a child. It survives `exec`, and is not inherited by children.
     """
@@ -139,13 +136,10 @@ def close_all_but(keep: Iterable[int]) -> None:
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
 
 
-def signal_group(leader: int, sig: int) -> bool:
-    """Signal a whole process group; False if nobody is left in it."""
-    try:
+def signal_group(leader: int, sig: int) -> None:
+    """Signal a whole process group, if anybody is left in it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, sig)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 def kill_until_none(find: Callable[[], Iterable[int]]) -> None:

@@ -7,11 +7,7 @@ from msgspec.msgpack import Decoder
 from unified.values import Value
 
 
-class ZygoteOrder(Value, tag_field="type", frozen=True, kw_only=True):
-    """Base of messages from the agent."""
-
-
-class Fork(ZygoteOrder, tag="fork", frozen=True, kw_only=True):
+class Fork(Value, tag_field="type", tag="fork", frozen=True, kw_only=True):
     """Fork a child. Three descriptors travel with it: its control socket, its stdout, its stderr."""
 
     child: int

@@ -99,12 +99,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 
 def decode_envelope(frame: Bytes) -> Envelope:
-    """Read a first frame.
-
-    Raises:
-        VersionMismatchError: the peer speaks another version of the bus; the error says both.
-        ProtocolError: the frame is no envelope.
-    """
+    """Read a first frame; ProtocolError if it is none, VersionMismatchError if the peer speaks another version."""
     size = len(frame)
     if size > MAX_ENVELOPE_BYTES:
         raise ProtocolError(f"an envelope of {size} bytes is refused; at most {MAX_ENVELOPE_BYTES}.")

@@ -56,12 +56,8 @@ class Codec(Generic[M]):
         return _encoder.encode(message)
 
     def decode(self, frames: Sequence[bytes]) -> Control[M]:
-        """Return the message in two frames.
-
-        Raises:
-            VersionMismatchError: the peer speaks another version; the error says both.
-            ProtocolError: the frames are no message of this conversation.
-        """
+        """Return the message in two frames; ProtocolError if they are none, VersionMismatchError if the peer's version
+        is another."""
         if len(frames) != 2:
             raise ProtocolError(f"a control message has 2 frames, this one has {len(frames)}.")
         return Control(self.read_header(frames[0]), self.decode_body(frames[1]))
@@ -99,11 +95,7 @@ class StreamBuffer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take bytes in; return the bodies that are complete now.
-
-        Raises:
-            ProtocolError: a length that no message of ours has.
-        """
+        """Take bytes in; return the bodies that are complete now."""
         self._bytes += data
         bodies: list[bytes] = []
         start = 0

@@ -219,8 +219,3 @@ class EventRecord(Value, frozen=True, kw_only=True):
     worker: str = ""
     node: str = ""
     sequence: int = 0
-
-
-def raw(value: msgspec.Struct) -> bytes:
-    """Return a record as MessagePack, for stores and transcripts."""
-    return msgspec.msgpack.encode(value)

@@ -87,19 +87,14 @@ class ControlChannel:
     def _serve(self, handlers: Handlers) -> None:
         while True:
             for order in self._waiting:
-                self._hand_over(order, handlers)
+                match order:  # a worker is launched once: saying it again changes nothing
+                    case Run():
+                        handlers.on_run(order.order)
+                    case DirectoryNews():
+                        handlers.on_directory(order.entries)
+                    case Stop():
+                        handlers.on_stop(order)
             self._waiting = self._receive()
-
-    def _hand_over(self, order: AgentToWorker, handlers: Handlers) -> None:
-        match order:
-            case Run():
-                handlers.on_run(order.order)
-            case DirectoryNews():
-                handlers.on_directory(order.entries)
-            case Stop():
-                handlers.on_stop(order)
-            case Launch():  # a worker is launched once; saying it again changes nothing
-                pass
 
     def _receive(self) -> list[AgentToWorker]:
         try:

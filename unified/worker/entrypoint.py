@@ -56,11 +56,7 @@ class LoadedEntry(ABC):
 
 
 def load(entry: EntryPoint, *, is_driver: bool) -> LoadedEntry:
-    """Find an entry point: import its module, or compile its file.
-
-    Raises:
-        EntryPointError: it cannot be imported, compiled or called.
-    """
+    """Find an entry point: import its module, or compile its file."""
     if entry.kind == "attribute":
         return _load_attribute(entry, is_driver)
     if entry.kind == "script":
@@ -265,8 +261,13 @@ def _load_script(entry: EntryPoint) -> LoadedEntry:
             f"script {entry.target} cannot be read on this node ({error.strerror}).{nearest(path.name, names)} "
             f"It was looked for at {path}; working_dir= says where relative names begin."
         ) from None
-    module = _new_main(str(path))
-    return _Program(_compile(source, str(path)), module, [entry.target, *entry.argv], str(path.parent))
+    try:
+        code = compile(source, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise EntryPointError(_syntax(error)) from error
+    except ValueError as error:  # null bytes
+        raise EntryPointError(f"{path} is not Python source: {error}") from None
+    return _Program(code, _new_main(str(path)), [entry.target, *entry.argv], str(path.parent))
 
 
 def _load_container(entry: EntryPoint, path: Path) -> LoadedEntry:
@@ -277,10 +278,7 @@ def _load_container(entry: EntryPoint, path: Path) -> LoadedEntry:
             f"{entry.target} is a {'folder' if path.is_dir() else 'zip file'} without a __main__.py, so there is "
             f"nothing in it to run. It was looked for at {path}."
         )
-    code = _code_of(spec)
-    module = _new_main(spec.origin or str(path))
-    module.__spec__, module.__package__, module.__loader__ = spec, "", spec.loader
-    return _Program(code, module, [entry.target, *entry.argv], str(path))
+    return _program_of(spec, [entry.target, *entry.argv], str(path))
 
 
 def _load_module(entry: EntryPoint) -> LoadedEntry:
@@ -296,15 +294,10 @@ def _load_module(entry: EntryPoint) -> LoadedEntry:
         raise EntryPointError(f"the package of {name!r} cannot be imported: {_first_line(error)}") from error
     if spec is None:
         raise EntryPointError(_missing(name, name))
-    code = _code_of(spec)
-    module = _new_main(spec.origin or name)
-    module.__spec__ = spec  # multiprocessing's spawn reads it to import this program again
-    module.__package__ = spec.parent
-    module.__loader__ = spec.loader
-    return _Program(code, module, [spec.origin or name, *entry.argv], None)
+    return _program_of(spec, [spec.origin or name, *entry.argv], None)
 
 
-def _code_of(spec: ModuleSpec) -> CodeType:
+def _program_of(spec: ModuleSpec, argv: list[str], directory: str | None) -> _Program:
     get_code = getattr(spec.loader, "get_code", None)
     try:
         code: CodeType | None = None if get_code is None else get_code(spec.name)
@@ -312,22 +305,17 @@ def _code_of(spec: ModuleSpec) -> CodeType:
         raise EntryPointError(_syntax(error)) from error
     if code is None:
         raise EntryPointError(f"module {spec.name!r} has no Python code that could run as a program.")
-    return code
+    module = _new_main(spec.origin or argv[0])
+    module.__spec__ = spec  # multiprocessing's spawn reads it to import this program again
+    module.__package__ = spec.parent
+    module.__loader__ = spec.loader
+    return _Program(code, module, argv, directory)
 
 
 def _new_main(file: str) -> ModuleType:
     module = ModuleType("__main__")
     module.__file__ = file
     return module
-
-
-def _compile(source: bytes, path: str) -> CodeType:
-    try:
-        return compile(source, path, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise EntryPointError(_syntax(error)) from error
-    except ValueError as error:  # null bytes
-        raise EntryPointError(f"{path} is not Python source: {error}") from None
 
 
 def _is_top_level(error: BaseException) -> bool:

@@ -47,7 +47,7 @@ def variables(launch: Launch, inherited: Mapping[str, str] = MappingProxyType({}
         return dict(launch.env)
     role = launch.spec.role(launch.role)
     who = identity(launch)
-    if _is_program(role):
+    if role.entry_point.kind != "attribute":
         users = {**inherited, **role.envs}
         who = {name: value for name, value in who.items() if name not in _SHORT_NAMES or name not in users}
     return {**launch.env, **role.envs, **who}
@@ -96,22 +96,13 @@ def _ranks(launch: Launch, rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def _is_program(role: RoleSpec) -> bool:
-    """Return True if the role runs a script or a module as `__main__`."""
-    return role.entry_point.kind != "attribute"
-
-
 def device(environ: Mapping[str, str]) -> str:
     """The worker's first device as torch names it. The agent counted it among those that it made visible."""
     return environ.get("ACCELERATE_TORCH_DEVICE") or "cpu"
 
 
 def working_directory(launch: Launch, environ: Mapping[str, str]) -> Path | None:
-    """The directory to work in: ``DLROVER_WORKING_DIR``, else the job's `working_dir`; None: the present one.
-
-    Raises:
-        EntryPointError: this node has no such directory.
-    """
+    """The directory to work in: ``DLROVER_WORKING_DIR``, else the job's `working_dir`; None: the present one."""
     given = environ.get("DLROVER_WORKING_DIR") or launch.spec.working_dir
     if not given:
         return None

@@ -49,13 +49,9 @@ _BROKEN_PEER = (
 
 
 def describe(error: BaseException, *, category: str = "user", has_process_group: bool = False) -> Failure:
-    """The failure that an exception of the entry point amounts to.
+    """The failure that an exception of the entry point amounts to, of this category unless it says another itself.
 
-    Args:
-        error: what was raised; `SystemExit` included.
-        category: of an error that says nothing else of itself.
-        has_process_group: this worker was part of a torch.distributed group, so that an error of a collective
-            probably means that another rank died.
+    In a torch.distributed group an error of a collective probably means that another rank died.
     """
     if isinstance(error, SystemExit):
         return _exit(error)
@@ -154,24 +150,20 @@ def _type_name(kind: type[BaseException]) -> str:
 
 def _skip_ours(frames: TracebackType | None) -> TracebackType | None:
     """Drop the leading frames: the runtime's, and those of what it calls user code through."""
-    first = frames
-    while first is not None and first.tb_frame.f_code.co_filename.startswith(_MACHINERY):
-        first = first.tb_next
-    return first
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_MACHINERY):
+        frames = frames.tb_next
+    return frames
 
 
-def _is_collateral(error: BaseException, has_process_group: bool) -> bool:
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, WorkerDiedError):
-            return True
-        if _is_broken_collective(seen, has_process_group):
-            return True
-        seen = seen.__cause__
-    return False
+def _is_collateral(error: BaseException | None, has_process_group: bool) -> bool:
+    while error is not None and not _is_of_peer(error, has_process_group):
+        error = error.__cause__
+    return error is not None
 
 
-def _is_broken_collective(error: BaseException, has_process_group: bool) -> bool:
+def _is_of_peer(error: BaseException, has_process_group: bool) -> bool:
+    if isinstance(error, WorkerDiedError):
+        return True
     kind = type(error)
     is_torch = kind.__module__.startswith("torch") and kind.__name__.startswith("Dist")
     if is_torch and kind.__name__ == "DistNetworkError":

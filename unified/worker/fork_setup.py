@@ -101,13 +101,7 @@ def keep_freed(env: Mapping[str, str]) -> int:
 
     glibc gives an array of 32 MiB back to the system when it is freed, and the next one is made of pages that have to
     be cleared anew, which takes longer than filling it. Threads then share one arena, since only the first can hold
-    large arrays; so call it before there are threads. With another C library nothing is done.
-
-    Returns:
-        MiB that are kept.
-
-    Raises:
-        OptionError: the variable is no number.
+    large arrays; so call it before there are threads. With another C library nothing is done. Returns the kept MiB.
     """
     given = env.get(VARIABLE, str(DEFAULT_MB))
     if not given.isdecimal():
@@ -160,11 +154,7 @@ def _has_glibc() -> bool:
 
 
 def preload(entry_module: str) -> None:
-    """Import the entry's module, and what it names in `PRELOAD` as far as that is installed.
-
-    Raises:
-        ImportError: the entry's module itself cannot be imported; nothing else is fatal.
-    """
+    """Import the entry's module, and what it names in `PRELOAD` as far as that is installed and not broken."""
     with _single_threaded():
         entry = importlib.import_module(entry_module)
         for name in getattr(entry, "PRELOAD", ()):

@@ -26,7 +26,7 @@ from unified.config.logging import asked_level, log_from
 from unified.errors import EntryPointError
 from unified.job import by_value
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import Failure, Inbox, NameClaims, Progress
+from unified.protocol.records import Failure, Inbox
 from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Launch, Reported, Running, Stop
 from unified.worker import environment, process_group
 from unified.worker.context import Worker, current_worker, set_current_worker
@@ -89,7 +89,7 @@ class _WorkerProcess:
             on_settled=lambda: self._orders.put(None),
             grace_s=launch.spec.stop_grace_s,
         )
-        self._reporter = Reporter(self._send_progress)
+        self._reporter = Reporter(lambda progress: channel.send(Reported(progress=progress)))
         self._bus: BusEndpoint | None = None
         self._inbox: Inbox | None = None
         self._entry: LoadedEntry | None = None
@@ -157,9 +157,8 @@ class _WorkerProcess:
             reporter=self._reporter,
             bus=bus,
             device=environment.device(os.environ),
-            claim=self._send_claims,
+            claim=lambda claims: self._channel.send(Claimed(claims=claims)),
         )
-
         bus.on_directory(worker.names.learn)
         bus.update_directory(launch.directory)
         set_current_worker(worker)
@@ -307,12 +306,6 @@ class _WorkerProcess:
         if self._bus is not None:
             self._bus.unread.is_stopping = True
         self._stop.request(stop.grace_s, is_interrupt=stop.interrupt)
-
-    def _send_progress(self, progress: Progress) -> None:
-        self._channel.send(Reported(progress=progress))
-
-    def _send_claims(self, claims: NameClaims) -> None:
-        self._channel.send(Claimed(claims=claims))
 
     def _close_bus(self) -> None:
         if self._bus is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from unified.core.directory import Change, NameMoved, WorkerDirectory
 from unified.errors import RpcTimeoutError, UsageError
@@ -27,16 +27,16 @@ from unified.protocol.records import (
 Watcher = Callable[[str, WorkerIncarnation | None], None]
 
 
+@dataclass
 class NameClaim:
     """One claim of this worker. Neither granted nor refused: there is no answer yet."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.is_granted = False
-        self.refusal = ""
-        """Reason why there will be no grant, as half a sentence."""
-        self.num_waiting = 0
-        """Threads that wait for the answer."""
+    number: int
+    is_granted: bool = False
+    refusal: str = ""
+    """Reason why there will be no grant, as half a sentence."""
+    num_waiting: int = 0
+    """Threads that wait for the answer."""
 
     @property
     def is_answered(self) -> bool:
@@ -64,11 +64,7 @@ class ClaimTable:
         return NameClaims(number=self._number, names={name: claim.number for name, claim in self._claims.items()})
 
     def claim(self, name: str) -> NameClaim:
-        """The claim of a name, made now unless it stands already. The answer comes with `answer`.
-
-        Raises:
-            UsageError: the name is empty or too long, or there are too many.
-        """
+        """The claim of a name, made now unless it stands already. The answer comes with `answer`."""
         if name in self._claims:
             return self._claims[name]
         if not name or len(name) > MAX_NAME_LENGTH:
@@ -123,7 +119,6 @@ class Names:
     """The names of this worker's job. Every method but `learn` is for any thread.
 
     Args:
-        job_id, worker, incarnation: whose names these are.
         directory: says who holds which name, and what the master answers.
         say: takes the whole set of claims to the agent; an older set that comes after a newer one is ignored there.
     """
@@ -168,7 +163,7 @@ class Names:
             claim = self._table.claim(name)
             with self._waiting_for(name, claim):
                 self._tell_agent()
-                self._wait(lambda: claim.is_answered, timeout_s)
+                self._news.wait_for(lambda: claim.is_answered, timeout_s)
         if claim.refusal:
             text = f"worker {self._worker} cannot claim the name {name!r} in job {self._job_id}: {claim.refusal}."
             raise UsageError(text)
@@ -204,8 +199,7 @@ class Names:
             return holder.worker
         self._check_may_wait("wait for a name")
         with self._news:
-            self._wait(lambda: self._directory.holder(name) is not None, timeout_s)
-            holder = self._directory.holder(name)
+            holder = self._news.wait_for(lambda: self._directory.holder(name), timeout_s)
         if holder is None:
             raise RpcTimeoutError(
                 f"worker {self._worker} waited {timeout_s:g} s for the holder of the name {name!r}, and no living "
@@ -265,14 +259,6 @@ class Names:
         if claims.number > self._said:
             self._said = claims.number
             self._say(claims)
-
-    def _wait(self, is_true: Callable[[], bool], timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not is_true():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            self._news.wait(left)
 
     @contextmanager
     def _waiting_for(self, name: str, claim: NameClaim) -> Iterator[None]:

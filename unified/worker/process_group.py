@@ -51,10 +51,6 @@ def set_up(order: RunOrder, store_port: int, communication: Communication, devic
     """Select the device and join the round's default process group, through the round's own store.
 
     Returns once the groups of all ranks are up.
-
-    Raises:
-        ClusterError: the other ranks' groups were not up before the timeout.
-        RuntimeError: torch's own; the group could not be formed before the timeout.
     """
     import torch.distributed as distributed
 
@@ -79,11 +75,7 @@ def set_up(order: RunOrder, store_port: int, communication: Communication, devic
 
 
 def wait_for_all(store: TCPStore, order: RunOrder, within_s: float) -> None:
-    """Return once all ranks of the round have called this; a peer that dies before ends the wait, with this life.
-
-    Raises:
-        ClusterError: not all came in time; the message says how many did.
-    """
+    """Return once all ranks of the round have called this; a peer that dies before ends the wait, with this life."""
     from torch.distributed import DistError
 
     if store.add(_RANKS_UP, 1) == order.world_size:
@@ -118,13 +110,13 @@ def is_set_up() -> bool:
     return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
 
 
-def destroy(within_s: float = DESTROY_WITHIN_S) -> bool:
-    """Leave the process group, waiting at most so long; False if it did not end.
+def destroy(within_s: float = DESTROY_WITHIN_S) -> None:
+    """Leave the process group, waiting at most so long.
 
     NCCL may wait in there for a peer that is gone. The group is then left to the end of the process.
     """
     if not is_set_up():
-        return True
+        return
     done = threading.Event()
 
     def work() -> None:
@@ -138,4 +130,4 @@ def destroy(within_s: float = DESTROY_WITHIN_S) -> bool:
             done.set()
 
     start_thread("unified-destroy-group", work)
-    return done.wait(within_s)
+    done.wait(within_s)

@@ -18,11 +18,8 @@ _LARGEST = 2**63
 
 
 class Reporter:
-    """Keeps the newest progress and sends it at most once in `interval_s`; `flush` sends what is left.
-
-    Args:
-        send: takes a Progress to the agent; called from the reporter's own thread, and from `flush`.
-    """
+    """Keeps the newest progress and sends it to the agent at most once in `interval_s`, from a thread of its own;
+    `flush` sends what is left."""
 
     def __init__(self, send: Callable[[Progress], None], interval_s: float = INTERVAL_S) -> None:
         self._send = send
@@ -35,30 +32,18 @@ class Reporter:
         self._timer = TimerThread("unified-progress", self._ring, stays=True)
 
     def report(self, step: Any, total: Any, metrics: dict[str, Any]) -> None:
-        """Merge into the newest progress: what is not named keeps its last value.
-
-        Raises:
-            TypeError: a value that is not a number, a text, or an array or tensor with one element.
-        """
+        """Merge into the newest progress: what is not named keeps its last value."""
         checked = {name: _plain(name, value) for name, value in metrics.items()}
-
-        def merged(old: Progress) -> Progress:
-            return replace(
-                old,
-                step=old.step if step is None else _whole("step", step),
-                total=old.total if total is None else _whole("total", total),
-                metrics={**old.metrics, **checked},
-            )
-
-        self._change(merged)
+        given = (("step", step), ("total", total))
+        self._change(checked, **{name: _whole(name, value) for name, value in given if value is not None})
 
     def count_unread(self, count: int) -> None:
         """Report the number of errors of calls that nobody has read so far."""
-        self._change(lambda old: replace(old, num_unread_errors=count))
+        self._change({}, num_unread_errors=count)
 
-    def _change(self, change: Callable[[Progress], Progress]) -> None:
+    def _change(self, metrics: dict[str, float | int | str], **counts: int) -> None:
         with self._lock:
-            self._newest = change(self._newest)
+            self._newest = replace(self._newest, metrics={**self._newest.metrics, **metrics}, **counts)
         self._timer.set(self._next_at)
 
     def flush(self) -> None:

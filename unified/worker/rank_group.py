@@ -77,11 +77,7 @@ class WholeGroup:
 
 
 class MeshGroup:
-    """The ranks of a device mesh, which may be fewer than those of the job.
-
-    Raises:
-        UsageError: this process is not in the mesh.
-    """
+    """The ranks of a device mesh, which may be fewer than those of the job."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         coordinate = mesh.get_coordinate()

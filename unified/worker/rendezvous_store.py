@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from unified.errors import ClusterError
@@ -54,7 +53,7 @@ class RoundStores:
         ports: by role, of the stores of its rounds; 0, or no such role: any port that is free.
     """
 
-    def __init__(self, address: str, ports: Mapping[str, int] = MappingProxyType({})) -> None:
+    def __init__(self, address: str, ports: Mapping[str, int]) -> None:
         self._address = address
         self._fixed = ports
         self._main = self._open()
@@ -68,14 +67,14 @@ class RoundStores:
         """Port of the job's store."""
         return int(self._main.port)
 
-    def serve_one(self, within: timedelta = timedelta(days=1)) -> bool:
-        """Wait for the next request and answer it; False if none came in time."""
+    def serve_one(self) -> None:
+        """Wait for the next request, for a day, and answer it."""
         from torch.distributed import DistNetworkError, DistStoreError
 
         try:
-            self._main.wait([_slot(self._slot)], within)
+            self._main.wait([_slot(self._slot)], timedelta(days=1))
         except DistStoreError:
-            return False
+            return
         role, _, prefix = self._main.get(_slot(self._slot)).decode().partition("\n")
         self._slot += 1
         self._main.set(_NEXT_SLOT, str(self._slot))
@@ -85,9 +84,8 @@ class RoundStores:
             except DistNetworkError as error:
                 reason = f"port {self._fixed.get(role, 0)} of {self._address} cannot be used: {error}"
                 self._main.set(_port_key(prefix), reason.splitlines()[0])
-                return True
+                return
         self._main.set(_port_key(prefix), str(self._ports[prefix]))
-        return True
 
     def _open_round(self, role: str) -> int:
         """Open the store of a role's next round; its port."""
@@ -107,11 +105,7 @@ class RoundStores:
 
 
 def open_round(order: RunOrder, role: str, timeout_s: float) -> int:
-    """The port, at `order.store_host`, of the store of this round. Rank 0 asks for it, all wait for the answer.
-
-    Raises:
-        ClusterError: no answer in time; the message says from whom.
-    """
+    """The port, at `order.store_host`, of the store of this round. Rank 0 asks for it, all wait for the answer."""
     from torch.distributed import DistError  # elastic roles alone need torch
 
     begun = time.monotonic()

@@ -45,10 +45,6 @@ def shared_empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLik
     sizes = tuple(map(index, shape if isinstance(shape, Sequence) else (shape,)))
     if any(size < 0 for size in sizes):
         raise UsageError(f"an array cannot have the shape {sizes}.")
-    memory = _memory(math.prod(sizes) * kind.itemsize)
-    return numpy.empty(sizes, kind) if memory is None else numpy.ndarray(sizes, kind, memory)
-
-
-def _memory(nbytes: int) -> memoryview | None:
     worker = context._current
-    return None if worker is None else worker.bus.allocate(nbytes)
+    memory = None if worker is None else worker.bus.allocate(math.prod(sizes) * kind.itemsize)
+    return numpy.empty(sizes, kind) if memory is None else numpy.ndarray(sizes, kind, memory)

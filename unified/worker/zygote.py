@@ -294,16 +294,12 @@ def kill_remains(workers: Mapping[int, Fork]) -> None:
     )
 
 
-def _arguments() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m unified.worker.zygote", description="Forks workers for an agent.")
     parser.add_argument("fd", type=int, metavar="FD", help="socket to the agent")
     parser.add_argument("--parent", type=int, help="pid of the agent")
     parser.add_argument("--entry", default=DEFAULT_ENTRY, metavar="MODULE:FUNCTION", help="what a child runs")
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = _arguments()
+    arguments = parser.parse_args()
     process.die_with_parent(signal.SIGTERM, arguments.parent)
     process.become_subreaper()
     process.set_title("unified-zygote")

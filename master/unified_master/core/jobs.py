@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import msgspec
+
 from unified.errors import JobNameError
 from unified.job.names import check_job_name
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.client_master import EndReport
-from unified.protocol.records import JOB_MOVES, Failure, JobWorkerIncarnation, NodeState, Stage, WorkerState, raw
+from unified.protocol.records import JOB_MOVES, Failure, JobWorkerIncarnation, NodeState, Stage, WorkerState
 from unified_master.core import directory, incarnations, rendezvous
 from unified_master.core.state import JobRecord, NodeRecord, RoleRecord, WorkerRecord
 from unified_master.core.step import MasterStep, count
@@ -75,7 +77,7 @@ def accept(step: MasterStep, spec: JobSpec) -> JobRecord:
             job.workers[name] = WorkerRecord(job_id=job.job_id, name=name, role=role.name, rank=rank)
     cluster.jobs[job.job_id] = job
     step.save("meta", "next_sequence", str(cluster.next_sequence).encode())
-    step.save("spec", job.job_id, raw(spec))
+    step.save("spec", job.job_id, msgspec.msgpack.encode(spec))
     for worker in job.workers.values():
         step.touch_worker(job, worker)
     by = f" by {spec.submitted_by}" if spec.submitted_by else ""
@@ -137,7 +139,7 @@ def _weight_faults(spec: JobSpec) -> Iterator[str]:
     """Yield what makes a job too heavy. Each node and each worker is sent all of the job, on the connection that also
     carries heartbeats.
     """
-    if (total := len(raw(spec))) <= MAX_SPEC_BYTES:
+    if (total := len(msgspec.msgpack.encode(spec))) <= MAX_SPEC_BYTES:
         return
     parts = {"the job's config": len(spec.user_config.data)}
     for role in spec.roles:
