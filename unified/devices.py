@@ -15,7 +15,7 @@ def has_accelerator() -> bool:
 
 
 def visible(devices: Sequence[tuple[str, str]], setting: str | None) -> dict[int, str]:
-    """Return the devices that a visibility variable leaves, in its order, each with its entry there.
+    """Return the numbers of the devices that a visibility variable leaves, in its order, each with its entry there.
 
     An entry is the id of a device or the beginning of a UUID, and the list ends at the first that names no device, more
     than one, or one that is in it already: as the vendors do it.
@@ -23,9 +23,6 @@ def visible(devices: Sequence[tuple[str, str]], setting: str | None) -> dict[int
     Args:
         devices: id and UUID (or nothing) of each.
         setting: value of the variable; None leaves all devices.
-
-    Returns:
-        Entry by number of the device.
     """
     if setting is None:
         return {number: name for number, (name, _) in enumerate(devices)}
@@ -40,13 +37,12 @@ def visible(devices: Sequence[tuple[str, str]], setting: str | None) -> dict[int
     return kept
 
 
-def cuda_devices(env: Mapping[str, str] | None = None) -> list[str]:
+def cuda_devices(env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the UUIDs of the CUDA devices that this process may use, without waking CUDA; none without a driver."""
     if not has_accelerator():
         return []
     import pynvml  # slow to load, and of no use elsewhere
 
-    env = os.environ if env is None else env
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -89,8 +89,6 @@ class RemoteError(RpcError):
     of both that class and this one, so that `except KeyError` works across processes.
     """
 
-    retryable = False
-
     def __init__(
         self, message: str, *, type_name: str = "", traceback: str = "", worker: str = "", node: str = ""
     ) -> None:

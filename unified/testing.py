@@ -246,10 +246,8 @@ class Belongings:
 def _descriptors() -> dict[int, str]:
     found: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # the one that listed the folder
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:  # the one that listed the folder
-            continue
     return found
 
 
@@ -260,11 +258,9 @@ def _children() -> dict[tuple[int, int], str]:
     found: dict[tuple[int, int], str] = {}
     for child in every_process():
         if child.parent == os.getpid() and child.is_alive:
-            try:
+            with contextlib.suppress(OSError):  # gone already
                 name = Path(f"/proc/{child.pid}/comm").read_text().strip()
-            except OSError:  # gone already
-                continue
-            found[child.pid, child.start_ticks] = f"{child.pid} ({name})"
+                found[child.pid, child.start_ticks] = f"{child.pid} ({name})"
     return found
 
 
@@ -272,11 +268,9 @@ def _shared_memory() -> set[str]:
     uid = os.getuid()
     found: set[str] = set()
     for entry in os.scandir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ():
-        try:
+        with contextlib.suppress(OSError):  # gone already
             if entry.stat(follow_symlinks=False).st_uid == uid:
                 found.add(entry.name)
-        except OSError:  # gone already
-            continue
     return found
 
 

@@ -30,11 +30,7 @@ _WORDS: dict[str, Literal["off", "on", "force"]] = {
 
 
 def mode(env: Mapping[str, str]) -> Literal["off", "on", "force"]:
-    """Return the word of ``UNIFIED_COMPAT``.
-
-    Raises:
-        OptionError: the word means nothing.
-    """
+    """Return the word of ``UNIFIED_COMPAT``; OptionError if it means nothing."""
     word = env.get(VARIABLE, "")
     if word.lower() not in _WORDS:
         raise OptionError(f"{VARIABLE}={word!r} is none of 1, 0 and force.")
@@ -42,11 +38,7 @@ def mode(env: Mapping[str, str]) -> Literal["off", "on", "force"]:
 
 
 def apply(env: MutableMapping[str, str]) -> None:
-    """Install the aliases, or not, as the environment says, also for processes that inherit it.
-
-    Raises:
-        OptionError: as `mode`.
-    """
+    """Install the aliases, or not, as the environment says, also for processes that inherit it."""
     match mode(env):
         case "off":
             uninstall()
@@ -57,11 +49,8 @@ def apply(env: MutableMapping[str, str]) -> None:
 
 
 def install(*, force: bool = False) -> None:
-    """Put the aliases in place, for all imports that come after. Again: only `force` changes.
-
-    Args:
-        force: put them also in front of a `dlrover` or `dtruntime` that is installed.
-    """
+    """Put the aliases in place, for all imports that come after; with `force` also in front of a `dlrover` or
+    `dtruntime` that is installed. Again: only `force` changes."""
     if (finder := _finder()) is None:
         sys.meta_path.insert(0, AliasFinder(force))
     else:

@@ -21,7 +21,15 @@ from unified import compat
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script that the command line names. Its exceptions, SystemExit too, go through."""
-    given = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m unified.compat",
+        description="Run a script that imports dlrover.python.unified or dtruntime, on Unified.",
+    )
+    parser.add_argument("--force", action="store_true", help="even where a dlrover or dtruntime is installed")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT.py is a module, as with `python -m`")
+    parser.add_argument("target", metavar="SCRIPT.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is given")
+    given = parser.parse_args(arguments)
     os.environ[compat.VARIABLE] = "force" if given.force else "1"
     compat.apply(os.environ)
     if not given.force:
@@ -70,18 +78,6 @@ def _become(module: ModuleType, code: CodeType, argv: list[str]) -> None:
     sys.modules["__main__"] = module
     sys.argv = argv
     exec(code, module.__dict__)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m unified.compat",
-        description="Run a script that imports dlrover.python.unified or dtruntime, on Unified.",
-    )
-    parser.add_argument("--force", action="store_true", help="even where a dlrover or dtruntime is installed")
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT.py is a module, as with `python -m`")
-    parser.add_argument("target", metavar="SCRIPT.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is given")
-    return parser
 
 
 if __name__ == "__main__":

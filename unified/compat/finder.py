@@ -26,21 +26,19 @@ def hand_on(env: MutableMapping[str, str]) -> None:
     Spawned ones take over `sys.path`, and others inherit `env`.
     """
     sys.path[:] = [*(path for path in sys.path if path != FOLDER), FOLDER]
-    before = env.get("PYTHONPATH")
-    if before is None or FOLDER not in before.split(os.pathsep):
+    before = env.get("PYTHONPATH", "")
+    if FOLDER not in before.split(os.pathsep):
         env["PYTHONPATH"] = f"{before}{os.pathsep}{FOLDER}" if before else FOLDER
 
 
 def take_back(env: MutableMapping[str, str]) -> None:
     """Undo `hand_on`."""
     sys.path[:] = [path for path in sys.path if path != FOLDER]
-    before = env.get("PYTHONPATH")
-    if before is not None and FOLDER in before.split(os.pathsep):
-        left = [path for path in before.split(os.pathsep) if path != FOLDER]
-        if left:
-            env["PYTHONPATH"] = os.pathsep.join(left)
-        else:
-            del env["PYTHONPATH"]
+    before = env.get("PYTHONPATH", "").split(os.pathsep)
+    if set(before) == {FOLDER}:
+        del env["PYTHONPATH"]
+    elif FOLDER in before:
+        env["PYTHONPATH"] = os.pathsep.join(path for path in before if path != FOLDER)
 
 
 ROOTS = ("dlrover", "dtruntime")

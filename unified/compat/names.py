@@ -44,6 +44,9 @@ _MASTER = (
     "unified.api.runtime.PrimeMasterApi asks the master about the job; `unified status` and `unified explain` show it"
 )
 _INFOS = {name: f"unified.api.runtime:{name}" for name in ("ActorInfo", "JobInfo")}
+_CONSTANTS = {
+    name: f"{_HERE}.constant:{name}" for name in ("JOB_OPTIONS_ENV_PREFIX", "DLWorkloadEnv", "InternalDLWorkloadRole")
+}
 _BASE = Counterpart(
     {**_INFOS, "MasterStage": "unified.job:MasterStage", "ExecutionResultType": "unified.job:ExecutionResultType"},
     instead={
@@ -65,10 +68,7 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
             "WorkloadBuilder": "unified.api.builder.roles:SimpleRoleBuilder",
             "submit": "unified.api.driver:submit",
             "read_dict_from_envs": f"{_HERE}.config_util:read_dict_from_envs",
-            **{
-                name: f"{_HERE}.constant:{name}"
-                for name in ("JOB_OPTIONS_ENV_PREFIX", "DLWorkloadEnv", "InternalDLWorkloadRole")
-            },
+            **_CONSTANTS,
             **{
                 name: f"unified.job:{name}"
                 for name in (
@@ -92,10 +92,7 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
         },
     ),
     f"{_COMMON}.constant": Counterpart(
-        {
-            name: f"{_HERE}.constant:{name}"
-            for name in ("JOB_OPTIONS_ENV_PREFIX", "DLWorkloadEnv", "InternalDLWorkloadRole")
-        },
+        _CONSTANTS,
         rest="unified.job",
         instead={
             "MASTER_STATE_KEY_PREFIX": "the master keeps its state in a file, `unified-master --state`",

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
@@ -35,13 +36,11 @@ _EVENT = struct.Struct("=Hi")
 _LAST_EVENTS_S = 1.0
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | _FAILED
-_NO_KEY = "it has no cluster key"
-_WRONG_KEY = "it has another cluster key"
 _PUBLIC_ONLY = "it knows the public half of the cluster key, and has not the secret one"
 _BROKE_OFF = "it broke off the handshake: a peer without the cluster key, or none of ours"
 _WHY: dict[int, str] = {
-    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: _NO_KEY,
-    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _WRONG_KEY,
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "it has no cluster key",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "it has another cluster key",
 }
 
 
@@ -67,13 +66,12 @@ def secure_client(socket: Socket, key: ClusterKey | None) -> None:
         socket.curve_secretkey = key.secret.encode()
 
 
-def secure_server(socket: Socket, key: ClusterKey | None) -> None:
+def secure_server(socket: Socket, key: ClusterKey) -> None:
     """Let a socket that will be bound demand the key. Without a `Gatekeeper` in its context it lets nobody in."""
-    if key is not None:
-        socket.curve_server = True
-        socket.curve_secretkey = key.secret.encode()
-        socket.zap_domain = _DOMAIN
-        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    socket.curve_server = True
+    socket.curve_secretkey = key.secret.encode()
+    socket.zap_domain = _DOMAIN
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 class Gatekeeper:
@@ -81,10 +79,6 @@ class Gatekeeper:
 
     Without a key it does nothing. With one, the first server that it secures starts a thread, through which no message
     passes. A context has one gatekeeper and one I/O thread, so the events of a connection come in order.
-
-    Args:
-        key: key of the cluster; None to leave every socket open.
-        name: owner of the sockets, for the log.
     """
 
     def __init__(self, context: Context, key: ClusterKey | None, *, name: str) -> None:
@@ -211,14 +205,13 @@ class Gatekeeper:
             logger.warning("event=key-refused at=%r peer=%s reason=%r", self._name, host or "?", reason)
 
 
-class _Door:
+class _Door(msgspec.Struct, eq=False):
     """State of the connections of one server."""
 
-    def __init__(self) -> None:
-        self.hosts: dict[int, str] = {}
-        """Hosts at the other end, by descriptor."""
-        self.why = ""
-        """Reason of the connection that fails now; empty if none does."""
+    hosts: dict[int, str] = {}
+    """Hosts at the other end, by descriptor."""
+    why: str = ""
+    """Reason of the connection that fails now; empty if none does."""
 
 
 def _host_of(descriptor: int) -> str:

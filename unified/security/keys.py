@@ -56,22 +56,20 @@ class ClusterKey(msgspec.Struct, frozen=True):
         raise TypeError("a cluster key is not to be pickled or copied: give others the path of its file.")
 
 
-def default_key_file(env: Mapping[str, str] | None = None) -> Path:
+def default_key_file(env: Mapping[str, str] = os.environ) -> Path:
     """Return ``$XDG_CONFIG_HOME/unified/cluster.key``, else ``~/.config/unified/cluster.key``."""
-    env = os.environ if env is None else env
     return Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "unified" / "cluster.key"
 
 
-def find_key(address: str, env: Mapping[str, str] | None = None) -> ClusterKey | None:
+def find_key(address: str, env: Mapping[str, str] = os.environ) -> ClusterKey | None:
     """Return the key to use with the master at, or listening on, `address`; None to do without.
 
     ``UNIFIED_KEY_FILE`` names its file, and empty means none. Where it is not set, the default file is used beyond
     loopback, if it is there: so the clusters that live on one host need no key, whether or not their user has one.
 
     Raises:
-        KeyFileError: the file is missing though it was named, is open to others, or holds no key.
+        KeyFileError: the file is missing though it was named, or is refused by `load_key`.
     """
-    env = os.environ if env is None else env
     if KEY_VARIABLE in env:
         return load_key(Path(env[KEY_VARIABLE])) if env[KEY_VARIABLE] else None
     default = default_key_file(env)
@@ -85,7 +83,8 @@ def load_key(path: Path) -> ClusterKey:
         KeyFileError: the file is missing, belongs to somebody else, is open to others, or holds no key.
     """
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        # Without waiting, not even for the writer of a pipe.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
             found = os.fstat(file.fileno())
             _check_private(path, found)
             text = file.read(_MAX_BYTES).decode(errors="replace")
@@ -101,11 +100,7 @@ def load_key(path: Path) -> ClusterKey:
 
 
 def write_key(path: Path, key: ClusterKey) -> None:
-    """Write a new key file, for its owner alone.
-
-    Raises:
-        KeyFileError: the file is there already, or cannot be written.
-    """
+    """Write a new key file, for its owner alone; KeyFileError if it is there already."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -136,13 +131,8 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def may_go_without(env: Mapping[str, str] | None = None) -> bool:
-    """Return the value of ``UNIFIED_INSECURE``: 1 or true, 0 or false.
-
-    Raises:
-        UsageError: the variable has another value.
-    """
-    env = os.environ if env is None else env
+def may_go_without(env: Mapping[str, str] = os.environ) -> bool:
+    """Return the value of ``UNIFIED_INSECURE``: 1 or true, 0 or false."""
     text = env.get(INSECURE_VARIABLE, "").strip().lower()
     if text in ("1", "true", "yes", "on"):
         return True
@@ -152,14 +142,8 @@ def may_go_without(env: Mapping[str, str] | None = None) -> bool:
 
 
 def check_listening(who: str, addresses: Iterable[str], key: ClusterKey | None, *, insecure: bool) -> str | None:
-    """Check that `who`, or the workers it starts, may listen there: beyond loopback only with a key, or `insecure`.
-
-    Returns:
-        A warning for the log, or None.
-
-    Raises:
-        UsageError: the daemon may not; the message says what to do.
-    """
+    """Check that `who`, or the workers it starts, may listen there: beyond loopback only with a key, or `insecure`,
+    which comes with the warning for the log that is returned."""
     beyond = [address for address in addresses if not is_loopback(address)]
     if key is not None or not beyond:
         return None
@@ -186,8 +170,3 @@ def _check_private(path: Path, found: os.stat_result) -> None:
             f"the cluster key {path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}): `chmod 600 {path}`. "
             "If anybody may have read it, make a new one."
         )
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file without waiting, not even for the writer of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -210,7 +210,6 @@ class QueueState:
         self.handles: dict[int, Handle] = {}
         self.actions: list[Action] = []
         self.next_deadline: float | None = None
-        """The time at which `QueueTick` is due. It may come early, and then finds nothing to do."""
 
     def save(self, record: Record) -> None:
         if self.is_durable:
