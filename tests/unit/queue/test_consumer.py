@@ -47,12 +47,17 @@ def taker_of(owner: ScriptedOwner) -> QueueConsumer:
     """A taker whose owner is always found, and never lost for good."""
     nothing = lambda *_: None  # noqa: E731
     lookup = SimpleNamespace(
-        handle=1, queue="q", endpoint=owner, failed=nothing, pause=nothing, detach=nothing, check_process=nothing
+        handle=1,
+        queue="q",
+        endpoint=owner,
+        failed=nothing,
+        pause=nothing,
+        detach=nothing,
+        check_process=nothing,
+        end_consumer=nothing,
+        owner_timeout_s=PATIENCE_S,
     )
-    lookup.owner_timeout_s, lookup.silent = (
-        PATIENCE_S,
-        lambda holder, *_: QueueNotFoundError(f"{holder.worker} is silent"),
-    )
+    lookup.silent = lambda holder, *_: QueueNotFoundError(f"{holder.worker} is silent")
     return QueueConsumer(cast(OwnerLookup, lookup))
 
 
