@@ -24,7 +24,11 @@ class Host:
         self._threads: list[threading.Thread] = []
 
     def answer(self, requests: int) -> None:
-        thread = threading.Thread(target=lambda: [self.stores.serve_one() for _ in range(requests)])
+        def serve() -> None:
+            for _ in range(requests):
+                self.stores.serve_one()
+
+        thread = threading.Thread(target=serve)
         thread.start()
         self._threads.append(thread)
 
