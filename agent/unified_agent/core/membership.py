@@ -7,7 +7,7 @@ from enum import StrEnum
 from unified.config.logging import LogOnce
 from unified.config.settings import Intervals
 from unified.protocol.agent_master import AgentHeartbeat, AgentRefused, AgentRegistered, RegisterAgent
-from unified.transitions import TransitionTable
+from unified.protocol.records import TransitionTable
 from unified_agent.core.messages import Exit, Reconnect
 from unified_agent.core.step import AgentStep, AgentTimer
 from unified_agent.environment import NodeFacts

@@ -9,8 +9,7 @@ from unified.core.backoff import Backoff
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
 from unified.errors import InvariantError
-from unified.protocol.records import JOB_MOVES, NODE_MOVES, WORKER_MOVES
-from unified.transitions import TransitionTable
+from unified.protocol.records import JOB_MOVES, NODE_MOVES, WORKER_MOVES, TransitionTable
 
 
 class Lamp(StrEnum):
