@@ -36,6 +36,10 @@ def entry(
     return DirectoryEntry(worker=worker, incarnation=incarnation, state=state, inbox=inbox, node="n1", reason=reason)
 
 
+def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs: Any) -> Any:
+    return bus.call(target, method, args, kwargs).result(PATIENCE_S)
+
+
 class Process:
     """A worker in a process of its own, running `programs/bus_peer.py`; `prefix` is a command that runs others."""
 

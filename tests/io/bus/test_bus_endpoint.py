@@ -16,7 +16,7 @@ import torch
 import zmq
 from msgspec.structs import replace
 
-from tests.support.bus import HOST_ID, PATIENCE_S, World, entry
+from tests.support.bus import HOST_ID, PATIENCE_S, World, call, entry
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT
 from unified.bus.calls.registry import MethodRegistry
@@ -35,10 +35,6 @@ from unified.errors import (
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
 from unified.protocol.records import Inbox, Reachability
 from unified.testing import eventually
-
-
-def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs: Any) -> Any:
-    return bus.call(target, method, args, kwargs).result(PATIENCE_S)
 
 
 def test_call_with_everything_an_argument_can_be(world: World) -> None:

@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
-from unified.bus.endpoint import BusEndpoint
+from tests.support.bus import PATIENCE_S, World, call, entry
 from unified.errors import ProtocolError, RemoteError, RpcError, RpcNotFoundError, UsageError
-
-
-def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs: Any) -> Any:
-    return bus.call(target, method, args, kwargs).result(PATIENCE_S)
 
 
 class OwnError(Exception):

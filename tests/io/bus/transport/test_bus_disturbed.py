@@ -14,18 +14,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import PATIENCE_S, World, call, entry
 from unified.bus.calls.future import gather
-from unified.bus.endpoint import BusEndpoint
 from unified.bus.transport.io_threads import IoThreads
 from unified.errors import RpcError, RpcTimeoutError, UsageError
 from unified.protocol.envelope import Envelope, Kind
 from unified.protocol.records import Reachability
 from unified.testing import eventually
-
-
-def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b") -> Any:
-    return bus.call(target, method, args, {}).result(PATIENCE_S)
 
 
 def test_waiting_for_centuries(world: World) -> None:
