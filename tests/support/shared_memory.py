@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,11 @@ import numpy as np
 from unified.bus.codec.codec import SerializedValue, decode, deserialize, encode
 from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import SharedReader
+
+
+def names(directory: str) -> list[str]:
+    """Names of the segments that are there."""
+    return sorted(os.listdir(directory))
 
 
 class Side:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from unified.bus.codec.codec import decode, decode_again, encode
+from unified.bus.codec.codec import decode, deserialize, encode
 from unified.bus.codec.serialized import SerializedValue
 
 Packed = bytes | SerializedValue
@@ -30,7 +30,7 @@ def unpack(packed: Packed, *, is_only: bool) -> Any:
     """Return the item's value. With `is_only` nobody else has it in this process, so that its tensors may be laid over
     what was received."""
     if isinstance(packed, SerializedValue):
-        return (decode if is_only else decode_again)(packed.body, packed.buffers)
+        return decode(packed.body, packed.buffers) if is_only else deserialize(packed)
     return decode(packed)
 
 

@@ -176,38 +176,6 @@ class CallTable:
         """The time at which `TimePassed` is due."""
         return self._timers.next_deadline
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    def check(self) -> list[str]:
-        """Return the invariants that do not hold: none, unless this file has a defect."""
-        indexed = {call_id: call for calls in self._by_target.values() for call_id, call in calls.items()}
-        broken = [] if indexed == self._open else ["the index by target does not match the open calls"]
-        for call in self._open.values():
-            if (call.timeout_s is not None) != (("deadline", call.call_id) in self._timers):
-                broken.append(f"call {call.call_id} has no timer for its deadline, or one for none")
-            if call.inbox is not None and self.directory.inbox(call.inbox.inbox_id) is None:
-                broken.append(f"call {call.call_id} waits for an answer of a life that is over")
-            is_early = call.call_id in self._early.get(call.target, {})
-            if (call.inbox is None) != (is_early or call.call_id in self._waiting.get(call.target, {})):
-                broken.append(f"call {call.call_id} waits and was sent, or neither")
-            if 0 <= call.incarnation <= self.directory.newest_over(call.target):
-                broken.append(f"call {call.call_id} is open though life {call.incarnation} of its target is over")
-            if is_early and (life := self._life_of(call.target)) is not None and life[1] >= call.incarnation:
-                broken.append(f"call {call.call_id} waits for a life that has begun")
-        num_waiting = sum(len(line) for lines in (self._waiting, self._early) for line in lines.values())
-        if num_waiting != sum(call.inbox is None for call in self._open.values()):
-            broken.append("a call waits that has ended")
-        for target in self._waiting:
-            is_coming = target in self._sending or ("retry", target) in self._timers
-            if self.directory.reachable(target) is not None and not is_coming:
-                broken.append(f"calls wait though {target} can be reached")
-        for target, (inbox, _) in self._ready.items():
-            if target in self._waiting or self.directory.reachable(target) != inbox:
-                broken.append(f"{target} is called at once though it cannot be, or earlier calls have to go")
-        return broken
-
     def make(
         self,
         now: float,

@@ -67,14 +67,9 @@ def decode(body: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
     return _decode(ValueDecoder(buffers) if buffers else _BARE, body)
 
 
-def decode_again(body: Buffer, buffers: Sequence[Buffer]) -> Any:
-    """Decode as `decode` does, for buffers that stay as they are: tensors get memory of their own."""
-    return _decode(ValueDecoder(buffers, is_only=False) if buffers else _BARE, body)
-
-
 def deserialize(value: SerializedValue) -> Any:
-    """Decode a serialized value as `decode` does; each call gives one of its own. Arrays are read-only views."""
-    return decode_again(value.body, value.buffers)
+    """Decode as `decode` does, but leave the value as it is: tensors get memory of their own each time."""
+    return _decode(ValueDecoder(value.buffers, is_only=False) if value.buffers else _BARE, value.body)
 
 
 def _lifted(value: object, devices: bool) -> SerializedValue:

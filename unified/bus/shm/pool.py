@@ -98,11 +98,6 @@ class SharedPool:
         self._has_warned = False
         _pools.add(self)
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of all slots, in use or not."""
-        return self._table.total_bytes
-
     def export(self, buffers: Sequence[Buffer], num_readers: int = 1) -> Export | None:
         """Copy the buffers of a message into a slot, once for all its readers; None if they all go by the wire.
 

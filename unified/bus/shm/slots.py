@@ -70,12 +70,8 @@ class SlotTable:
         """Held and pinned slots, roughly the oldest first."""
         self._abandoned: list[Slot] = []
         self._num_slots = 0
-        self._total_bytes = 0
+        self.total_bytes = 0
         self._next_reap = 0.0
-
-    @property
-    def total_bytes(self) -> int:
-        return self._total_bytes
 
     def __len__(self) -> int:
         return self._num_slots
@@ -101,7 +97,7 @@ class SlotTable:
         capacity = size_class(nbytes)
         idle = sorted((slot for slots in self._idle.values() for slot in slots), key=lambda slot: slot.idle_since)
         evicted: list[Slot] = []
-        kept_bytes = self._total_bytes - sum(slot.capacity for slot in self._abandoned)
+        kept_bytes = self.total_bytes - sum(slot.capacity for slot in self._abandoned)
         missing_bytes = kept_bytes + capacity - self._limit_bytes
         missing_slots = self._num_slots - len(self._abandoned) + 1 - self._max_slots
         while missing_bytes > 0 or missing_slots > 0:
@@ -115,7 +111,7 @@ class SlotTable:
             self._remove_idle(slot)
         abandoned, self._abandoned = self._abandoned, []
         given_up = self._give_up(abandoned + evicted)
-        self._total_bytes += capacity
+        self.total_bytes += capacity
         self._num_slots += 1
         return Plan(capacity, given_up)
 
@@ -126,7 +122,7 @@ class SlotTable:
 
     def cancel(self, plan: Plan) -> None:
         """The slot of a plan could not be made."""
-        self._total_bytes -= plan.capacity
+        self.total_bytes -= plan.capacity
         self._num_slots -= 1
 
     def grant(self, slot: Slot, reader: str) -> int | None:
@@ -175,7 +171,7 @@ class SlotTable:
         self._held.clear()
         self._abandoned.clear()
         self._idle.clear()
-        self._total_bytes = self._num_slots = 0
+        self.total_bytes = self._num_slots = 0
         return slots
 
     def _over(self, slot: Slot) -> Iterator[int]:
@@ -222,6 +218,6 @@ class SlotTable:
             del self._idle[slot.capacity]
 
     def _give_up(self, slots: list[Slot]) -> list[Slot]:
-        self._total_bytes -= sum(slot.capacity for slot in slots)
+        self.total_bytes -= sum(slot.capacity for slot in slots)
         self._num_slots -= len(slots)
         return slots

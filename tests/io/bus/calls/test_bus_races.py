@@ -58,7 +58,7 @@ def test_memory_that_is_granted_to_the_dead_is_free_again(world: World, monkeypa
         a.call("b", "size", (data,), {}).result(PATIENCE_S)
     gc.collect()
     # What is idle is given back after less than 60 s.
-    assert eventually(lambda: not a._memory.trim(time.monotonic() + 60) and a._memory.total_bytes == 0)
+    assert eventually(lambda: not a._memory.trim(time.monotonic() + 60) and a._memory._table.total_bytes == 0)
 
 
 def test_deadlines_pass_after_something_failed_on_the_thread_that_ticks(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.shared_memory import Side, peers
+from tests.support.shared_memory import Side, names, peers
 from unified import process
 from unified.bus.shm import reader as reader_module
 from unified.bus.shm.files import GRACE_S, YOUNG_S, Sweeper, first_words, is_alive, own_mark, segment_name
@@ -20,10 +20,6 @@ from unified.errors import ProtocolError
 
 NBYTES = 300_000
 LATER_S = 5.0
-
-
-def names(directory: str) -> list[str]:
-    return sorted(os.listdir(directory))
 
 
 def ones(item: int = 1) -> np.ndarray:
@@ -160,7 +156,7 @@ def test_data_outlives_its_killed_owner_and_goes_with_its_last_reader(directory:
         owner.reader.forget("dead")
         with peers(directory, "late") as [late]:
             body, shared_on, _ = owner.send(array, "late")
-            assert owner.pool.total_bytes == 0
+            assert owner.pool._table.total_bytes == 0
             assert late.receive("owner", body, shared_on) == 3 * NBYTES, "it can still be handed on"
             del array
             assert names(directory) == [segment_name("dead", 0)]

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.support.bus import PATIENCE_S, World, entry
-from tests.support.shared_memory import Side, peers
-from unified.bus.codec.codec import decode, decode_again, encode
+from tests.support.shared_memory import Side, names, peers
+from unified.bus.codec.codec import decode, deserialize, encode
 from unified.bus.shm.allocation import allocation_at
 from unified.bus.shm.files import Sweeper, segment_name
 from unified.bus.shm.pool import ALLOCATION_READERS, SharedPool
@@ -44,10 +44,6 @@ def born(side: Side, item: int = 1, nbytes: int = NBYTES) -> np.ndarray:
     array = np.frombuffer(memory, "u1")
     array.fill(item)
     return array
-
-
-def names(directory: str) -> list[str]:
-    return sorted(os.listdir(directory))
 
 
 def is_shared(array: np.ndarray) -> bool:
@@ -97,7 +93,7 @@ def test_wherever_it_is_inside_a_value_nothing_is_copied(directory: str, owner: 
     assert np.array_equal(batch.tokens, np.arange(20_000, dtype="f4").reshape(2, -1))
     assert torch.equal(state["model"]["row"], torch.full((100, 100), 2.0))
     assert np.array_equal(turned, array.reshape(-1, 3).T)
-    assert owner.pool.total_bytes == 2 * 512 * 1024
+    assert owner.pool._table.total_bytes == 2 * 512 * 1024
     state["model"]["w"][0] = 9
     assert (int(state["model"]["tied"][0]), int(tensor[0])) == (9, 2), "a receiver writes to its own"
 
@@ -129,11 +125,11 @@ def test_a_slot_comes_back_when_maker_and_readers_have_let_go(directory: str, ow
 def test_it_can_be_sent_for_ever(directory: str, owner: Side) -> None:
     array = born(owner)
     held = [owner.receive("owner", *owner.send(array, "owner")[:2]) for _ in range(ALLOCATION_READERS)]
-    assert owner.pool.total_bytes == 512 * 1024
+    assert owner.pool._table.total_bytes == 512 * 1024
     body, shared, frames = owner.send(array, "owner")
     assert not frames
     assert owner.receive("owner", body, shared).sum() == NBYTES
-    assert owner.pool.total_bytes == 2 * 512 * 1024, "to more than that at one time it goes by a copy"
+    assert owner.pool._table.total_bytes == 2 * 512 * 1024, "to more than that at one time it goes by a copy"
     held.clear()
     for _ in range(3 * ALLOCATION_READERS):
         assert owner.receive("owner", *owner.send(array, "owner")[:2]).sum() == NBYTES
@@ -169,7 +165,7 @@ def test_a_sealed_value_that_stays_here_keeps_the_memory(owner: Side) -> None:
     sealed = encode({"a": array}).detach()
     assert is_shared(np.frombuffer(sealed.buffers[0], "u1"))
     del array
-    assert decode_again(sealed.body, sealed.buffers)["a"].sum() == 3 * NBYTES
+    assert deserialize(sealed)["a"].sum() == 3 * NBYTES
 
 
 def test_data_outlives_its_makers_death(directory: str, owner: Side) -> None:
@@ -301,6 +297,6 @@ def test_values_of_every_kind_that_numpy_has(owner: Side, monkeypatch: pytest.Mo
         assert np.array_equal(back, array)
     wide = torch.from_numpy(shared_empty(NBYTES, "int16")).view(torch.bfloat16)
     wide.fill_(1.5)
-    before = owner.pool.total_bytes
+    before = owner.pool._table.total_bytes
     assert torch.equal(owner.receive("owner", *owner.send(wide, "owner")[:2]), wide)
-    assert owner.pool.total_bytes == before
+    assert owner.pool._table.total_bytes == before

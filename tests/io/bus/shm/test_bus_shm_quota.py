@@ -57,7 +57,7 @@ def test_the_quota_leaves_the_rest_to_the_wire_and_says_so_once(
     first.release()
     small.release()
     assert pool.export([bytes(4 * MIB)]) is not None, "idle slots make room"
-    assert pool.total_bytes == 4 * MIB
+    assert pool._table.total_bytes == 4 * MIB
     pool.close()
     assert not os.listdir(directory)
 

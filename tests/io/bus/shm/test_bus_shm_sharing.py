@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.shared_memory import Side, peers
+from tests.support.shared_memory import Side, names, peers
 from unified.bus.codec.codec import SerializedValue, decode, deserialize, encode
 from unified.bus.shm.files import Sweeper, identity
 from unified.bus.shm.reader import IDLE_S as READER_IDLE_S
@@ -33,10 +33,6 @@ def owner(owner: Side, directory: str) -> Iterator[Side]:
         gc.collect()  # an error that was expected still knows what it was about
     Sweeper(directory).sweep(0.0, 0.0, is_last=True)  # what processes left that a test killed
     assert not os.listdir(directory), "a segment was left"
-
-
-def names(directory: str) -> list[str]:
-    return sorted(os.listdir(directory))
 
 
 def test_another_process_reads_it_and_lets_go_without_a_message(directory: str, owner: Side) -> None:
@@ -93,7 +89,7 @@ def test_frames_and_parts_keep_their_order(directory: str, owner: Side) -> None:
 def test_what_is_small_is_left_to_the_wire(owner: Side) -> None:
     assert owner.pool.export([b"x" * 10_000]) is None
     assert owner.pool.export([]) is None
-    assert owner.pool.total_bytes == 0
+    assert owner.pool._table.total_bytes == 0
 
 
 def test_arrays_are_read_only_and_keep_their_memory(owner: Side) -> None:
@@ -136,7 +132,7 @@ def test_readers_of_one_tensor_do_not_see_each_others_writes(owner: Side) -> Non
         assert one[1].sum() == NBYTES
         del one, other, received
         gc.collect()
-    assert owner.pool.total_bytes < 4 * 1024 * 1024
+    assert owner.pool._table.total_bytes < 4 * 1024 * 1024
 
 
 def test_a_sealed_value_stays_as_it_is_however_often_it_is_opened(owner: Side) -> None:
@@ -153,7 +149,7 @@ def test_a_sealed_value_is_handed_on_without_a_copy(directory: str, owner: Side)
         body, shared = producer.send(NBYTES, 3, "owner")
         sealed = SerializedValue(body, owner.reader.borrow("producer", shared, []))
         body, handed_on, frames = owner.send(sealed, "consumer")
-        assert owner.pool.total_bytes == 0
+        assert owner.pool._table.total_bytes == 0
         assert handed_on is not None
         assert not frames
         del sealed  # the consumer has its own reference, though it has not yet taken it up
@@ -167,13 +163,13 @@ def test_a_received_array_is_handed_on_without_a_copy(directory: str, owner: Sid
         body, shared = producer.send(NBYTES, 3, "owner")
         array = owner.receive("producer", body, shared)
         body, shared_on, _ = owner.send({"again": array.reshape(2, -1)}["again"], "consumer")
-        assert owner.pool.total_bytes == 0
+        assert owner.pool._table.total_bytes == 0
         assert consumer.receive("owner", body, shared_on) == 3 * NBYTES
         body, part, _ = owner.send(array[:-5], "consumer")
-        assert owner.pool.total_bytes == 0, "and so is any part of it"
+        assert owner.pool._table.total_bytes == 0, "and so is any part of it"
         assert consumer.receive("owner", body, part) == 3 * (NBYTES - 5)
         body, copied, _ = owner.send(array[::2], "consumer")
-        assert owner.pool.total_bytes > 0, "what is not contiguous is copied"
+        assert owner.pool._table.total_bytes > 0, "what is not contiguous is copied"
         assert consumer.receive("owner", body, copied) == 3 * NBYTES // 2
 
 
@@ -183,9 +179,9 @@ def test_what_was_handed_on_can_be_handed_on_by_copies(directory: str, owner: Si
     array = middle.receive("owner", body, shared)
     body, shared, _ = middle.send(array, "last")
     again = last.receive("middle", body, shared)
-    assert middle.pool.total_bytes == 0
+    assert middle.pool._table.total_bytes == 0
     body, shared, _ = last.send(again, "owner")
-    assert last.pool.total_bytes > 0
+    assert last.pool._table.total_bytes > 0
     assert owner.receive("last", body, shared).sum() == 9 * NBYTES
     middle.pool.close()
     last.pool.close()
@@ -200,7 +196,7 @@ def test_a_batch_of_sealed_values_is_handed_on_one_by_one(directory: str, owner:
         body, shared, frames = owner.send(sealed, "consumer")
         assert not frames
         assert deserialize(decode(body, owner.reader.borrow("owner", shared or [], []))).sum() == item * 50_000
-    assert owner.pool.total_bytes == 0
+    assert owner.pool._table.total_bytes == 0
     del batch, sealed
     producer.pool.close()
 

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.invariants.calls import check
 from unified.bus.calls.pending import (
     Action,
     BusClosed,
@@ -89,7 +90,7 @@ class Story:
         done: list[Action | SendCall] = []
         for action in tell(self.table, self.now, event):
             done += self.release(action.target) if isinstance(action, SendWaiting) else [action]
-        assert self.table.check() == []
+        assert check(self.table) == []
         return done
 
     def release(self, target: str = "b") -> list[SendCall]:
@@ -101,7 +102,7 @@ class Story:
     def answer(self, sender: str, is_last: bool = True) -> bool:
         """Whether an answer to call 1 is what is waited for."""
         is_awaited = self.table.answer(1, sender, is_last)
-        assert self.table.check() == []
+        assert check(self.table) == []
         return is_awaited
 
     def fails(self, event: Told, after_s: float = 0.0) -> RpcError:
@@ -120,7 +121,7 @@ def test_call_is_sent_and_its_answer_accepted_once() -> None:
 def test_answer_of_another_life_is_ignored() -> None:
     story = Story(news("alive"), Made())
     assert not story.answer("b1")
-    assert story.table.num_open == 1
+    assert len(story.table._open) == 1
 
 
 def test_call_to_an_unknown_worker_waits_and_is_sent_with_what_is_left() -> None:
@@ -269,14 +270,14 @@ def test_call_for_a_life_that_is_over_is_refused() -> None:
     assert isinstance(error, WorkerDiedError)
     assert not error.is_final
     assert str(error) == "worker b (life 0) died before 'm' was called."
-    assert story.table.num_open == 0
+    assert len(story.table._open) == 0
 
 
 @pytest.mark.parametrize("passed", [news("dead", 2, reason="r"), news("alive", 3)])
 def test_call_for_a_life_that_passes_by_ends_with_it(passed: News) -> None:
     story = Story(Made(incarnation=2), Made(2))
     assert isinstance(story.fails(passed), WorkerDiedError)
-    assert story.table.num_open == 1
+    assert len(story.table._open) == 1
 
 
 def test_deadline_of_a_call_for_a_life_that_did_not_begin() -> None:
@@ -344,9 +345,9 @@ def test_broken_way_waits_for_the_news_of_a_death_and_then_for_no_more(loss: Eve
 def test_stream_stays_open_until_its_last_answer() -> None:
     story = Story(news("alive"), Made(timeout_s=10))
     assert story.answer("b0", is_last=False)
-    assert story.table.num_open == 1
+    assert len(story.table._open) == 1
     assert story.answer("b0")
-    assert story.table.num_open == 0
+    assert len(story.table._open) == 0
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -447,9 +448,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def every_call_is_open_or_ended_once(self) -> None:
-        assert self.table.check() == []
+        assert check(self.table) == []
         assert len(self.ended) == len(set(self.ended))
-        assert len(self.ended) + self.table.num_open == self.made
+        assert len(self.ended) + len(self.table._open) == self.made
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -26,7 +26,6 @@ from unified.bus.codec.codec import (
     OUT_OF_BAND_BYTES,
     SerializedValue,
     decode,
-    decode_again,
     deserialize,
     encode,
 )
@@ -364,7 +363,7 @@ def test_a_buffer_that_is_named_many_times_is_not_copied_as_often(code: int, con
     check_cost(body, buffers)
 
 
-@pytest.mark.parametrize("decode_it", [decode, decode_again])
+@pytest.mark.parametrize("decode_it", [decode, lambda *value: deserialize(SerializedValue(*value))])
 def test_a_buffer_that_many_tensors_name_is_one_memory(decode_it: Callable[..., Any]) -> None:
     """As tied weights do."""
     ties = decode_it(pack([Ext(TENSOR, pack(["uint8", [SIZE], False, 0]))] * 100), [bytes(SIZE)])
