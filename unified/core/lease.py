@@ -39,12 +39,6 @@ class LeaseTable(Generic[K]):
         """Return the time at which a lease runs out; None without a lease."""
         return self._deadline.get(key)
 
-    def __contains__(self, key: K) -> bool:
-        return key in self._deadline
-
-    def __len__(self) -> int:
-        return len(self._deadline)
-
     @property
     def next_check(self) -> float | None:
         """Time before which no lease runs out; None when there are no leases."""

@@ -8,6 +8,11 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=object)
 
 
+def earliest(*deadlines: float | None) -> float | None:
+    """Return the first of the deadlines that there are; None: there is none."""
+    return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+
 class TimerTable(Generic[K]):
     """Deadlines by key, on the caller's clock. Arming a key again moves it; order among equals is that of arming."""
 
@@ -31,13 +36,11 @@ class TimerTable(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._deadline
 
-    def __len__(self) -> int:
-        return len(self._deadline)
-
     @property
     def next_deadline(self) -> float | None:
         """The earliest deadline, or None when nothing is armed."""
-        self._drop_stale()
+        while self._heap and self._deadline.get(self._heap[0][2]) != self._heap[0][:2]:
+            heapq.heappop(self._heap)  # cancelled, or moved
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[K]:
@@ -48,7 +51,3 @@ class TimerTable(Generic[K]):
             del self._deadline[key]
             keys.append(key)
         return keys
-
-    def _drop_stale(self) -> None:
-        while self._heap and self._deadline.get(self._heap[0][2]) != self._heap[0][:2]:
-            heapq.heappop(self._heap)

@@ -45,7 +45,7 @@ def _workers(space: Space) -> list[str]:
     if rank_slots != space.rank_slots:
         broken.append(f"ranks are taken by {space.rank_slots}, and should be by {rank_slots}.")
     for worker_id, presence in space.present.items():
-        if presence not in space.timers.leases:
+        if space.timers.leases.deadline(presence) is None:
             broken.append(f"worker {worker_id} is there for ever: it has no lease.")
         if presence.worker.gone_at or presence.worker.worker_id != worker_id:
             broken.append(f"worker {worker_id} is there as {presence.worker}.")

@@ -42,7 +42,7 @@ def _node(cluster: Cluster, node: NodeRecord) -> Iterator[str]:
             yield f"node {node.name}: {used:g} of {has.user_defined.get(name, 0.0):g} {name} are claimed"
     if node.state is NodeState.LOST and (node.incarnations or node.allocations or node.leaving):
         yield f"node {node.name} is lost and still has workers"
-    if node.state is NodeState.ALIVE and node.name not in cluster.leases:
+    if node.state is NodeState.ALIVE and cluster.leases.deadline(node.name) is None:
         yield f"node {node.name} is alive without a lease"
     for life, worker in node.incarnations.items():
         if worker.life != life or worker.node != node.name or not worker.is_desired:

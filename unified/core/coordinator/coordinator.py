@@ -75,9 +75,7 @@ class CoordinatorCore:
         """Go on from what was persisted. Call it once, before the first step. Rows of other kinds are passed over.
 
         Workers that were there have their whole time-out to be heard again. Those who waited at a barrier ask again.
-
-        Raises:
-            CoordinatorError: the rows are not readable.
+        CoordinatorError: the rows are not readable.
         """
         restore(self.spaces, self.timers, now, rows, await_s=self.heartbeats.timeout_s)
 

@@ -32,10 +32,6 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     shard_ids: list[int]
 
-    @property
-    def key(self) -> str:
-        return mark_key(self.space, self.dataset_id, self.number)
-
 
 class DatasetProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The whole progress of a dataset, which is persisted beside its registration."""
@@ -51,15 +47,7 @@ def mark_key(space: str, dataset_id: str, number: int) -> str:
 
 
 class DatasetState:
-    """A dataset as it was registered, and how far it has been read.
-
-    Attributes:
-        ready: answers with all shards, by worker and epoch, which hold for one revision of the space until one of them
-            is done.
-        position: the position that it was last set back to; None: it never was.
-        marked: incarnation of each worker of a job that has read of it since then. Not persisted.
-        awaited: members that others have named, and of which nothing was heard yet.
-    """
+    """A dataset as it was registered, and how far it has been read."""
 
     def __init__(self, info: RegisterDataset, ledger: Ledger) -> None:
         self.info = info
@@ -67,19 +55,19 @@ class DatasetState:
         self.plan = ledger.plan
         self.num_marks = 0
         self.ready: dict[tuple[str, int], DataShards] = {}
+        """Answers with all shards, by worker and epoch: for one revision of the space, until one of them is done."""
         self.position: LoadedPosition | None = None
+        """The position that it was last set back to; None: it never was."""
         self.marked: dict[str, int] = {}
+        """Incarnation of each worker of a job that has read of it since then. Not persisted."""
         self.awaited: set[str] = set()
+        """Members that others have named, and of which nothing was heard yet."""
         self._files_by_rank: dict[tuple[int, int], list[list[int]]] = {}
         self._layout = FileLayout(file.num_samples for file in info.files)
 
     @classmethod
     def begin(cls, info: RegisterDataset) -> Self:
-        """Return a dataset of which nothing was read.
-
-        Raises:
-            UsageError: the registration describes none.
-        """
+        """Return a dataset of which nothing was read; UsageError: the registration describes none."""
         if not info.dataset_id or not info.path:
             raise UsageError("a dataset needs a dataset_id and a path that are not empty.")
         plan = ShardPlan(
@@ -135,32 +123,19 @@ class DatasetState:
     def mark(self, space: str, epoch: int, shard_ids: list[int]) -> Mark:
         """Return a mark that persists that these were read."""
         self.num_marks += 1
-        return Mark(
-            space=space,
-            dataset_id=self.info.dataset_id,
-            number=self.num_marks,
-            epoch=epoch,
-            shard_ids=shard_ids,
-        )
+        dataset_id = self.info.dataset_id
+        return Mark(space=space, dataset_id=dataset_id, number=self.num_marks, epoch=epoch, shard_ids=shard_ids)
 
     def progress(self, space: str, revision: int) -> DatasetProgress:
-        return DatasetProgress(
-            space=space,
-            dataset_id=self.info.dataset_id,
-            space_revision=revision,
-            ledger=self.ledger.snapshot(),
-        )
+        dataset_id, ledger = self.info.dataset_id, self.ledger.snapshot()
+        return DatasetProgress(space=space, dataset_id=dataset_id, space_revision=revision, ledger=ledger)
 
     def mark_keys(self, space: str) -> list[str]:
         """Return the keys of the marks that are persisted one by one."""
         return [mark_key(space, self.info.dataset_id, number) for number in range(1, self.num_marks + 1)]
 
     def status(self, ids: Mapping[str, str]) -> DatasetStatus:
-        """Return the dataset's progress for people and programs.
-
-        Args:
-            ids: id of each rank's worker, as far as it has registered.
-        """
+        """Return the dataset's progress for people and programs, with the `ids` of the ranks that have registered."""
         info, ledger = self.info, self.ledger
         return DatasetStatus(
             dataset_id=info.dataset_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unified.core.coordinator.dataset import MAX_MARKS, DatasetState
+from unified.core.coordinator.dataset import MAX_MARKS, DatasetState, mark_key
 from unified.core.coordinator.messages import CoordinatorStep
 from unified.core.coordinator.records import AWAITED, DATASET, LEDGER, MARK, WORKER, AwaitedMembers, names, row_key
 from unified.core.coordinator.state import Space, absent, check_session
@@ -93,7 +93,7 @@ def mark_done(step: CoordinatorStep, space: Space, request: MarkDone) -> ShardsD
         dataset.ready.pop((request.worker_id, request.epoch), None)
         if dataset.ledger.revision == revision and dataset.num_marks < MAX_MARKS:
             mark = dataset.mark(space.name, request.epoch, counted)
-            step.save(MARK, mark.key, mark)
+            step.save(MARK, mark_key(space.name, request.dataset_id, mark.number), mark)
         else:
             space.revision += dataset.ledger.revision != revision
             _save(step, space, dataset)
@@ -187,12 +187,6 @@ def drop_worker(step: CoordinatorStep, space: Space, worker_id: str) -> list[str
     for dataset_id in left:
         _set_member(step, space, space.datasets[dataset_id], worker_id, is_member=False)
     return left
-
-
-def hear_everywhere(step: CoordinatorStep, space: Space, member: str) -> None:
-    """Stop awaiting the worker of this rank in every dataset: it is there."""
-    for dataset in space.datasets.values():
-        hear(step, space, dataset, member)
 
 
 def give_up(step: CoordinatorStep, space: Space, dataset_id: str, members: list[str], await_s: float) -> None:
@@ -290,7 +284,7 @@ def save_changed(step: CoordinatorStep, space: Space, dataset: DatasetState, rev
 def _save(step: CoordinatorStep, space: Space, dataset: DatasetState) -> None:
     """Persist the whole progress, in the place of the marks so far."""
     dataset.ready.clear()
-    for mark_key in dataset.mark_keys(space.name):
-        step.save(MARK, mark_key, None)
+    for key in dataset.mark_keys(space.name):
+        step.save(MARK, key, None)
     dataset.num_marks = 0
     step.save(LEDGER, row_key(space.name, dataset.plan.dataset_id), dataset.progress(space.name, space.revision))

@@ -40,8 +40,7 @@ def restore(
 ) -> None:
     """Fill `spaces`; the order of the rows does not matter. Members that are awaited have `await_s` seconds more.
 
-    Raises:
-        CoordinatorError: a row is not readable, or lacks one that belongs to it.
+    CoordinatorError: a row is not readable, or lacks one that belongs to it.
     """
     by_kind: dict[str, list[bytes]] = {}
     for kind, _, data in rows:

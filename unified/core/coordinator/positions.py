@@ -28,7 +28,8 @@ def restore(step: CoordinatorStep, space: Space, request: RestorePosition, lives
     if mine is not None and mine.process == request.process and request.number <= mine.number:
         return Done(note="this process has loaded it already")
     position = _joined(space, dataset, request, mine, lives)
-    digest = _digest(request)
+    loaded = (request.epoch, sorted(set(request.done)), sorted(request.begun))
+    digest = blake2b(msgspec.msgpack.encode(loaded), digest_size=16).hexdigest()
     if position is None:
         if reading := _reading(dataset, request, lives):
             raise UsageError(
@@ -105,8 +106,3 @@ def _set_back(
     save_changed(step, space, dataset, revision)
     where = f"epoch {request.epoch}, with {len(set(request.done))} of {dataset.plan.num_shards} shards done"
     step.report("dataset-restored", f"{request.dataset_id!r} goes on from {where}", space.name, request.worker_id)
-
-
-def _digest(request: RestorePosition) -> str:
-    what = (request.epoch, sorted(set(request.done)), sorted(request.begun))
-    return blake2b(msgspec.msgpack.encode(what), digest_size=16).hexdigest()

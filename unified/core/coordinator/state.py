@@ -7,7 +7,7 @@ from collections import deque
 from unified.core.coordinator.dataset import DatasetState
 from unified.core.coordinator.records import MAX_EVENTS, Barrier, Checkpoint, Presence, RegisteredWorker
 from unified.core.lease import LeaseTable
-from unified.core.timers import TimerTable
+from unified.core.timers import TimerTable, earliest
 from unified.errors import RefusedError
 from unified.protocol.coordinator import HeartbeatResponse
 
@@ -24,8 +24,7 @@ class CoordinatorTimers:
 
     @property
     def next_deadline(self) -> float | None:
-        deadlines = [self.leases.next_check, self.barriers.next_deadline, self.awaited.next_deadline]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return earliest(self.leases.next_check, self.barriers.next_deadline, self.awaited.next_deadline)
 
 
 class Space:

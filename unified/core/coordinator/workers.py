@@ -87,11 +87,7 @@ def deregister(step: CoordinatorStep, space: Space, request: DeregisterWorker) -
 
 
 def remove(step: CoordinatorStep, space: Space, presence: Presence, reason: str, end: End) -> None:
-    """End an incarnation: nobody waits for it, and its unfinished shards go to others, or to the next incarnation.
-
-    Args:
-        reason: a clause, such as ``it deregistered``.
-    """
+    """End an incarnation: nobody waits for it, and its unfinished shards go to others, or to the next incarnation."""
     worker = presence.worker
     space.timers.leases.drop(presence)
     del space.present[worker.worker_id]
@@ -163,7 +159,8 @@ def _begin(
             datasets.rejoin(step, space, dataset_id, worker.member)
     presence = space.present[request.worker_id] = Presence(worker, request.session, step.now)
     _take_rank_slot(space, worker)
-    datasets.hear_everywhere(step, space, worker.member)
+    for dataset in space.datasets.values():
+        datasets.hear(step, space, dataset, worker.member)
     step.save(WORKER, row_key(space.name, request.worker_id), worker)
     step.report("worker-registered", f"life {worker.incarnation} of it has begun", space.name, request.worker_id)
     return presence

@@ -30,25 +30,19 @@ def fill_lowest(loads: Mapping[str, int], num_more: int, tie_breaks: Mapping[str
             break
     below = rising[:num_below]
     more = {name: max(level - loads[name], 0) for name in below}
-    _add_one_each(more, [name for name in below if loads[name] <= level], num_more - sum(more.values()), tie_breaks)
+    if rest := num_more - sum(more.values()):
+        for name in sorted((name for name in below if loads[name] <= level), key=tie_breaks.__getitem__)[:rest]:
+            more[name] += 1
     return {name: count for name, count in more.items() if count}
 
 
 def drain_highest(loads: Mapping[str, int], num_less: int, tie_breaks: Mapping[str, bytes]) -> dict[str, int]:
     """Return how many of `num_less` things each holder gives when they are taken one by one from one who has most.
 
-    Args:
-        loads: what each holder has; `num_less` in all, or more.
-        tie_breaks: hash of each holder; the lowest is first among those that have as many as each other.
+    The loads are `num_less` in all, or more. The tie-breaks are as in `fill_lowest`.
     """
     ceiling = max(loads.values(), default=0)
     return fill_lowest({name: ceiling - load for name, load in loads.items()}, num_less, tie_breaks)
-
-
-def _add_one_each(counts: dict[str, int], names: list[str], num_names: int, tie_breaks: Mapping[str, bytes]) -> None:
-    if num_names:
-        for name in sorted(names, key=tie_breaks.__getitem__)[:num_names]:
-            counts[name] += 1
 
 
 class Owners:
@@ -59,9 +53,6 @@ class Owners:
         num_shards: shards of the whole dataset.
         sort_keys: key of each shard; a list is read by key, then by number. None: by number.
         is_read: True if somebody may be reading the first shard of each list, which then stays there.
-
-    Attributes:
-        is_moved: workers came or went since this was new.
     """
 
     def __init__(self, salt: str, num_shards: int, sort_keys: Sequence[int] | None, *, is_read: bool) -> None:
@@ -70,6 +61,7 @@ class Owners:
         self._key = None if sort_keys is None else sort_keys.__getitem__
         self._is_read = is_read
         self.is_moved = False
+        """True if workers came or went since this was new."""
         self.lists: dict[str, array[int]] = {}
         """Shards of each worker backwards: the one to read first is at the end, where it is taken off at no cost."""
         self.orphans: array[int] = array("I")

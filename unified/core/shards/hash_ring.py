@@ -17,14 +17,12 @@ ROWS = 2048
 def spread(
     salt: str, shard_ids: Sequence[int], num_shards: int, capacities: Mapping[str, int]
 ) -> dict[str, array[int]]:
-    """Give shards to workers with capacity for all of them. The salt tells one spreading from another.
+    """Return the shards of each worker with capacity, in no particular order. All have capacity for all of them.
 
     Args:
+        salt: tells one spreading from another.
         shard_ids: each once, below `num_shards`; their order does not matter.
         num_shards: places on the ring.
-
-    Returns:
-        Shards of each worker with capacity, in no particular order.
     """
     names = sorted(name for name, capacity in capacities.items() if capacity)
     if len(names) < 2:

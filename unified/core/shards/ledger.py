@@ -52,11 +52,7 @@ def take_snapshot(owners: Owners, workers: Iterable[str], epoch: int = -1) -> Ow
 
 
 def restore(owners: Owners, snapshot: OwnersSnapshot, workers: Sequence[str]) -> None:
-    """Fill empty `owners` from a snapshot.
-
-    Raises:
-        InvariantError: the snapshot has other shards or workers.
-    """
+    """Fill empty `owners` from a snapshot; InvariantError: it has other shards or workers."""
     if len(snapshot.lists) != len(workers) or any(len(each) % 4 for each in [*snapshot.lists, snapshot.orphans]):
         raise InvariantError("A snapshot of a dataset's shards is not whole: the store is damaged.")
     owners.lists = {
@@ -103,19 +99,15 @@ class Ledger:
     Args:
         plan: how the dataset is cut.
         workers: the first owners of its shards.
-        epoch: the first current epoch.
-
-    Attributes:
-        plan: how the dataset is cut.
-        epoch: the current one. Those before are past: nothing of them is handed out again. Later ones are open, too,
-            as workers do not reach the end of an epoch together.
-        revision: counts up when the shards of any worker may have changed other than by its own reports.
     """
 
-    def __init__(self, plan: ShardPlan, workers: Iterable[str] = (), *, epoch: int = 0) -> None:
+    def __init__(self, plan: ShardPlan, workers: Iterable[str] = ()) -> None:
         self.plan = plan
         self.epoch = 0
+        """The current one. Those before are past: nothing of them is handed out again. Later ones are open, too, as
+        workers do not reach the end of an epoch together."""
         self.revision = 0
+        """Number that grows when the shards of any worker may have changed other than by its own reports."""
         self._tickets: dict[str, bytes] = {}
         self._tickets = self._ticketed(workers)
         self._epochs: dict[int, _EpochProgress] = {}
@@ -126,9 +118,6 @@ class Ledger:
         if not plan.shuffle:
             self._homes = Owners(f"0/{plan.dataset_id}", plan.num_shards, None, is_read=False)
             self._homes.begin(self._tickets)
-        if epoch:
-            self.advance(epoch)
-            self.revision = 0
 
     @property
     def workers(self) -> Sequence[str]:
@@ -165,11 +154,8 @@ class Ledger:
     def shards_of(self, worker: str, epoch: int, limit: int = 0) -> list[int]:
         """Return the unfinished shards of a worker, in the order of reading.
 
-        Args:
-            limit: the first so many, which takes a time that does not depend on how many there are; 0: all.
-
-        Raises:
-            DatasetError: the epoch is past or below 0, or the worker is none of this dataset's.
+        The first `limit` take a time that does not depend on how many there are; 0: all. DatasetError: the epoch is
+        past or below 0, or the worker is none of this dataset's.
         """
         if worker not in self._tickets:
             raise DatasetError(
@@ -190,15 +176,12 @@ class Ledger:
         """Count shards that a worker has read to their end; return those that count, which were its own until then.
 
         Shards reported twice, or too late (the epoch is past, the shard was given to another), are left out.
-
-        Raises:
-            DatasetError: there is no such shard, or the epoch is below 0.
+        DatasetError: there is no such shard, or the epoch is below 0.
         """
         self._check_epoch(epoch)
         wanted = list(dict.fromkeys(shard_ids))
         for shard_id in wanted:
-            if not 0 <= shard_id < self.plan.num_shards:
-                self.plan.bounds(shard_id)  # says which there are
+            self.plan.bounds(shard_id)
         if epoch < self.epoch or epoch in self._complete or worker not in self._tickets:
             return []
         state = self._open(epoch)
@@ -216,10 +199,7 @@ class Ledger:
     def redo(self, epoch: int, shard_ids: Iterable[int]) -> None:
         """Count shards that `mark_done` has counted since the snapshot that this ledger was restored from.
 
-        All unfinished shards are looked through: give those of an epoch together.
-
-        Raises:
-            DatasetError: there is no such shard.
+        All unfinished shards are looked through: give those of an epoch together. DatasetError: there is no such shard.
         """
         for shard_id in (wanted := set(shard_ids)):
             self.plan.bounds(shard_id)
@@ -234,8 +214,7 @@ class Ledger:
     def advance(self, epoch: int) -> bool:
         """Make `epoch` the current one, and give up the unfinished shards before it. Return False if it is so, or past.
 
-        Raises:
-            DatasetError: the epoch is below 0.
+        DatasetError: the epoch is below 0.
         """
         self._check_epoch(epoch)
         if epoch <= self.epoch:
@@ -248,10 +227,7 @@ class Ledger:
 
     def rewind(self, epoch: int, done: Iterable[int]) -> None:
         """Go to exactly this position: `epoch` is the current one, these of its shards are done and no others, and
-        nothing is known of any other epoch.
-
-        Raises:
-            DatasetError: there is no such shard, or the epoch is below 0.
+        nothing is known of any other epoch. DatasetError: there is no such shard, or the epoch is below 0.
         """
         self._check_epoch(epoch)
         for shard_id in (wanted := set(done)):
@@ -281,11 +257,7 @@ class Ledger:
 
     @classmethod
     def restore(cls, snapshot: LedgerSnapshot) -> Ledger:
-        """Return a ledger that goes on from a snapshot.
-
-        Raises:
-            InvariantError: the snapshot is damaged.
-        """
+        """Return a ledger that goes on from a snapshot; InvariantError: it is damaged."""
         ledger = cls(snapshot.plan)
         ledger._tickets = {name: tie_break(snapshot.plan.dataset_id, name) for name in snapshot.workers}
         ledger.epoch = snapshot.epoch

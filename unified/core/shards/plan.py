@@ -49,11 +49,7 @@ class ShardPlan(Value, frozen=True, kw_only=True):
         return -(-self.total_samples // self.shard_size)
 
     def bounds(self, shard_id: int) -> tuple[int, int]:
-        """Return the first sample of a shard, and the one after its last.
-
-        Raises:
-            DatasetError: there is no such shard.
-        """
+        """Return the first sample of a shard, and the one after its last; DatasetError: there is no such shard."""
         if not 0 <= shard_id < self.num_shards:
             raise DatasetError(
                 f"Dataset {self.dataset_id!r} has no shard {shard_id}: its shards are 0 to {self.num_shards - 1}."

@@ -219,7 +219,7 @@ def test_spaces_have_barriers_of_their_own_and_release_them_when_they_close(stor
     assert {story.told(token).released_by for token in inside} == {"closed"}
     assert story.release(outside) is None
     story.core.timers.barriers.due(story.now + 1000)
-    assert len(story.core.timers.barriers) == 0
+    assert story.core.timers.barriers.next_deadline is None
 
 
 def test_barriers_that_are_used_no_more_are_forgotten_the_oldest_first() -> None:
