@@ -39,9 +39,7 @@ def has_readers_elsewhere() -> bool:
 def dumps(value: object) -> bytes:
     """Return a pickle of any value: by pickle where that can handle it, else by cloudpickle. `pickle.loads` reads it.
 
-    Raises:
-        Exception: something in it, such as a lock or an open file, cannot be sent; from pickle or from the value's own
-            methods.
+    What cannot be sent, such as a lock or an open file, raises any Exception, of pickle's or of the value's methods.
     """
     out = io.BytesIO()
     try:
@@ -73,9 +71,7 @@ def names_main(data: bytes) -> bool:
 def reduced(value: Any, *, with_code: bool = True) -> Any:
     """Return the reduction with which a class or function of a script is pickled; NotImplemented for all else.
 
-    Args:
-        value: anything that a pickler meets.
-        with_code: for readers that may not have its script.
+    It is `with_code` for readers that may not have the script.
     """
     if not isinstance(value, type | FunctionType) or value.__module__ != "__main__":
         return NotImplemented
@@ -92,13 +88,7 @@ def reduced(value: Any, *, with_code: bool = True) -> Any:
 def find_or_build(path: str, name: str, code: bytes) -> Any:
     """Return the class or function of a script, for pickles: this process's own if it has that script, or a new one.
 
-    Args:
-        path: path of the script; empty if it has none.
-        name: qualified name of the class or function.
-        code: cloudpickle of it; empty if none was made.
-
-    Raises:
-        pickle.UnpicklingError: neither can be had.
+    Path and code, a cloudpickle, are empty if there is none. UnpicklingError: neither can be had.
     """
     known, built = _built.get((path, name), (None, None))
     if known == code:

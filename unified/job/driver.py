@@ -95,8 +95,7 @@ def passed_on(env: Mapping[str, str]) -> Passed:
 def asked_for(words: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``--env NAME=VALUE``, and of ``--env NAME``, which takes the value from `env`.
 
-    Raises:
-        UsageError: it is no name of a variable, or `env` has none of that name.
+    UsageError: it is no name of a variable, or `env` has none of that name.
     """
     found: dict[str, str] = {}
     for word in words:

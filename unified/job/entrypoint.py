@@ -32,8 +32,7 @@ def get_entrypoint_type(entry_point: str) -> WorkloadEntrypointType | None:
 def parse(entry_point: str) -> EntryPoint:
     """Read an entry point. Quotes in arguments work as in a shell; nothing is imported or opened.
 
-    Raises:
-        EntryPointError: it has no known form; the message shows those there are.
+    EntryPointError: it has no known form; the message shows those there are.
     """
     text = entry_point.strip()
     if _is_dotted(dotted := text.replace("::", ".")):
@@ -51,11 +50,7 @@ def parse(entry_point: str) -> EntryPoint:
 
 
 def normalized(entry_point: str) -> str:
-    """Return the entry point as descriptions keep it: no outer blanks, and ``module.attr`` for ``module::attr``.
-
-    Raises:
-        EntryPointError: as `parse`.
-    """
+    """Return the entry point, which `parse` can read, without outer blanks; ``module.attr`` for ``module::attr``."""
     parsed = parse(entry_point)
     return f"{parsed.target}.{parsed.attribute}" if parsed.kind == "attribute" else entry_point.strip()
 

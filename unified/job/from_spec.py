@@ -73,10 +73,7 @@ def _resource(role: RoleSpec) -> ResourceDesc:
 
 
 def _entry_point(entry: EntryPoint) -> str:
-    match entry.kind:
-        case "attribute":
-            return f"{entry.target}.{entry.attribute}"
-        case "module":
-            return shlex.join(["-m", entry.target, *entry.argv])
-        case _:
-            return shlex.join([entry.target, *entry.argv])
+    if entry.kind == "attribute":
+        return f"{entry.target}.{entry.attribute}"
+    flag = ["-m"] if entry.kind == "module" else []
+    return shlex.join([*flag, entry.target, *entry.argv])

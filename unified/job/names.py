@@ -31,17 +31,8 @@ def check_job_name(name: str) -> str:
     return name
 
 
-def worker_name(role: str, world_size: int, rank: int, local_world_size: int, local_rank: int) -> str:
-    """Return ``{role}_{world_size}-{rank}_{local_world_size}-{local_rank}``, as in ``trainer_4-2_2-0``."""
-    return f"{role}_{world_size}-{rank}_{local_world_size}-{local_rank}"
-
-
 def parse_worker(name: str) -> WorkerRef:
-    """Read a worker's full name, or the short form ``{role}-{rank}``.
-
-    Raises:
-        UsageError: the name has neither form.
-    """
+    """Read a worker's full name, or the short form ``{role}-{rank}``; UsageError: the name has neither form."""
     found = _WORKER.match(name) or _SHORT.match(name)
     if found is None:
         raise UsageError(

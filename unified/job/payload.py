@@ -21,15 +21,7 @@ _SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def encode(value: object, what: str = "config") -> Blob:
-    """Return the bytes of a value.
-
-    Args:
-        value: plain data, a DictConfig, or an object that pickle or cloudpickle can handle.
-        what: name of the value in error messages.
-
-    Raises:
-        UsageError: the value cannot be pickled.
-    """
+    """Return the bytes of a value, which is `what` in error messages; UsageError: it cannot be pickled."""
     if value is None:
         return Blob()
     if (packed := _pack(value)) is not None:
@@ -39,14 +31,18 @@ def encode(value: object, what: str = "config") -> Blob:
 
         if (packed := _pack(OmegaConf.to_container(value, resolve=True))) is not None:
             return Blob(codec="omegaconf", data=packed)
-    return Blob(codec="pickle", data=_pickle(value, what))
+    try:
+        return Blob(codec="pickle", data=dumps(value))
+    except Exception as error:
+        raise UsageError(
+            f"the {what}, of type {type(value).__qualname__}, cannot be sent to workers: {error}."
+        ) from error
 
 
 def decode(blob: Blob, what: str = "config") -> Any:
     """Return the value that was encoded. For workers only: a pickle runs code of its author.
 
-    Raises:
-        UsageError: the value's class cannot be imported here, or refuses its bytes.
+    UsageError: the value's class cannot be imported here, or refuses its bytes.
     """
     try:
         match blob.codec:
@@ -90,12 +86,3 @@ def _is_plain_config(value: object) -> bool:
     if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
         return False
     return not (omegaconf.OmegaConf.is_struct(value) or omegaconf.OmegaConf.is_readonly(value))
-
-
-def _pickle(value: object, what: str) -> bytes:
-    try:
-        return dumps(value)
-    except Exception as error:
-        raise UsageError(
-            f"the {what}, of type {type(value).__qualname__}, cannot be sent to workers: {error}."
-        ) from error

@@ -13,7 +13,6 @@ from typing import Literal
 
 import msgspec
 
-from unified.job.names import worker_name
 from unified.values import Value
 
 
@@ -143,8 +142,8 @@ class RoleSpec(Value, frozen=True, kw_only=True):
         return self.total // self.per_group
 
     def worker(self, rank: int) -> str:
-        """Return the full name of the worker with this rank."""
-        return worker_name(self.name, self.total, rank, self.per_group, rank % self.per_group)
+        """Return ``{role}_{world_size}-{rank}_{local_world_size}-{local_rank}``, as in ``trainer_4-2_2-0``."""
+        return f"{self.name}_{self.total}-{rank}_{self.per_group}-{rank % self.per_group}"
 
     @property
     def workers(self) -> list[str]:
@@ -220,14 +219,13 @@ def has_range(role: RoleSpec) -> bool:
 
 def with_nodes(spec: JobSpec, num_nodes: int) -> JobSpec:
     """Return the job for a cluster of so many nodes: each range of nodes becomes the nearest number within it."""
-    roles = [_with_nodes(role, num_nodes) if has_range(role) else role for role in spec.roles]
+    roles = []
+    for role in spec.roles:
+        number = max(role.min_nodes or 1, min(num_nodes, role.max_nodes or 1))
+        total = number * role.per_group if has_range(role) else role.total
+        roles.append(msgspec.structs.replace(role, total=total))
     if roles == spec.roles:
         return spec
     only = roles[0] if len(roles) == 1 else None
     node_num = min(spec.node_num, only.num_groups) if only else spec.node_num
     return msgspec.structs.replace(spec, roles=roles, node_num=node_num)
-
-
-def _with_nodes(role: RoleSpec, num_nodes: int) -> RoleSpec:
-    number = max(role.min_nodes or 1, min(num_nodes, role.max_nodes or 1))
-    return msgspec.structs.replace(role, total=number * role.per_group)

@@ -6,15 +6,7 @@ from unified.job import entrypoint, payload
 from unified.job.config import DLConfig, JobConfig, device_share
 from unified.job.driver import WORKING_DIR, Driver
 from unified.job.spec import Communication, JobSpec, OutputFiles, Resources, RoleSpec
-from unified.job.workloads import (
-    BaseWorkloadDesc,
-    ElasticWorkloadDesc,
-    IndependentWorkloadDesc,
-    ResourceDesc,
-    WorkloadDesc,
-)
-
-__all__ = ["Driver", "to_spec"]
+from unified.job.workloads import ElasticWorkloadDesc, IndependentWorkloadDesc, ResourceDesc
 
 
 def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
@@ -22,9 +14,7 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
 
     The workers' directory is, in this order: `DLROVER_WORKING_DIR` in the role's own environment (left there for the
     worker), `working_dir=`, the variable in the job's environment, in the driver's, the driver's directory.
-
-    Raises:
-        UsageError: a config cannot be sent to workers.
+    UsageError: a config cannot be sent to workers.
     """
     driver = driver or Driver.here()
     job = config.dl_config
@@ -79,7 +69,7 @@ def _role(name: str, job: DLConfig, working_dir: str | None, driver: Driver) -> 
         restart_alone=isinstance(workload, IndependentWorkloadDesc) and workload.restart_alone,
         rank_based_gpu_selection=workload.rank_based_gpu_selection,
         auto_visible_devices=workload.auto_visible_devices,
-        communication=_communication(workload),
+        communication=_communication(elastic) if elastic else Communication(),
         output_files=OutputFiles(**elastic.output_files.model_dump()) if elastic and elastic.output_files else None,
         min_nodes=elastic.min_nodes if elastic else None,
         max_nodes=elastic.max_nodes if elastic else None,
@@ -99,9 +89,7 @@ def _resources(resource: ResourceDesc, num_roles: int) -> Resources:
     )
 
 
-def _communication(workload: WorkloadDesc | BaseWorkloadDesc) -> Communication:
-    if not isinstance(workload, ElasticWorkloadDesc):
-        return Communication()
+def _communication(workload: ElasticWorkloadDesc) -> Communication:
     return Communication(
         pre_check=workload.comm_pre_check,
         auto_setup=workload.comm_auto_setup_process_group,

@@ -291,8 +291,7 @@ class CustomWorkloadDesc(IndependentWorkloadDesc):
 def parse_nnodes(nnodes: int | str) -> tuple[int, int]:
     """Read a number of nodes, ``4`` or ``"4"``, or a range of them, ``"2:8"``; lowest and highest.
 
-    Raises:
-        ValueError: the text is neither, or below 1, or its range is upside down.
+    ValueError: the text is neither, or below 1, or its range is upside down.
     """
     parts = str(nnodes).split(":")
     if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
@@ -315,8 +314,7 @@ def _at_least_one(name: str, value: Any) -> int:
 
 def _kind(value: Any) -> str | None:
     if isinstance(value, Mapping):
-        found = value.get("backend") or ("custom" if "class_name" in value else "simple")
-        return str(found)
+        return str(value.get("backend") or ("custom" if "class_name" in value else "simple"))
     return getattr(value, "backend", None)
 
 

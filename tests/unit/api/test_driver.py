@@ -12,8 +12,9 @@ from unified.api import driver
 from unified.api.builder import DLJobBuilder
 from unified.errors import JobNameError, OptionError, UsageError
 from unified.job import JobConfig
+from unified.job.driver import Driver
 from unified.job.spec import JobSpec
-from unified.job.to_spec import Driver, to_spec
+from unified.job.to_spec import to_spec
 
 
 class Submission:

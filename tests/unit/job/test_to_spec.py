@@ -12,10 +12,11 @@ from omegaconf import DictConfig
 
 from unified.errors import UsageError
 from unified.job import DLConfig, JobConfig
+from unified.job.driver import Driver
 from unified.job.from_spec import workload_of
 from unified.job.payload import decode
 from unified.job.spec import Communication, EntryPoint, JobSpec, Resources
-from unified.job.to_spec import Driver, to_spec
+from unified.job.to_spec import to_spec
 
 DRIVER = Driver(working_dir="/here", sys_path=["/scripts", "/here"], submitted_by="me@host:1")
 ROLES: dict[str, dict[str, Any]] = {
