@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_PROC = Path("/proc/self")
+_MEMORY = ("memory.max", "memory.limit_in_bytes")
+"""Files of the memory limit. If there is no limit, the first has a word and the second a number above any memory."""
 
 
 class Limits(NamedTuple):
@@ -20,12 +21,8 @@ class Limits(NamedTuple):
     memory_bytes: int | None
 
 
-def limits(proc: Path = _PROC) -> Limits:
-    """Return the lowest limits on the way from this process's groups to the outermost that can be seen.
-
-    Args:
-        proc: a process's folder in ``/proc``.
-    """
+def limits(proc: Path = Path("/proc/self")) -> Limits:
+    """Return the lowest limits on the way from this process's groups to the outermost that can be seen."""
     cpus: list[float] = []
     memory: list[int] = []
     for group in _groups(proc):
@@ -34,10 +31,6 @@ def limits(proc: Path = _PROC) -> Limits:
         cpus += _quotient(read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us"))
         memory += [int(limit) for name in _MEMORY if (limit := read_text(group / name)).isdecimal()]
     return Limits(min(cpus, default=None), min(memory, default=None))
-
-
-_MEMORY = ("memory.max", "memory.limit_in_bytes")
-"""Files of the memory limit. If there is no limit, the first has a word and the second a number above any memory."""
 
 
 def _groups(proc: Path) -> Iterator[Path]:

@@ -41,8 +41,7 @@ class ChildChannel:
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send, or keep for later; a closed channel drops the message. It owns the descriptors, and closes those sent.
 
-        Raises:
-            ChannelOverflowError: the peer does not read; the link is closed.
+        ChannelOverflowError: the peer does not read; the link is closed.
         """
         if not self.is_open:
             _close_all(descriptors)
@@ -81,8 +80,7 @@ class ChildChannel:
     def receive(self) -> list[bytes]:
         """Return message bodies that have arrived, up to about 1 MiB a call. At end of file the channel closes.
 
-        Raises:
-            ProtocolError: what arrived is no stream of messages.
+        ProtocolError: what arrived is no stream of messages.
         """
         bodies: list[bytes] = []
         for _ in range(_READS_A_CALL):

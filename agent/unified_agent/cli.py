@@ -24,7 +24,6 @@ from unified.security.keys import ClusterKey, check_listening, find_key, may_go_
 from unified_agent import host_resources
 from unified_agent.daemon import AgentDaemon, AgentOptions
 from unified_agent.environment import NodeFacts
-from unified_agent.host_resources import find_devices
 from unified_agent.orphans import NodeClaim, claim
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
@@ -76,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, parent: int | None) -> int:
-    node = _node_id(arguments.node_id)
+    node = arguments.node_id
+    if not _NODE.match(node):
+        raise UsageError(f"node id {node!r} is not allowed: at most 63 of letters, digits and ._-")
     master, host, port = _master(arguments.master)
     logging.basicConfig(
         level=logging_level(arguments.log_level, os.environ),
@@ -109,7 +110,7 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
         if arguments.log_dir:
             raise UsageError(settings.unusable("the log directory", log_dir, error, "--log-dir")) from None
         raise UsageError(settings.unusable("the state directory", state_dir, error, "--state-dir")) from None
-    devices, device_ids = find_devices(os.environ, arguments.devices)
+    devices, device_ids = host_resources.find_devices(os.environ, arguments.devices)
     return NodeFacts(
         node=node,
         incarnation=own.life,
@@ -157,12 +158,6 @@ def _check_offer(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--cpus {arguments.cpus:g} is not a number of CPUs: above 0, or leave it out.")
     if arguments.memory_mb is not None and not 0 <= arguments.memory_mb < math.inf:
         raise UsageError(f"--memory-mb {arguments.memory_mb:g} is not an amount of memory: 0 or more, or leave it out.")
-
-
-def _node_id(text: str) -> str:
-    if not _NODE.match(text):
-        raise UsageError(f"node id {text!r} is not allowed: at most 63 of letters, digits and ._-")
-    return text
 
 
 def _master(text: str | None) -> tuple[str, str, int]:

@@ -16,8 +16,9 @@ from typing import assert_never
 from msgspec import structs
 
 from unified.config.settings import Intervals
+from unified.core.timers import earliest
 from unified.protocol.agent_master import LogRead
-from unified.protocol.records import Failure, JobWorkerIncarnation
+from unified.protocol.records import Failure
 from unified.security.keys import ClusterKey
 from unified.values import Value
 from unified_agent.core.agent import AgentCore
@@ -113,8 +114,8 @@ class AgentDaemon:
         return self._exit
 
     def _timeout_s(self) -> float | None:
-        deadlines = [each for each in (self._core.next_deadline, self._processes.next_deadline) if each is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        due = earliest(self._core.next_deadline, self._processes.next_deadline)
+        return None if due is None else max(0.0, due - time.monotonic())
 
     def _drain(self) -> None:
         while self._events and self._exit is None:
@@ -189,7 +190,8 @@ class AgentDaemon:
         self._channel.send(answer, result.request_id)
 
     def _write(self, note: WriteLog) -> None:
-        who = _who(note.life)
+        life = note.life
+        who = "" if life is None else f"job={life.job_id} worker={life.worker} incarnation={life.incarnation} "
         level = logging.getLevelNamesMapping()[note.level.upper()]
         log.log(level, "event=%s %sreason=%r", note.event, who, note.reason)
 
@@ -220,7 +222,3 @@ class AgentDaemon:
 
 def _is_due(deadline: float | None) -> bool:
     return deadline is not None and deadline <= time.monotonic()
-
-
-def _who(life: JobWorkerIncarnation | None) -> str:
-    return "" if life is None else f"job={life.job_id} worker={life.worker} incarnation={life.incarnation} "

@@ -107,7 +107,8 @@ def worker_environment(
         num_local_workers: workers that share this node's CPUs.
         num_host_workers: those of all agents of this host, which share the host's; 0: of this agent alone.
     """
-    env = {"UNIFIED_WORKER": marker_of(worker)}
+    # By this, what an incarnation leaves behind can be recognised.
+    env = {"UNIFIED_WORKER": f"{worker.job_id}/{worker.name}/{worker.worker_incarnation}"}
     if "RES_OPTIONS" not in node.inherited:
         env["RES_OPTIONS"] = RESOLVER
     if worker.kind == "store":
@@ -124,10 +125,6 @@ def worker_environment(
 def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a role that an interpreter, a C library or torch reads when it starts, and that the
     agent's zygote was not started with: workers of the role need interpreters of their own.
-
-    Args:
-        envs: of the role.
-        inherited: the agent's own environment, which is the zygote's.
     """
     return {
         name: value
@@ -140,20 +137,13 @@ def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) ->
     }
 
 
-def marker_of(worker: DesiredWorker) -> str:
-    """Return the value of ``UNIFIED_WORKER``, by which what an incarnation leaves behind can be recognised."""
-    return f"{worker.job_id}/{worker.name}/{worker.worker_incarnation}"
-
-
 def tunables(given: str, cache_bytes: int) -> str:
     """Return ``GLIBC_TUNABLES`` of an interpreter, with which large copies write past the caches.
 
     A copy that does not fit would first read what it is about to overwrite, a third more to do. glibc knows that, but
     on some processors takes the caches of all cores together for one (384 MiB where a core has 32).
 
-    Args:
-        given: what the variable says already; it stays, and wins.
-        cache_bytes: of the last cache of one core; 0 if it is not known: nothing is said then.
+    What is `given` stays, and wins. Nothing is added if the size of one core's last cache is not known (0).
     """
     if not cache_bytes or _PAST_CACHES in given:
         return given
@@ -175,17 +165,14 @@ def _device_environment(own: Sequence[Device], seen: Sequence[Device], node: Nod
     # With none, or with stand-ins only, the real devices that the host may have are not this worker's.
     env = {} if real else dict.fromkeys(VISIBILITY.values(), "")
     for kind, variable in VISIBILITY.items():
-        ids = [_visible_id(device, node) for device in real if device.kind == kind]
-        if ids:
-            env[variable] = ",".join(ids)
+        indices = [device.index for device in real if device.kind == kind]
+        if indices:
+            named = dict(enumerate(node.device_ids))
+            env[variable] = ",".join(named.get(index, str(index)) for index in indices)
     if "CUDA_VISIBLE_DEVICES" not in node.inherited and any(device.kind == "cuda" for device in real):
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which our indices count; CUDA's own is by speed
     env["ACCELERATE_TORCH_DEVICE"] = _torch_device(own, real)
     return env
-
-
-def _visible_id(device: Device, node: NodeFacts) -> str:
-    return node.device_ids[device.index] if device.index < len(node.device_ids) else str(device.index)
 
 
 def _torch_device(own: Sequence[Device], seen: Sequence[Device]) -> str:

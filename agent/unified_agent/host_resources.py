@@ -1,6 +1,6 @@
 """Resources of this host: its accelerators, CPUs, memory, disk and addresses.
 
-Accelerators are found by one `VendorDevices` a vendor; the first that finds any wins. Nothing here loads torch or
+Accelerators are found by one function a vendor; the first that finds any wins. Nothing here loads torch or
 touches a device: NVIDIA is asked through NVML, AMD and Ascend through the kernel's files. The agent offers only those
 that it was given itself (by a SLURM step's ``CUDA_VISIBLE_DEVICES``).
 """
@@ -13,9 +13,9 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import psutil
 
@@ -26,7 +26,6 @@ from unified_agent.cgroups import Limits, limits, read_text
 log = logging.getLogger("unified_agent")
 _MB = 1024 * 1024
 _VRAM_HEAPS = ("1", "2")
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 class FoundDevice(NamedTuple):
@@ -38,39 +37,24 @@ class FoundDevice(NamedTuple):
     memory_mb: float = 0.0
 
 
-class VendorDevices(Protocol):
-    """Accelerators of one vendor."""
+def find_nvidia(env: Mapping[str, str]) -> list[FoundDevice]:
+    """Return the devices of NVIDIA, through ``libnvidia-ml.so.1``."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")  # most hosts have none, and need not pay for the import below
+    except OSError:
+        return []
+    import pynvml  # large, and of no use once the devices are known
 
-    @property
-    def kind(self) -> str:
-        """Kind of the devices, ``cuda``, ``rocm`` or ``npu``: see `unified.protocol.records.Device`."""
-
-    def find(self, env: Mapping[str, str]) -> list[FoundDevice]:
-        """Return the devices that this process may use, in the order of its visibility variable."""
-
-
-class Nvidia:
-    """NVIDIA, through ``libnvidia-ml.so.1``."""
-
-    kind = "cuda"
-
-    def find(self, env: Mapping[str, str]) -> list[FoundDevice]:
-        try:
-            ctypes.CDLL("libnvidia-ml.so.1")  # most hosts have none, and need not pay for the import below
-        except OSError:
-            return []
-        import pynvml  # large, and of no use once the devices are known
-
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            log.warning("event=devices-unknown NVML is there and does not work: %s", error)
-            return []
-        try:
-            found = [device for index in range(pynvml.nvmlDeviceGetCount()) if (device := _ask_nvml(index))]
-        finally:
-            pynvml.nvmlShutdown()
-        return restrict(found, env.get(CUDA_VARIABLE))
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        log.warning("event=devices-unknown NVML is there and does not work: %s", error)
+        return []
+    try:
+        found = [device for index in range(pynvml.nvmlDeviceGetCount()) if (device := _ask_nvml(index))]
+    finally:
+        pynvml.nvmlShutdown()
+    return restrict(found, env.get(CUDA_VARIABLE))
 
 
 def _ask_nvml(index: int) -> FoundDevice | None:
@@ -87,47 +71,34 @@ def _ask_nvml(index: int) -> FoundDevice | None:
     return FoundDevice(str(index), name, uuid, memory.total / _MB)
 
 
-class Amd:
-    """AMD, through the kernel's KFD topology."""
-
-    kind = "rocm"
-
-    def __init__(self, topology: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> None:
-        self._topology = topology
-
-    def find(self, env: Mapping[str, str]) -> list[FoundDevice]:
-        found: list[FoundDevice] = []
-        for node in sorted(self._topology.glob("[0-9]*"), key=lambda path: int(path.name)):
-            properties = _properties(node / "properties")
-            if int(properties.get("simd_count", "0")) == 0:
-                continue  # a CPU
-            unique = int(properties.get("unique_id", "0"))
-            name = properties.get("gfx_target_version", "AMD GPU")
-            uuid = f"GPU-{unique:016x}" if unique else ""
-            found.append(FoundDevice(str(len(found)), f"gfx {name}", uuid, _vram_mb(node)))
-        hip, rocr = env.get("HIP_VISIBLE_DEVICES"), env.get("ROCR_VISIBLE_DEVICES")
-        kept = restrict(found, rocr)
-        if rocr is not None:  # HIP counts what ROCR leaves, from 0
-            kept = [device._replace(id=str(index)) for index, device in enumerate(kept)]
-        return restrict(kept, hip)
+def find_amd(env: Mapping[str, str], topology: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> list[FoundDevice]:
+    """Return the devices of AMD, through the kernel's KFD topology."""
+    found: list[FoundDevice] = []
+    for node in sorted(topology.glob("[0-9]*"), key=lambda path: int(path.name)):
+        properties = _properties(node / "properties")
+        if int(properties.get("simd_count", "0")) == 0:
+            continue  # a CPU
+        unique = int(properties.get("unique_id", "0"))
+        name = properties.get("gfx_target_version", "AMD GPU")
+        uuid = f"GPU-{unique:016x}" if unique else ""
+        found.append(FoundDevice(str(len(found)), f"gfx {name}", uuid, _vram_mb(node)))
+    hip, rocr = env.get("HIP_VISIBLE_DEVICES"), env.get("ROCR_VISIBLE_DEVICES")
+    kept = restrict(found, rocr)
+    if rocr is not None:  # HIP counts what ROCR leaves, from 0
+        kept = [device._replace(id=str(index)) for index, device in enumerate(kept)]
+    return restrict(kept, hip)
 
 
-class Ascend:
-    """Huawei Ascend, by its device files."""
+def find_ascend(env: Mapping[str, str], folder: Path = Path("/dev")) -> list[FoundDevice]:
+    """Return the devices of Huawei Ascend, by their files."""
+    matches = (re.fullmatch(r"davinci(\d+)", path.name) for path in folder.glob("davinci*"))
+    found = [FoundDevice(str(number), "Ascend NPU") for number in sorted(int(match[1]) for match in matches if match)]
+    return restrict(found, env.get("ASCEND_RT_VISIBLE_DEVICES"))
 
-    kind = "npu"
 
-    def __init__(self, folder: Path = Path("/dev")) -> None:
-        self._folder = folder
-
-    def find(self, env: Mapping[str, str]) -> list[FoundDevice]:
-        numbers = sorted(
-            int(match[1])
-            for path in self._folder.glob("davinci*")
-            if (match := re.fullmatch(r"davinci(\d+)", path.name))
-        )
-        found = [FoundDevice(str(number), "Ascend NPU") for number in numbers]
-        return restrict(found, env.get("ASCEND_RT_VISIBLE_DEVICES"))
+Finders = Mapping[str, Callable[[Mapping[str, str]], list[FoundDevice]]]
+"""Functions by the kind of the devices that each finds, in the order of its vendor's visibility variable."""
+FINDERS: Finders = {"cuda": find_nvidia, "rocm": find_amd, "npu": find_ascend}
 
 
 def restrict(found: list[FoundDevice], setting: str | None) -> list[FoundDevice]:
@@ -137,9 +108,7 @@ def restrict(found: list[FoundDevice], setting: str | None) -> list[FoundDevice]
 
 
 def find_devices(
-    env: Mapping[str, str],
-    num_virtual: int | None = None,
-    vendors: tuple[VendorDevices, ...] = (Nvidia(), Amd(), Ascend()),
+    env: Mapping[str, str], num_virtual: int | None = None, finders: Finders = FINDERS
 ) -> tuple[list[Device], list[str]]:
     """Return the node's devices, and the name of each in a visibility variable.
 
@@ -148,11 +117,10 @@ def find_devices(
     """
     if num_virtual is not None:
         return [Device(index=index, kind="virtual", name="virtual") for index in range(num_virtual)], []
-    for vendor in vendors:
-        found = vendor.find(env)
-        if found:
+    for kind, find in finders.items():
+        if found := find(env):
             devices = [
-                Device(index=index, kind=vendor.kind, name=one.name, uuid=one.uuid, memory_mb=one.memory_mb)
+                Device(index=index, kind=kind, name=one.name, uuid=one.uuid, memory_mb=one.memory_mb)
                 for index, one in enumerate(found)
             ]
             return devices, [one.id for one in found]
@@ -170,28 +138,20 @@ def _vram_mb(node: Path) -> float:
 
 
 def cpus(allowed: Limits | None = None) -> float:
-    """Return the CPUs that this process may use: its affinity, and the quotas of the control groups that it is in.
-
-    Args:
-        allowed: by its control groups; None: what they say now.
-    """
+    """Return the CPUs that this process may use: its affinity, and the quotas of the control groups that it is in."""
     quota = (allowed or limits()).cpus
     count = float(len(os.sched_getaffinity(0)))
     return count if quota is None else min(count, quota)
 
 
 def memory_mb(allowed: Limits | None = None) -> float:
-    """Return the MiB of memory of the host, or what the control groups of this process allow if that is less.
-
-    Args:
-        allowed: by its control groups; None: what they say now.
-    """
+    """Return the MiB of memory of the host, or what the control groups of this process allow if that is less."""
     most = (allowed or limits()).memory_bytes
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return (total if most is None else min(total, most)) / _MB
 
 
-def last_cache_bytes(caches: Path = _CACHES) -> int:
+def last_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
     """Return the size of a core's last cache before memory, shared with others or not; 0 if it is not known."""
     sizes = [read_text(size).removesuffix("K") for size in caches.glob("index*/size")]
     return max((int(size) * 1024 for size in sizes if size.isdecimal()), default=0)
@@ -205,11 +165,7 @@ def disk_mb(folder: Path) -> float:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the local address from which packets to `host` leave. Nothing is sent.
-
-    Raises:
-        OSError: the name does not resolve, or there is no route.
-    """
+    """Return the local address from which packets to `host` leave; OSError: no name, or no route. Nothing is sent."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)

@@ -56,11 +56,7 @@ class NodeLock:
     """The lock of a node id on this host, held until `release`, or the process's end."""
 
     def __init__(self, run_root: Path, node: str) -> None:
-        """Take the lock.
-
-        Raises:
-            AgentTakenError: it is held; the message has the holder's pid.
-        """
+        """Take the lock; AgentTakenError: it is held, by the pid in the message."""
         self._path = settings.make_private(run_root / "agents") / f"{node}.lock"
         self._node = node
         self._descriptor = self._take()
@@ -107,27 +103,11 @@ class NodeClaim(NamedTuple):
     """The run folder (0700), for sockets and the like."""
 
 
-class SharedMemory:
-    """Segments of shared memory (`unified.bus.shm.files`) that no process owns any more."""
-
-    def __init__(self) -> None:
-        self._sweeper = Sweeper()
-
-    @property
-    def due_at(self) -> float | None:
-        """Time of the next sweep, on the monotonic clock; None: when another worker has ended."""
-        return self._sweeper.due_at
-
-    def sweep(self, living: Collection[str] = (), *, is_last: bool = False) -> None:
-        """Remove segments of this user whose process is gone, if nobody reads them.
-
-        Args:
-            living: inbox ids of workers that need not be looked at.
-            is_last: remove also what may be on its way to a reader.
-        """
-        removed = self._sweeper.sweep(time.monotonic(), time.time(), living=living, is_last=is_last)
-        if removed:
-            log.info("event=shared-memory-removed segments=%d first=%s", len(removed), removed[0])
+def sweep(sweeper: Sweeper, living: Collection[str] = (), *, is_last: bool = False) -> None:
+    """Remove shared memory whose process is gone, if nobody reads it; `living` and `is_last` as in `Sweeper.sweep`."""
+    removed = sweeper.sweep(time.monotonic(), time.time(), living=living, is_last=is_last)
+    if removed:
+        log.info("event=shared-memory-removed segments=%d first=%s", len(removed), removed[0])
 
 
 def hold_name(master: str, node: str) -> socket.socket:
@@ -136,8 +116,7 @@ def hold_name(master: str, node: str) -> socket.socket:
     The lock file is as private as the run folder, which differs between users and between a login shell and a service;
     a name in the abstract namespace is the same for all of them, and dies with its process.
 
-    Raises:
-        AgentTakenError: it is held; the message has the holder's pid.
+    AgentTakenError: it is held, by the pid in the message.
     """
     name = "\0unified-agent-" + hashlib.sha256(f"{master} {node}".encode()).hexdigest()[:32]
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -173,11 +152,7 @@ def _taken(node: str, pid: int | None) -> AgentTakenError:
 
 @contextlib.contextmanager
 def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
-    """Clean up what a killed agent left, and hold a node id, with a run folder.
-
-    Raises:
-        AgentTakenError: an agent of this node id is alive on this host.
-    """
+    """Clean up what a killed agent left, and hold a node id, with a run folder; AgentTakenError: another has it."""
     lock = NodeLock(run_root, node)
     try:
         name = hold_name(master, node)
@@ -189,8 +164,8 @@ def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
         killed = clean_up(previous, run_root)
         text = f"the last agent of this node (pid {previous.pid}) was killed; ended {len(killed)} processes of it"
         log.warning("event=orphans-ended %s", text)
-    shared = SharedMemory()
-    shared.sweep()
+    sweeper = Sweeper()
+    sweep(sweeper)
     life = secrets.token_hex(8)
     run_dir = settings.make_private(run_root / f"{_RUN_DIR_PREFIX}{life[:8]}")
     own = process.facts(os.getpid())
@@ -199,7 +174,7 @@ def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
     try:
         yield NodeClaim(life, run_dir)
     finally:
-        shared.sweep(is_last=True)
+        sweep(sweeper, is_last=True)
         shutil.rmtree(run_dir, ignore_errors=True)
         lock.release()
         name.close()

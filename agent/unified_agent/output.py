@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -88,21 +89,18 @@ def _destination(launch: Launch, stream: Literal["out", "err"]) -> Destination:
     )
 
 
+@dataclass(eq=False)
 class _OutputStream:
-    """One pipe and its file.
+    """One pipe and its file."""
 
-    Args:
-        copy: a file that never rotates, for who asked for one.
-        keep_until: until then (monotonic) nothing may be rotated away that was not read; 0: there is no such reader.
-    """
-
-    def __init__(self, descriptor: int, file: LogFile, copy: LogFile | None, keep_until: float) -> None:
-        self.descriptor = descriptor
-        self.file = file
-        self.copy = copy
-        self.keep_until = keep_until
-        self.read_to = 0
-        """Offset up to which that reader has everything."""
+    descriptor: int
+    file: LogFile
+    copy: LogFile | None
+    """A file that never rotates, for who asked for one."""
+    keep_until: float
+    """Time (monotonic) until which nothing may be rotated away that was not read; 0: there is no such reader."""
+    read_to: int = 0
+    """Offset up to which that reader has everything."""
 
     def must_wait(self, now: float) -> bool:
         """Return True if the next write would remove what the reader has not read."""
@@ -111,23 +109,6 @@ class _OutputStream:
     def chunk_bytes(self) -> int:
         """Return how many bytes may be copied before `must_wait` is asked again."""
         return min(_CHUNK_BYTES, self.file.room or self.file.max_bytes) if self.keep_until else _CHUNK_BYTES
-
-
-class _WatchStreams(NamedTuple):
-    life: JobWorkerIncarnation
-    out: int
-    err: int
-    destinations: tuple[Destination, Destination]
-
-
-class _Finish(NamedTuple):
-    life: JobWorkerIncarnation
-    code: int
-
-
-class _Read(NamedTuple):
-    order: ReadAgentLog
-    request_id: int
 
 
 class OutputReader:
@@ -140,7 +121,8 @@ class OutputReader:
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._clock = clock
-        self._orders: queue.SimpleQueue[_WatchStreams | _Finish | _Read | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Calls for the thread to make; None: end."""
         self._results: deque[OutputClosed | SliceRead | OutputFailed] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -155,11 +137,7 @@ class OutputReader:
     def open(
         self, life: JobWorkerIncarnation, out: Destination = LOG_ALONE, err: Destination = LOG_ALONE
     ) -> tuple[int, int]:
-        """Make pipes for a worker's stdout and stderr; the ends to write to are the caller's.
-
-        Raises:
-            OSError: there are no descriptors left.
-        """
+        """Make pipes for a worker's stdout and stderr; return the ends to write to. OSError: no descriptors left."""
         out_read, out_write = _pipe()
         try:
             err_read, err_write = _pipe()
@@ -167,25 +145,22 @@ class OutputReader:
             os.close(out_read)
             os.close(out_write)
             raise
-        self._order(_WatchStreams(life, out_read, err_read, (out, err)))
+        self._order(lambda: self._watch(life, (out_read, err_read), (out, err)))
         return out_write, err_write
 
     def finish(self, life: JobWorkerIncarnation, code: int) -> None:
         """Take what a process that has ended left in the pipes. Answered by `OutputClosed` with the same code."""
-        self._order(_Finish(life, code))
+        self._order(lambda: self._finish(life, code))
 
     def read(self, order: ReadAgentLog, request_id: int) -> None:
         """Read output, answered by `SliceRead`."""
-        self._order(_Read(order, request_id))
+        self._order(lambda: self._answer(SliceRead(request_id, self._slice(order))))
 
     def take(self) -> list[OutputClosed | SliceRead | OutputFailed]:
         """Return the answers since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.ready)
-        taken: list[OutputClosed | SliceRead | OutputFailed] = []
-        while self._results:
-            taken.append(self._results.popleft())
-        return taken
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
         """Drain every pipe and end the thread; one that a dead disk holds is left behind."""
@@ -197,7 +172,7 @@ class OutputReader:
         for descriptor in (self._wake, self.ready):
             os.close(descriptor)
 
-    def _order(self, order: _WatchStreams | _Finish | _Read | None) -> None:
+    def _order(self, order: Callable[[], None] | None) -> None:
         self._orders.put(order)
         os.eventfd_write(self._wake, 1)
 
@@ -235,21 +210,18 @@ class OutputReader:
         os.eventfd_read(self._wake)
         while not self._orders.empty():
             order = self._orders.get()
-            match order:
-                case None:
-                    for life in list(self._streams):
-                        self._close_streams(life)
-                    self._selector.close()
-                    return False
-                case _WatchStreams():
-                    self._watch(order)
-                case _Finish():
-                    last = self._close_streams(order.life)
-                    written = error_file.read(error_file.beside(str(self._path(order.life, "err"))))
-                    self._answer(OutputClosed(order.life, order.code, last, written))
-                case _Read():
-                    self._answer(SliceRead(order.request_id, self._slice(order.order)))
+            if order is None:
+                for life in list(self._streams):
+                    self._close_streams(life)
+                self._selector.close()
+                return False
+            order()
         return True
+
+    def _finish(self, life: JobWorkerIncarnation, code: int) -> None:
+        last = self._close_streams(life)
+        written = error_file.read(error_file.beside(str(self._path(life, "err"))))
+        self._answer(OutputClosed(life, code, last, written))
 
     def _answer(self, result: OutputClosed | SliceRead | OutputFailed) -> None:
         self._results.append(result)
@@ -258,22 +230,21 @@ class OutputReader:
     def _path(self, life: JobWorkerIncarnation, suffix: str) -> Path:
         return self._log_dir / life.job_id / life.worker / f"{life.incarnation}.{suffix}"
 
-    def _watch(self, order: _WatchStreams) -> None:
+    def _watch(
+        self, life: JobWorkerIncarnation, pipes: tuple[int, int], destinations: tuple[Destination, Destination]
+    ) -> None:
         streams = [
             _OutputStream(
                 descriptor,
-                LogFile(self._path(order.life, suffix), self._max_bytes, self._max_files),
+                LogFile(self._path(life, suffix), self._max_bytes, self._max_files),
                 LogFile(Path(destination.copy), sys.maxsize, 1) if destination.copy else None,
                 self._clock() + KEEP_S if destination.is_followed else 0.0,
             )
-            for descriptor, suffix, destination in (
-                (order.out, "out", order.destinations[0]),
-                (order.err, "err", order.destinations[1]),
-            )
+            for descriptor, suffix, destination in zip(pipes, ("out", "err"), destinations, strict=True)
         ]
         for stream in streams:
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
-        self._streams[order.life] = (streams[0], streams[1])
+        self._streams[life] = (streams[0], streams[1])
 
     def _copy(self, stream: _OutputStream, *, is_last: bool = False) -> int:
         """Copy one chunk and return its size; 0 if there is none, or it has to wait, or the pipe has ended."""
@@ -325,17 +296,12 @@ class OutputReader:
             return LogSlice(
                 error="stdout and stderr are two files: read 'out' and 'err', each with an offset of its own"
             )
-        if order.keep:
-            self._keep(order)
-        path = self._log_dir / order.job_id / order.worker / f"{order.worker_incarnation}.{order.stream}"
-        return read_slice(path, order.offset, order.max_bytes, self._max_files)
-
-    def _keep(self, order: ReadAgentLog) -> None:
-        streams = self._streams.get(JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation))
-        if streams is not None:
-            stream = streams[order.stream == "err"]
+        life = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
+        if order.keep and life in self._streams:
+            stream = self._streams[life][order.stream == "err"]
             stream.read_to = max(stream.read_to, order.offset)
             stream.keep_until = self._clock() + KEEP_S
+        return read_slice(self._path(life, order.stream), order.offset, order.max_bytes, self._max_files)
 
 
 def _pipe() -> tuple[int, int]:

@@ -15,13 +15,15 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from unified import process
+from unified.bus.shm.files import Sweeper
 from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteToAgent, ZygoteUp
 from unified.protocol.framing import PROTOCOL_VERSION
@@ -29,7 +31,7 @@ from unified.protocol.records import Failure, JobWorkerIncarnation
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.child_channel import ChannelOverflowError, ChildChannel
 from unified_agent.core.messages import AgentEvent, WorkerNotStarted, WorkerSaid, WorkerStarted
-from unified_agent.orphans import SharedMemory
+from unified_agent.orphans import sweep
 from unified_agent.poll_loop import PollLoop
 from unified_agent.zygote import ZygoteHandle
 
@@ -42,22 +44,22 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Reasons why a process cannot be started now, that say nothing of its interpreter."""
 
 
+@dataclass(eq=False)
 class _Child:
     """A worker's process, from the wish for it to its end."""
 
-    def __init__(self, life: JobWorkerIncarnation, channel: ChildChannel, order: Fork, descriptors: list[int]) -> None:
-        self.life = life
-        self.channel = channel
-        self.order = order
-        self.descriptors = descriptors
-        self.zygote: ZygoteHandle | None = None
-        """None while the order waits for a zygote that is up."""
-        self.pid = 0
-        self.pidfd = -1
-        self.is_kill_asked = False
-        self.routes: list[str] = []
-        """Routes to its inbox, since its hello."""
-        self.inbox_id = ""
+    life: JobWorkerIncarnation
+    channel: ChildChannel
+    order: Fork
+    descriptors: list[int]
+    zygote: ZygoteHandle | None = None
+    """None while the order waits for a zygote that is up."""
+    pid: int = 0
+    pidfd: int = -1
+    is_kill_asked: bool = False
+    routes: Sequence[str] = ()
+    """Routes to its inbox, since its hello."""
+    inbox_id: str = ""
 
 
 class Processes:
@@ -95,10 +97,10 @@ class Processes:
         """Zygotes that take orders or are on their way out, by pid."""
         self._kept: set[str] = {python}
         self._children: dict[int, _Child] = {}
-        self._numbers: dict[JobWorkerIncarnation, int] = {}
+        self._by_life: dict[JobWorkerIncarnation, _Child] = {}
         self._count = 0
         self._num_zygotes = 0
-        self._shared_memory = SharedMemory()
+        self._sweeper = Sweeper()
         process.become_subreaper()
 
     def preload(self) -> None:
@@ -122,11 +124,7 @@ class Processes:
     ) -> None:
         """Have a worker's process made. `descriptors`, its stdout and stderr, are closed here in every case.
 
-        Args:
-            env: of a fresh interpreter, above its zygote's environment.
-
-        Raises:
-            OSError: there are no descriptors left.
+        `env` is that of a fresh interpreter, above its zygote's. OSError: there are no descriptors left.
         """
         try:
             ours, theirs = socket.socketpair()
@@ -139,8 +137,7 @@ class Processes:
         marker = f"UNIFIED_WORKER={launch.env.get('UNIFIED_WORKER', '')}"
         order = Fork(child=self._count, fresh=is_fresh, marker=marker, env=dict(env))
         child = _Child(life, channel, order, [theirs.detach(), *descriptors])
-        self._children[order.child] = child
-        self._numbers[life] = order.child
+        self._children[order.child] = self._by_life[life] = child
         self._loop.watch_channel(channel, lambda: self._hear(child))
         channel.send(launch)
         try:
@@ -157,7 +154,7 @@ class Processes:
 
     def tell(self, life: JobWorkerIncarnation, message: AgentToWorker) -> None:
         """Send a worker a message. A worker that reads nothing is killed before what waits for it fills the memory."""
-        child = self._of(life)
+        child = self._by_life.get(life)
         if child is None:
             return
         try:
@@ -169,7 +166,7 @@ class Processes:
 
     def signal(self, life: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"]) -> None:
         """Send SIGTERM or SIGINT to a worker's process, or SIGKILL to its whole group."""
-        child = self._of(life)
+        child = self._by_life.get(life)
         if child is None:
             return
         if how != "kill":
@@ -199,11 +196,11 @@ class Processes:
     @property
     def next_deadline(self) -> float | None:
         """Time at which `sweep` is to be called, on the monotonic clock."""
-        return self._shared_memory.due_at
+        return self._sweeper.due_at
 
     def sweep(self) -> None:
         """Remove the shared memory that dead workers left and nobody reads."""
-        self._shared_memory.sweep({child.inbox_id for child in self._children.values()})
+        sweep(self._sweeper, {child.inbox_id for child in self._children.values()})
 
     def close(self) -> None:
         """End every child; return when they are gone."""
@@ -346,9 +343,9 @@ class Processes:
 
     def _close_if_idle(self, python: str) -> None:
         zygote = self._zygotes.get(python)
-        if zygote is None or python in self._kept or any(child.zygote is zygote for child in self._children.values()):
-            return
-        self._dismiss(zygote)
+        is_idle = all(child.zygote is not zygote for child in self._children.values())
+        if zygote is not None and python not in self._kept and is_idle:
+            self._dismiss(zygote)
 
     def _dismiss(self, zygote: ZygoteHandle) -> None:
         """Send a zygote no more orders; `reap` sees its end."""
@@ -358,10 +355,6 @@ class Processes:
         zygote.close()
 
     # Workers
-
-    def _of(self, life: JobWorkerIncarnation) -> _Child | None:
-        number = self._numbers.get(life)
-        return None if number is None else self._children.get(number)
 
     def _hear(self, child: _Child) -> None:
         try:
@@ -405,8 +398,8 @@ class Processes:
             os.close(child.pidfd)
             child.pidfd = -1
         self._children.pop(child.order.child, None)
-        if self._numbers.get(child.life) == child.order.child:
-            del self._numbers[child.life]
+        if self._by_life.get(child.life) is child:
+            del self._by_life[child.life]
         self._remove_sockets(child)
         self.sweep()
 

@@ -38,6 +38,7 @@ from unified_agent.core.messages import (
     MasterReached,
     MasterSaid,
     MasterUnreadable,
+    Reconnect,
     SendLog,
     SignalWorker,
     StartWorker,
@@ -87,7 +88,7 @@ class AgentCore:
 
     def step(self, now: float, event: AgentEvent) -> list[AgentAction]:
         """Take in one event; return the actions that it leads to, in order."""
-        self._step.begin(now)
+        self._step.now, self._step.actions = now, []
         match event:
             case MasterReached():
                 self.membership.reached(self.generation)
@@ -157,16 +158,18 @@ class AgentCore:
         for life in [life for life, worker in self.workers.items() if life not in self.desired and _is_past(worker)]:
             del self.workers[life]
         self._reconcile()
-        self._drop_directories()
+        used = set(self.jobs) | {worker.job_id for worker in self.workers.values()}
+        self.directories = {job_id: directory for job_id, directory in self.directories.items() if job_id in used}
         self._observe_soon()
 
     def _reconcile(self) -> None:
         """Stop workers that are not desired, start those that are, and pass on orders to run."""
         for worker in list(self.workers.values()):
-            if not worker.is_ended and (worker.life not in self.desired or self.shutdown.has_begun):
+            if self._is_to_stop(worker):
                 self._stop(worker)
         if self.shutdown.has_begun:
-            self._finish_if_empty()
+            if all(worker.is_ended for worker in self.workers.values()):
+                self._leave(0, self.shutdown.reason)
             return
         for life, wanted in self.desired.items():
             known = self.workers.get(life)
@@ -257,25 +260,18 @@ class AgentCore:
         first, nor for a master that is away. A worker that was stopped is known to be going.
         """
         if worker.inbox is not None and not worker.is_stop_asked:
-            entry = DirectoryEntry(
-                worker=worker.name,
-                incarnation=worker.life.incarnation,
-                state=Reachability.DEAD,
-                node=self.facts.node,
-                reason=how,
-            )
+            life, node = worker.life.incarnation, self.facts.node
+            entry = DirectoryEntry(worker=worker.name, incarnation=life, state=Reachability.DEAD, node=node, reason=how)
             self._on_directory(worker.job_id, [entry])
-
-    def _drop_directories(self) -> None:
-        used = set(self.jobs) | {worker.job_id for worker in self.workers.values()}
-        for job_id in [job_id for job_id in self.directories if job_id not in used]:
-            del self.directories[job_id]
 
     # Workers
 
+    def _live(self, life: JobWorkerIncarnation | None) -> LocalWorker | None:
+        worker = self.workers.get(life) if life is not None else None
+        return None if worker is None or worker.is_ended else worker
+
     def _on_started(self, life: JobWorkerIncarnation, pid: int) -> None:
-        worker = self.workers.get(life)
-        if worker is None or worker.is_ended:
+        if (worker := self._live(life)) is None:
             return
         worker.pid = pid
         if worker.is_killed:  # a graceful stop may have overtaken this event
@@ -283,8 +279,7 @@ class AgentCore:
         self._observe_soon()
 
     def _on_not_started(self, life: JobWorkerIncarnation, failure: Failure) -> None:
-        worker = self.workers.get(life)
-        if worker is None or worker.is_ended:
+        if (worker := self._live(life)) is None:
             return
         if not worker.is_stop_asked:
             worker.failure = worker.failure or failure
@@ -293,8 +288,7 @@ class AgentCore:
         self._after_end(worker)
 
     def _on_word(self, life: JobWorkerIncarnation, word: WorkerToAgent) -> None:
-        worker = self.workers.get(life)
-        if worker is None or worker.is_ended:
+        if (worker := self._live(life)) is None:
             return
         worker.hear(word)
         match word:
@@ -305,14 +299,12 @@ class AgentCore:
             case Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
                 if worker.state is not WorkerState.STOPPING:
                     self._step.arm(AgentTimer("kill", life), worker.grace_s)
-        if isinstance(word, Reported):
-            self._observe_soon(max(OBSERVE_DELAY_S, self._observed_at + PROGRESS_EVERY_S - self._step.now))
-        else:
-            self._observe_soon()
+        is_progress = isinstance(word, Reported)
+        delay_s = self._observed_at + PROGRESS_EVERY_S - self._step.now if is_progress else 0.0
+        self._observe_soon(max(OBSERVE_DELAY_S, delay_s))
 
     def _on_exited(self, event: WorkerExited) -> None:
-        worker = self.workers.get(event.life)
-        if worker is None or worker.is_ended:
+        if (worker := self._live(event.life)) is None:
             return
         self._blame_shutdown(worker)
         worker.exit(event.code, event.traceback or event.last_lines, event.error)
@@ -355,7 +347,8 @@ class AgentCore:
         if worker.state is WorkerState.STOPPING:
             self._hasten(worker, grace_s)
             return
-        if worker.kind == "store" and grace_s > 0 and self._has_stopping_workers(worker.job_id):
+        peers = (peer for peer in self.workers.values() if peer.job_id == worker.job_id and peer.kind == "worker")
+        if worker.kind == "store" and grace_s > 0 and any(self._is_to_stop(peer) for peer in peers):
             return  # a worker on its way out may still need it; that one's end brings us here again
         is_graceful = worker.has_user_code and grace_s > 0
         worker.is_stop_asked = True
@@ -387,14 +380,8 @@ class AgentCore:
         else:
             self.timers.arm(AgentTimer("kill", worker.life), deadline)
 
-    def _has_stopping_workers(self, job_id: str) -> bool:
-        return any(
-            worker.job_id == job_id
-            and worker.kind == "worker"
-            and not worker.is_ended
-            and (worker.life not in self.desired or self.shutdown.has_begun)
-            for worker in self.workers.values()
-        )
+    def _is_to_stop(self, worker: LocalWorker) -> bool:
+        return not worker.is_ended and (worker.life not in self.desired or self.shutdown.has_begun)
 
     def _kill(self, worker: LocalWorker) -> None:
         worker.is_killed = True
@@ -409,15 +396,11 @@ class AgentCore:
         self._step.arm(AgentTimer("drain"), longest + MARGIN_S)
         self._reconcile()
 
-    def _finish_if_empty(self) -> None:
-        if all(worker.is_ended for worker in self.workers.values()):
-            self._leave(0, self.shutdown.reason)
-
     def _leave(self, code: int, reason: str) -> None:
         if self.membership.is_registered:
             self._on_observe_due()
-            leaving = AgentLeaving(node=self.facts.node, incarnation=self.facts.incarnation, reason=reason)
-            self._step.send(leaving)
+            node, incarnation = self.facts.node, self.facts.incarnation
+            self._step.send(AgentLeaving(node=node, incarnation=incarnation, reason=reason))
         self._step.act(Exit(code=code, reason=reason))
 
     # Timers
@@ -435,20 +418,19 @@ class AgentCore:
                 self._on_observe_due()
             case "complain":
                 self.membership.complain_due()
-            case "reconnect":
-                self.membership.reconnect_due()
+            case "reconnect":  # a connection that was refused once is not tried again by itself
+                self._step.act(Reconnect())
             case "drain":
                 self._leave(1, f"{self.shutdown.reason}; not all workers ended in time")
             case "start" | "kill":
                 self._on_worker_timer(timer)
 
     def _on_worker_timer(self, timer: AgentTimer) -> None:
-        worker = self.workers.get(timer.life) if timer.life is not None else None
-        if worker is None or worker.is_ended:
+        if (worker := self._live(timer.life)) is None:
             return
         if timer.kind == "start":
-            waited = self.intervals.start_s
-            worker.failure = Failure(category="crash", summary=f"did not answer within {waited:g} s of its start")
+            text = f"did not answer within {self.intervals.start_s:g} s of its start"
+            worker.failure = Failure(category="crash", summary=text)
         self._step.report("worker-killed", f"{timer.kind} deadline passed", worker.life, level="warning")
         self._kill(worker)
 

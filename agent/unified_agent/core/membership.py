@@ -147,10 +147,6 @@ class Membership:
             self._step.report("key-refused", f"{reason} The workers stay, and it is tried again.", level="error")
         self._step.arm(AgentTimer("reconnect"), self._lease_s)
 
-    def reconnect_due(self) -> None:
-        """Make a new socket: a connection that was refused once is not tried again by itself."""
-        self._step.act(Reconnect())
-
     def register_due(self) -> None:
         if self.state is not MembershipState.UNKNOWN:
             return
@@ -161,10 +157,8 @@ class Membership:
 
     def complain_due(self) -> None:
         if self._unanswered_since is not None:
-            text = (
-                f"cannot reach the master at {self._facts.master}: no answer for {self._waited_s:.0f} s; keeps trying"
-            )
-            self._step.report("master-unreachable", text, level="warning")
+            text = f"cannot reach the master at {self._facts.master}: no answer for {self._waited_s:.0f} s"
+            self._step.report("master-unreachable", f"{text}; keeps trying", level="warning")
             self._step.arm(AgentTimer("complain"), COMPLAIN_EVERY_S)
 
     def heartbeat_due(self, generation: int) -> None:

@@ -28,10 +28,6 @@ class AgentStep:
         self.timers: TimerTable[AgentTimer] = TimerTable()
         self.actions: list[AgentAction] = []
 
-    def begin(self, now: float) -> None:
-        self.now = now
-        self.actions = []
-
     def act(self, action: AgentAction) -> None:
         self.actions.append(action)
 

@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from unified_agent.host_resources import Amd, Ascend, FoundDevice, find_devices, restrict
+from unified_agent.host_resources import FoundDevice, find_amd, find_ascend, find_devices, restrict
 
 ASK = (
     "import json, os, msgspec; from unified_agent.host_resources import find_devices\n"
@@ -57,7 +58,7 @@ def topology(root: Path) -> Path:
 
 
 def test_amd_devices_are_found(tmp_path: Path) -> None:
-    found = Amd(topology(tmp_path)).find({})
+    found = find_amd({}, topology(tmp_path))
     assert [(one.id, one.uuid, one.memory_mb) for one in found] == [
         ("0", "GPU-0000000000000011", 65520.0),
         ("1", "GPU-0000000000000022", 65520.0),
@@ -73,7 +74,7 @@ def test_amd_devices_are_found(tmp_path: Path) -> None:
     ],
 )
 def test_rocr_renumbers_what_hip_counts(tmp_path: Path, env: dict[str, str], ids: list[str], uuids: list[str]) -> None:
-    found = Amd(topology(tmp_path)).find(env)
+    found = find_amd(env, topology(tmp_path))
     assert [one.id for one in found] == ids
     assert [one.uuid[-2:] for one in found] == uuids
 
@@ -81,19 +82,20 @@ def test_rocr_renumbers_what_hip_counts(tmp_path: Path, env: dict[str, str], ids
 def test_ascend_devices_are_found(tmp_path: Path) -> None:
     for name in ("davinci10", "davinci2", "davinci_manager", "davinci0"):
         (tmp_path / name).touch()
-    assert [one.id for one in Ascend(tmp_path).find({})] == ["0", "2", "10"]
-    assert [one.id for one in Ascend(tmp_path).find({"ASCEND_RT_VISIBLE_DEVICES": "10,0"})] == ["10", "0"]
+    assert [one.id for one in find_ascend({}, tmp_path)] == ["0", "2", "10"]
+    assert [one.id for one in find_ascend({"ASCEND_RT_VISIBLE_DEVICES": "10,0"}, tmp_path)] == ["10", "0"]
 
 
 def test_virtual_devices_stand_in_alone(tmp_path: Path) -> None:
-    devices, ids = find_devices({}, 2, vendors=(Amd(topology(tmp_path)),))
+    devices, ids = find_devices({}, 2, {"rocm": partial(find_amd, topology=topology(tmp_path))})
     assert [(device.index, device.kind) for device in devices] == [(0, "virtual"), (1, "virtual")]
     assert ids == []
     assert find_devices({}, 0) == ([], [])
 
 
 def test_a_host_without_any_has_none(tmp_path: Path) -> None:
-    assert find_devices({}, None, vendors=(Amd(tmp_path), Ascend(tmp_path))) == ([], [])
+    finders = {"rocm": partial(find_amd, topology=tmp_path), "npu": partial(find_ascend, folder=tmp_path)}
+    assert find_devices({}, None, finders) == ([], [])
 
 
 @pytest.mark.parametrize(
