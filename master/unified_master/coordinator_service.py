@@ -24,7 +24,7 @@ from unified.core.coordinator.state import REPLACED
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.client_master import Refused
 from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartbeat, RestorePosition
-from unified.protocol.records import EventRecord, WorkerState
+from unified.protocol.records import WorkerState
 from unified.values import Value
 from unified_master.core.master import MasterCore
 from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, Send
@@ -60,11 +60,7 @@ class CoordinatorService:
         return self._core.next_deadline
 
     def restore(self, now: float, records: Iterable[Record]) -> None:
-        """Go on from the saved records. Workers that wait at barriers ask again by themselves.
-
-        Raises:
-            CoordinatorError: the records are not readable.
-        """
+        """Go on from the saved records; CoordinatorError: they are not readable."""
         self._core.restore(now, records)
 
     def answer(self, now: float, asked: CoordinatorReceived) -> list[MasterAction]:
@@ -87,7 +83,8 @@ class CoordinatorService:
         found: list[MasterAction] = []
         for action in actions:
             if isinstance(action, ReportEvent) and action.record.event in LIFE_ENDS:
-                found += self._life_ended(now, action.record)
+                record, reason = action.record, f"its process ended ({action.record.reason})"
+                found += self._step(now, WorkerGone(space=record.job, worker_id=record.worker, reason=reason))
             elif isinstance(action, SaveRecord) and action.kind == "job" and action.data is None:
                 found += self._step(now, SpaceClosed(space=action.key))
         return found
@@ -105,10 +102,6 @@ class CoordinatorService:
         ended = (WorkerState.FINISHED, WorkerState.EXITED)
         running = [worker for worker in job.workers.values() if worker.is_desired and worker.state not in ended]
         return {worker.name: worker.incarnation for worker in running}
-
-    def _life_ended(self, now: float, record: EventRecord) -> list[MasterAction]:
-        gone = WorkerGone(space=record.job, worker_id=record.worker, reason=f"its process ended ({record.reason})")
-        return self._step(now, gone)
 
     def _step(self, now: float, event: Event) -> list[MasterAction]:
         translated: list[MasterAction] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
@@ -20,6 +21,7 @@ from unified.config.addresses import split_address
 from unified.config.logging import LogOnce
 from unified.config.settings import Intervals
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
+from unified.core.timers import earliest
 from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMismatchError
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.client_master import ClientToMaster, Refused
@@ -91,27 +93,19 @@ class MasterDaemon:
         return time.monotonic() + self._clock_offset
 
     def run(self) -> int:
-        """Serve until SIGTERM or SIGINT; return the exit code.
-
-        Raises:
-            UnifiedError: the store or a port cannot be used.
-        """
-        store = Store(self.options.state_dir)
-        try:
+        """Serve until SIGTERM or SIGINT; return the exit code. UnifiedError: the store or a port cannot be used."""
+        with contextlib.ExitStack() as stack:
+            store = Store(self.options.state_dir)
+            stack.callback(store.close)
+            stack.callback(self._context.destroy, linger=200)
             router = self._bind()
-            try:
-                address = self._advertised(router.get_string(zmq.LAST_ENDPOINT))
-                relay, relay_address = self._start_relay(address, store)
-                try:
-                    return self._serve(router, store, address, relay_address)
-                finally:
-                    relay.close()
-            finally:
-                self._gate.close()
-                router.close(linger=200)
-        finally:
-            self._context.destroy(linger=200)
-            store.close()
+            stack.callback(router.close, linger=200)
+            stack.callback(self._gate.close)
+            address = self._advertised(router.get_string(zmq.LAST_ENDPOINT))
+            relay, relay_address = self._start_relay(address, store)
+            stack.callback(relay.close)
+            self._serve(router, store, address, relay_address)
+        return 0
 
     def _bind(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
@@ -154,7 +148,7 @@ class MasterDaemon:
         is_wildcard = found.host in ("0.0.0.0", "[::]", "*")
         return found._replace(host=first_address()).url if is_wildcard else endpoint
 
-    def _serve(self, router: zmq.Socket[bytes], store: Store, address: str, relay: str) -> int:
+    def _serve(self, router: zmq.Socket[bytes], store: Store, address: str, relay: str) -> None:
         core = self._begin_term(store, relay)
         wake, waker = socket.socketpair()
         wake.setblocking(False)
@@ -167,7 +161,7 @@ class MasterDaemon:
             poller.register(router, zmq.POLLIN)
             poller.register(wake, zmq.POLLIN)
             while not self._is_stopping:
-                due = self._next_deadline(core)
+                due = earliest(core.next_deadline, self._desk.next_deadline)
                 wait_s = 60.0 if due is None else min(60.0, max(0.0, due - self._now()))
                 poller.poll(math.ceil(wait_s * 1000))
                 events = self._take_in(router)
@@ -181,7 +175,6 @@ class MasterDaemon:
             wake.close()
             waker.close()
         _log.info("event=master-stopped reason=%r", "asked to stop; workers run on under their agents")
-        return 0
 
     def _begin_term(self, store: Store, relay: str) -> MasterCore:
         core = MasterCore(self.options.intervals, relay)
@@ -191,10 +184,6 @@ class MasterDaemon:
         self._desk = CoordinatorService(core, self.options.worker_heartbeats)
         self._desk.restore(now, records)
         return core
-
-    def _next_deadline(self, core: MasterCore) -> float | None:
-        deadlines = [core.next_deadline, self._desk.next_deadline]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _announce(self, address: str, relay: str) -> None:
         key = self.options.key.fingerprint if self.options.key is not None else "none"
@@ -281,7 +270,7 @@ class MasterDaemon:
         if isinstance(event, Received | CoordinatorReceived):
             reason = "the master met a defect of its own while handling this; its log has the traceback."
             _send(router, event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id))
-        return self._begin_term(store, core.relay)
+        return self._begin_term(store, core.cluster.relay)
 
     def _record(self, actions: Sequence[MasterAction], store: Store) -> None:
         saves = [action for action in actions if isinstance(action, SaveRecord)]
@@ -322,15 +311,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 def first_address() -> str:
     """Return an address of this host that others can reach; the loopback one if there is no other."""
-    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    try:
-        # Connecting a datagram socket sends nothing: it only asks the routing table.
-        probe.connect(("192.0.2.1", 9))
-        return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
-    finally:
-        probe.close()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing: it only asks the routing table.
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
 
 
 def _why_not_bound(bind: str, error: zmq.ZMQError) -> str:

@@ -30,6 +30,7 @@ from unified.security.keys import ClusterKey
 from unified.threads import start_thread
 
 logger = logging.getLogger(__name__)
+LossCode = Literal["unknown-target", "overloaded"]
 _TRACKED_BYTES = 64 * 1024
 """Size from which on frames are counted in bytes; smaller ones are bounded by their number."""
 _MAX_QUEUED_MESSAGES = 10_000
@@ -73,16 +74,17 @@ class BusRelay:
         return self._rejections.total
 
     def start(self) -> str:
-        """Bind, start the thread, and return the address for workers.
-
-        Raises:
-            UnifiedError: the address cannot be bound.
-        """
+        """Bind, start the thread, and return the address for workers; UnifiedError: it cannot be bound."""
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         router = self._context.socket(zmq.ROUTER)
         self._gate = gate = Gatekeeper(self._context, self._key, name="relay")
-        _configure(router)
+        router.set(zmq.LINGER, 0)
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        router.set(zmq.SNDHWM, _MAX_QUEUED_MESSAGES)
+        router.set(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
+        router.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        router.set(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         router.set(zmq.IPV6, "[" in self.bind)  # with it, IPv4 addresses would be shown in a mapped form
         gate.secure(router, True)
         try:
@@ -149,9 +151,7 @@ class BusRelay:
         if envelope.kind is not Kind.UNDELIVERABLE:
             self._give_back(router, envelope, code)
 
-    def _send(
-        self, router: zmq.Socket[bytes], target: str, frames: list[bytes | zmq.Frame]
-    ) -> Literal["unknown-target", "overloaded"] | None:
+    def _send(self, router: zmq.Socket[bytes], target: str, frames: list[bytes | zmq.Frame]) -> LossCode | None:
         """Queue a message without waiting; None if that was done."""
         large = [frame for frame in frames if isinstance(frame, zmq.Frame) and len(frame) >= _TRACKED_BYTES]
         if large and not self._has_room(target):
@@ -185,9 +185,7 @@ class BusRelay:
             return True
         return sum(nbytes for _, nbytes in queue) < self.limit_bytes
 
-    def _give_back(
-        self, router: zmq.Socket[bytes], lost: Envelope, code: Literal["unknown-target", "overloaded"]
-    ) -> None:
+    def _give_back(self, router: zmq.Socket[bytes], lost: Envelope, code: LossCode) -> None:
         envelope = Envelope(
             version=BUS_VERSION,
             kind=Kind.UNDELIVERABLE,
@@ -202,12 +200,3 @@ class BusRelay:
         sender = lost.sender.encode()
         if 0 < len(sender) <= 255:
             self._send(router, lost.sender, [sender, encode_envelope(envelope), body])
-
-
-def _configure(router: zmq.Socket[bytes]) -> None:
-    router.set(zmq.LINGER, 0)
-    router.set(zmq.ROUTER_MANDATORY, 1)
-    router.set(zmq.SNDHWM, _MAX_QUEUED_MESSAGES)
-    router.set(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
-    router.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    router.set(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)

@@ -31,13 +31,9 @@ class StoreError(ClusterError):
 
 
 class Store:
-    """The file ``master.sqlite`` of a state directory, locked for this process.
+    """The file ``master.sqlite`` of a state directory, which is made for this user only and locked for this process.
 
-    Args:
-        directory: made if it does not exist, for this user only.
-
-    Raises:
-        StoreError: another master uses it, or another version wrote it.
+    StoreError: another master uses it, or another version wrote it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -56,11 +52,7 @@ class Store:
             raise
 
     def commit(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
-        """Write everything in one transaction; on return it is on disk.
-
-        Raises:
-            StoreError: it cannot be written; nothing of it is.
-        """
+        """Write everything in one transaction; on return it is on disk. StoreError: nothing of it can be written."""
         try:
             self._write(saves, reports)
         except sqlite3.Error as error:
@@ -91,9 +83,8 @@ class Store:
 
     def events(self) -> list[EventRecord]:
         """Return the event log, oldest first; its oldest part is dropped when it is too long."""
-        database = self._database
-        self._trim(database)
-        rows = database.execute("select data from events order by sequence")
+        self._trim(self._database)
+        rows = self._database.execute("select data from events order by sequence")
         try:
             return [msgspec.msgpack.decode(data, type=EventRecord) for (data,) in rows]
         except msgspec.DecodeError as error:

@@ -20,7 +20,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
         step.wants_schedule = True
         step.touch_ending_jobs()
     seen: dict[JobWorkerIncarnation, ObservedWorker] = {}
-    for observed in sorted(report.workers, key=_is_collateral):
+    for observed in sorted(report.workers, key=lambda each: each.failure is not None and each.failure.is_collateral):
         life = JobWorkerIncarnation(observed.job_id, observed.name, observed.worker_incarnation)
         seen[life] = observed
         if life in node.incarnations:
@@ -29,8 +29,11 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
             if observed.failure is not None and observed.failure.is_cut:
                 jobs.cut_short(step, life, node, observed.failure)
             incarnations.confirm_end(step, node, life)
-        elif life not in node.leaving:
-            _expect_end(step, node, life)
+        elif life not in node.leaving:  # one left from before a restart or a partition, which holds what it used
+            known = step.cluster.worker(life.job_id, life.worker)
+            allocation = known.allocation if known is not None and known.node == node.name else None
+            incarnations.expect_end(node, life, allocation)
+            step.touch_node(node.name)
     for life, leaving in list(node.leaving.items()):
         if life not in seen and report.generation >= leaving.generation:
             incarnations.confirm_end(step, node, life)
@@ -39,7 +42,9 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
             _vanished(step, node, worker)
     for life, observed in seen.items():  # after the ends in the same report, which have freed names
         if life in node.incarnations and observed.claims.number > node.incarnations[life].claims.number:
-            _hear_claims(step, node.incarnations[life], observed)
+            job, worker = step.cluster.jobs[life.job_id], node.incarnations[life]
+            directory.decide_claims(step, job, worker, observed.claims)
+            directory.publish(step, job, worker)
     catch_up(step, node, report.generation)
 
 
@@ -54,10 +59,6 @@ def start_overdue(step: MasterStep, key: TimerKey) -> None:
     incarnations.end(step, job, worker)
     text = f"did not start within {step.cluster.intervals.start_s:g} s; see the agent's log on {worker.node}"
     recovery.on_failure(step, job, worker, Failure(summary=text, category="crash"))
-
-
-def _is_collateral(observed: ObservedWorker) -> bool:
-    return observed.failure is not None and observed.failure.is_collateral
 
 
 def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker) -> None:
@@ -82,12 +83,6 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
     step.touch_worker(job, worker)
     if worker.state is not was:
         _moved(step, job, worker, observed, was)
-    directory.publish(step, job, worker)
-
-
-def _hear_claims(step: MasterStep, worker: WorkerRecord, observed: ObservedWorker) -> None:
-    job = step.cluster.jobs[worker.job_id]
-    directory.decide_claims(step, job, worker, observed.claims)
     directory.publish(step, job, worker)
 
 
@@ -128,11 +123,3 @@ def _vanished(step: MasterStep, node: NodeRecord, worker: WorkerRecord) -> None:
     incarnations.end(step, job, worker)
     text = f"the agent of {node.name} knows nothing of it any more"
     recovery.on_failure(step, job, worker, Failure(summary=text, category="crash"))
-
-
-def _expect_end(step: MasterStep, node: NodeRecord, life: JobWorkerIncarnation) -> None:
-    """Expect the end of an incarnation left from before a restart or a partition, which holds what it used."""
-    worker = step.cluster.worker(life.job_id, life.worker)
-    allocation = worker.allocation if worker is not None and worker.node == node.name else None
-    incarnations.expect_end(node, life, allocation)
-    step.touch_node(node.name)

@@ -30,9 +30,9 @@ from unified.protocol.client_master import (
 )
 from unified.protocol.records import JobWorkerIncarnation, Stage, WorkerState
 from unified_master.core import directory, jobs, status
-from unified_master.core.restart import restart, restart_job
+from unified_master.core.restart import all_workers, restart, restart_job
 from unified_master.core.scheduling import job_queue
-from unified_master.core.state import STORE, JobRecord, ParkedPoll, ParkedRead, WorkerRecord
+from unified_master.core.state import STORE, JobRecord, ParkedPoll, ParkedRead, TimerKey, WorkerRecord
 from unified_master.core.step import MasterStep
 
 MAX_WAIT_S = 300.0
@@ -110,31 +110,17 @@ def find_worker(job: JobRecord, word: str) -> WorkerRecord | Refused:
     return Refused(code="not-found", reason=f"job {job.job_id} has no worker {word[:100]!r}.{hint}")
 
 
-def answer_polls(step: MasterStep, job: JobRecord) -> None:
-    """Answer those who waited for news of a job."""
+def answer_polls(step: MasterStep, job: JobRecord, overdue: TimerKey = ()) -> None:
+    """Answer those who waited for news of a job, and with the state as it is the one whose timer is `overdue`."""
     parked = step.cluster.polls.pop(job.job_id, [])
-    left = [poll for poll in parked if job.version <= poll.after_version]
-    if left:
-        step.cluster.polls[job.job_id] = left
-    if len(left) == len(parked):
-        return
-    news = status.job_status(step.cluster, job)
-    for poll in parked:
-        if job.version > poll.after_version:
+    due = [poll for poll in parked if job.version > poll.after_version or _poll_timer(poll) == overdue]
+    if len(due) < len(parked):
+        step.cluster.polls[job.job_id] = [poll for poll in parked if poll not in due]
+    if due:
+        news = status.job_status(step.cluster, job)
+        for poll in due:
             step.cluster.timers.cancel(_poll_timer(poll))
             step.send(poll.peer, news, poll.request_id)
-
-
-def poll_overdue(step: MasterStep, key: tuple[str, ...]) -> None:
-    """Answer a poll for which no news came in time with the state as it is."""
-    parked = step.cluster.polls.pop(key[1], [])
-    left = [poll for poll in parked if _poll_timer(poll) != key]
-    if left:
-        step.cluster.polls[key[1]] = left
-    job = step.cluster.jobs.get(key[1])
-    for poll in parked:
-        if job is not None and _poll_timer(poll) == key:
-            step.send(poll.peer, status.job_status(step.cluster, job), poll.request_id)
 
 
 def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
@@ -225,7 +211,7 @@ def _get(step: MasterStep, peer: bytes, request_id: int, request: GetJob, job: J
     return None
 
 
-def _poll_timer(poll: ParkedPoll) -> tuple[str, ...]:
+def _poll_timer(poll: ParkedPoll) -> TimerKey:
     return ("poll", poll.job_id, poll.peer.hex(), str(poll.request_id))
 
 
@@ -236,8 +222,10 @@ def _read(step: MasterStep, peer: bytes, request_id: int, request: ReadLog, job:
     incarnation = worker.incarnation if request.incarnation is None else request.incarnation
     life = JobWorkerIncarnation(job.job_id, worker.name, incarnation)
     if worker.incarnation < 0:
-        return _empty(life, is_final=job.stage is Stage.STOPPED)
-    name = _where_was(worker, incarnation)
+        is_final = job.stage is Stage.STOPPED
+        return LogChunk(worker=worker.name, incarnation=0, data=b"", offset=0, next_offset=0, size=0, is_final=is_final)
+    earlier = (past.node for past in worker.past if past.incarnation == incarnation)
+    name = worker.node if incarnation == worker.incarnation else next(earlier, "")
     if not name:
         reason = f"nothing is known of incarnation {incarnation} of {worker.name}; its newest is {worker.incarnation}."
         return Refused(code="not-found", reason=reason)
@@ -260,17 +248,6 @@ def _read(step: MasterStep, peer: bytes, request_id: int, request: ReadLog, job:
     )
     step.send(node.peer, order, number)
     return None
-
-
-def _where_was(worker: WorkerRecord, incarnation: int) -> str:
-    if incarnation == worker.incarnation:
-        return worker.node
-    return next((past.node for past in worker.past if past.incarnation == incarnation), "")
-
-
-def _empty(life: JobWorkerIncarnation, *, is_final: bool) -> LogChunk:
-    """Return the log of a worker that never lived."""
-    return LogChunk(worker=life.worker, incarnation=0, data=b"", offset=0, next_offset=0, size=0, is_final=is_final)
 
 
 def _is_over(step: MasterStep, life: JobWorkerIncarnation) -> bool:
@@ -309,13 +286,12 @@ def _restart(step: MasterStep, request: RestartWorkers, job: JobRecord) -> Answe
         names.append(worker.name)
     why = f"restarted on request: {', '.join(names) if names else 'the whole job'}"
     step.decide("restart-asked", why, job)
-    before = {worker.name: worker.incarnation for worker in job.workers.values() if worker.kind == "worker"}
+    before = {name: job.workers[name].incarnation for name in all_workers(job)}
     found = restart(step, job, names, why) if names else restart_job(step, job, why)
     job_queue.requeue_unless(step, job, found)
-    coming = {name: number + 1 for name, number in before.items() if _is_to_come(job, job.workers[name], number)}
+    coming = {
+        name: number + 1
+        for name, number in before.items()
+        if job.is_waiting or job.workers[name].is_held or job.workers[name].incarnation > number
+    }
     return Done(note=why, lives=coming)
-
-
-def _is_to_come(job: JobRecord, worker: WorkerRecord, before: int) -> bool:
-    """Return True if an incarnation after `before` has begun, or will."""
-    return worker.incarnation > before or worker.is_held or job.is_waiting

@@ -6,7 +6,6 @@ from itertools import zip_longest
 
 from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import DesiredJob, DesiredWorker, DesiredWorkers
-from unified.protocol.records import Stage
 from unified_master.core import directory
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep
@@ -18,53 +17,47 @@ RESTART_GRACE_S = 2.0
 def send(step: MasterStep, node: NodeRecord) -> None:
     """Send the whole desired set under a new generation; later, if the node's agent is not there."""
     node.generation += 1
-    if not node.is_connected:
-        return
-    node.sent_at = step.now
-    step.send(node.peer, desired_workers(step, node))
+    if node.is_connected:
+        _send(step, node)
 
 
 def send_again(step: MasterStep, node: NodeRecord) -> None:
     """Send the same set under the same generation to an agent that seems not to have it, nor what else was sent."""
     node.notified.clear()
+    _send(step, node)
+
+
+def _send(step: MasterStep, node: NodeRecord) -> None:
     node.sent_at = step.now
-    step.send(node.peer, desired_workers(step, node))
-
-
-def desired_workers(step: MasterStep, node: NodeRecord) -> DesiredWorkers:
     jobs = step.cluster.jobs
     workers = [_worker(jobs[life.job_id], node.incarnations[life]) for life in sorted(node.incarnations)]
     job_ids = sorted({life.job_id for life in node.incarnations} | {life.job_id for life in node.leaving})
     known = [jobs[job_id] for job_id in job_ids if job_id in jobs]
     notified, node.notified = node.notified, {job.job_id: job.revision for job in known}
-    return DesiredWorkers(
-        generation=node.generation,
-        workers=workers,
-        jobs=[_job(job, is_current=notified.get(job.job_id) == job.revision) for job in known],
-        num_elsewhere=sum(
-            worker.kind == "worker"
-            for other in step.cluster.nodes_of_host(node.info.host_id)
-            if other is not node
-            for worker in other.incarnations.values()
-        ),
+    num_elsewhere = sum(
+        worker.kind == "worker"
+        for other in step.cluster.nodes_of_host(node.info.host_id)
+        if other is not node
+        for worker in other.incarnations.values()
     )
-
-
-def _job(job: JobRecord, *, is_current: bool) -> DesiredJob:
-    entries = [] if is_current else directory.entries_of(job)
-    return DesiredJob(
-        job_id=job.job_id,
-        spec=job.spec,
-        directory=entries,
-        stop_grace_s=_stop_grace_s(job),
-        is_interrupted=job.is_interrupted,
-    )
+    described = [
+        DesiredJob(
+            job_id=job.job_id,
+            spec=job.spec,
+            directory=[] if notified.get(job.job_id) == job.revision else directory.entries_of(job),
+            stop_grace_s=_stop_grace_s(job),
+            is_interrupted=job.is_interrupted,
+        )
+        for job in known
+    ]
+    desired = DesiredWorkers(generation=node.generation, workers=workers, jobs=described, num_elsewhere=num_elsewhere)
+    step.send(node.peer, desired)
 
 
 def _stop_grace_s(job: JobRecord) -> float | None:
     if job.is_forced:
         return 0.0
-    if job.stage in (Stage.STOPPING, Stage.STOPPED):
+    if job.is_ending:
         return None
     return min(job.spec.stop_grace_s, RESTART_GRACE_S)
 

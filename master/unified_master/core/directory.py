@@ -65,22 +65,18 @@ def _entry(job: JobRecord, worker: WorkerRecord) -> DirectoryEntry | None:
     """Return the entry of the newest incarnation; None as long as nobody could have heard of it."""
     if worker.kind == "store" or worker.incarnation < 0:
         return None
-    if job.can_call(worker):
-        return _write(worker, Reachability.ALIVE, "")
-    if worker.state is not WorkerState.EXITED and worker.is_desired and not job.is_ending:
+    is_alive = job.can_call(worker)
+    if not is_alive and worker.state is not WorkerState.EXITED and worker.is_desired and not job.is_ending:
         return worker.entry  # a life that is being born: the end of the one before it stays published
     is_last = job.is_ending or worker.has_ended_well
-    return _write(worker, Reachability.ENDED if is_last else Reachability.DEAD, _why(job, worker, is_last=is_last))
-
-
-def _write(worker: WorkerRecord, state: Reachability, reason: str) -> DirectoryEntry:
+    over = Reachability.ENDED if is_last else Reachability.DEAD
     return DirectoryEntry(
         worker=worker.name,
         incarnation=worker.incarnation,
-        state=state,
-        inbox=worker.inbox if state is Reachability.ALIVE else None,
+        state=Reachability.ALIVE if is_alive else over,
+        inbox=worker.inbox if is_alive else None,
         node=worker.node,
-        reason=reason,
+        reason="" if is_alive else _why(job, worker, is_last=is_last),
         names=worker.names,
         refused=worker.refused,
         revision=worker.revision,
@@ -127,11 +123,6 @@ def free_names(job: JobRecord, worker: WorkerRecord) -> None:
     worker.claims = NameClaims()
     worker.names = {}
     worker.refused = {}
-
-
-def remember_holders(job: JobRecord) -> None:
-    """Find the holders among workers that came from the store."""
-    job.holders = {name: worker.name for worker in job.workers.values() for name in worker.names}
 
 
 def _report_claim(step: MasterStep, job: JobRecord, worker: WorkerRecord, name: str, number: int, holder: str) -> None:

@@ -56,9 +56,13 @@ def begin(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) -
     node.incarnations[worker.life] = worker
     step.touch_node(node.name)
     step.touch_worker(job, worker)
-    step.cluster.timers.arm(start_timer(worker), step.now + _start_timeout_s(step, job, worker))
+    # The old process is given its grace first, and the agent, which sees more, the first word about one that hangs.
+    grace_s = START_SLACK_S + (job.spec.stop_grace_s if worker.incarnation > 0 else 0.0)
+    step.cluster.timers.arm(start_timer(worker), step.now + step.cluster.intervals.start_s + grace_s)
     if worker.kind == "worker":
-        text = f"incarnation {worker.incarnation} starts on {node.name}{_on_devices(worker)}"
+        plural, devices = "s" if len(worker.devices) > 1 else "", ", ".join(map(str, worker.devices))
+        where = f"{node.name} with device{plural} {devices}" if devices else node.name
+        text = f"incarnation {worker.incarnation} starts on {where}"
         step.report("worker-starts", text, job, worker.role, worker.name, node.name)
 
 
@@ -125,16 +129,3 @@ def _remember(worker: WorkerRecord) -> None:
         life = PastIncarnation(incarnation=worker.incarnation, node=worker.node, log_file=worker.log_file)
         known = [past for past in worker.past if past.incarnation != worker.incarnation]
         worker.past = [*known, life][-MAX_PAST:]
-
-
-def _start_timeout_s(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> float:
-    """Return how long the new incarnation may take: the old process is given its grace first, and the agent, which sees
-    more, the first word about a process that does not start.
-    """
-    return step.cluster.intervals.start_s + START_SLACK_S + (job.spec.stop_grace_s if worker.incarnation > 0 else 0.0)
-
-
-def _on_devices(worker: WorkerRecord) -> str:
-    if not (devices := worker.devices):
-        return ""
-    return f" with device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}"

@@ -96,7 +96,8 @@ def advance(step: MasterStep, job: JobRecord) -> None:
         return
     workers = [worker for worker in job.workers.values() if worker.kind == "worker"]
     if job.stage is Stage.INIT:
-        if not rendezvous.is_store_ready(job) or not all(rendezvous.is_ready(job, worker) for worker in workers):
+        is_ready = all(worker.has_ended_well or rendezvous.is_ready(worker) for worker in workers)
+        if not is_ready or not rendezvous.is_store_ready(job):
             return
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.READY)
         step.decide("job-ready", f"{count(len(workers), 'worker')} answered", job)
@@ -115,7 +116,9 @@ def prune(step: MasterStep) -> None:
     ended = [job for job in cluster.jobs.values() if job.stage is Stage.STOPPED]
     weight = 0
     for number, job in enumerate(sorted(ended, key=lambda job: job.sequence, reverse=True)):
-        weight += len(job.workers) + len(cluster.events.get(job.job_id, ())) + _description_kb(job.spec)
+        blobs = (job.spec.user_config, *(role.config for role in job.spec.roles))
+        description_kb = sum(len(blob.data) for blob in blobs) // 1024
+        weight += len(job.workers) + len(cluster.events.get(job.job_id, ())) + description_kb
         if number == 0 or (number < MAX_ENDED and weight <= MAX_ENDED_WEIGHT):
             continue
         del cluster.jobs[job.job_id]
@@ -125,10 +128,6 @@ def prune(step: MasterStep) -> None:
         step.save("job", job.job_id, None)
         for worker in job.workers.values():
             step.save("worker", f"{job.job_id}/{worker.name}", None)
-
-
-def _description_kb(spec: JobSpec) -> int:
-    return sum(len(blob.data) for blob in (spec.user_config, *(role.config for role in spec.roles))) // 1024
 
 
 def _is_done(job: JobRecord) -> bool:

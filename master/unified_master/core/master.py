@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from unified.config.settings import Intervals
+from unified.core.timers import earliest
 from unified.protocol.agent_master import (
     AgentHeartbeat,
     AgentLeaving,
@@ -34,24 +35,17 @@ class MasterCore:
     """
 
     def __init__(self, intervals: Intervals, relay: str = "") -> None:
-        self.relay = relay
-        self.cluster = Cluster(intervals)
-        self.cluster.relay = relay
+        self.cluster = Cluster(intervals, relay)
 
     @property
     def next_deadline(self) -> float | None:
         """Time at which `MasterTick` is due; None if nothing is awaited."""
-        deadlines = [self.cluster.timers.next_deadline, self.cluster.leases.next_check]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return earliest(self.cluster.timers.next_deadline, self.cluster.leases.next_check)
 
     def restore(
         self, now: float, records: Iterable[Record] = (), events: Iterable[EventRecord] = ()
     ) -> list[MasterAction]:
-        """Begin a term with what an earlier one saved. Call it once, before the first step.
-
-        Raises:
-            RestoreError: the records are not readable.
-        """
+        """Begin a term with what an earlier one saved, once, before the first step; RestoreError: it is unreadable."""
         step = MasterStep(now, self.cluster)
         restore(step, records, events)
         return self._finish(step)
@@ -78,20 +72,20 @@ class MasterCore:
         peer, number, message = event.peer, event.request_id, event.message
         match message:
             case RegisterAgent():
-                nodes.register(step, peer, number, message, self.relay)
+                nodes.register(step, peer, number, message)
             case AgentHeartbeat():
                 nodes.heartbeat(step, peer, number, message)
             case ObservedWorkers():
-                node = nodes.renew(step, peer, message.node, message.incarnation)
+                node = nodes.renew(step, message.node, message.incarnation)
                 if node is None:
                     step.send(peer, RegisterAgain(), number)
                 else:
                     agent_reports.observe(step, node, message)
             case LogRead():
-                if nodes.renew(step, peer, message.node, message.incarnation) is not None:
+                if nodes.renew(step, message.node, message.incarnation) is not None:
                     client_requests.log_read(step, number, message)
             case AgentLeaving():
-                nodes.leave(step, peer, message)
+                nodes.leave(step, message)
             case _:
                 answer = client_requests.answer(step, peer, number, message)
                 if answer is not None:
@@ -108,7 +102,10 @@ class MasterCore:
     def _timer_fired(self, step: MasterStep, key: TimerKey) -> None:
         match key[0]:
             case "poll":
-                client_requests.poll_overdue(step, key)
+                if (job := self.cluster.jobs.get(key[1])) is not None:
+                    client_requests.answer_polls(step, job, key)
+                else:
+                    self.cluster.polls.pop(key[1], None)
             case "read":
                 client_requests.read_overdue(step, int(key[1]))
             case "forget":

@@ -40,7 +40,7 @@ class NodeMemory(Value, frozen=True, kw_only=True):
     reason: str
 
 
-def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent, relay: str) -> None:
+def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent) -> None:
     """Register an agent, or tell it why not."""
     known = step.cluster.nodes.get(info.node)
     refusal = _refusal(known, info)
@@ -55,15 +55,15 @@ def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent
     if is_reborn:
         _recover(step, node, REBORN)  # only now, so that its workers may come back to it
     step.cluster.leases.renew(node.name, step.now)
-    terms = step.cluster.intervals
-    step.send(peer, AgentRegistered(lease_s=terms.lease_s, heartbeat_s=terms.heartbeat_s, relay=relay), request_id)
+    times, relay = step.cluster.intervals, step.cluster.relay
+    step.send(peer, AgentRegistered(lease_s=times.lease_s, heartbeat_s=times.heartbeat_s, relay=relay), request_id)
     step.touch_node(node.name)
     step.wants_schedule = True
 
 
 def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: AgentHeartbeat) -> None:
     """Renew a lease; send the desired set again if the agent seems to have missed it."""
-    node = renew(step, peer, message.node, message.incarnation)
+    node = renew(step, message.node, message.incarnation)
     if node is None:
         step.send(peer, RegisterAgain(), request_id)
         return
@@ -78,7 +78,7 @@ def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: AgentHear
     catch_up(step, node, message.generation)
 
 
-def renew(step: MasterStep, peer: bytes, name: str, incarnation: str) -> NodeRecord | None:
+def renew(step: MasterStep, name: str, incarnation: str) -> NodeRecord | None:
     """Renew the lease of the node that speaks, and return the node; None if it must register (again)."""
     node = step.cluster.nodes.get(name)
     if node is None or not node.is_connected or node.info.incarnation != incarnation:
@@ -96,9 +96,9 @@ def catch_up(step: MasterStep, node: NodeRecord, generation: int) -> None:
         step.touch_node(node.name)
 
 
-def leave(step: MasterStep, peer: bytes, message: AgentLeaving) -> None:
+def leave(step: MasterStep, message: AgentLeaving) -> None:
     """Take in that an agent stopped in order; its workers are gone."""
-    node = renew(step, peer, message.node, message.incarnation)
+    node = renew(step, message.node, message.incarnation)
     if node is not None:
         lose(step, node, f"its agent stopped: {message.reason}")
 
@@ -116,8 +116,7 @@ def expire(step: MasterStep, name: str, *, is_late: bool = False) -> None:
         node.grace_at = node.seen_at
         step.cluster.leases.renew(name, step.now)
         return
-    silent_s = step.now - node.seen_at
-    lose(step, node, f"nothing was heard from its agent for {silent_s:.1f} s")
+    lose(step, node, f"nothing was heard from its agent for {step.now - node.seen_at:.1f} s")
 
 
 def lose(step: MasterStep, node: NodeRecord, reason: str) -> None:
@@ -188,13 +187,10 @@ def _refusal(known: NodeRecord | None, info: RegisterAgent) -> str:
 
 def _join(step: MasterStep, known: NodeRecord | None, info: RegisterAgent, peer: bytes) -> NodeRecord:
     """Return the record of a node that registers, brought up to date."""
-    if known is None:
-        node = NodeRecord(info=info, generation=step.cluster.first_number)
-        step.cluster.nodes[info.node] = node
-    else:
-        node = known
-        if node.state is NodeState.LOST:
-            node.state = NODE_MOVES.check(node.name, node.state, NodeState.ALIVE)
+    node = known or NodeRecord(info=info, generation=step.cluster.first_number)
+    step.cluster.nodes[info.node] = node
+    if node.state is NodeState.LOST:
+        node.state = NODE_MOVES.check(node.name, node.state, NodeState.ALIVE)
     is_news = not node.is_registered
     if node.info.incarnation != info.incarnation:
         node.replaced = [*node.replaced, node.info.incarnation][-MAX_REPLACED:]

@@ -25,7 +25,6 @@ QUICK_S = 1.0
 """Time of running below which each failure in a row makes the wait before the next incarnation longer."""
 BACKOFF = Backoff()
 
-
 Scope = Literal["job", "role", "worker"]
 """Part of the job that begins again after a failure."""
 
@@ -107,7 +106,8 @@ def judge_pending(step: MasterStep, job: JobRecord) -> None:
         if worker is None or job.is_ending:
             continue
         is_store = worker.kind == "store"
-        if any(_others_work(job, role, worker) for role in _sharers(job, record.name, is_store=is_store)):
+        roles = job.elastic_roles() if is_store else [job.spec.role(record.name)]
+        if any(_others_work(job, role, worker) for role in roles):
             continue
         if is_store:
             for other in job.roles.values():
@@ -136,15 +136,16 @@ def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str
     if (refusal := policy_refusal(job.spec)) is not None:
         jobs.fail(step, job, first, failure, *refusal)
         return
-    due = _not_put_off(step, job, lost, failure)
     names: set[str] = set()
     scopes: set[str] = set()
-    for worker in due:
+    for worker in lost:
         if worker.kind == "store":
-            scopes.add("job" if job.spec.failover_exec == 1 else "role")
-            names |= unfinished_elastic(job)
-        else:
-            role = job.spec.role(worker.role)
+            if not _store_waits(step, job, worker, failure):
+                scopes.add("job" if job.spec.failover_exec == 1 else "role")
+                names |= unfinished_elastic(job)
+            continue
+        role = job.spec.role(worker.role)
+        if worker.is_held or not _waits(step, job, role, worker, failure):  # one decided before is not put off
             scopes.add(_scope(job, role))
             names.update(_scoped(job, worker, _scope(job, role)))
     if not names:
@@ -242,23 +243,6 @@ def _waits(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecor
     return True
 
 
-def _sharers(job: JobRecord, role: str, *, is_store: bool) -> list[RoleSpec]:
-    """Return the roles whose workers are waited for: the failed worker's own, or all that use the failed store."""
-    return job.elastic_roles() if is_store else [job.spec.role(role)]
-
-
-def _not_put_off(step: MasterStep, job: JobRecord, lost: list[WorkerRecord], failure: Failure) -> list[WorkerRecord]:
-    """Return the lost workers that restart now. A restart that was decided before is not put off."""
-    due: list[WorkerRecord] = []
-    for worker in lost:
-        if worker.kind == "store":
-            if not _store_waits(step, job, worker, failure):
-                due.append(worker)
-        elif worker.is_held or not _waits(step, job, job.spec.role(worker.role), worker, failure):
-            due.append(worker)
-    return due
-
-
 def _charge(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
     """Count a root cause against its worker and its node."""
     record = job.roles[role.name]
@@ -314,7 +298,7 @@ def _store_failed(step: MasterStep, job: JobRecord, store: WorkerRecord, failure
 
 
 def _store_waits(step: MasterStep, job: JobRecord, store: WorkerRecord, failure: Failure) -> bool:
-    """Call `_waits` for each elastic role that still works; return True if any waits."""
+    """Call `_waits` for each elastic role, also behind one that waits; return True if any waits."""
     waits = [_waits(step, job, role, store, failure) for role in job.elastic_roles()]
     return any(waits)
 
@@ -335,10 +319,9 @@ def _replace_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Non
         jobs.fail(step, job, store, store.failure, *refusal)
         return
     job.num_charged_restarts += 1
-    count_job(job)
     why = f"job restarts: {cause}"
     step.decide("job-restarts", why, job)
-    job_queue.requeue_unless(step, job, restart(step, job, all_workers(job), why, delay))
+    job_queue.requeue_unless(step, job, restart_job(step, job, why, delay))
 
 
 def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:

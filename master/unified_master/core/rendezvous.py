@@ -44,8 +44,7 @@ def store_of(job: JobRecord) -> WorkerRecord:
 
 
 def is_store_ready(job: JobRecord) -> bool:
-    store = job.store
-    return store is None or (store.is_desired and store.state is WorkerState.READY and store.store_port > 0)
+    return job.store is None or (is_ready(job.store) and job.store.store_port > 0)
 
 
 def give_orders(step: MasterStep, job: JobRecord) -> None:
@@ -61,13 +60,12 @@ def give_orders(step: MasterStep, job: JobRecord) -> None:
                     _order_simple(step, job, role, worker)
 
 
-def is_ready(job: JobRecord, worker: WorkerRecord) -> bool:
-    """Return True if the worker needs no more time to begin, or has ended well already."""
-    return worker.has_ended_well or (worker.is_desired and worker.state is WorkerState.READY)
+def is_ready(worker: WorkerRecord) -> bool:
+    return worker.is_desired and worker.state is WorkerState.READY
 
 
 def _awaits_order(worker: WorkerRecord) -> bool:
-    return worker.is_desired and worker.state is WorkerState.READY and worker.run is None
+    return is_ready(worker) and worker.run is None
 
 
 def _seal(step: MasterStep, job: JobRecord, role: RoleSpec, workers: list[WorkerRecord]) -> None:

@@ -53,13 +53,18 @@ def begin(step: MasterStep, job: JobRecord, pending: PendingRestart, delay_s: fl
         record.suspect = record.pending = ""
         step.cluster.timers.cancel(("settle", job.job_id, name))
     step.touch_job(job)
-    _begin_later(step, job, delay_s)
+    begin_at = max(step.now + delay_s, job.restart_at or 0.0)
+    if begin_at <= step.now:
+        begin_held(step, job)
+    else:
+        job.restart_at = begin_at
+        step.cluster.timers.arm(("restart", job.job_id), begin_at)
 
 
-def restart_job(step: MasterStep, job: JobRecord, reason: str) -> PlacementPlan:
+def restart_job(step: MasterStep, job: JobRecord, reason: str, delay_s: float = 0.0) -> PlacementPlan:
     """Restart all workers, the job back to INIT."""
     count_job(job)
-    return restart(step, job, all_workers(job), reason)
+    return restart(step, job, all_workers(job), reason, delay_s)
 
 
 def count_job(job: JobRecord) -> None:
@@ -85,15 +90,6 @@ def begin_held(step: MasterStep, job: JobRecord) -> None:
     rendezvous.settle_store(step, job, "its last life or its node is gone")
 
 
-def _begin_later(step: MasterStep, job: JobRecord, delay_s: float) -> None:
-    begin_at = max(step.now + delay_s, job.restart_at or 0.0)
-    if begin_at <= step.now:
-        begin_held(step, job)
-        return
-    job.restart_at = begin_at
-    step.cluster.timers.arm(("restart", job.job_id), begin_at)
-
-
 def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str], list[Unit]]:
     """Return all workers that must restart with `names`, and the units that must move.
 
@@ -106,7 +102,12 @@ def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str],
         names |= unfinished_elastic(job)
     while True:
         before = len(names)
-        moving = [unit for unit in units if _in(unit, names) and _must_move(step, job, unit)]
+        moving = [
+            unit
+            for unit in units
+            if any(member.worker in names for member in unit.members)
+            and not all(_has_good_place(step, job, job.workers[member.worker]) for member in unit.members)
+        ]
         names.update(member.worker for unit in moving for member in unit.members)
         roles = {job.workers[name].role for name in names}
         for worker in job.workers.values():
@@ -143,14 +144,6 @@ def _moving_store(step: MasterStep, job: JobRecord) -> list[Unit]:
         return []
     incarnations.end(step, job, store)
     return [unit]
-
-
-def _in(unit: Unit, names: set[str]) -> bool:
-    return any(member.worker in names for member in unit.members)
-
-
-def _must_move(step: MasterStep, job: JobRecord, unit: Unit) -> bool:
-    return any(not _has_good_place(step, job, job.workers[member.worker]) for member in unit.members)
 
 
 def _has_good_place(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> bool:

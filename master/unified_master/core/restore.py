@@ -10,7 +10,7 @@ import msgspec
 from unified.errors import UnifiedError
 from unified.job.spec import JobSpec
 from unified.protocol.records import EventRecord, NodeState, WorkerState
-from unified_master.core import directory, incarnations
+from unified_master.core import incarnations
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
 from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep, count
@@ -86,15 +86,19 @@ def _jobs(step: MasterStep, by_kind: dict[str, dict[str, bytes]]) -> None:
     for worker in sorted(workers, key=lambda worker: (order.get((worker.job_id, worker.role), 1 << 30), worker.rank)):
         if (owner := step.cluster.jobs.get(worker.job_id)) is not None:
             owner.workers[worker.name] = worker
-            _worker(step, owner, worker)
+            _worker(step, worker)
     for job in step.cluster.jobs.values():
-        directory.remember_holders(job)
-        _timers(step, job)
+        job.holders = {name: worker.name for worker in job.workers.values() for name in worker.names}
+        if job.restart_at is not None:
+            step.cluster.timers.arm(("restart", job.job_id), job.restart_at)
+        for suspected in (role.name for role in job.roles.values() if role.suspect):
+            until = step.now + step.cluster.intervals.settle_s
+            step.cluster.timers.arm(("settle", job.job_id, suspected), until)
         step.to_advance[job.job_id] = None
     step.wants_schedule = True
 
 
-def _worker(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
+def _worker(step: MasterStep, worker: WorkerRecord) -> None:
     """Put a worker back on its node: its allocation, and its incarnation that is desired or has yet to go."""
     node = step.cluster.nodes.get(worker.node)
     if node is None:
@@ -107,12 +111,3 @@ def _worker(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
             step.cluster.timers.arm(incarnations.start_timer(worker), step.now + step.cluster.intervals.start_s)
     elif worker.incarnation >= 0 and worker.state is not WorkerState.EXITED and node.state is NodeState.ALIVE:
         incarnations.expect_end(node, worker.life, worker.allocation)
-
-
-def _timers(step: MasterStep, job: JobRecord) -> None:
-    if job.restart_at is not None:
-        step.cluster.timers.arm(("restart", job.job_id), job.restart_at)
-    for role in job.roles.values():
-        if role.suspect:
-            until = step.now + step.cluster.intervals.settle_s
-            step.cluster.timers.arm(("settle", job.job_id, role.name), until)

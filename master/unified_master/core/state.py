@@ -310,9 +310,9 @@ class ParkedRead(Value, frozen=True, kw_only=True):
 class Cluster:
     """The whole state of the master."""
 
-    def __init__(self, intervals: Intervals) -> None:
+    def __init__(self, intervals: Intervals, relay: str) -> None:
         self.intervals = intervals
-        self.relay = ""
+        self.relay = relay
         """Address of the bus relay; empty if there is none."""
         self.term = 0
         """Number of terms before this one; keeps generations and versions rising."""
@@ -337,9 +337,6 @@ class Cluster:
     def first_number(self) -> int:
         """First generation and version of this term."""
         return self.term << 32
-
-    def usable_nodes(self) -> list[NodeRecord]:
-        return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].is_usable]
 
     def alive_nodes(self) -> list[NodeRecord]:
         """Return the nodes believed alive, heard from in this term or not."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unified.protocol.client_master import JobLine, JobStatus, NodeStatus, RoleStatus, Story, WorkerStatus
-from unified.protocol.records import EventRecord, NodeResources, WorkerState
+from unified.protocol.records import NodeResources, WorkerState
 from unified_master.core.scheduling.node_capacity import EPSILON, NodeCapacity
 from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
 
@@ -73,25 +73,16 @@ def story(cluster: Cluster, job: JobRecord, worker: WorkerRecord | None, limit: 
     """Return the events of a job, or those that concern one worker: its own, its role's and the whole job's."""
     events = list(cluster.events.get(job.job_id, ()))
     if worker is not None:
-        events = [event for event in events if _concerns(event, worker)]
+        of_worker = ("", worker.name)
+        of_role = ("", worker.role)
+        events = [event for event in events if event.worker in of_worker and (event.worker or event.role in of_role)]
     return Story(events=events[-limit:] if limit > 0 else [])
-
-
-def _concerns(event: EventRecord, worker: WorkerRecord) -> bool:
-    if event.worker:
-        return event.worker == worker.name
-    return not event.role or event.role == worker.role
-
-
-def _state(job: JobRecord, worker: WorkerRecord) -> WorkerState:
-    """Return the state of the worker's newest life, or PENDING if another is to come and has not begun."""
-    is_coming = worker.is_held or job.is_waiting or worker.incarnation < 0
-    return WorkerState.PENDING if is_coming else worker.state
 
 
 def _worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> WorkerStatus:
     role = job.spec.role(worker.role)
     node = cluster.nodes.get(worker.node)
+    is_coming = worker.is_held or job.is_waiting or worker.incarnation < 0
     return WorkerStatus(
         name=worker.name,
         role=worker.role,
@@ -99,7 +90,7 @@ def _worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> Wo
         local_rank=worker.rank % role.per_group,
         node_rank=worker.rank // role.per_group,
         incarnation=max(0, worker.incarnation),
-        state=_state(job, worker),
+        state=WorkerState.PENDING if is_coming else worker.state,
         node=worker.node,
         address=node.info.address if node is not None else "",
         pid=worker.pid,
@@ -116,7 +107,7 @@ def _free(node: NodeRecord) -> NodeResources:
     has = node.info.resources
     left = NodeCapacity(node.name, has, "GPU", len(has.devices))
     for allocation in node.held():
-        left.subtract(allocation, is_own=False)
+        left.subtract(allocation)
     return NodeResources(
         cpu=max(0.0, left.cpu),
         memory_mb=max(0.0, left.memory_mb),

@@ -110,12 +110,13 @@ def _where(counts: Counter[str]) -> str:
 
 def _sharing(job: JobRecord) -> str:
     """Return which elastic roles share nodes although the job may use more, because there was no room."""
-    shared = []
+    text = ""
     for role in job.elastic_roles():
         num_nodes = len({worker.node for worker in job.ranks(role.name)})
         if num_nodes < min(role.num_groups, job.spec.node_num):
-            shared.append(f"; the {role.num_groups} groups of role {role.name} share {count(num_nodes, 'node')}")
-    return "".join(f"{text}, for want of room on others" for text in shared)
+            shared = f"the {role.num_groups} groups of role {role.name} share {count(num_nodes, 'node')}"
+            text += f"; {shared}, for want of room on others"
+    return text
 
 
 def _wait(step: MasterStep, job: JobRecord, reason: str) -> None:

@@ -30,9 +30,6 @@ class Unit(Value, frozen=True, kw_only=True):
 
     label: str
     """``role trainer`` or ``roles actor, rollout``."""
-    index: int
-    count: int
-    """Units with this label."""
     members: tuple[Member, ...]
     isolation: str = ""
     """Nodes that the unit may be on: those with this resource, of which each member takes 1, or with this label, which
@@ -104,7 +101,8 @@ class NodeCapacity:
     def allocate(self, unit: Unit, allocations: Mapping[str, Allocation]) -> None:
         """Subtract what a unit of the job holds here, as `fit` said."""
         for allocation in allocations.values():
-            self.subtract(allocation, is_own=True)
+            self.subtract(allocation)
+            self.own.update(allocation.devices)
         if not unit.is_control:
             for member in unit.members:
                 self.note_own(member.role)
@@ -114,8 +112,8 @@ class NodeCapacity:
         self.is_used = True
         self.ranks[role] = self.ranks.get(role, 0) + 1
 
-    def subtract(self, allocation: Allocation, *, is_own: bool) -> None:
-        """Subtract what a worker holds; `is_own` if it is of the job that is placed."""
+    def subtract(self, allocation: Allocation) -> None:
+        """Subtract what a worker holds."""
         self.cpu -= allocation.cpu
         self.memory_mb -= allocation.memory_mb
         self.disk_mb -= allocation.disk_mb
@@ -125,8 +123,6 @@ class NodeCapacity:
             if key in self.devices:
                 self.num_free -= self.devices[key] > 1 - EPSILON
                 self.devices[key] = max(0.0, self.devices[key] - allocation.share)
-        if is_own:
-            self.own.update(allocation.devices)
         self.num_workers += 1
 
     @property
@@ -198,27 +194,24 @@ def free_capacity(node: NodeRecord, job: JobRecord, *, is_empty: bool) -> NodeCa
     spec, info = job.spec, node.info
     capacity = NodeCapacity(node.name, info.resources, spec.accelerator_type, spec.device_per_node, info.labels)
     if not is_empty:
+        for allocation in node.held():
+            capacity.subtract(allocation)
         for (owner, worker), allocation in node.allocations.items():
-            capacity.subtract(allocation, is_own=owner == job.job_id)
-            if owner == job.job_id and worker != STORE:
-                capacity.note_own(parse_worker(worker).role)
-        for leaving in node.leaving.values():
-            if leaving.allocation is not None and leaving.life[:2] not in node.allocations:
-                capacity.subtract(leaving.allocation, is_own=False)
+            if owner == job.job_id:
+                capacity.own.update(allocation.devices)
+                if worker != STORE:
+                    capacity.note_own(parse_worker(worker).role)
     return capacity
 
 
 def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:
     """Return the devices that a job of this type draws from."""
-    virtual = [device.index for device in resources.devices if device.kind == "virtual"]
-    real = [device.index for device in resources.devices if device.kind != "virtual"]
+    virtual = [("device", device.index) for device in resources.devices if device.kind == "virtual"]
     if accelerator_type == "CPU":
-        if not virtual:
-            return [("slot", number) for number in range(int(resources.cpu))]
-        return [("device", index) for index in virtual]
+        return virtual or [("slot", number) for number in range(int(resources.cpu))]
     if accelerator_type not in ("GPU", "TPU"):
         raise InvariantError(f"accelerator type {accelerator_type!r} passed the door; it is none of GPU, CPU, TPU.")
-    return [("device", index) for index in real or virtual]
+    return [("device", device.index) for device in resources.devices if device.kind != "virtual"] or virtual
 
 
 def _preference(

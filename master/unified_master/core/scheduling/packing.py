@@ -58,7 +58,7 @@ def plan(
     packed, those without are spread.
 
     Args:
-        open_rooms: gives the nodes that may be used, each call anew: an attempt that fails has used them up in part.
+        open_nodes: gives the nodes that may be used, each call anew: an attempt that fails has used them up in part.
         max_nodes: how many of them the job's workers may be on; None: all. Those that they are on already count.
     """
     if not (nodes := open_nodes()):
@@ -94,7 +94,7 @@ def _attempt(
     """Place each unit on the node that suits it best. Nodes that the job may no more begin to use are left out."""
     every = {node.name: node for node in nodes}
     num_used = sum(node.is_used for node in nodes)
-    left = every if num_used < bound else _used(every)
+    left = every if num_used < bound else {name: node for name, node in every.items() if node.is_used}
     assignments: list[Assignment] = []
     placed: dict[str, int] = {}
     shape: Shape | None = None
@@ -121,7 +121,7 @@ def _attempt(
         assignments += _assign(node, unit)
         placed[unit.label] = placed.get(unit.label, 0) + 1
         if is_last:
-            left, shape = _used(every), None
+            left, shape = {name: node for name, node in every.items() if node.is_used}, None
         elif (offer := _offer(node, unit, is_spread=is_spread)) is not None:
             heapq.heappush(offers, offer)
     return PlacementPlan(assignments=tuple(assignments))
@@ -217,11 +217,6 @@ def _node_for_control(nodes: Iterable[NodeCapacity], unit: Unit) -> NodeCapacity
     return min(fitting, key=lambda node: (not node.is_used, node.num_workers, node.name), default=None)
 
 
-def _used(nodes: dict[str, NodeCapacity]) -> dict[str, NodeCapacity]:
-    """Return the nodes that the job has workers on."""
-    return {name: node for name, node in nodes.items() if node.is_used}
-
-
 def _in_order(units: Sequence[Unit], *, control_first: bool) -> list[Unit]:
     """Sort the largest first, because small ones find a place later; units of one shape stay in a row."""
     largest_first = sorted(units, key=_size, reverse=True)
@@ -259,10 +254,11 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
     if not nodes:
         pair = "label" if "=" in unit.isolation else "resource or label"
         return f"{unit.label} may only be on a node with the {pair} {unit.isolation!r}, and there is none"
-    need = _devices_needed(unit)
+    shares = [member.needs.accelerator for member in unit.members if 0 < member.needs.accelerator < 1 - EPSILON]
+    need = _whole_devices(unit) + sum(shares)
     if need > 0 and all(node.choose_devices(unit) is None for node in nodes):
         whole = math.ceil(need - EPSILON)
-        wanted = f"{needs} {_devices(need)}"
+        wanted = f"{needs} {'1 device' if abs(need - 1) < EPSILON else f'{round(need, 4):g} devices'}"
         if whole > (cap := nodes[0].device_cap):
             return f"{wanted}; the job may use {cap} of a node (device_per_node)"
         free = {node.name: float(node.free_devices) for node in nodes}
@@ -302,16 +298,6 @@ def _at_most(need: float, word: str, free: dict[str, float], total: dict[str, fl
     freest = max(free, key=lambda node: (free[node], _reversed(node)))
     has = f"the largest free node {freest} has {max(0.0, free[freest]):g}"
     return f"there is room for {num_placed} of them, after which {has}" if num_placed else has
-
-
-def _devices_needed(unit: Unit) -> float:
-    """Return the devices of one unit: whole ones, and the sum of the shares."""
-    shares = [member.needs.accelerator for member in unit.members if 0 < member.needs.accelerator < 1 - EPSILON]
-    return _whole_devices(unit) + sum(shares)
-
-
-def _devices(need: float) -> str:
-    return "1 device" if abs(need - 1) < EPSILON else f"{round(need, 4):g} devices"
 
 
 def _reversed(name: str) -> tuple[int, ...]:

@@ -20,9 +20,8 @@ def units_of(spec: JobSpec) -> list[Unit]:
     units: list[Unit] = []
     for names in together.values():
         roles = [spec.role(name) for name in names]
-        number = max(role.num_groups for role in roles)
         label = f"role {names[0]}" if len(names) == 1 else f"roles {', '.join(names)} (collocated)"
-        for index in range(number):
+        for index in range(max(role.num_groups for role in roles)):
             members = [
                 Member(worker=role.worker(rank), role=role.name, local_rank=rank % role.per_group, needs=role.resources)
                 for role in roles
@@ -32,8 +31,6 @@ def units_of(spec: JobSpec) -> list[Unit]:
                 units.append(
                     Unit(
                         label=label,
-                        index=index,
-                        count=number,
                         members=tuple(members),
                         isolation=spec.worker_isolation_resource,
                         elastic=tuple(role.name for role in roles if role.kind == "elastic"),
@@ -50,8 +47,6 @@ def control_unit(spec: JobSpec) -> Unit | None:
     needs = Resources(cpu=spec.master_cpu, memory_mb=spec.master_memory_mb)
     return Unit(
         label="the store host of the job",
-        index=0,
-        count=1,
         members=(Member(worker=STORE, role="", local_rank=0, needs=needs),),
         isolation=spec.master_isolation_resource,
         is_control=True,
@@ -66,7 +61,7 @@ def all_units(spec: JobSpec) -> list[Unit]:
 
 def place(cluster: Cluster, job: JobRecord, units: Sequence[Unit], *, is_empty: bool = False) -> PlacementPlan:
     """Plan on the nodes that the job may use; with `is_empty`, on the alive cluster as if nothing ran on it."""
-    nodes = cluster.alive_nodes() if is_empty else cluster.usable_nodes()
+    nodes = [node for node in cluster.alive_nodes() if is_empty or node.is_usable]
     allowed = [node for node in nodes if node.name not in job.excluded]
     found = plan(units, lambda: [free_capacity(node, job, is_empty=is_empty) for node in allowed], job.spec.node_num)
     if found.fits:

@@ -200,7 +200,7 @@ def test_no_nodes_no_place() -> None:
 def test_claims_of_others_make_a_room_smaller() -> None:
     capacity = NodeCapacity("n1", node(cpu=4, devices=2, MR=1), "GPU", 8)
     allocation = Allocation(cpu=3, memory_mb=10, user_defined={"MR": 1.0}, devices=(("device", 0),), share=0.5)
-    capacity.subtract(allocation, is_own=False)
+    capacity.subtract(allocation)
     assert (capacity.cpu, capacity.memory_mb, capacity.user_defined["MR"], capacity.free_devices) == (1, 990, 0, 1)
     (unit,) = units_of(job(role("a", 1, 0.5)))
     chosen = capacity.choose_devices(unit)
