@@ -142,7 +142,7 @@ class RoleSpec(Value, frozen=True, kw_only=True):
         return self.total // self.per_group
 
     def worker(self, rank: int) -> str:
-        """Return ``{role}_{world_size}-{rank}_{local_world_size}-{local_rank}``, as in ``trainer_4-2_2-0``."""
+        """Return a worker's name, ``{role}_{total}-{rank}_{per_group}-{local_rank}``, as in ``trainer_4-2_2-0``."""
         return f"{self.name}_{self.total}-{rank}_{self.per_group}-{rank % self.per_group}"
 
     @property
