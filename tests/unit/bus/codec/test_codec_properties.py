@@ -5,13 +5,14 @@ import contextlib
 import dataclasses
 import datetime
 import decimal
+import enum
 import fractions
 import gc
 import pathlib
 import tracemalloc
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -66,6 +67,19 @@ class Record:
     content: Any
 
 
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
 def over_the_wire(value: Any) -> Any:
     encoded = encode(value)
     return decode(encoded.body, [memoryview(bytearray(buffer)) for buffer in encoded.buffers])
@@ -75,13 +89,9 @@ def same(one: Any, other: Any) -> bool:
     """Equal, of the same types all the way down, NaN being NaN."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, np.ndarray):
+    if isinstance(one, np.ndarray | np.generic):
         return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-    if isinstance(one, np.generic):
-        return (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
-    if isinstance(one, float):
-        return repr(one) == repr(other)
-    if isinstance(one, complex):
+    if isinstance(one, float | complex):
         return repr(one) == repr(other)
     if isinstance(one, (list, tuple, collections.deque)):
         return len(one) == len(other) and all(map(same, one, other))
@@ -111,6 +121,8 @@ scalars = (
     | st.fractions()
     | st.uuids()
     | st.sampled_from([datetime.UTC, pathlib.PurePosixPath("/a/b"), int, len, ..., NotImplemented, Record])
+    | st.sampled_from([Color.RED, Level.LOW])
+    | st.builds(Point, st.integers(), st.integers())
 )
 numpy_scalars = hnp.scalar_dtypes().flatmap(lambda dtype: hnp.arrays(dtype, ()).map(lambda array: array[()]))
 hashables = st.recursive(
@@ -253,6 +265,19 @@ messages = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | inner.map(encode),
     max_leaves=6,
 )
+
+
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=2))
+def test_rubbish_is_refused_or_some_value(body: bytes, buffers: list[bytes]) -> None:
+    refusal = refusal_of(lambda: decode(body, buffers))
+    assert refusal is None or isinstance(refusal, ProtocolError)
+
+
+@given(values, st.data())
+def test_truncated_bodies_of_any_value_are_refused(value: Any, data: st.DataObject) -> None:
+    body = encode([value]).body
+    with pytest.raises(ProtocolError):
+        decode(body[: data.draw(st.integers(0, len(body) - 1))])
 
 
 @given(messages, st.data())
