@@ -71,11 +71,7 @@ class Bench:
         self.world.run(0.002)
 
     def running(self) -> None:
-        def all_run() -> bool:
-            workers = [worker for worker in self.job.workers.values() if worker.kind == "worker"]
-            return all(worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) for worker in workers)
-
-        self.world.until(all_run, "all workers to run")
+        self.world.until(lambda: all_run(self.job), "all workers to run")
 
     def stopped(self) -> JobRecord:
         self.world.until_stage("job", Stage.STOPPED)
@@ -86,6 +82,11 @@ class Bench:
         assert job.exit_code == 1
         assert job.end is not None
         return job.end.limit
+
+
+def all_run(job: JobRecord) -> bool:
+    workers = [worker for worker in job.workers.values() if worker.kind == "worker"]
+    return all(worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) for worker in workers)
 
 
 ENTRY = EntryPoint(kind="attribute", target="m", attribute="f")

@@ -1,7 +1,6 @@
 """A stand-in for an agent: it converges to the desired set with delays, and does to its workers what a test asks."""
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import msgspec
 
@@ -26,18 +25,6 @@ from unified.protocol.records import Device, Failure, Inbox, NameClaims, NodeRes
 Life = tuple[str, str, int]
 Said = tuple[int, AgentToMaster]
 """Request id and message."""
-
-
-class Agent(Protocol):
-    """What the world needs of an agent; the real core fits behind it."""
-
-    node: str
-
-    @property
-    def next_deadline(self) -> float | None: ...
-    def begin(self, now: float) -> list[Said]: ...
-    def receive(self, now: float, request_id: int, message: MasterToAgent) -> list[Said]: ...
-    def tick(self, now: float) -> list[Said]: ...
 
 
 class SimLife(msgspec.Struct):
@@ -87,7 +74,6 @@ class SimAgent:
         self.never_starts = False
         self._timers: TimerTable[tuple[str, Life | None]] = TimerTable()
         self._graces: dict[str, float] = {}
-        self._port = 40000
 
     @property
     def next_deadline(self) -> float | None:

@@ -4,10 +4,11 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.master import CRASH, ENTRY, all_run
 from tests.support.sim.real_agent import RealAgent
 from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
-from unified.job.spec import Communication, EntryPoint, JobSpec, Resources, RoleSpec
+from unified.job.spec import Communication, JobSpec, Resources, RoleSpec
 from unified.protocol.agent_master import (
     AgentLeaving,
     AgentRefused,
@@ -18,8 +19,7 @@ from unified.protocol.agent_master import (
     RegisterAgent,
 )
 from unified.protocol.client_master import Accepted, Done, Refused, RestartWorkers, StopJob, SubmitJob
-from unified.protocol.records import EventRecord, Failure, Stage, WorkerState
-from unified_master.core.state import JobRecord
+from unified.protocol.records import EventRecord, Failure, Stage
 
 LINE = "----"
 
@@ -101,11 +101,10 @@ class Transcript:
         else:
             self.world.until_stage(words[0], Stage(words[1]))
             if words[1] == "RUNNING":  # which the job is before its workers have their orders
-                self.world.until(lambda: _all_run(self.world.job(words[0])), "all workers to run")
+                self.world.until(lambda: all_run(self.world.job(words[0])), "all workers to run")
 
     def _kill(self, words: list[str], options: dict[str, str]) -> None:
-        failure = Failure(summary="killed by SIGKILL", category="crash", signal=9)
-        self._end(words[0], words[1], failure)
+        self._end(words[0], words[1], CRASH)
 
     def _fail(self, words: list[str], options: dict[str, str]) -> None:
         failure = Failure(
@@ -116,8 +115,8 @@ class Transcript:
         self._end(words[0], words[1], failure)
 
     def _end(self, job: str, short: str, failure: Failure | None) -> None:
-        worker = _worker(self.world, job, short)
-        self.world.say(worker[2], worker[3].end(worker[0], worker[1], failure))
+        job_id, name, node, agent = _worker(self.world, job, short)
+        self.world.say(node, agent.end(job_id, name, failure))
 
     def _finish(self, words: list[str], options: dict[str, str]) -> None:
         for short in words[1:]:
@@ -136,16 +135,12 @@ class Transcript:
         self.world.ask(RestartWorkers(job=words[0], workers=words[1:]))
 
     def _leave(self, words: list[str], options: dict[str, str]) -> None:
-        agent = self.world.agents[words[0]]
-        assert isinstance(agent, SimAgent | RealAgent)
-        self.world.say(words[0], agent.leave())
+        self.world.say(words[0], self.world.agents[words[0]].leave())
         self.world.run(0.01)
         self.world.kill_agent(words[0])
 
     def _stuck(self, words: list[str], options: dict[str, str]) -> None:
-        agent = self.world.agents[words[0]]
-        assert isinstance(agent, SimAgent | RealAgent)
-        agent.is_stuck = True
+        self.world.agents[words[0]].is_stuck = True
 
     def _master(self, words: list[str], options: dict[str, str]) -> None:
         assert words == ["restart"]
@@ -224,11 +219,6 @@ class Transcript:
                 self._write(f"{node}      {life} is gone")
 
 
-def _all_run(job: JobRecord) -> bool:
-    workers = [worker for worker in job.workers.values() if worker.kind == "worker"]
-    return all(worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) for worker in workers)
-
-
 def _orders(one: DesiredWorker) -> str:
     return f"run round {one.run.round} rank {one.run.rank} of {one.run.world_size}:" if one.run else ""
 
@@ -244,9 +234,7 @@ def _short(name: str) -> str:
 def _worker(world: World, job: str, short: str) -> tuple[str, str, str, SimAgent | RealAgent]:
     record = world.job(job)
     found = next(worker for worker in record.workers.values() if _short(worker.name) == short)
-    agent = world.agents[found.node]
-    assert isinstance(agent, SimAgent | RealAgent)
-    return record.job_id, found.name, found.node, agent
+    return record.job_id, found.name, found.node, world.agents[found.node]
 
 
 def _role(name: str, text: str) -> RoleSpec:
@@ -257,7 +245,7 @@ def _role(name: str, text: str) -> RoleSpec:
     return RoleSpec(
         name=name,
         kind="elastic" if "elastic" in words else "simple",
-        entry_point=EntryPoint(kind="attribute", target="m", attribute="f"),
+        entry_point=ENTRY,
         total=int(total),
         resources=Resources(accelerator=device),
         is_driver="not_driver" not in words,

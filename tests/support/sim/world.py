@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from tests.support.invariants.master import check
-from tests.support.sim.sim_agent import Agent, Said, SimAgent
+from tests.support.sim.real_agent import RealAgent
+from tests.support.sim.sim_agent import Said, SimAgent
 from unified.config.settings import Intervals
 from unified.protocol.agent_master import MasterOrder, MasterToAgent
 from unified.protocol.client_master import ClientToMaster, MasterAnswer
@@ -23,15 +24,13 @@ Watch = Callable[[float, str, object], None]
 class World:
     """Runs everything in virtual time, in a fixed order, and checks the master's invariants after every step."""
 
-    def __init__(
-        self, *, intervals: Intervals | None = None, seed: int | None = None, watch: Watch | None = None
-    ) -> None:
-        self.intervals = intervals or Intervals()
+    def __init__(self, *, seed: int | None = None, watch: Watch | None = None) -> None:
+        self.intervals = Intervals()
         self.now = 0.0
         self.num_steps = 0
         self.rng = random.Random(seed) if seed is not None else None
         self.watch = watch or (lambda _now, _who, _what: None)
-        self.agents: dict[str, Agent] = {}
+        self.agents: dict[str, SimAgent | RealAgent] = {}
         self.cut: set[str] = set()
         """Nodes that neither hear nor are heard."""
         self.answers: list[tuple[int, MasterAnswer]] = []
@@ -47,7 +46,7 @@ class World:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def add(self, agent: Agent) -> None:
+    def add(self, agent: SimAgent | RealAgent) -> None:
         """Start an agent; one of the same node that runs is gone, with its workers."""
         self.agents[agent.node] = agent
         self._connection[agent.node] = self._connection.get(agent.node, 0) + 1

@@ -6,28 +6,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
+from tests.support.master import simple
+from unified.job.spec import JobSpec, Resources, RoleSpec
 from unified.protocol.records import Device, NodeResources
 from unified_master.core.scheduling.node_capacity import NodeCapacity, Unit
 from unified_master.core.scheduling.packing import PlacementPlan, plan
 from unified_master.core.scheduling.placement import all_units, units_of
 from unified_master.core.state import Allocation
 
-ENTRY = EntryPoint(kind="attribute", target="m", attribute="f")
-
 
 def role(
     name: str, total: int, accelerator: float = 0, *, per_group: int = 1, collocation: str | None = None, **needs: Any
 ) -> RoleSpec:
-    return RoleSpec(
-        name=name,
-        kind="simple",
-        entry_point=ENTRY,
-        total=total,
-        per_group=per_group,
-        collocation=collocation,
-        resources=Resources(accelerator=accelerator, **needs),
-    )
+    resources = Resources(accelerator=accelerator, **needs)
+    return simple(name, total, per_group=per_group, collocation=collocation, resources=resources)
 
 
 def job(*roles: RoleSpec, device_per_node: int = 8, isolation: str = "") -> JobSpec:
@@ -185,16 +177,16 @@ def test_the_isolation_resource_is_needed_by_every_worker() -> None:
     assert "1 MR" in place(spec, node(), node(MR=1)).reason
 
 
-def test_what_does_not_matter_is_not_counted() -> None:
-    assert place(job(role("a", 50)), node(cpu=0)).fits
-
-
-def test_a_job_without_workers_fits_nowhere_and_everywhere() -> None:
-    assert plan(units_of(job(role("a", 0))), list).fits
-
-
-def test_no_nodes_no_place() -> None:
-    assert not plan(units_of(job(role("a", 1))), list).fits
+@pytest.mark.parametrize(
+    ("spec", "nodes", "fits"),
+    [
+        (job(role("a", 50)), [node(cpu=0)], True),  # what does not matter is not counted
+        (job(role("a", 0)), [], True),
+        (job(role("a", 1)), [], False),
+    ],
+)
+def test_what_fits(spec: JobSpec, nodes: list[NodeResources], fits: bool) -> None:
+    assert place(spec, *nodes).fits is fits
 
 
 def test_claims_of_others_make_a_room_smaller() -> None:
