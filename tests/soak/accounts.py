@@ -33,8 +33,6 @@ OWNERS = {"durable": "vault-0"}
 
 
 class Kill(NamedTuple):
-    """One SIGKILL."""
-
     at: float
     life: Life
 
@@ -220,10 +218,9 @@ def show(result: dict[str, Any]) -> None:
 
 def summary(result: dict[str, Any]) -> dict[str, str]:
     items, calls = result["items"], result["calls"]
-    ends: dict[str, int] = {}
+    ends: Counter[str] = Counter()
     for name, count in calls.items():
-        end = name.partition("/")[2]
-        ends[end] = ends.get(end, 0) + count
+        ends[name.partition("/")[2]] += count
     growths = {name: total for name, (total, _) in result["growth"].items()}
     most = sorted(growths, key=lambda name: growths[name], reverse=True)[:4]
     return {

@@ -1,5 +1,6 @@
 """Memory and descriptors of every process of a cluster over time, and whether they grow. The judgement is pure."""
 
+import contextlib
 import itertools
 import os
 import statistics
@@ -80,10 +81,8 @@ def shared_files(inboxes: Collection[str]) -> list[Path]:
 def _shared_mib(inboxes: Collection[str]) -> float:
     total = 0
     for path in shared_files(inboxes):
-        try:
+        with contextlib.suppress(OSError):  # it has just gone
             total += path.stat().st_blocks * 512
-        except OSError:
-            continue
     return total / MIB
 
 

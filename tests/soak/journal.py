@@ -33,8 +33,6 @@ class Life(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """One line."""
-
     life: Life
     at: float
     word: str
