@@ -33,18 +33,13 @@ class Snippet(NamedTuple):
     is_run: bool
 
 
-def snippets() -> list[Snippet]:
-    found = []
-    for page in PAGES:
-        text = page.read_text()
-        for block in FENCE.finditer(text):
-            if block["language"] == "python":
-                line = text.count("\n", 0, block.start()) + 1
-                found.append(Snippet(f"{page.relative_to(ROOT)}:{line}", block["code"], "run" in block["note"].split()))
-    return found
+def snippet_of(page: Path, block: re.Match[str]) -> Snippet:
+    line = block.string.count("\n", 0, block.start()) + 1
+    return Snippet(f"{page.relative_to(ROOT)}:{line}", block["code"], "run" in block["note"].split())
 
 
-SNIPPETS = snippets()
+BLOCKS = [(page, block) for page in PAGES for block in FENCE.finditer(page.read_text())]
+SNIPPETS = [snippet_of(page, block) for page, block in BLOCKS if block["language"] == "python"]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.where)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORES = {
-    "unified.core": "unified",
-    "unified.queue.core": "unified",
-    "unified_agent.core": "agent",
-    "unified_master.core": "master",
-}
+CORES = ["unified.core", "unified.queue.core", "unified_agent.core", "unified_master.core"]
 PACKAGES = {"unified": ROOT, "unified_agent": ROOT / "agent", "unified_master": ROOT / "master"}
+MODULES = {
+    ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): file
+    for package, base in PACKAGES.items()
+    for file in sorted((base / package).rglob("*.py"))
+}
 IMPURE = {"asyncio", "multiprocessing", "psutil", "socket", "sqlite3", "ssl", "subprocess", "zmq"}
 HEAVY = {"numpy", "omegaconf", "pydantic", "rich", "torch", "typer", "zmq"}
 
@@ -33,12 +33,6 @@ def loaded_by(*modules: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-def modules_below(package: str, folder: str) -> list[str]:
-    base = ROOT / (folder if folder != "unified" else "")
-    files = sorted((base / package.replace(".", "/")).rglob("*.py"))
-    return [".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__") for file in files]
-
-
 def test_imports_point_down() -> None:
     linter = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([str(linter)], capture_output=True, text=True, cwd=ROOT)
@@ -47,21 +41,16 @@ def test_imports_point_down() -> None:
 
 def imports() -> dict[str, set[str]]:
     """Modules of ours that each of our modules imports: at the top, in a function or under TYPE_CHECKING."""
-    files = {
-        ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): file
-        for package, base in PACKAGES.items()
-        for file in (base / package).rglob("*.py")
-    }
     found: dict[str, set[str]] = {}
-    for module, file in files.items():
+    for module, file in MODULES.items():
         names: set[str] = set()
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 names |= {each.name for each in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 inner = {f"{node.module}.{each.name}" for each in node.names}
-                names |= (inner & files.keys()) | ({node.module} if inner - files.keys() else set())
-        found[module] = names & files.keys() - {module}
+                names |= (inner & MODULES.keys()) | ({node.module} if inner - MODULES.keys() else set())
+        found[module] = names & MODULES.keys() - {module}
     return found
 
 
@@ -74,14 +63,14 @@ def test_no_imports_go_in_a_circle() -> None:
 
 @pytest.mark.parametrize("package", CORES)
 def test_core_loads_nothing_that_does_io(package: str) -> None:
-    modules = modules_below(package, CORES[package])
+    modules = [module for module in MODULES if f"{module}.".startswith(f"{package}.")]
     assert modules, f"{package} was not found"
     assert not loaded_by(*modules) & (IMPURE | HEAVY)
 
 
 def test_every_core_is_kept_pure_by_ruff() -> None:
-    for package, folder in CORES.items():
-        base = ROOT / (folder if folder != "unified" else "") / package.replace(".", "/")
+    for package in CORES:
+        base = MODULES[package].parent
         assert "TID251" in (base / "ruff.toml").read_text(), f"{base}/ruff.toml bans nothing"
 
 
