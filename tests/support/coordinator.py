@@ -139,8 +139,8 @@ def worker(name: str, life: int = 0, **fields: Any) -> RegisterWorker:
     return RegisterWorker(**{"worker_id": name, "session": f"{name}/{life}", "rank": rank, "world_size": 4, **fields})
 
 
-def killed(name: str, space: str = "") -> WorkerGone:
-    return WorkerGone(space=space, worker_id=name, reason="it was killed by signal 9")
+def killed(name: str) -> WorkerGone:
+    return WorkerGone(space="", worker_id=name, reason="it was killed by signal 9")
 
 
 def wait(

@@ -95,6 +95,12 @@ def fake_master() -> Iterator[FakeMaster]:
     master.close()
 
 
+def worker_status(rank: int = 0, role: str = "trainer", **fields: Any) -> WorkerStatus:
+    """Return a worker that runs, with values for what `fields` leaves open."""
+    place = {"name": f"{role}_1-{rank}_1-0", "local_rank": 0, "node_rank": 0, "incarnation": 0}
+    return WorkerStatus(**{"role": role, "rank": rank, "state": WorkerState.RUNNING, **place, **fields})
+
+
 WORKER = "trainer_1-0_1-0"
 RESOURCES = NodeResources(cpu=8, memory_mb=16384, disk_mb=0, devices=[Device(index=0, kind="virtual")])
 
@@ -133,18 +139,9 @@ class Job:
         )
 
     def worker(self, rank: int) -> WorkerStatus:
-        return WorkerStatus(
-            name=f"trainer_{self.num_workers}-{rank}_1-0",
-            role="trainer",
-            rank=rank,
-            local_rank=0,
-            node_rank=0,
-            incarnation=0,
-            state=WorkerState.EXITED if self.stage == Stage.STOPPED else WorkerState.RUNNING,
-            node="n1",
-            pid=77,
-            progress=Progress(step=3, total=10),
-        )
+        name = f"trainer_{self.num_workers}-{rank}_1-0"
+        state = WorkerState.EXITED if self.stage == Stage.STOPPED else WorkerState.RUNNING
+        return worker_status(rank, name=name, state=state, node="n1", pid=77, progress=Progress(step=3, total=10))
 
     def respond(self, message: ClientToMaster) -> MasterAnswer:
         match message:

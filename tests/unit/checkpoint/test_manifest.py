@@ -3,6 +3,8 @@
 import gzip
 import sys
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,16 +79,21 @@ def test_a_manifest_under_another_name_or_of_a_later_version_is_refused() -> Non
         m.decode(m.encode(m.make_manifest([], step=3, format=99)), "step-000003.json")
 
 
-@pytest.mark.parametrize("metadata", [{"a": object()}, {"a": float("nan")}])
-def test_metadata_that_json_cannot_say_is_refused(metadata: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="step 3"):
-        m.encode(m.make_manifest([], step=3, metadata=metadata))
+def encode(metadata: dict[str, object]) -> bytes:
+    return m.encode(m.make_manifest([], step=3, metadata=metadata))
 
 
-@pytest.mark.parametrize("step", [-1, True, 1.0, "1", None])
-def test_other_things_are_no_steps(step: object) -> None:
-    with pytest.raises(UsageError, match="whole number"):
-        m.check_step(step)
+@pytest.mark.parametrize(
+    ("use", "value", "message"),
+    [
+        *((encode, {"a": value}, "step 3") for value in (object(), float("nan"))),
+        *((m.check_step, step, "whole number") for step in (-1, True, 1.0, "1", None)),
+        *((BytesPayload, b"", "0 bytes"), (BytesPayload, None, "NoneType"), (BytesPayload, {"w": 1}, "state dict")),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_at_once(use: Callable[[Any], object], value: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        use(value)
 
 
 def test_what_is_stored_is_compared_with_what_was_saved() -> None:
@@ -158,12 +165,6 @@ def test_data_that_may_change_are_copied() -> None:
     payload = BytesPayload(data)
     data[:] = b"after!"
     assert b"".join(payload.chunks()) == b"before"
-
-
-@pytest.mark.parametrize(("data", "word"), [(b"", "0 bytes"), (None, "NoneType"), ({"w": 1}, "state dict")])
-def test_what_cannot_be_saved_is_refused_at_once(data: object, word: str) -> None:
-    with pytest.raises(UsageError, match=word):
-        BytesPayload(data)
 
 
 def test_compressed_passes_chunks_through_as_they_are() -> None:

@@ -12,11 +12,9 @@ NOW = 10_000.0
 OLD = NOW - ORPHANED_AFTER_S - 1
 
 
-def checkpoint(
-    step: int, *, token: str = "t", size: int = 10, stored: int | None = 10
-) -> tuple[Manifest, list[StoredObject]]:
+def checkpoint(step: int, *, stored: int | None = 10) -> tuple[Manifest, list[StoredObject]]:
     """A checkpoint and its objects; `stored` is how many bytes are there of its part, None: it is gone."""
-    part = Part(key=part_name(step, token), size_bytes=size, checksum="crc32:00000000")
+    part = Part(key=part_name(step, "t"), size_bytes=10, checksum="crc32:00000000")
     objects = [StoredObject(key=manifest_name(step), size_bytes=100, modified_at=OLD)]
     if stored is not None:
         objects.append(StoredObject(key=part.key, size_bytes=stored, modified_at=OLD))

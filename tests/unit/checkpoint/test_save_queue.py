@@ -9,13 +9,9 @@ from unified.core.backoff import Backoff
 from unified.errors import InvariantError
 
 
-def make_queue(when_full: WhenFull = "newest", max_waiting: int = 2, max_waiting_bytes: int = 10) -> SaveQueue[int]:
+def make_queue(when_full: WhenFull = "newest", max_waiting: int = 2) -> SaveQueue[int]:
     return SaveQueue(
-        max_waiting=max_waiting,
-        max_waiting_bytes=max_waiting_bytes,
-        when_full=when_full,
-        max_tries=3,
-        backoff=Backoff(first_s=1.0),
+        max_waiting=max_waiting, max_waiting_bytes=10, when_full=when_full, max_tries=3, backoff=Backoff(first_s=1.0)
     )
 
 

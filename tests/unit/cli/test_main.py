@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.fake_master import worker_status
 from unified.cli.job_control import parse_arguments, to_json
 from unified.cli.main import COMMANDS, Command, guarded, main
 from unified.cli.show import NODE_HEADER, _node_row, status_lines, table
 from unified.cli.submit import load_job
 from unified.errors import ClusterError, RefusedError, UsageError
-from unified.protocol.client_master import JobStatus, NodeStatus, RoleStatus, WorkerStatus
+from unified.protocol.client_master import JobStatus, NodeStatus, RoleStatus
 from unified.protocol.records import Device, NodeResources, NodeState, Stage, WorkerState
 
 
@@ -174,18 +175,7 @@ def test_a_common_list_of_nodes_fits_80_columns() -> None:
 
 
 def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many() -> None:
-    def worker(rank: int) -> WorkerStatus:
-        return WorkerStatus(
-            name=f"t_50-{rank}_50-{rank}",
-            role="t",
-            rank=rank,
-            local_rank=rank,
-            node_rank=0,
-            incarnation=0,
-            state=WorkerState.STARTING if rank == 49 else WorkerState.RUNNING,
-            node="n1",
-        )
-
+    workers = [worker_status(rank, "t", name=f"t_50-{rank}_50-{rank}", node="n1") for rank in range(49)]
     status = JobStatus(
         job_id="a-1",
         name="a",
@@ -194,7 +184,7 @@ def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many
         reason="all run",
         submitted_at=1000.0,
         roles=[RoleStatus(name="t", kind="simple", total=50, is_driver=True)],
-        workers=[worker(rank) for rank in range(50)],
+        workers=[*workers, worker_status(49, "t", name="t_50-49_50-49", node="n1", state=WorkerState.STARTING)],
     )
     lines = status_lines(status, 1012.0)
     assert lines[:2] == ["job a-1 is RUNNING, for 12 s", "  all run"]

@@ -6,12 +6,13 @@ import os
 
 import pytest
 
+from tests.support.fake_master import worker_status
 from unified.client.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
 from unified.client.logs import Output, OutputSource, Stream
 from unified.client.terminal import lasting, printable
 from unified.errors import UsageError
-from unified.protocol.client_master import JobStatus, RoleStatus, WorkerStatus
-from unified.protocol.records import Progress, Stage, WorkerState
+from unified.protocol.client_master import JobStatus, RoleStatus
+from unified.protocol.records import Progress, Stage
 
 
 class Terminal(io.StringIO):
@@ -24,16 +25,7 @@ def said(text: str, stream: Stream = "out") -> list[Output]:
 
 
 def running(step: int, restarts: int = 0, reason: str = "all workers run", stage: Stage = Stage.RUNNING) -> JobStatus:
-    worker = WorkerStatus(
-        name="trainer_1-0_1-0",
-        role="trainer",
-        rank=0,
-        local_rank=0,
-        node_rank=0,
-        incarnation=0,
-        state=WorkerState.RUNNING,
-        progress=Progress(step=step, total=10, metrics={"loss": 1.5}),
-    )
+    worker = worker_status(progress=Progress(step=step, total=10, metrics={"loss": 1.5}))
     role = RoleStatus(name="trainer", kind="elastic", total=1, is_driver=True, round=1, num_restarts=restarts)
     return JobStatus(
         job_id="gpt-1", name="gpt", stage=stage, version=step, reason=reason, roles=[role], workers=[worker]

@@ -57,33 +57,32 @@ def status(num_workers: int) -> JobStatus:
     return JobStatus(job_id="j", name="j", stage=Stage.RUNNING, version=1, reason="", roles=[role], workers=[])
 
 
-def test_a_file_gets_what_was_printed_and_nothing_else() -> None:
-    odd = b"\x1b[31mred\x1b[0m \xff\x00 \t end\n"
-    assert written(Output(A, odd.decode("utf-8", "surrogateescape"))) == odd
+ODD = b"\x1b[31mred\x1b[0m \xff\x00 \t end\n"
+BEGUN = [Output(A, "load"), Output(A, is_quiet=True)]
+CUT = Output(A, "half a li", is_end=True)
 
 
-def test_lines_of_several_workers_do_not_mix() -> None:
-    assert written(Output(A, "one\ntw"), Output(B, "uno\nd"), Output(A, "o\n"), Output(B, "os\n")) == (
-        b"one\nuno\ntwo\ndos\n"
-    )
-
-
-def test_a_line_that_does_not_go_on_is_shown_and_written_whole_when_others_broke_in() -> None:
-    begun = [Output(A, "load"), Output(A, is_quiet=True)]
-    assert written(*begun, Output(A, "ing\n")) == b"loading\n"
-    assert written(*begun, Output(B, "uno\n"), Output(A, "ing\n")) == b"load\nuno\nloading\n"
-    assert written(*begun, Output(B, "uno\n")) == b"load\nuno\n"
-
-
-def test_what_a_crash_cut_off_is_there_and_others_begin_a_line() -> None:
-    assert written(Output(A, "half a li", is_end=True)) == b"half a li"
-    assert written(Output(A, "half a li", is_end=True), Output(B, "uno\n")) == b"half a li\nuno\n"
-    assert written(Output(A, "half a li")) == b"half a li"
-
-
-def test_a_progress_bar_in_a_file_is_what_was_printed_and_leaves_others_their_lines() -> None:
-    assert written(Output(A, "\r10%"), Output(A, "\r20%"), Output(A, "\n")) == b"\r10%\r20%\n"
-    assert written(Output(A, "10%\r"), Output(B, "uno\n"), Output(A, "20%\r")) == b"10%\r\nuno\n20%\r"
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        ([Output(A, ODD.decode("utf-8", "surrogateescape"))], ODD),
+        # lines of several workers do not mix
+        ([Output(A, "one\ntw"), Output(B, "uno\nd"), Output(A, "o\n"), Output(B, "os\n")], b"one\nuno\ntwo\ndos\n"),
+        # a line that does not go on is shown, and written whole when others broke in
+        ([*BEGUN, Output(A, "ing\n")], b"loading\n"),
+        ([*BEGUN, Output(B, "uno\n"), Output(A, "ing\n")], b"load\nuno\nloading\n"),
+        ([*BEGUN, Output(B, "uno\n")], b"load\nuno\n"),
+        # what a crash cut off is there, and others begin a line
+        ([CUT], b"half a li"),
+        ([CUT, Output(B, "uno\n")], b"half a li\nuno\n"),
+        ([Output(A, "half a li")], b"half a li"),
+        # a progress bar is what was printed, and leaves others their lines
+        ([Output(A, "\r10%"), Output(A, "\r20%"), Output(A, "\n")], b"\r10%\r20%\n"),
+        ([Output(A, "10%\r"), Output(B, "uno\n"), Output(A, "20%\r")], b"10%\r\nuno\n20%\r"),
+    ],
+)
+def test_a_file_gets_what_was_printed_and_nothing_else(outputs: list[Output], expected: bytes) -> None:
+    assert written(*outputs) == expected
 
 
 def test_a_line_without_an_end_is_not_held_for_ever() -> None:

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from tests.support.fake_master import worker_status
 from unified.cli.show import status_lines
 from unified.client.report import duration_text, end_lines, size_text, summarise
 from unified.protocol.client_master import EndReport, JobStatus, RoleStatus, WorkerStatus
@@ -15,16 +16,7 @@ def ended(exit_code: int | None, **fields: object) -> JobStatus:
 
 
 def worker(rank: int, state: WorkerState = WorkerState.RUNNING, progress: Progress | None = None) -> WorkerStatus:
-    return WorkerStatus(
-        name=f"trainer_3-{rank}_3-{rank}",
-        role="trainer",
-        rank=rank,
-        local_rank=rank,
-        node_rank=0,
-        incarnation=0,
-        state=state,
-        progress=progress,
-    )
+    return worker_status(rank, name=f"trainer_3-{rank}_3-{rank}", local_rank=rank, state=state, progress=progress)
 
 
 def end_of(failure: Failure, **fields: str) -> EndReport:

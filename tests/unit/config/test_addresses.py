@@ -1,6 +1,7 @@
 """Addresses as people write them, and where a process looks for its coordinator."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -26,21 +27,25 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "address"),
+    ("parse", "text", "address"),
     [
-        ("tcp://10.0.0.1:5", "tcp://10.0.0.1:5"),
-        ("http://coordinator:50051", "tcp://coordinator:50051"),
-        ("HTTP://coordinator:50051/", "tcp://coordinator:50051"),
-        ("http://coordinator", "tcp://coordinator:7077"),
-        ("localhost:50051", "tcp://localhost:50051"),
-        ("tcp://[::1]:5", "tcp://[::1]:5"),
-        (" head ", "tcp://head:7077"),
-        ("local", None),
-        ("LOCAL", None),
+        (parse_coordinator, "tcp://10.0.0.1:5", "tcp://10.0.0.1:5"),
+        (parse_coordinator, "http://coordinator:50051", "tcp://coordinator:50051"),
+        (parse_coordinator, "HTTP://coordinator:50051/", "tcp://coordinator:50051"),
+        (parse_coordinator, "http://coordinator", "tcp://coordinator:7077"),
+        (parse_coordinator, "localhost:50051", "tcp://localhost:50051"),
+        (parse_coordinator, "tcp://[::1]:5", "tcp://[::1]:5"),
+        (parse_coordinator, " head ", "tcp://head:7077"),
+        (parse_coordinator, "local", None),
+        (parse_coordinator, "LOCAL", None),
+        (parse_address, "tcp://10.0.0.1:5000", "tcp://10.0.0.1:5000"),
+        (parse_address, "host-1.example:80", "tcp://host-1.example:80"),
+        (parse_address, "localhost", "tcp://localhost:7077"),
+        (parse_address, "tcp://[::1]:9", "tcp://[::1]:9"),
     ],
 )
-def test_forms_of_an_address(text: str, address: str | None) -> None:
-    assert parse_coordinator(text) == address
+def test_forms_of_an_address(parse: Callable[[str], str | None], text: str, address: str | None) -> None:
+    assert parse(text) == address
 
 
 @pytest.mark.parametrize(
@@ -191,19 +196,6 @@ def test_data_are_in_no_other_store(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
     registry.register("in-a-file", f"file://{tmp_path}/a.jsonl", "jsonl")
     assert registry.get_shard("in-a-file") == [str(tmp_path / "a.jsonl")]
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("tcp://10.0.0.1:5000", "tcp://10.0.0.1:5000"),
-        ("host-1.example:80", "tcp://host-1.example:80"),
-        ("localhost", "tcp://localhost:7077"),
-        ("tcp://[::1]:9", "tcp://[::1]:9"),
-    ],
-)
-def test_an_address_may_be_short(text: str, address: str) -> None:
-    assert parse_address(text) == address
 
 
 def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

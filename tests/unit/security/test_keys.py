@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from rich.pretty import pretty_repr
 
-from tests.support.runtime import launch_of
+from tests.support.runtime import ENTRY, launch_of
 from unified.cli.main import main
 from unified.errors import KeyFileError, UsageError
-from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.worker_agent import Launch
 from unified.security.keys import (
     ClusterKey,
@@ -132,13 +132,9 @@ def test_the_word_may_be_said_in_the_environment() -> None:
         may_go_without({"UNIFIED_INSECURE": "maybe"})
 
 
-def a_launch() -> Launch:
-    role = RoleSpec(name="w", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"))
-    return launch_of(JobSpec(name="j", roles=[role]), master=FAR, key=KEY)
-
-
 def test_nothing_that_is_printed_has_the_secret() -> None:
-    launch = a_launch()
+    role = RoleSpec(name="w", kind="simple", entry_point=ENTRY)
+    launch = launch_of(JobSpec(name="j", roles=[role]), master=FAR, key=KEY)
     for text in (repr(KEY), str(KEY), f"{KEY}", repr(launch), str(launch), pretty_repr(launch), pretty_repr([KEY])):
         assert KEY.secret not in text
         assert KEY.fingerprint in text

@@ -195,7 +195,7 @@ class Senders(RuleBasedStateMachine):
         self.ended: dict[str, SessionEnd] = {}
         self.lives = dict.fromkeys("abc", 0)
 
-    def took(self, ended: list[SessionEnd], forced: bool = False) -> None:
+    def took(self, ended: list[SessionEnd]) -> None:
         """What the shell is told: every session ends once, and a version is published only if it is whole."""
         before = self.version
         for each in ended:

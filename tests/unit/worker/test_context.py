@@ -6,20 +6,18 @@ from typing import Any, cast
 
 import pytest
 
-from tests.support.runtime import launch_of
+from tests.support.runtime import ENTRY, launch_of
 from unified.core.directory import WorkerDirectory
 from unified.errors import NotInWorkerError
 from unified.job import ElasticWorkloadDesc
 from unified.job.payload import encode
-from unified.job.spec import Blob, EntryPoint, JobSpec, Resources, RoleSpec
+from unified.job.spec import Blob, JobSpec, Resources, RoleSpec
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import DirectoryEntry, Progress, Reachability
+from unified.protocol.records import DirectoryEntry, Reachability
 from unified.protocol.worker_agent import Launch
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.progress import Reporter
 from unified.worker.stop import StopState
-
-ENTRY = EntryPoint(kind="attribute", target="train", attribute="run")
 
 
 def launch(user_config: Blob | None = None) -> Launch:
@@ -44,10 +42,9 @@ def launch(user_config: Blob | None = None) -> Launch:
     return launch_of(spec, 3, incarnation=2, log_file="/log/x.err")
 
 
-def make(given: Launch, sent: list[Progress] | None = None) -> Worker:
-    reporter = Reporter((sent if sent is not None else []).append)
+def make(given: Launch) -> Worker:
     bus = cast(Any, SimpleNamespace(directory=WorkerDirectory()))
-    return Worker(given, stop=StopState(), reporter=reporter, bus=bus, device="cuda:1")
+    return Worker(given, stop=StopState(), reporter=Reporter(lambda progress: None), bus=bus, device="cuda:1")
 
 
 @pytest.fixture

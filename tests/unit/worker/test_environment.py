@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.runtime import launch_of
+from tests.support.runtime import ENTRY, launch_of
 from unified.errors import EntryPointError
 from unified.job.spec import Communication, EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
@@ -16,11 +16,8 @@ from unified.worker import environment
 
 
 def launch(*, role: dict[str, Any] | None = None, spec: dict[str, Any] | None = None, **changes: Any) -> Launch:
-    entry = EntryPoint(kind="attribute", target="train", attribute="run")
-    trainer: dict[str, Any] = {
-        "name": "trainer", "kind": "elastic", "entry_point": entry, "total": 4, "per_group": 2, **(role or {})
-    }  # fmt: skip
-    job = JobSpec(name="job", roles=[RoleSpec(**trainer)], **(spec or {}))
+    trainer: dict[str, Any] = {"name": "trainer", "kind": "elastic", "entry_point": ENTRY, "total": 4, "per_group": 2}
+    job = JobSpec(name="job", roles=[RoleSpec(**{**trainer, **(role or {})})], **(spec or {}))
     return launch_of(job, 3, **{"incarnation": 1, **changes})
 
 

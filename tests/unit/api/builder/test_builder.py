@@ -139,10 +139,6 @@ def test_settings_of_a_role() -> None:
     assert not workload.auto_visible_devices
 
 
-def test_the_upstream_name_for_visible_devices() -> None:
-    assert not role(DLJobBuilder().train("m.f").disable_ray_auto_visible_device()).auto_visible_devices
-
-
 def test_environment_of_the_job_and_of_roles_are_kept_apart() -> None:
     job = DLJobBuilder().global_env({"A": "job"}).train("m.f").env({"A": "role"}).build()
     assert job.env == {"A": "job"}
@@ -220,33 +216,33 @@ def test_arguments_of_a_script_stay_in_its_entry_point() -> None:
     assert role(DLJobBuilder().train("train.py --x 'a b'")).entry_point == "train.py --x 'a b'"
 
 
-def test_total_may_be_zero() -> None:
-    assert role(DLJobBuilder().role("r").run("m.f").total(0), "r").total == 0
+def train() -> Any:
+    return DLJobBuilder().node_num(8).train("m.f")
 
 
 @pytest.mark.parametrize(
-    ("make", "total", "per_group"),
+    ("builder", "expected"),
     [
-        (lambda r: r.nnodes(2).nproc_per_node(4), 8, 4),
-        (lambda r: r.nproc_per_node(4).nnodes(2), 8, 4),
-        (lambda r: r.nnodes(3), 3, 1),
-        (lambda r: r.nproc_per_node(3), 3, 3),
-        (lambda r: r.total(4).nproc_per_node(2), 4, 2),
-        (lambda r: r.total(4).per_group(2), 4, 2),
-        (lambda r: r.nnodes(3).nproc_per_node(1).total(4), 4, 1),
-        (lambda r: r.nproc_per_node(1).per_group(2).nnodes(2), 4, 2),
-        (lambda r: r.nnodes("2:4").nproc_per_node(2), 8, 2),
-        (lambda r: r.nproc_per_node(2).nnodes("2:4"), 8, 2),
+        # nodes and workers a node in either order
+        (train().nnodes(2).nproc_per_node(4), {"total": 8, "per_group": 4}),
+        (train().nproc_per_node(4).nnodes(2), {"total": 8, "per_group": 4}),
+        (train().nnodes(3), {"total": 3, "per_group": 1}),
+        (train().nproc_per_node(3), {"total": 3, "per_group": 3}),
+        (train().total(4).nproc_per_node(2), {"total": 4, "per_group": 2}),
+        (train().total(4).per_group(2), {"total": 4, "per_group": 2}),
+        (train().nnodes(3).nproc_per_node(1).total(4), {"total": 4, "per_group": 1}),
+        (train().nproc_per_node(1).per_group(2).nnodes(2), {"total": 4, "per_group": 2}),
+        (train().nnodes("2:4").nproc_per_node(2), {"total": 8, "per_group": 2}),
+        (train().nproc_per_node(2).nnodes("2:4"), {"total": 8, "per_group": 2}),
+        (train().nnodes("2:8"), {"min_nodes": 2, "max_nodes": 8}),
+        (r().total(0), {"total": 0}),
+        (train().communication("gloo", timedelta(seconds=30)), {"comm_backend": "gloo", "comm_timeout_s": 30}),
+        (train().disable_ray_auto_visible_device(), {"auto_visible_devices": False}),  # upstream's name
     ],
 )
-def test_nodes_and_workers_a_node_in_either_order(make: Any, total: int, per_group: int) -> None:
-    workload = elastic(make(DLJobBuilder().node_num(4).train("m.f")))
-    assert (workload.total, workload.per_group) == (total, per_group)
-
-
-def test_a_range_of_nodes_is_kept() -> None:
-    workload = elastic(DLJobBuilder().node_num(8).train("m.f").nnodes("2:8"))
-    assert (workload.min_nodes, workload.max_nodes) == (2, 8)
+def test_what_calls_set(builder: Any, expected: dict[str, object]) -> None:
+    (workload,) = builder.build().workloads.values()
+    assert {name: getattr(workload, name) for name in expected} == expected
 
 
 def test_process_groups_and_node_checks() -> None:
@@ -259,11 +255,6 @@ def test_process_groups_and_node_checks() -> None:
     later = DLJobBuilder().train("m.f").no_setup_process_group()
     assert not elastic(later).comm_auto_setup_process_group
     assert elastic(later).comm_pre_check
-
-
-def test_communication_of_an_elastic_role() -> None:
-    workload = elastic(DLJobBuilder().train("m.f").communication("gloo", timedelta(seconds=30)))
-    assert (workload.comm_backend, workload.comm_timeout_s) == ("gloo", 30)
 
 
 def test_chains_go_on_without_end() -> None:

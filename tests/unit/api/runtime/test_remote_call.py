@@ -55,8 +55,6 @@ def versions() -> list[int]: ...
 
 
 class Engine:
-    """A provider."""
-
     def __init__(self) -> None:
         self.num_woken = 0
 

@@ -76,8 +76,6 @@ def tell(table: CallTable, now: float, event: Told) -> list[Action | SendCall]:
 
 
 class Story:
-    """A table, and the time."""
-
     def __init__(self, *events: Told) -> None:
         self.table = CallTable()
         self.now = 100.0

@@ -28,12 +28,13 @@ def new_claims() -> ReaderReferences:
     return ReaderReferences([0] * NUM_WORDS)
 
 
-def fresh(table: SlotTable, nbytes: int) -> Slot:
+def fresh(table: SlotTable, nbytes: int, *, is_pinned: bool = True) -> Slot:
     plan = table.plan(nbytes)
     assert plan is not None
     slot = Slot(0, plan.capacity, new_claims())
     table.add(slot)
     slot.references.begin(1, 1)
+    slot.is_pinned = is_pinned
     return slot
 
 
@@ -196,17 +197,14 @@ def test_the_quota_is_kept_and_idle_slots_make_room() -> None:
 
 def test_a_slot_far_too_large_is_taken_only_when_there_can_be_no_other() -> None:
     table = SlotTable(100 * MIB)
-    large = fresh(table, 64 * MIB)
-    large.is_pinned = False
+    large = fresh(table, 64 * MIB, is_pinned=False)
     assert table.take(MIB, 0.0) is None
     assert table.take(MIB, 0.0, snug=False) is large
 
 
 def test_the_best_fit_is_taken_and_the_last_used_first() -> None:
     table = SlotTable(100 * MIB)
-    slots = [fresh(table, size) for size in (3 * MIB, 2 * MIB, 2 * MIB, 4 * MIB)]
-    for slot in slots:
-        slot.is_pinned = False
+    slots = [fresh(table, size, is_pinned=False) for size in (3 * MIB, 2 * MIB, 2 * MIB, 4 * MIB)]
     assert table.trim(0.0, lambda mark: True) == []
     assert table.take(2 * MIB - 5, 0.0) is slots[2]
     assert table.take(2 * MIB - 5, 0.0) is slots[1]
@@ -222,8 +220,7 @@ def test_the_number_of_slots_is_limited() -> None:
 
 def test_idle_slots_go_back_after_a_while() -> None:
     table = SlotTable(100 * MIB)
-    slot = fresh(table, MIB)
-    slot.is_pinned = False
+    slot = fresh(table, MIB, is_pinned=False)
     assert table.trim(5.0, lambda mark: True) == []
     assert table.trim(4.9 + IDLE_S, lambda mark: True) == []
     assert table.trim(5.0 + IDLE_S, lambda mark: True) == [slot]

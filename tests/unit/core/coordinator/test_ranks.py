@@ -27,9 +27,9 @@ ALL = list(range(10))
 AWAIT_S = 30.0
 
 
-def calls_itself(name: str, rank: int, life: int = 0, world_size: int = 2) -> RegisterWorker:
+def calls_itself(name: str, rank: int, world_size: int = 2) -> RegisterWorker:
     """A worker of rank `rank`, which datasets have as ``r0``, ``r1`` …"""
-    return worker(name, life=life, rank=rank, world_size=world_size, member=f"r{rank}")
+    return worker(name, rank=rank, world_size=world_size, member=f"r{rank}")
 
 
 def joins(name: str, *, is_awaited: bool = False) -> SetDataWorker:
@@ -48,8 +48,8 @@ def members(story: Story) -> list[str]:
     return story.ask(GetDatasets(), Datasets).datasets[0].workers
 
 
-def asks(member: str, name: str, life: int = 0) -> GetDataShard:
-    return GetDataShard(dataset_id="d", worker_id=member, session=f"{name}/{life}", epoch=0)
+def asks(member: str, name: str) -> GetDataShard:
+    return GetDataShard(dataset_id="d", worker_id=member, session=f"{name}/0", epoch=0)
 
 
 def shards(story: Story, request: GetDataShard) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from typing import NamedTuple
 
@@ -124,9 +125,16 @@ class Job:
             self.refused.append(name)
             self.settle()
 
-    def deliver(self, index: int) -> None:
-        worker, name, blocked = self.mail.pop(index)
-        self.graphs[worker].hear(self.now, name, blocked)
+    def go_on(self, chance: random.Random, num_looks: int) -> None:
+        """Everybody looks, again and again, and what is told arrives in any order, until all has ended."""
+        while self.running and self.now < num_looks * LOOK_S:
+            self.now += LOOK_S
+            for looking in chance.sample(WORKERS, len(WORKERS)):
+                self.look(looking)
+                while self.mail and chance.random() < 0.8:
+                    worker, name, blocked = self.mail.pop(chance.randrange(len(self.mail)))
+                    self.graphs[worker].hear(self.now, name, blocked)
+        assert not self.running
 
 
 def plans(depth: int) -> st.SearchStrategy[Plan]:
@@ -135,29 +143,19 @@ def plans(depth: int) -> st.SearchStrategy[Plan]:
 
 
 @given(st.lists(plans(3), min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_every_call_ends_and_none_is_refused_that_would_have_gone_on(planned: list[Plan], chance) -> None:  # type: ignore[no-untyped-def]
+def test_every_call_ends_and_none_is_refused_that_would_have_gone_on(
+    planned: list[Plan], chance: random.Random
+) -> None:
     job = Job(planned)
     would_hang = bool(job.running)
-    while job.running and job.now < 200 * LOOK_S:
-        job.now += LOOK_S
-        for worker in chance.sample(WORKERS, len(WORKERS)):
-            job.look(worker)
-            while job.mail and chance.random() < 0.8:
-                job.deliver(chance.randrange(len(job.mail)))
-    assert not job.running
+    job.go_on(chance, 200)
     assert bool(job.refused) == would_hang
 
 
 @given(st.integers(1, 3), st.randoms(use_true_random=False))
-def test_one_call_of_a_plain_circle_is_refused(size: int, chance) -> None:  # type: ignore[no-untyped-def]
+def test_one_call_of_a_plain_circle_is_refused(size: int, chance: random.Random) -> None:
     job = Job([Plan(WORKERS[i], 0, [Plan(WORKERS[(i + 1) % size], 0, [])]) for i in range(size)])
-    while job.running and job.now < 100 * LOOK_S:
-        job.now += LOOK_S
-        for worker in chance.sample(WORKERS, len(WORKERS)):
-            job.look(worker)
-            while job.mail and chance.random() < 0.8:
-                job.deliver(chance.randrange(len(job.mail)))
-    assert not job.running
+    job.go_on(chance, 100)
     assert len(job.refused) == 1
 
 
