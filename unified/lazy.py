@@ -25,14 +25,8 @@ EXTRA_OF = {
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Let the error about a missing package say which extra brings it. Also a decorator of functions.
-
-    Args:
-        what: name of the part that needs it, for the message.
-
-    Raises:
-        ModuleNotFoundError: a module is missing; the message has that advice if an extra brings it.
-    """
+    """Let the error about a package that `what` needs, and that is missing, say which extra brings it. Also a decorator
+    of functions."""
     try:
         yield
     except ModuleNotFoundError as error:

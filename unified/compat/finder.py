@@ -48,8 +48,7 @@ _API = "dlrover.python.unified.api"
 class AliasFinder(MetaPathFinder):
     """Finder of the aliases, before any other finder, which would load our files a second time, under another name.
 
-    Args:
-        is_forced: also where the real package is installed. Its modules beside the aliases stay importable.
+    Forced, it answers also where the real package is installed. Its modules beside the aliases stay importable.
     """
 
     def __init__(self, is_forced: bool) -> None:
@@ -107,11 +106,8 @@ class _AliasLoader(InspectLoader):
 
 
 class _CounterpartLoader(Loader):
-    """Loader of a module whose names are imported from ours at first use.
-
-    Args:
-        theirs: the real module, where the aliases are forced: it has the names that are not ours.
-    """
+    """Loader of a module whose names are imported from ours at first use, and else from the real module, `theirs`,
+    where the aliases are forced."""
 
     def __init__(self, counterpart: Counterpart, theirs: ModuleSpec | None) -> None:
         self._of = counterpart

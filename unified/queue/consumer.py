@@ -129,7 +129,8 @@ class QueueConsumer:
             return
         num_done = consumer.num_items if count is None else consumer.num_done + count
         is_all = num_done == consumer.num_items
-        self._tell("done", consumer.consumer, consumer.number, None if is_all else num_done)
+        count = None if is_all else num_done
+        self.ask("done", self._lookup.handle, consumer.consumer, consumer.number, count)
         if is_all:
             consumer.has(0)
         consumer.num_done = num_done
@@ -138,7 +139,7 @@ class QueueConsumer:
         """Give back what is left of this thread's last take: it goes to the front."""
         consumer = self._consumer()
         if consumer.num_done < consumer.num_items or consumer.has_unread:
-            self._tell("give_back", consumer.consumer, consumer.number, consumer.number - 1)
+            self.ask("give_back", self._lookup.handle, consumer.consumer, consumer.number, consumer.number - 1)
             consumer.has(0)
 
     def ask(self, verb: str, *args: Any) -> Any:
@@ -161,9 +162,6 @@ class QueueConsumer:
                     raise lookup.silent(endpoint.holder, f"It may have heard {verb!r} all the same. ") from error
             num_failed += 1
             lookup.pause(num_failed, until)
-
-    def _tell(self, verb: str, *args: Any) -> None:
-        self.ask(verb, self._lookup.handle, *args)
 
     def _take(self, consumer: _ConsumerThread, max_items: int, until: float | None) -> tuple[list[Packed] | None, bool]:
         """Return items, and whether nobody else here has them; no list if time is over and the owner was not heard."""

@@ -358,16 +358,13 @@ class OwnerLookup:
             return "it was closed, and another one was made"
         if last.is_durable:
             holder = endpoint.holder
+            node = self.worker.bus.directory.node(holder.worker)
+            where = f"worker {holder.worker}{f' on node {node}' if node else ''}"
             return (
-                f"it went on in life {holder.incarnation} of worker {holder.worker}{self._node_of(holder)} without its "
-                "journal; a journal on one node's disk cannot be found from another: give the queue a path= on a disk "
-                "that both see"
+                f"it went on in life {holder.incarnation} of {where} without its journal; a journal on one node's disk "
+                "cannot be found from another: give the queue a path= on a disk that both see"
             )
         return f"life {last.holder.incarnation} of its owner, worker {last.holder.worker}, ended, and it is made anew"
-
-    def _node_of(self, holder: WorkerIncarnation) -> str:
-        node = self.worker.bus.directory.node(holder.worker)
-        return f" on node {node}" if node else ""
 
     def _left_s(self, begun: float, until: float | None) -> float:
         """Return how long to go on waiting: for a durable queue's next owner, as long as it may still come."""

@@ -24,9 +24,6 @@ _HUNG_UP = (errno.EPIPE, errno.ECONNRESET)
 class Handshakes:
     """Monitor of the handshakes of one socket with one master.
 
-    Args:
-        address: address of the master, for messages.
-
     Attributes:
         refusal: reason why the two cannot talk, once that is sure; None before, and after a handshake that succeeded.
         num_broken: handshakes that the master ended without a word, since the last that succeeded.

@@ -66,9 +66,6 @@ def find_key(address: str, env: Mapping[str, str] = os.environ) -> ClusterKey | 
 
     ``UNIFIED_KEY_FILE`` names its file, and empty means none. Where it is not set, the default file is used beyond
     loopback, if it is there: so the clusters that live on one host need no key, whether or not their user has one.
-
-    Raises:
-        KeyFileError: the file is missing though it was named, or is refused by `load_key`.
     """
     if KEY_VARIABLE in env:
         return load_key(Path(env[KEY_VARIABLE])) if env[KEY_VARIABLE] else None

@@ -79,11 +79,8 @@ def exit_process(
 
 
 def exit_fork(error: BaseException | None) -> NoReturn:
-    """End a process that user code forked and that came back out of it: what follows is for its parent to do.
-
-    Args:
-        error: what it left with; None if it returned.
-    """
+    """End a process that user code forked and that came back out of it, with this error or by returning: what follows
+    is for its parent to do."""
     code = 0
     try:
         if isinstance(error, SystemExit):
@@ -150,13 +147,10 @@ def finish_work() -> None:
 
 
 def clear_program(main: str, known: Collection[str]) -> None:
-    """Clear the globals of the user's modules, the newest first.
+    """Clear the globals of the user's modules, the newest first: of `main`, and of those that were not `known` before
+    the program began.
 
     Whatever refers to them should have let go before. Threads that run on do so without them, as at Python's own end.
-
-    Args:
-        main: name of the entry point's module.
-        known: names of modules that were there before the program began.
     """
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):

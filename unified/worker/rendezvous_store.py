@@ -49,7 +49,6 @@ class RoundStores:
     """Stores of the host: the job's, and one for each round that is asked for; those nobody needs are closed.
 
     Args:
-        address: of this node, by which ranks everywhere reach it.
         ports: by role, of the stores of its rounds; 0, or no such role: any port that is free.
     """
 

@@ -194,11 +194,8 @@ class Zygote:
     def _run_child(
         self, env: Mapping[str, str] | None, descriptors: list[int], zygote: int, mask: set[int]
     ) -> NoReturn:
-        """The forked child's life. Nothing of the zygote's may run after it, so it ends here in every case.
-
-        Args:
-            env: more environment of a new interpreter; None: it is this one that runs the worker.
-        """
+        """The forked child's life, in a new interpreter with more environment if `env` is given. Nothing of the
+        zygote's may run after it, so it ends here in every case."""
         code = 1
         try:
             os.setsid()
