@@ -149,22 +149,21 @@ class StopState:
         self._requests.get()
         with self._deciding:
             if self._is_unwatched():
-                self._end_now()
-        while callbacks := self._take_callbacks():
+                self.clean_up()
+                flush_output(within_s=0.2)
+                os._exit(EXIT_TERMINATED)
+        while True:
+            with self._deciding:  # once none is left that has not run, the stop is settled
+                callbacks, self._callbacks = self._callbacks, []
+                if not callbacks:
+                    self._settled.set()
+                    break
             for callback in callbacks:
                 try:
                     callback()
                 except Exception:  # the others are still owed their call
                     traceback.print_exc()
         self.on_settled()
-
-    def _take_callbacks(self) -> list[Callable[[], None]]:
-        """Return the callbacks that have not run yet; when there are none left, the stop is settled."""
-        with self._deciding:
-            callbacks, self._callbacks = self._callbacks, []
-            if not callbacks:
-                self._settled.set()
-        return callbacks
 
     def _is_unwatched(self) -> bool:
         return not (
@@ -192,11 +191,6 @@ class StopState:
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self._is_exiting:
             self.request()
-
-    def _end_now(self) -> None:
-        self.clean_up()
-        flush_output(within_s=0.2)
-        os._exit(EXIT_TERMINATED)
 
     def _hold_signal(self) -> None:
         self._fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
