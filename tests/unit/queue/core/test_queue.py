@@ -1,5 +1,6 @@
 """Order, lines, bounds, leases and ends of a queue, one story each."""
 
+import msgspec
 import pytest
 
 from tests.support.queue_core import Story, said
@@ -101,6 +102,19 @@ def test_bytes_bound_the_queue_and_one_item_always_fits() -> None:
     assert tale.tell(big) == []
     assert tale.waiting == ["big"]
     assert tale.get(31, 1)[0] == (1, ["big"])
+    assert tale.waiting == ["a", "b"]
+
+
+def test_put_that_gives_up_at_once_lets_in_what_waited_behind_it() -> None:
+    tale = story(10, max_bytes=3)
+    for request_id, handle, items, wait_s in [
+        (1, 1, [("a", 2), ("big", 5)], None),
+        (2, 2, [("b", 1)], None),
+        (3, 1, None, 0.0),
+    ]:
+        asked = PutAsked(request_id=request_id, handle=handle, number=0, below=0, items=items, wait_s=wait_s)
+        answers = said(tale.tell(msgspec.structs.replace(asked, is_last=wait_s == 0)))
+    assert answers == [(1, (Outcome.WAITING, 1)), (3, (Outcome.FULL, 1)), (2, in_(1))]
     assert tale.waiting == ["a", "b"]
 
 
