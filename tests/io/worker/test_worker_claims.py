@@ -1,6 +1,6 @@
 """A real worker process claims names: what it tells its agent, and what it makes of the answer."""
 
-from tests.support.workers import Agent, attribute
+from tests.support.workers import Agent
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
 from unified.protocol.worker_agent import Claimed, DirectoryNews, Finished
 
@@ -61,15 +61,6 @@ def test_claims_go_to_the_agent_and_answers_come_with_the_directory(agent: Agent
 
 
 def test_a_worker_is_born_with_the_holders_that_there_are(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
-        """
-        from unified.api.runtime.worker import current_worker
-
-        def run():
-            print(current_worker().names.find("old", 0.0))
-        """,
-    )
     holder = DirectoryEntry(
         worker="other_1-0_1-0",
         incarnation=3,
@@ -78,7 +69,14 @@ def test_a_worker_is_born_with_the_holders_that_there_are(agent: Agent) -> None:
         names={"old": 1},
         revision=1,
     )
-    child = agent.launch(attribute("run"), directory=[holder])
-    child.run()
+    child = agent.run(
+        """
+        from unified.api.runtime.worker import current_worker
+
+        def run():
+            print(current_worker().names.find("old", 0.0))
+        """,
+        directory=[holder],
+    )
     child.expect(Finished)
     assert child.output.read_text() == "other_1-0_1-0\n"

@@ -56,8 +56,7 @@ def test_function_lives_from_hello_to_exit(agent: Agent) -> None:
 
 
 def test_class_is_made_and_run(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.run(
         """
         class Service:
             def __init__(self):
@@ -66,9 +65,8 @@ def test_class_is_made_and_run(agent: Agent) -> None:
             def run(self):
                 print(self.state)
         """,
+        "Service",
     )
-    child = agent.launch(attribute("Service"))
-    child.run()
     child.expect(Finished)
     assert child.output.read_text() == "made\n"
 
@@ -114,8 +112,7 @@ def test_a_worker_logs_as_its_environment_says(forker: Forker, agent: Agent) -> 
 
 
 def test_directory_news_reach_the_worker(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.run(
         """
         from unified.api.runtime.worker import current_worker
 
@@ -123,17 +120,15 @@ def test_directory_news_reach_the_worker(agent: Agent) -> None:
             while current_worker().workers_of("role")[1].node != "n9":
                 pass
         """,
+        total=2,
     )
-    child = agent.launch(attribute("run"), total=2)
-    child.run()
     entry = DirectoryEntry(worker="role_2-1_1-0", incarnation=0, state=Reachability.DEAD, node="n9")
     child.say(DirectoryNews(entries=[entry]))
     child.expect(Finished)
 
 
 def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.load(
         """
         from unified.bus.calls.registry import rpc
 
@@ -146,8 +141,9 @@ def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
             def name(self):
                 return self.__class__.__name__
         """,
+        "Service",
+        is_driver=False,
     )
-    child = agent.launch(attribute("Service"), is_driver=False)
     with calling(agent, child.expect(Hello)) as call:
         early = call("double", 21)
         child.say(Run(order=RunOrder(round=1, rank=0, world_size=1)))
@@ -310,8 +306,7 @@ def test_every_fork_draws_random_numbers_of_its_own(agent: Agent, forker: Forker
 
 
 def test_last_progress_comes_before_finished(agent: Agent) -> None:
-    agent.write(
-        "wp_code.py",
+    child = agent.run(
         """
         from unified.api.runtime.worker import current_worker
 
@@ -320,8 +315,6 @@ def test_last_progress_comes_before_finished(agent: Agent) -> None:
                 current_worker().report(step=step, total=5000, loss=5000 - step)
         """,
     )
-    child = agent.launch(attribute("run"))
-    child.run()
     reports: list[Progress] = []
     while isinstance(word := child.next_word(), Reported):
         reports.append(word.progress)
