@@ -285,7 +285,7 @@ class Processes:
     def _order(self, child: _Child) -> None:
         assert child.zygote is not None
         descriptors, child.descriptors = child.descriptors, []
-        child.zygote.fork(child.order, descriptors)
+        child.zygote.channel.send(child.order, descriptors)
 
     def _on_forked(self, child: _Child, pid: int) -> None:
         child.pid = pid
@@ -320,7 +320,8 @@ class Processes:
                 self._fail(child, "crash", f"could not be started: its zygote was {how}")
         if code == 0:
             zygote.remove_log()
-        if zygote.is_up and zygote.python in self._kept and zygote.age_s > SETTLED_S:
+        is_settled = time.monotonic() - zygote.began_at > SETTLED_S
+        if zygote.is_up and zygote.python in self._kept and is_settled:
             with contextlib.suppress(OSError):
                 self._zygote(zygote.python)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from unified.protocol.agent_zygote import Fork, ZygoteToAgent, zygote_to_agent
+from unified.protocol.agent_zygote import ZygoteToAgent, zygote_to_agent
 from unified_agent.child_channel import ChildChannel
 from unified_agent.logfile import last_lines
 
@@ -26,7 +26,7 @@ class ZygoteHandle:
         """Start the process. Raises OSError where the interpreter cannot be started."""
         self.python = python
         self.is_up = False
-        self._began_at = time.monotonic()
+        self.began_at = time.monotonic()
         self._log = run_dir / f"zygote-{number}.log"
         options = ["--parent", str(os.getpid()), "--entry", entry]
         ours, theirs = socket.socketpair()
@@ -50,9 +50,6 @@ class ZygoteHandle:
         self.pid = self._process.pid
         self.channel = ChildChannel(ours)
 
-    def fork(self, order: Fork, descriptors: list[int]) -> None:
-        self.channel.send(order, descriptors)
-
     def receive(self) -> list[ZygoteToAgent]:
         """Return the messages that have come."""
         return [zygote_to_agent.decode(body) for body in self.channel.receive()]
@@ -65,10 +62,6 @@ class ZygoteHandle:
         """Return the last line of its own output: why it could not start."""
         lines = last_lines(self._log).strip().splitlines()
         return lines[-1] if lines else "it said nothing"
-
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self._began_at
 
     def remove_log(self) -> None:
         """Remove the log of a zygote that ended in order, which nobody will want to read."""

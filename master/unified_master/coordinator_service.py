@@ -43,12 +43,7 @@ class CoordinatorReceived(Value, frozen=True, kw_only=True):
 
 
 class CoordinatorService:
-    """The coordinator's core behind the master's socket and store.
-
-    Args:
-        master: the core that keeps the event log.
-        heartbeats: of workers that do not say it themselves.
-    """
+    """The coordinator's core behind the master's socket and store. The master's core keeps the event log."""
 
     def __init__(self, master: MasterCore, heartbeats: HeartbeatTimes = HEARTBEAT_TIMES) -> None:
         self._core = CoordinatorCore(heartbeats)

@@ -18,11 +18,7 @@ class FileRows(NamedTuple):
 
 
 class FileLayout:
-    """The places of a dataset's samples in its files.
-
-    Args:
-        sizes: how many samples each file has, in the order of the files; 0 is allowed.
-    """
+    """The places of a dataset's samples in its files, of which each may have 0."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._ends = list(accumulate(sizes))

@@ -276,11 +276,6 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         """True if its agent can be sent messages."""
         return self.state is NodeState.ALIVE and self.is_registered
 
-    @property
-    def is_usable(self) -> bool:
-        """True if workers can be placed here."""
-        return self.is_connected and self.has_reported
-
     def held(self) -> Iterator[Allocation]:
         """Yield every allocation, those of incarnations that are still leaving included."""
         yield from self.allocations.values()

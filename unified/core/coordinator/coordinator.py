@@ -50,9 +50,6 @@ _UNKNOWN = HeartbeatResponse(is_known=False, revision=0)
 class CoordinatorCore:
     """Workers, barriers, datasets and checkpoints of any number of spaces: pure and deterministic.
 
-    Args:
-        heartbeats: times of workers that do not say their own.
-
     Time is seconds since 1970 on a clock that never goes back while the coordinator lives; it is an argument of each
     call. A step returns at most one `Persist`, then at most one `Forget`, then `LogEvent`s, then `Answer`s.
 

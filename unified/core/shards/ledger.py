@@ -95,10 +95,6 @@ class Ledger:
 
     With `shuffle` each epoch is spread over the workers anew. Without it each worker has the same shards in each epoch,
     which it may have at hand from the one before.
-
-    Args:
-        plan: how the dataset is cut.
-        workers: the first owners of its shards.
     """
 
     def __init__(self, plan: ShardPlan, workers: Iterable[str] = ()) -> None:

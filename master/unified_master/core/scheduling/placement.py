@@ -61,7 +61,7 @@ def all_units(spec: JobSpec) -> list[Unit]:
 
 def place(cluster: Cluster, job: JobRecord, units: Sequence[Unit], *, is_empty: bool = False) -> PlacementPlan:
     """Plan on the nodes that the job may use; with `is_empty`, on the alive cluster as if nothing ran on it."""
-    nodes = [node for node in cluster.alive_nodes() if is_empty or node.is_usable]
+    nodes = [node for node in cluster.alive_nodes() if is_empty or (node.is_connected and node.has_reported)]
     allowed = [node for node in nodes if node.name not in job.excluded]
     found = plan(units, lambda: [free_capacity(node, job, is_empty=is_empty) for node in allowed], job.spec.node_num)
     if found.fits:
