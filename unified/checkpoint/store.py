@@ -277,11 +277,8 @@ class CheckpointStore:
         name = manifest_name(step)
         try:
             etag = self.backend.stat(self.key(name)).etag
-        except FileNotFoundError:
-            return None
-        try:
             return Existing(etag, self.manifest(step))
-        except CheckpointNotFoundError:
+        except FileNotFoundError:
             return None
         except CheckpointCorruptError:
             return Existing(etag, None)

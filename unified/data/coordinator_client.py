@@ -107,9 +107,7 @@ class RemoteCoordinator(Coordinator):
             if timeout_s is None:
                 seconds = LONGEST_WAIT_S if request.timeout_s is None else request.timeout_s + BARRIER_GRACE_S
 
-        def when_done(reply: PendingReply) -> None:
-            _settle(future, connection, reply, expected)
-
+        when_done = partial(_settle, future, connection, expected)
         reply = connection.send(request, timeout_s=seconds, when_done=when_done, after=after)
         future.add_done_callback(lambda _: connection.abandon(reply))
         return future
@@ -162,7 +160,7 @@ def expect(answer: object, expected: type[A]) -> A:
     return answer
 
 
-def _settle(future: Future[A], connection: MasterConnection, reply: PendingReply, expected: type[A]) -> None:
+def _settle(future: Future[A], connection: MasterConnection, expected: type[A], reply: PendingReply) -> None:
     with suppress(InvalidStateError):  # cancelled at the same moment
         try:
             future.set_result(connection.take(reply, expected))

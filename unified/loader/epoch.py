@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 from unified.errors import LoaderError, LoaderTimeoutError
@@ -29,44 +30,34 @@ class EpochSettings(NamedTuple):
     """Seconds for the next batch; None: no limit."""
 
 
+@dataclass(eq=False)
 class Epoch:
-    """One pass over the data. Made, used and closed by one thread at a time.
+    """One pass over the data. Made, used and closed by one thread at a time."""
 
-    Args:
-        key: the loader's name at those workers.
-        tasks: one for each batch.
-        base_seed, number: the epoch's own.
-        unwrap: makes of what came the batch that the consumer gets.
-        thread: runs `unwrap` as soon as a batch is here; None: the consumer's does, when it takes the batch.
-    """
+    workers: LoaderWorkers
+    key: str
+    """The loader's name at those workers."""
+    tasks: Iterator[Any]
+    """One for each batch."""
+    settings: EpochSettings
+    _: KW_ONLY
+    base_seed: int
+    number: int
+    """The epoch's own, from 0."""
+    unwrap: Callable[[Any], Any]
+    """Makes of what came the batch that the consumer gets."""
+    thread: ThreadPoolExecutor | None = None
+    """Runs `unwrap` as soon as a batch is here; None: the consumer's does, when it takes the batch."""
 
-    def __init__(
-        self,
-        workers: LoaderWorkers,
-        key: str,
-        tasks: Iterator[Any],
-        settings: EpochSettings,
-        *,
-        base_seed: int,
-        number: int,
-        unwrap: Callable[[Any], Any],
-        thread: ThreadPoolExecutor | None = None,
-    ) -> None:
-        self._workers = workers
-        self._key = key
-        self._settings = settings
-        self._base_seed = base_seed
-        self._number = number
-        self._unwrap = unwrap
-        self._thread = thread
+    def __post_init__(self) -> None:
         self._schedule = Schedule(
-            tasks,
-            initial_workers=workers.initial_workers(settings.num_streams),
-            num_workers=len(workers),
-            depth=settings.depth,
-            in_order=settings.in_order,
-            max_retries=settings.max_retries,
-            is_restarted=workers.is_restarted,
+            self.tasks,
+            initial_workers=self.workers.initial_workers(self.settings.num_streams),
+            num_workers=len(self.workers),
+            depth=self.settings.depth,
+            in_order=self.settings.in_order,
+            max_retries=self.settings.max_retries,
+            is_restarted=self.workers.is_restarted,
         )
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._asked: set[Future[FetchReply]] = set()
@@ -92,7 +83,7 @@ class Epoch:
         """
         if self._broken is not None:
             raise self._broken
-        deadline = None if self._settings.timeout_s is None else time.monotonic() + self._settings.timeout_s
+        deadline = None if self.settings.timeout_s is None else time.monotonic() + self.settings.timeout_s
         while (ready := self._schedule.ready) is None:
             if self._schedule.is_done:
                 if (failure := self._schedule.failure) is not None:  # the sampler's own
@@ -106,7 +97,7 @@ class Epoch:
         if (error := self._failures.pop(ready, None)) is not None:
             raise error
         value = self._values.pop(ready)
-        return value.result() if isinstance(value, Future) else self._unwrap(value)
+        return value.result() if isinstance(value, Future) else self.unwrap(value)
 
     def close(self) -> None:
         """Cancel what was asked for."""
@@ -119,7 +110,7 @@ class Epoch:
             return self._answers.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0))
         except queue.Empty:
             raise LoaderTimeoutError(
-                f"the next batch did not come within {self._settings.timeout_s:g} s, the loader's timeout: is the "
+                f"the next batch did not come within {self.settings.timeout_s:g} s, the loader's timeout: is the "
                 "dataset stuck, or the timeout too short?"
             ) from None
 
@@ -131,7 +122,7 @@ class Epoch:
         try:
             reply = future.result()
         except Exception as error:
-            if reason := self._workers.lost(fetch.worker, error):
+            if reason := self.workers.lost(fetch.worker, error):
                 self._perform(self._schedule.step(Lost(fetch.batch, fetch.attempt, reason)))
                 return
             error.add_note(f"This is what became of batch {fetch.batch} of a data loader.")
@@ -144,7 +135,7 @@ class Epoch:
                 self._failures[fetch.batch] = reply.error()
             else:
                 value = reply.value
-                self._values[fetch.batch] = self._thread.submit(self._unwrap, value) if self._thread else value
+                self._values[fetch.batch] = self.thread.submit(self.unwrap, value) if self.thread else value
         self._perform(self._schedule.step(Fetched(fetch.batch, fetch.attempt)))
 
     def _perform(self, actions: list[Action]) -> None:
@@ -158,10 +149,10 @@ class Epoch:
     def _perform_one(self, action: Action) -> None:
         match action:
             case Open(worker=worker, stream=stream, skip=skip):
-                message = OpenStream(self._key, stream, self._settings.num_streams, self._base_seed, self._number, skip)
-                self._workers.open(worker, message)
+                message = OpenStream(self.key, stream, self.settings.num_streams, self.base_seed, self.number, skip)
+                self.workers.open(worker, message)
             case Fetch(worker=worker, stream=stream, batch=batch, task=task):
-                future = self._workers.fetch(worker, FetchBatch(self._key, stream, batch, task))
+                future = self.workers.fetch(worker, FetchBatch(self.key, stream, batch, task))
                 self._asked.add(future)
                 future.add_done_callback(lambda done: self._answers.put(_Answer(action, done)))
             case GiveUp(batch=batch, losses=losses, reason=reason):

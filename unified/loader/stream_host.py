@@ -6,8 +6,8 @@ import itertools
 import random
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, _utils
@@ -106,27 +106,20 @@ def seed_as_torch_does(base_seed: int, stream: int) -> int:
     return seed
 
 
+@dataclass(eq=False)
 class StreamHost:
-    """The streams of one loader that live in this process.
+    """The streams of one loader that live in this process."""
 
-    Args:
-        load: gives a copy of the loader's parts: one is asked for by each stream.
-        where: this process, for messages.
-        node: id of the node, for messages.
-        is_sent_on: batches leave this process through the bus, and not through torch's shared memory.
-    """
-
-    _on_stage: _HostedStream | None = None
+    load: Callable[[], LoaderParts]
+    """Gives a copy of the loader's parts: one is asked for by each stream."""
+    where: str
+    """Name of this process, for messages."""
+    node: str = ""
+    is_sent_on: bool = False
+    """Batches leave this process through the bus, and not through torch's shared memory."""
+    _streams: dict[int, _HostedStream | FetchFailure] = field(default_factory=dict)
+    _on_stage: ClassVar[_HostedStream | None] = None
     """The stream of any host whose random numbers and worker info are this process's now."""
-
-    def __init__(
-        self, load: Callable[[], LoaderParts], *, where: str, node: str = "", is_sent_on: bool = False
-    ) -> None:
-        self._load = load
-        self._is_sent_on = is_sent_on
-        self._where = where
-        self._node = node
-        self._streams: dict[int, _HostedStream | FetchFailure] = {}
 
     def open(self, message: OpenStream) -> None:
         """Begin an epoch. What goes wrong in the user's code is the answer to the first fetch."""
@@ -134,7 +127,7 @@ class StreamHost:
         try:
             stream = self._streams.get(message.stream)
             if not isinstance(stream, _HostedStream):
-                stream = self._streams[message.stream] = _HostedStream(self._load(), self._is_sent_on)
+                stream = self._streams[message.stream] = _HostedStream(self.load(), self.is_sent_on)
             StreamHost._on_stage = stream
             stream.begin(message)
         except Exception as error:
@@ -150,7 +143,7 @@ class StreamHost:
         """
         stream = self._streams.get(message.stream)
         if stream is None:
-            raise StreamLostError(f"stream {message.stream} of loader {message.key} is not open in {self._where}.")
+            raise StreamLostError(f"stream {message.stream} of loader {message.key} is not open in {self.where}.")
         if isinstance(stream, FetchFailure):
             return stream
         if StreamHost._on_stage is not stream:
@@ -177,7 +170,7 @@ class StreamHost:
             StreamHost._on_stage = None
 
     def _failure(self, error: Exception, what: str) -> FetchFailure:
-        return FetchFailure(what, remote_errors.describe(error, worker=self._where, node=self._node, ours=globals()))
+        return FetchFailure(what, remote_errors.describe(error, worker=self.where, node=self.node, ours=globals()))
 
 
 class _EndOfStream(Exception):

@@ -261,35 +261,32 @@ def _errors(key: str, path: Path, action: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        reason = error.strerror or str(error)
-        match error.errno:
-            case errno.ENOENT if action == "write":
-                raise NotFoundError(
-                    f"cannot {action} {key!r}: there is no folder {_first_missing(path.parent)}, and it cannot be made"
-                ) from error
-            case errno.ENOENT:
-                raise NotFoundError(f"cannot {action} {key!r}: there is no {path}") from error
-            case errno.EEXIST:
-                raise AlreadyExistsError(f"cannot {action} {key!r}: there is a {path} already") from error
-            case errno.EISDIR:
-                raise NotFoundError(f"cannot {action} {key!r}: {path} is a folder, not a file") from error
-            case errno.ENOTDIR:
-                kind = NotFoundError if action in ("read", "stat") else StorageError
-                raise kind(
-                    f"cannot {action} {key!r}: something on the way to {path} is a file, not a folder"
-                ) from error
-            case errno.EACCES | errno.EPERM | errno.EROFS:
-                raise StorageDeniedError(
-                    f"cannot {action} {key!r}: {path}: {reason}; check its owner and mode, and those of its folder"
-                ) from error
-            case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-                raise StorageFullError(
-                    f"cannot {action} {key!r}: {path}: {reason}; nothing was changed. Make room, or store less"
-                ) from error
-            case errno.ESTALE | errno.ETIMEDOUT | errno.EHOSTDOWN | errno.ENOTCONN:
-                raise StorageUnavailableError(f"cannot {action} {key!r}: {path}: {reason}; is it mounted?") from error
-            case _:
-                raise StorageError(f"cannot {action} {key!r}: {path}: {reason}") from error
+        raise _store_error(error, f"cannot {action} {key!r}", path, action) from error
+
+
+def _store_error(error: OSError, what: str, path: Path, action: str) -> StorageError:
+    reason = error.strerror or str(error)
+    match error.errno:
+        case errno.ENOENT if action == "write":
+            missing = _first_missing(path.parent)
+            return NotFoundError(f"{what}: there is no folder {missing}, and it cannot be made")
+        case errno.ENOENT:
+            return NotFoundError(f"{what}: there is no {path}")
+        case errno.EEXIST:
+            return AlreadyExistsError(f"{what}: there is a {path} already")
+        case errno.EISDIR:
+            return NotFoundError(f"{what}: {path} is a folder, not a file")
+        case errno.ENOTDIR:
+            kind = NotFoundError if action in ("read", "stat") else StorageError
+            return kind(f"{what}: something on the way to {path} is a file, not a folder")
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return StorageDeniedError(f"{what}: {path}: {reason}; check its owner and mode, and those of its folder")
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return StorageFullError(f"{what}: {path}: {reason}; nothing was changed. Make room, or store less")
+        case errno.ESTALE | errno.ETIMEDOUT | errno.EHOSTDOWN | errno.ENOTCONN:
+            return StorageUnavailableError(f"{what}: {path}: {reason}; is it mounted?")
+        case _:
+            return StorageError(f"{what}: {path}: {reason}")
 
 
 def temporary_name(token: str) -> str:

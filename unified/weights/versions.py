@@ -142,10 +142,9 @@ class VersionTable:
         if refusal:
             return OfferReply(refusal, ended)
         first = offer.senders[0].worker
-        for incoming in [each for each in self._open.values() if each.offer.senders[0].worker == first]:
-            ended.append(
-                self._end(incoming, SessionOutcome.DROPPED, f"its sender began version {offer.version} instead")
-            )
+        instead = f"its sender began version {offer.version} instead"
+        replaced = [each for each in self._open.values() if each.offer.senders[0].worker == first]
+        ended += [self._end(each, SessionOutcome.DROPPED, instead) for each in replaced]
         self._open[offer.session] = _Session(offer)
         return OfferReply("", ended)
 
