@@ -25,8 +25,13 @@ def shard(start: int, nbytes: int) -> s.Shard:
 
 
 def test_the_names_in_the_store_say_how_far_a_save_is() -> None:
-    keys = [part_name(4, "t", name) for name in (s.data_name(0), s.data_name(1), s.note_name(1), s.failed_name(12))]
-    others = [part_name(4, "other", s.note_name(2)), part_name(3, "t", s.note_name(3)), "step-000003.json"]
+    names = (s.rank_file(0, "bin"), s.rank_file(1, "bin"), s.rank_file(1, "note"), s.rank_file(12, "failed"))
+    keys = [part_name(4, "t", name) for name in names]
+    others = [
+        part_name(4, "other", s.rank_file(2, "note")),
+        part_name(3, "t", s.rank_file(3, "note")),
+        "step-000003.json",
+    ]
     found = s.progress_of(keys + others, 4, "t")
     assert found == s.SaveProgress(written=frozenset({1}), failed=frozenset({12}), has_manifest=False)
     assert s.progress_of(["step-000004.json"], 4, "t").has_manifest

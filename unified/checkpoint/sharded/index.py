@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -69,16 +69,8 @@ class SaveProgress(Value, frozen=True, kw_only=True):
     """A manifest of that step is there; whether it is this save's is not known."""
 
 
-def data_name(rank: int) -> str:
-    return f"rank-{rank:05d}.bin"
-
-
-def note_name(rank: int) -> str:
-    return f"rank-{rank:05d}.note"
-
-
-def failed_name(rank: int) -> str:
-    return f"rank-{rank:05d}.failed"
+def rank_file(rank: int, suffix: Literal["bin", "note", "failed"]) -> str:
+    return f"rank-{rank:05d}.{suffix}"
 
 
 def progress_of(keys: Iterable[str], step: int, token: str) -> SaveProgress:

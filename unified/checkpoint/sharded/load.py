@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from unified.checkpoint.manifest import Kind, Manifest
 from unified.checkpoint.payload import decompress
-from unified.checkpoint.sharded.index import INDEX, IndexEntry, Shard, data_name, decode_index, read_shards
+from unified.checkpoint.sharded.index import INDEX, IndexEntry, Shard, decode_index, rank_file, read_shards
 from unified.checkpoint.sharded.payload import restored
 from unified.checkpoint.sharded.plan import expanded
 from unified.checkpoint.state_stream import load_state
@@ -62,7 +62,7 @@ class ShardOrigin:
         for index in wanted:
             by_rank.setdefault(self._shards[index].rank, []).append(index)
         for rank, indices in sorted(by_rank.items()):
-            part = parts[data_name(rank)]
+            part = parts[rank_file(rank, "bin")]
             shards = {id(self._shards[index]): index for index in indices}
             for shard, data in read_shards(self._store, part, [self._shards[index] for index in indices]):
                 index = shards[id(shard)]

@@ -29,12 +29,10 @@ from unified.checkpoint.sharded.index import (
     IndexEntry,
     RankNote,
     SaveProgress,
-    data_name,
     decode_note,
-    failed_name,
     is_of,
-    note_name,
     progress_of,
+    rank_file,
     with_shards,
 )
 from unified.checkpoint.sharded.payload import ShardPayload
@@ -113,20 +111,22 @@ class ShardedCommit:
         there may be a manifest."""
         if size > 1:
             with contextlib.suppress(Exception):  # they will notice that nothing comes
-                self._write_word(request, failed_name(rank), f"{type(error).__name__}: {error}".encode())
+                self._write_word(request, rank_file(rank, "failed"), f"{type(error).__name__}: {error}".encode())
         if rank == 0 and not is_published:
             with contextlib.suppress(Exception):  # they are swept when they are old
-                self.store.delete(part_name(request.step, request.token, data_name(each)) for each in range(size))
+                self.store.delete(
+                    part_name(request.step, request.token, rank_file(each, "bin")) for each in range(size)
+                )
 
     def _write(self, share: RankShare) -> None:
         leads = share.rank == 0
         existing = self.store.replaceable(share.request.step) if leads else None
         if share.part is None:
-            share.part = self.store.write_part(share.request, data_name(share.rank), share.payload)
+            share.part = self.store.write_part(share.request, rank_file(share.rank, "bin"), share.payload)
             share.deadline = time.monotonic() + self.rank_timeout_s
         note = RankNote(part=share.part, shards=share.payload.shards)
         if not leads:
-            self._write_word(share.request, note_name(share.rank), msgspec.msgpack.encode(note))
+            self._write_word(share.request, rank_file(share.rank, "note"), msgspec.msgpack.encode(note))
             self._wait(share, lambda found: found.has_manifest and self._is_done(share))
             return
         share.notes[0] = note
@@ -141,7 +141,7 @@ class ShardedCommit:
                 f"The checkpoint of step {manifest.step} in {self.store.place} was saved meanwhile by another rank."
             )
         with contextlib.suppress(OSError):  # they are swept when they are old
-            names = [note_name(rank) for rank in range(1, share.size)]
+            names = [rank_file(rank, "note") for rank in range(1, share.size)]
             self.store.delete(part_name(share.request.step, share.request.token, name) for name in names)
         logger.info("event=checkpoint-saved step=%d bytes=%d ranks=%d", manifest.step, manifest.size_bytes, share.size)
         self.after_save(manifest)
@@ -163,7 +163,7 @@ class ShardedCommit:
 
     def _has_all(self, share: RankShare, found: SaveProgress) -> bool:
         for rank in sorted(found.written - share.notes.keys()):
-            share.notes[rank] = decode_note(self._read_word(share.request, note_name(rank)))
+            share.notes[rank] = decode_note(self._read_word(share.request, rank_file(rank, "note")))
         return len(share.notes) == share.size
 
     def _is_done(self, share: RankShare) -> bool:
@@ -182,7 +182,7 @@ class ShardedCommit:
 
     def _reason(self, share: RankShare, rank: int) -> str:
         try:
-            return self._read_word(share.request, failed_name(rank)).decode(errors="replace")
+            return self._read_word(share.request, rank_file(rank, "failed")).decode(errors="replace")
         except OSError as error:
             return f"why cannot be read: {error}"
 
