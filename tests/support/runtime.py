@@ -45,14 +45,7 @@ class InstantBus:
         """What the next calls end in, without being made."""
 
     def call(
-        self,
-        target: str,
-        method: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
+        self, target: str, method: str, args: Sequence[Any], kwargs: dict[str, Any], *, timeout: Any = None, **_: Any
     ) -> RpcFuture[Any]:
         self.calls.append(Called(target, method, tuple(args), kwargs, timeout))
         future: RpcFuture[Any] = RpcFuture(f"the call of {method!r} to worker {target}")
@@ -67,29 +60,15 @@ class InstantBus:
         return future
 
     def call_many(
-        self,
-        targets: Sequence[str],
-        method: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        timeout: float | None = None,
-        block: bool = True,
+        self, targets: Sequence[str], method: str, args: Sequence[Any], kwargs: dict[str, Any], **options: Any
     ) -> list[RpcFuture[Any]]:
-        return [self.call(target, method, args, kwargs, timeout=timeout, block=block) for target in targets]
+        return self.call_each(targets, method, [(args, kwargs)] * len(targets), **options)
 
     def call_each(
-        self,
-        targets: Sequence[str],
-        method: str,
-        arguments: Sequence[tuple[Sequence[Any], dict[str, Any]]],
-        *,
-        timeout: float | None = None,
+        self, targets: Sequence[str], method: str, arguments: Sequence[tuple[Any, Any]], **options: Any
     ) -> list[RpcFuture[Any]]:
-        return [
-            self.call(target, method, args, kwargs, timeout=timeout)
-            for target, (args, kwargs) in zip(targets, arguments, strict=True)
-        ]
+        pairs = zip(targets, arguments, strict=True)
+        return [self.call(target, method, args, kwargs, **options) for target, (args, kwargs) in pairs]
 
 
 def _streamed(generator: AnyGenerator, what: str) -> RpcStream[Any]:

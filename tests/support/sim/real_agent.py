@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tests.support.invariants.agent import check
-from tests.support.sim.sim_agent import Delays, Said, next_claims
+from tests.support.sim.sim_agent import Delays, Said, log_of, next_claims
 from unified.config.settings import Intervals
 from unified.core.timers import TimerTable
-from unified.protocol.agent_master import LogRead, MasterToAgent
+from unified.protocol.agent_master import MasterToAgent
 from unified.protocol.records import (
     DirectoryEntry,
     Failure,
@@ -203,13 +203,7 @@ class RealAgent:
                 case SignalWorker(life=life, how=how) if life in self.lives:
                     self._signal(now, life, how)
                 case SendLog(order=order, request_id=request_id):
-                    text = f"{order.worker}#{order.worker_incarnation} says hello\n".encode()
-                    facts = self._core.facts
-                    size = len(text)
-                    read = LogRead(
-                        node=facts.node, incarnation=facts.incarnation, data=text, offset=0, next_offset=size, size=size
-                    )
-                    said.append((request_id, read))
+                    said.append((request_id, log_of(order, self.node, self._core.facts.incarnation)))
                 case Exit():
                     self.is_over = True
         return said

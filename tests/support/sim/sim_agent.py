@@ -92,12 +92,7 @@ class SimAgent:
             case DesiredWorkers():
                 return self._converge(now, message)
             case ReadAgentLog():
-                data = f"{message.worker}#{message.worker_incarnation} says hello\n".encode()
-                size = len(data)
-                read = LogRead(
-                    node=self.node, incarnation=self.incarnation, data=data, offset=0, next_offset=size, size=size
-                )
-                return [(request_id, read)]
+                return [(request_id, log_of(message, self.node, self.incarnation))]
             case _:
                 return []
 
@@ -238,6 +233,11 @@ class SimAgent:
             log_file=f"/logs/{life[0]}/{life[1]}/{life[2]}.err",
             claims=sim.claims,
         )
+
+
+def log_of(order: ReadAgentLog, node: str, incarnation: str) -> LogRead:
+    data = f"{order.worker}#{order.worker_incarnation} says hello\n".encode()
+    return LogRead(node=node, incarnation=incarnation, data=data, offset=0, next_offset=len(data), size=len(data))
 
 
 def next_claims(claims: NameClaims, names: Iterable[str]) -> NameClaims:
