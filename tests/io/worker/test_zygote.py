@@ -373,7 +373,8 @@ for found in gc.get_objects():
 for name, module in list(sys.modules.items()):
     is_aware = name in ("__main__", "unified.threads")  # the latter asks anew in each fork
     for attribute, value in list(vars(module).items()) if not is_aware else ():
-        if type(value) in (int, str) and str(os.getpid()) in str(value) and not attribute.startswith("__"):
+        text = str(value) if type(value) in (int, str) and not attribute.startswith("__") else ""
+        if str(os.getpid()) in text and len(text) <= 200:  # the texts of mpmath have most numbers of four digits
             if (name, attribute) != ("unified.threads", "_own_pid"):  # which a hook renews in every fork
                 print("the zygote's pid:", name, attribute)
 """
