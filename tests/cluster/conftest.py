@@ -2,7 +2,7 @@
 
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +11,9 @@ import pytest
 from tests.support.fake_nvml import fake_nvml  # noqa: F401 - a fixture
 from tests.support.s3 import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
 from unified.client.daemons import Daemon
+from unified.testing import LocalCluster
 
+Cluster = Callable[..., LocalCluster]
 PROGRAMS = Path(__file__).parents[1] / "support/programs"
 
 
@@ -37,6 +39,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
     for name in set(sys.modules) - before:
         if getattr(sys.modules[name], "__file__", "") and str(folder) in str(sys.modules[name].__file__):
             del sys.modules[name]
+
+
+def lines(folder: Path, name: str) -> list[str]:
+    """Lines of a file that workers append to, as far as it is there."""
+    file = folder / name
+    return file.read_text().splitlines() if file.exists() else []
 
 
 class LightDaemon(Daemon):

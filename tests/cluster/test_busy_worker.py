@@ -1,12 +1,9 @@
 """A worker whose main thread is in a loop in pure Python, and answers calls all the same."""
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.cluster.conftest import Project
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
-from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
@@ -47,9 +44,7 @@ def run():
 
 
 @pytest.mark.slow
-def test_calls_are_answered_while_the_main_thread_computes(
-    local_cluster: Callable[..., LocalCluster], project: Project
-) -> None:
+def test_calls_are_answered_while_the_main_thread_computes(local_cluster: Cluster, project: Project) -> None:
     project(service=SERVICE, driver=DRIVER)
     builder = DLJobBuilder().node_num(1).device_per_node(2).device_type("CPU")
     builder.workload("driver", "driver.run").resource(cpu=0.1)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
 from unified.bus.streams.stream import RpcStream
 from unified.cli.main import main
@@ -14,7 +15,6 @@ from unified.client.handle import JobHandle
 from unified.errors import RefusedError, RpcNotFoundError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.security.curve import new_key
 from unified.security.keys import write_key
-from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
@@ -74,12 +74,11 @@ def drive():
 
 @pytest.fixture
 def handle(
-    local_cluster: Callable[..., LocalCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_cluster: Cluster, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[JobHandle]:
     write_key(tmp_path / "cluster.key", new_key())
     monkeypatch.setenv("UNIFIED_KEY_FILE", str(tmp_path / "cluster.key"))
-    (tmp_path / "outside_service.py").write_text(SERVICE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    project(outside_service=SERVICE)
     builder = DLJobBuilder().node_num(1).device_per_node(4).device_type("CPU")
     builder.workload("driver", "outside_service.drive").resource(cpu=0.1)
     builder.workload("service", "outside_service.Service").total(2).resource(cpu=0.1).not_driver()

@@ -1,16 +1,12 @@
 """Streams, deadlines and retries between the roles of a job, on real daemons."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJob, DLJobBuilder
-from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
-Cluster = Callable[..., LocalCluster]
 
 SERVICE = '''
 import asyncio, os, resource, time
@@ -171,34 +167,26 @@ def retries_at_once():
 """
 
 
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DLJob]:
+def job(function: str) -> DLJob:
     """A driver that runs this function, and two services."""
-    (tmp_path / "service.py").write_text(SERVICE)
-    (tmp_path / "driver.py").write_text(DRIVER)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def make(function: str) -> DLJob:
-        builder = DLJobBuilder().node_num(2).device_per_node(2).device_type("CPU")
-        builder.workload("driver", f"driver.{function}").resource(cpu=0.1)
-        builder.workload("service", "service.Service").total(2).resource(cpu=0.1).not_driver().restart_alone()
-        return builder.build()
-
-    return make
+    builder = DLJobBuilder().node_num(2).device_per_node(2).device_type("CPU")
+    builder.workload("driver", f"driver.{function}").resource(cpu=0.1)
+    builder.workload("service", "service.Service").total(2).resource(cpu=0.1).not_driver().restart_alone()
+    return builder.build()
 
 
 @pytest.mark.parametrize(
     "function",
     ["streams", "retries", *(pytest.param(name, marks=pytest.mark.slow) for name in ("retries_at_once", "results"))],
 )
-def test_calls_of_every_kind(local_cluster: Cluster, job: Callable[[str], DLJob], function: str) -> None:
+def test_calls_of_every_kind(local_cluster: Cluster, project: Project, function: str) -> None:
+    project(service=SERVICE, driver=DRIVER)
     handle = local_cluster(nodes=2, devices=2).submit(job(function), function.replace("_", "-"), stop_grace_s=1)
     assert handle.wait(timeout=50) == 0, handle.status().end
 
 
 @pytest.mark.slow
-def test_deadline_of_the_job_is_that_of_calls_that_name_none(
-    local_cluster: Cluster, job: Callable[[str], DLJob]
-) -> None:
+def test_deadline_of_the_job_is_that_of_calls_that_name_none(local_cluster: Cluster, project: Project) -> None:
+    project(service=SERVICE, driver=DRIVER)
     handle = local_cluster(nodes=1, devices=3).submit(job("deadlines"), "deadlines", call_timeout_s=0.3, stop_grace_s=1)
     assert handle.wait(timeout=50) == 0, handle.status().end

@@ -1,17 +1,15 @@
 """A `CheckpointManager` in a worker of a real job: who it is, and what the master comes to know."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Project
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.client_master import Explain, Story
 from unified.protocol.coordinator import GetLatestCheckpoint, RecoveryInfo
-from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
@@ -41,7 +39,7 @@ def save():
 
 
 def test_the_master_knows_what_a_worker_saved_and_what_it_could_not(
-    local_cluster: Callable[..., LocalCluster], project: Project, tmp_path: Path
+    local_cluster: Cluster, project: Project, tmp_path: Path
 ) -> None:
     project(saving_job=SAVER.format(folder=str(tmp_path)))
     builder: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")

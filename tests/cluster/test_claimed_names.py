@@ -4,16 +4,16 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.conftest import Cluster
 from unified.client.handle import JobHandle
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.client_master import Explain, Story
 from unified.protocol.records import Stage
-from unified.testing import LocalCluster, eventually
+from unified.testing import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
@@ -56,8 +56,6 @@ def use():
     pause()
 '''
 
-Start = Callable[..., LocalCluster]
-
 
 def job(folder: Path) -> JobSpec:
     (folder / "names_of_test.py").write_text(CODE)
@@ -96,7 +94,7 @@ def said(handle: JobHandle, text: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_name_has_one_holder_and_its_next_life_holds_it_again(local_cluster: Start, tmp_path: Path) -> None:
+def test_a_name_has_one_holder_and_its_next_life_holds_it_again(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=2)
     handle = cluster.submit(job(tmp_path))
     said(handle, "holds as 0")

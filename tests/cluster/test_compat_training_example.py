@@ -10,14 +10,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.conftest import Cluster
 from tests.support.s3 import S3Server
 from unified.checkpoint import CheckpointManager
-from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -180,7 +179,7 @@ def bucket(s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def text(local_cluster: Callable[..., LocalCluster], tmp_path: Path) -> str:
+def text(local_cluster: Cluster, tmp_path: Path) -> str:
     """The example, with the coordinator's host and the place of the data as they are here."""
     import pyarrow
     import pyarrow.parquet

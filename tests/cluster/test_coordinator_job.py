@@ -3,19 +3,17 @@
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Project
+from tests.cluster.conftest import Cluster, Project, lines
 from unified.api.builder import DLJobBuilder
-from unified.testing import LocalCluster, eventually
+from unified.testing import eventually
 
 pytestmark = pytest.mark.cluster
 
-Cluster = Callable[..., LocalCluster]
 WAIT_S = 50
 
 READERS = """
@@ -98,15 +96,15 @@ def reader():
 """
 
 
-def lines(folder: Path, name: str) -> list[str]:
-    file = folder / name
-    return file.read_text().splitlines() if file.exists() else []
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path) -> None:
+    """Sixty samples."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "part.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(60)))
 
 
 def test_workers_that_name_themselves_read_all_of_it(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
     """As document 5 does; nobody else is given a part that nobody reads."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "part.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(60)))
     project(named_job=NAMED.format(folder=str(tmp_path)))
     builder: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
     built = builder.workload("reader", "named_job.reader").total(2).resource(cpu=0.01).build()
@@ -119,8 +117,6 @@ def test_workers_that_name_themselves_read_all_of_it(local_cluster: Cluster, pro
 def test_a_killed_reader_holds_nobody_and_loses_no_sample(
     local_cluster: Cluster, project: Project, tmp_path: Path
 ) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "part.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(60)))
     project(reading_job=READERS.format(folder=str(tmp_path)))
     builder: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
     built = builder.workload("reader", "reading_job.reader").total(3).resource(cpu=0.01).restart_alone().build()

@@ -88,10 +88,8 @@ def submit(tmp_path: Path, env: dict[str, str], what: str) -> subprocess.Popen[s
 
 
 def cluster_processes(tmp_path: Path) -> list[str]:
-    found = []
-    for home in (tmp_path / "home" / "embedded").iterdir():
-        found += marked_processes(f"{CLUSTER_VARIABLE}={home.name}")
-    return [str(process) for process in found]
+    homes = (tmp_path / "home" / "embedded").iterdir()
+    return [str(process) for home in homes for process in marked_processes(f"{CLUSTER_VARIABLE}={home.name}")]
 
 
 @pytest.mark.parametrize("what", ["good", "leaving"])

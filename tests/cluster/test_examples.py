@@ -6,36 +6,49 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
+from tests.cluster.conftest import Cluster
+from unified.errors import RefusedError
 from unified.testing import LocalCluster, eventually
 
 pytestmark = pytest.mark.cluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 README = EXAMPLES.parent / "README.md"
-Cluster = Callable[..., LocalCluster]
 
 
-def start(example: str, cwd: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def started(example: str, cwd: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start an example's script, which is killed at the end."""
+    with subprocess.Popen(
         [sys.executable, str(EXAMPLES / example / "submit.py"), *arguments],
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def kill(pids: dict[str, int], prefix: str) -> None:
+    os.kill(next(pid for name, pid in pids.items() if name.startswith(prefix)), signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_actors_find_the_line(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=1)
-    process = start("actors", tmp_path, "--master", cluster.address, "--goal", "Hello")
-    output, _ = process.communicate(timeout=40)
+    with started("actors", tmp_path, "--master", cluster.address, "--goal", "Hello") as process:
+        output, _ = process.communicate(timeout=40)
     assert process.returncode == 0, output
     assert "100%  Hello" in output
 
@@ -44,20 +57,15 @@ def test_actors_find_the_line(local_cluster: Cluster, tmp_path: Path) -> None:
 def test_nanogpt_resumes_after_a_rank_was_killed(local_cluster: Cluster, tmp_path: Path) -> None:
     """Kill -9 of a rank: a new round goes on from the checkpoint, also in the data, and the job ends with 0."""
     cluster = local_cluster(nodes=2, devices=1)
-    process = start("nanogpt", tmp_path, "--master", cluster.address, "--steps", "60")
     checkpoints = tmp_path / "out/nanogpt/checkpoints"
-    try:
+    with started("nanogpt", tmp_path, "--master", cluster.address, "--steps", "60") as process:
         eventually(
             lambda: any(checkpoints.glob("*/step-*.json")) or process.poll() is not None,
             timeout=30,
             message="no checkpoint",
         )
-        pids = cluster.workers("nanogpt")
-        os.kill(next(pid for name, pid in pids.items() if name.startswith("ELASTIC_2-1")), signal.SIGKILL)
+        kill(cluster.workers("nanogpt"), "ELASTIC_2-1")
         output, _ = process.communicate(timeout=40)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 0, output
     status = cluster.status("nanogpt")
     assert [worker.incarnation for worker in status.workers] == [1, 1]
@@ -71,8 +79,8 @@ def test_nanogpt_resumes_after_a_rank_was_killed(local_cluster: Cluster, tmp_pat
 
 
 def test_nanogpt_says_at_once_that_there_is_no_text(tmp_path: Path) -> None:
-    process = start("nanogpt", tmp_path, "--data", str(tmp_path))
-    output, _ = process.communicate(timeout=40)
+    with started("nanogpt", tmp_path, "--data", str(tmp_path)) as process:
+        output, _ = process.communicate(timeout=40)
     assert process.returncode == 1
     assert "name another file or folder with --data" in output
 
@@ -80,17 +88,13 @@ def test_nanogpt_says_at_once_that_there_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nanogpt_without_restarts_names_the_limit(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=1)
-    process = start("nanogpt", tmp_path, "--master", cluster.address, "--max-restart", "0")
-    try:
+    with started("nanogpt", tmp_path, "--master", cluster.address, "--max-restart", "0") as process:
         pids = eventually(
             lambda: process.poll() is not None or any_running(cluster), timeout=30, message="no rank was running"
         )
         assert isinstance(pids, dict), process.communicate()[0]
-        os.kill(next(pid for name, pid in pids.items() if name.startswith("ELASTIC_2-1")), signal.SIGKILL)
+        kill(pids, "ELASTIC_2-1")
         output, _ = process.communicate(timeout=40)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 1, output
     assert all(word in output for word in ("max_restart", "ELASTIC_2-1_1-0", "SIGKILL")), output
 
@@ -113,10 +117,38 @@ def test_job_of_the_readme_runs(local_cluster: Cluster, tmp_path: Path, monkeypa
 
 def any_running(cluster: LocalCluster) -> dict[str, int]:
     """Pids by worker, once all of the job's workers run; empty before."""
-    from unified.errors import RefusedError
-
     try:
         status = cluster.status("nanogpt")
     except RefusedError:  # not submitted yet
         return {}
     return {worker.name: worker.pid for worker in status.workers} if status.stage == "RUNNING" else {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_rl_learns_though_a_rollout_is_killed(local_cluster: Cluster, tmp_path: Path) -> None:
+    """Mean reward at least doubles; the killed worker gets the weights again; the answers do not depend on who dies."""
+    cluster = local_cluster(nodes=1, devices=2)
+
+    def progress() -> int:
+        """Iterations that the trainer has reported; -1 before the job is there."""
+        try:
+            workers = cluster.status("rl").workers
+        except RefusedError:
+            return -1
+        steps = [worker.progress.step for worker in workers if worker.progress and worker.progress.step is not None]
+        return max(steps, default=0)
+
+    with started("rl", tmp_path, "--master", cluster.address, "--iterations", "50") as process:
+        eventually(lambda: progress() >= 5 or process.poll() is not None, timeout=60, message="no progress")
+        kill(cluster.workers("rl"), "ROLLOUT_2-1")
+        output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    results = json.loads((tmp_path / "out/rl/rewards.json").read_text())
+    rewards = results["rewards"]
+    assert len(rewards) == 50
+    assert mean(rewards[-10:]) >= 2 * mean(rewards[:10]), rewards
+    assert "mean reward by iteration" in output
+    assert (tmp_path / "out/rl/curve.svg").stat().st_size > 1000
+    lives = {worker.name: worker.incarnation for worker in cluster.status("rl").workers}
+    assert {name for name, incarnation in lives.items() if incarnation} == {"ROLLOUT_2-1_2-1"}, lives

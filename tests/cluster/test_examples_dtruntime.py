@@ -5,16 +5,14 @@ import runpy
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from unified.testing import LocalCluster
+from tests.cluster.conftest import Cluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dtruntime"
-Cluster = Callable[..., LocalCluster]
 
 
 @pytest.mark.cluster

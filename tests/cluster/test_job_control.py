@@ -1,18 +1,17 @@
 """A job that restarts and watches itself, and one that its driver restarts, on real daemons."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
-from unified.testing import LocalCluster, eventually
+from unified.testing import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
-Cluster = Callable[..., LocalCluster]
 
 CODE = """
 import json, os, time
@@ -48,11 +47,10 @@ def driver():
 
 
 def test_restarts_from_inside_and_outside_and_the_outcome(
-    local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_cluster: Cluster, project: Project, tmp_path: Path
 ) -> None:
     """`restart_actors` and `JobHandle.restart` return when the new lives are there, and no call meets an old one."""
-    (tmp_path / "control_job.py").write_text(CODE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    project(control_job=CODE)
     builder: Any = DLJobBuilder().device_per_node(1).device_type("CPU").config({"folder": str(tmp_path)})
     builder = builder.workload("driver", "control_job.driver").resource(cpu=0.1).max_restart(0)
     builder = builder.workload("service", "control_job.Service").total(2).resource(cpu=0.1).not_driver()

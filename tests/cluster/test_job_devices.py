@@ -1,17 +1,14 @@
 """Which accelerators the workers of a job see, on a node whose NVML is a stand-in with four; and on a real one."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Project
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
-from unified.testing import LocalCluster
 
 pytestmark = pytest.mark.cluster
 
-Cluster = Callable[..., LocalCluster]
 
 SEE = """
 import os

@@ -5,18 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import zmq
 
+from tests.cluster.conftest import Cluster
 from tests.support.programs.key_job import MARKER
 from unified import process
 from unified.security.curve import new_key, secure_client
 from unified.security.keys import load_key, write_key
-from unified.testing import LocalCluster, eventually
+from unified.testing import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 HERE = Path(__file__).parents[1] / "support/programs"
@@ -35,7 +36,7 @@ def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("route", ["tcp", pytest.param("relay", marks=pytest.mark.slow)])
 def test_a_job_runs_with_a_key_and_leaves_no_trace_of_it(
-    local_cluster: Callable[..., LocalCluster], key_file: Path, monkeypatch: pytest.MonkeyPatch, route: str
+    local_cluster: Cluster, key_file: Path, monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
     monkeypatch.setenv("UNIFIED_BUS_ROUTE", route)
     cluster = local_cluster(nodes=2, devices=1)
@@ -60,7 +61,7 @@ def test_a_job_runs_with_a_key_and_leaves_no_trace_of_it(
 
 
 def test_a_stranger_at_a_workers_door_is_refused_and_named_in_its_log(
-    local_cluster: Callable[..., LocalCluster], key_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    local_cluster: Cluster, key_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("UNIFIED_BUS_ROUTE", "tcp")
     cluster = local_cluster(nodes=1, devices=1)

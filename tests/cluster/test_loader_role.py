@@ -1,17 +1,13 @@
 """A role that loads data for another, over the bus, on two nodes of a real cluster."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Project
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJob, DLJobBuilder
-from unified.testing import LocalCluster
 
 pytestmark = pytest.mark.cluster
-
-Cluster = Callable[..., LocalCluster]
 
 
 def job_of(entry: str, *, trainers: int = 1, loaders: int = 2) -> DLJob:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.conftest import Cluster
 from unified import process
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
@@ -34,8 +35,6 @@ def detach():
     script = "import os, signal; os.fork() and os._exit(0); os.setsid(); signal.pause()"
     subprocess.run([sys.executable, "-c", script])
 '''
-
-Start = Callable[..., LocalCluster]
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def running(cluster: LocalCluster, handle: JobHandle, count: int) -> dict[str, i
     return cluster.workers(handle)
 
 
-def test_a_job_runs_and_its_output_can_be_read(local_cluster: Start, make: Callable[..., JobSpec]) -> None:
+def test_a_job_runs_and_its_output_can_be_read(local_cluster: Cluster, make: Callable[..., JobSpec]) -> None:
     cluster = local_cluster(nodes=2, devices=1)
     assert [node.node for node in cluster.nodes] == ["node-1", "node-2"]
     handle = cluster.submit(make("hello"))
@@ -88,7 +87,7 @@ def test_a_job_runs_and_its_output_can_be_read(local_cluster: Start, make: Calla
     assert {worker.node for worker in handle.status().workers} == {"node-1", "node-2"}
 
 
-def test_a_failure_names_worker_limit_and_traceback(local_cluster: Start, make: Callable[..., JobSpec]) -> None:
+def test_a_failure_names_worker_limit_and_traceback(local_cluster: Cluster, make: Callable[..., JobSpec]) -> None:
     cluster = local_cluster(nodes=1, devices=2)
     handle = cluster.submit(make("fail"))
     assert handle.wait(timeout=50) == 1
@@ -101,7 +100,7 @@ def test_a_failure_names_worker_limit_and_traceback(local_cluster: Start, make: 
 
 
 @pytest.mark.slow
-def test_a_killed_agent_takes_its_workers_with_it(local_cluster: Start, make: Callable[..., JobSpec]) -> None:
+def test_a_killed_agent_takes_its_workers_with_it(local_cluster: Cluster, make: Callable[..., JobSpec]) -> None:
     cluster = local_cluster(nodes=2, devices=1)
     handle = cluster.submit(make("pause"))
     workers = running(cluster, handle, 2)
@@ -117,7 +116,7 @@ def test_a_killed_agent_takes_its_workers_with_it(local_cluster: Start, make: Ca
     assert handle.wait(timeout=20) == 130
 
 
-def test_a_job_outlives_its_driver(local_cluster: Start, make: Callable[..., JobSpec], tmp_path: Path) -> None:
+def test_a_job_outlives_its_driver(local_cluster: Cluster, make: Callable[..., JobSpec], tmp_path: Path) -> None:
     cluster = local_cluster(nodes=1, devices=2)
     (tmp_path / "forever.py").write_text("import signal\nwhile True: signal.pause()\n")
     command = [sys.executable, "-m", "unified", "run", "--name=forever", "--master", cluster.address, "forever.py"]

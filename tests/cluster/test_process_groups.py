@@ -1,17 +1,13 @@
 """Process groups of elastic roles: up everywhere before any rank's code begins, and there while calls may use them."""
 
-from collections.abc import Callable
-
 import pytest
 
 from benchmarks.launch import short_jobs
-from tests.cluster.conftest import Project
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
-from unified.testing import LocalCluster
 
 pytestmark = pytest.mark.cluster
 
-Cluster = Callable[..., LocalCluster]
 
 ACTOR = """
 import atexit

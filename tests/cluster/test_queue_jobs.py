@@ -2,20 +2,19 @@
 
 import os
 import signal
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cluster.conftest import Cluster, Project, lines
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.testing import LocalCluster, eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
-Cluster = Callable[..., LocalCluster]
 WAIT_S = 50
 
 # Document 3, "DataQueue", import prefix changed.
@@ -53,18 +52,9 @@ def pause():
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def write(project: Project, tmp_path: Path) -> Callable[[str], None]:
     """Writes the module `queue_job`, which workers can import."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(str(folder))
-
-    def write(code: str) -> None:
-        text = COMMON.format(folder=str(tmp_path)) + textwrap.dedent(code)
-        (folder / "queue_job.py").write_text(text)
-
-    yield write
-    sys.modules.pop("queue_job", None)
+    return lambda code: project(queue_job=COMMON.format(folder=str(tmp_path)) + textwrap.dedent(code))
 
 
 def job(**roles: int) -> DLJob:
@@ -74,11 +64,6 @@ def job(**roles: int) -> DLJob:
         builder = builder.workload(role, f"queue_job.{role}").total(total).resource(cpu=0.01).restart_alone()
     built: DLJob = builder.build()
     return built
-
-
-def lines(folder: Path, name: str) -> list[str]:
-    file = folder / name
-    return file.read_text().splitlines() if file.exists() else []
 
 
 def kill(cluster: LocalCluster, handle: Any, role: str, rank: int = 0) -> None:

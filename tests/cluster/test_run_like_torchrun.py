@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.conftest import Cluster
 from unified.errors import UnifiedError
 from unified.testing import LocalCluster, eventually
 
@@ -66,7 +67,7 @@ def free_port() -> str:
 
 
 def test_the_same_command_on_two_hosts_is_one_job_with_the_submitter_s_environment(
-    tmp_path: Path, unified_run: Run, local_cluster: Callable[..., LocalCluster]
+    tmp_path: Path, unified_run: Run, local_cluster: Cluster
 ) -> None:
     cluster = local_cluster(nodes=2, devices=1)
     folder = tmp_path / "code"

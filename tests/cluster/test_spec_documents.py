@@ -1,26 +1,93 @@
-"""The code of the reference documents about life inside a worker, on a real cluster, import prefix changed.
+"""Whole programs of the reference documents: script, job and workers, on a real cluster.
 
 Blocks are kept as text. Names that a document leaves to its reader (`train`, `done`, `step`, `actor_forward`, …) are
-defined around them, bodies that are `...` there are filled, and nothing else in them is changed.
+defined around them, bodies that are `...` there are filled, and nothing else in them is changed. The code of documents
+1 and 3 about life inside a worker is here; the jobs of documents 1 and 2 are the blocks of `test_document_blocks`.
+
+Each runs by ``python -m unified.compat``, with upstream's names alone, and natively, with our import prefix. The
+cluster's daemons know nothing of the aliases: its workers have them because the job says so.
 """
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Project
+from tests.cluster.conftest import Cluster, Project
+from tests.unit.compat import test_document_blocks as blocks
 from unified.api.builder import DLJobBuilder
+from unified.job import JobConfig
 from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-Cluster = Callable[..., LocalCluster]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
+# Document 1: step 2 of "Instruction", with workloads in the place of its gap.
+SUBMIT = """
+from dlrover.python.unified.api.builder import DLJobBuilder
+
+dl_job = (
+    DLJobBuilder()
+    .dl_type("SFT")
+    .node_num({nodes})
+    .device_per_node({devices})
+    .device_type("CPU")
+    .config({{"lr": 0.5}})
+{workloads}
+    .build())
+
+if dl_job.submit() != 0:
+    raise SystemExit("the job failed")
+"""
+
+SCRIPT_OF_A_WORKER = """
+import sys
+from dlrover.python.unified.api.runtime.worker import current_worker
+from dlrover.python.unified.common.config import JobConfig
+import dtruntime
+print("worker of", current_worker().job_info.name, "with", sys.argv[1:], JobConfig.__module__, dtruntime.__name__)
+"""
+
+TRAINER_OF_THE_GUIDE = """
+from dlrover.python.unified.api.runtime.worker import current_worker
+
+class xxx:
+    def run(self):
+        print("trainer with", current_worker().job_info.user_config.k1, "on", current_worker().actor_info.node)
+"""
+
+TRAIN_OF_FOUR_RANKS = """
+import torch
+import torch.distributed as dist
+from dlrover.python.unified.api.runtime.worker import current_worker
+
+def run():
+    args = current_worker().job_info.user_config
+    assert dict(args) == {"data_dir": "data/nanogpt/", "batch_size": 16}, args
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size() == 4
+    print("trained by", current_worker().actor_info.rank, "of", args.data_dir)
+"""
+
+SAYS_ITS_ROLE = """
+import os
+from dlrover.python.unified.api.runtime.worker import current_worker
+
+def run():
+    worker = current_worker()
+    print(worker.actor_info.role, worker.actor_info.rank, dict(worker.job_info.user_config or {}), end=" ")
+    print(os.environ.get("DLROVER_LOG_LEVEL", "-"))
+"""
 
 # Documents 1 ("Function entrypoint example") and 3 ("Function entrypoint").
 FUNCTION_ENTRY = """
-from unified.api.runtime.worker import current_worker
+from dlrover.python.unified.api.runtime.worker import current_worker
 
 def run():
     args = current_worker().job_info.user_config
@@ -30,8 +97,8 @@ def run():
 
 # Document 1, "Class entrypoint example with RPC exposure".
 SERVICE_OF_THE_GUIDE = """
-from unified.api.runtime import rpc
-from unified.api.runtime.worker import current_worker
+from dlrover.python.unified.api.runtime import rpc
+from dlrover.python.unified.api.runtime.worker import current_worker
 
 class TrainerService:
     def __init__(self):
@@ -63,45 +130,10 @@ INFO = """
     print(info.job_info, info.actor_info)
 """
 
-
-def test_function_and_class_entry_points(local_cluster: Cluster, project: Project) -> None:
-    """All three in one job; the function runs in a round of two ranks, and also prints who it is."""
-    trained = (
-        "import torch, torch.distributed as dist\n"
-        "def train(args):\n"
-        "    total = torch.tensor([float(args.lr)]); dist.all_reduce(total)\n"
-        "    assert total.item() == 2 * args.lr, total\n"
-    )
-    project(
-        my_train=FUNCTION_ENTRY + INFO + trained,
-        my_service=SERVICE_OF_THE_GUIDE + COUNT_TO_THREE,
-        my_other_service=SERVICE_OF_THE_REFERENCE + COUNT_TO_THREE,
-    )
-    job = (
-        DLJobBuilder()
-        .node_num(2)
-        .device_per_node(1)
-        .device_type("CPU")
-        .config({"lr": 0.5})
-        .train("my_train.run")
-        .nnodes(2)
-        .nproc_per_node(1)
-        .workload("service", "my_service.TrainerService")
-        .resource(cpu=0.1)
-        .workload("other", "my_other_service.TrainerService")
-        .resource(cpu=0.1)
-        .build()
-    )
-    handle = local_cluster(nodes=2, devices=1).submit(job, "entries")
-    assert handle.wait(timeout=50) == 0
-    printed = list(handle.logs(role="ELASTIC"))
-    assert len([line for line in printed if "ELASTIC" in line and "entries" in line]) == 2
-
-
 # Document 3, "Remote call pattern": the interface, with its own bodies, `...`, bound to the role that provides it.
 INTERFACE = """
-from unified.api.runtime import FutureSequence
-from unified.api.runtime.remote_call import bind
+from dlrover.python.unified.api.runtime import FutureSequence
+from dlrover.python.unified.api.runtime.remote_call import bind
 
 @bind("actor")
 def vllm_wakeup() -> None: ...
@@ -112,7 +144,7 @@ def vllm_generate(prompt_token_ids, params) -> FutureSequence: ...
 
 PROVIDER = """
 import remote_call
-from unified.api.runtime import export_rpc_instance, rpc
+from dlrover.python.unified.api.runtime import export_rpc_instance, rpc
 
 # Document 3, "Function interface"
 @rpc(export=True)
@@ -164,7 +196,7 @@ class VLLMActor:
 CALLER = """
 import numpy
 from provider import SimpleClass, VLLMActor, actor_forward
-from unified.api.runtime import RoleGroup, UserRpcProxy, create_rpc_proxy
+from dlrover.python.unified.api.runtime import RoleGroup, UserRpcProxy, create_rpc_proxy
 
 def run():
     # Document 3, "Function interface": by name, through a role group
@@ -202,33 +234,9 @@ def run():
     assert list(result) == [[1, 0], [2, 3, 0]]
 """
 
-
-def test_calls_between_roles(local_cluster: Cluster, project: Project) -> None:
-    project(remote_call=INTERFACE, provider=PROVIDER, caller=CALLER)
-    job = (
-        DLJobBuilder()
-        .node_num(2)
-        .device_per_node(1)
-        .device_type("CPU")
-        .workload("caller", "caller.run")
-        .resource(cpu=0.1)
-        .workload("actor", "provider.VLLMActor")
-        .resource(cpu=0.1)
-        .not_driver()
-        .workload("learner", "provider.VLLMActor")
-        .total(2)
-        .resource(cpu=0.1)
-        .not_driver()
-        .build()
-    )
-    handle = local_cluster(nodes=2, devices=1).submit(job, "calls")
-    code = handle.wait(timeout=50)
-    assert code == 0, handle.status().end
-
-
 # Document 3, "DataQueue".
 OWNER = """
-from unified.api.runtime import DataQueue, RoleGroup
+from dlrover.python.unified.api.runtime import DataQueue, RoleGroup
 
 def run():
     # owner (usually rank 0 producer)
@@ -243,7 +251,7 @@ def run():
 """
 
 CONSUMER = """
-from unified.api.runtime import DataQueue, rpc
+from dlrover.python.unified.api.runtime import DataQueue, rpc
 
 @rpc
 def get():
@@ -254,20 +262,10 @@ def get():
 def run(): pass
 """
 
-
-def test_queue_between_roles(local_cluster: Cluster, project: Project) -> None:
-    project(owner=OWNER, consumer=CONSUMER)
-    builder = DLJobBuilder().node_num(1).device_per_node(2).device_type("CPU")
-    builder.workload("owner", "owner.run").resource(cpu=0.1)
-    builder.workload("consumer", "consumer.run").resource(cpu=0.1).not_driver()
-    handle = local_cluster(nodes=1, devices=2).submit(builder.build(), "queue")
-    assert handle.wait(timeout=50) == 0, handle.status().end
-
-
 # Document 3, "RayDataLoaderIter".
 LOADING = """
 from torch.utils.data import DataLoader
-from unified.api.runtime import RayDataLoaderIter
+from dlrover.python.unified.api.runtime import RayDataLoaderIter
 
 class Squares:
     def __len__(self): return 32
@@ -287,11 +285,154 @@ def run():
 """
 
 
-def test_data_loader_in_other_processes(local_cluster: Cluster, project: Project) -> None:
-    project(loading=LOADING)
-    job = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU").workload("trainer", "loading.run")
-    handle = local_cluster(nodes=1, devices=1).submit(job.resource(cpu=0.1).build(), "loading")
-    assert handle.wait(timeout=50) == 0, handle.status().end
+@pytest.fixture(params=["native", "compat"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    """Runs a program with modules beside it (dots in a name: folders), which import what upstream's do; without a
+    cluster, on one of its own.
+    """
+    is_native = request.param == "native"
+    folder = tmp_path / "project"
+
+    def run(script: str, cluster: LocalCluster | None = None, **modules: str) -> subprocess.CompletedProcess[str]:
+        for name, text in {"program": script, **modules}.items():
+            own = text.replace(blocks.UPSTREAM, "").replace("dlrover/python/unified", "")
+            assert "unified" not in own.replace("examples.unified", "")
+            path = folder / f"{name.replace('.', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text.replace(blocks.UPSTREAM, "unified") if is_native else text))
+        inherited = {name: value for name, value in os.environ.items() if name != "UNIFIED_COMPAT"}
+        home = {"UNIFIED_HOME": str(tmp_path / "home"), "UNIFIED_MASTER": cluster.address if cluster else ""}
+        return subprocess.run(
+            [sys.executable, *([] if is_native else ["-m", "unified.compat"]), "program.py"],
+            cwd=folder,
+            env={**inherited, "UNIFIED_PROGRESS": "plain", **home},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def job(nodes: int, devices: int, *workloads: str) -> str:
+    return SUBMIT.format(nodes=nodes, devices=devices, workloads="\n".join(f"    {line}" for line in workloads))
+
+
+def succeeded(done: subprocess.CompletedProcess[str], job_name: str = "") -> str:
+    """What the workers printed. The job must have succeeded too: a document's script ignores its exit code."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"job {job_name}" in done.stderr.splitlines()[-1], done.stdout + done.stderr
+    assert " finished after " in done.stderr.splitlines()[-1], done.stdout + done.stderr
+    return done.stdout
+
+
+def test_first_example_of_the_guide(local_cluster: Cluster, run: Run) -> None:
+    """Its `xxx` is a name like any other; its gap `...` is left out."""
+    done = run(blocks.FIRST_EXAMPLE, local_cluster(nodes=1, devices=4), xxx=TRAINER_OF_THE_GUIDE)
+    assert succeeded(done) == "[TRAINER-0] trainer with v1 on node-1\n"
+
+
+def test_single_role(local_cluster: Cluster, run: Run) -> None:
+    """`torch` and `args` are given; the document's own `args` is a dict, which has no `__dict__`."""
+    given = "import torch\nfrom argparse import Namespace\nargs = Namespace(data_dir='data/nanogpt/', batch_size=16)\n"
+    modules = {"examples.unified.elastic.nanogpt.train": TRAIN_OF_FOUR_RANKS}
+    done = run(given + textwrap.dedent(blocks.SINGLE_ROLE), local_cluster(nodes=2, devices=2), **modules)
+    assert sorted(succeeded(done, "nanogpt").splitlines()) == [
+        f"[ELASTIC-{rank}] trained by {rank} of data/nanogpt/" for rank in range(4)
+    ]
+
+
+def test_several_roles(local_cluster: Cluster, run: Run) -> None:
+    """The outline's names are given, and it ends before a submit."""
+    given = f"{blocks.IMPORT}worker_node_num, device_per_worker_node, log_level = 2, 4, 'INFO'\n"
+    script = given + textwrap.dedent(blocks.OUTLINE) + "job.submit()\n"
+    modules = dict.fromkeys(("module.a", "module.b", "entrypoint"), SAYS_ITS_ROLE)
+    assert sorted(succeeded(run(script, local_cluster(nodes=2, devices=4), **modules)).splitlines()) == [
+        "[a-0] a 0 {} INFO",
+        "[a-1] a 1 {} INFO",
+        "[b-0] b 0 {} INFO",
+        "[role-0] role 0 {} INFO",
+    ]
+
+
+def test_reinforcement_learning_on_a_laptop(run: Run) -> None:
+    """It asks for 18 CPUs: a cluster of its own shares out those that there are."""
+    given = f"from omegaconf import DictConfig\n{blocks.IMPORT}args = {{'lr': 0.5}}\n"
+    modules = {f"module.{role}": SAYS_ITS_ROLE for role in ("trainer", "rollout", "reward")}
+    done = run(given + textwrap.dedent(blocks.RL), **modules)
+    assert sorted(succeeded(done, "rl_job").splitlines()) == sorted(
+        f"[{role}-{rank}] {role} {rank} {{'lr': 0.5}} -"
+        for role, total in {"trainer": 2, "rollout": 4, "reward": 1}.items()
+        for rank in range(total)
+    )
+
+
+def test_entry_points(local_cluster: Cluster, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three in one job; the function runs in a round of two ranks, and also prints who it is."""
+    monkeypatch.setenv("UNIFIED_JOB_NAME", "entries")
+    trained = (
+        "import torch, torch.distributed as dist\n"
+        "def train(args):\n"
+        "    total = torch.tensor([float(args.lr)]); dist.all_reduce(total)\n"
+        "    assert total.item() == 2 * args.lr, total\n"
+    )
+    done = run(
+        job(
+            *(2, 1, '.train("my_train.run").nnodes(2).nproc_per_node(1)'),
+            '.workload("service", "my_service.TrainerService").resource(cpu=0.1)',
+            '.workload("other", "my_other_service.TrainerService").resource(cpu=0.1)',
+        ),
+        local_cluster(nodes=2, devices=1),
+        my_train=FUNCTION_ENTRY + INFO + trained,
+        my_service=SERVICE_OF_THE_GUIDE + COUNT_TO_THREE,
+        my_other_service=SERVICE_OF_THE_REFERENCE + COUNT_TO_THREE,
+    )
+    printed = [line for line in succeeded(done, "entries").splitlines() if line.startswith("[ELASTIC-")]
+    assert len([line for line in printed if "ELASTIC" in line.partition("] ")[2] and "entries" in line]) == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "workloads", "modules"),
+    [
+        pytest.param(
+            *(2, 1),
+            [
+                '.workload("caller", "caller.run").resource(cpu=0.1)',
+                '.workload("actor", "provider.VLLMActor").resource(cpu=0.1).not_driver()',
+                '.workload("learner", "provider.VLLMActor").total(2).resource(cpu=0.1).not_driver()',
+            ],
+            {"remote_call": INTERFACE, "provider": PROVIDER, "caller": CALLER},
+            id="calls",
+        ),
+        pytest.param(
+            *(1, 2),
+            [
+                '.workload("owner", "owner.run").resource(cpu=0.1)',
+                '.workload("consumer", "consumer.run").resource(cpu=0.1).not_driver()',
+            ],
+            {"owner": OWNER, "consumer": CONSUMER},
+            id="queue",
+        ),
+        pytest.param(
+            *(1, 1), ['.workload("trainer", "loading.run").resource(cpu=0.1)'], {"loading": LOADING}, id="data loader"
+        ),
+    ],
+)
+def test_calls_queues_and_data_loaders(
+    local_cluster: Cluster, run: Run, nodes: int, devices: int, workloads: list[str], modules: dict[str, str]
+) -> None:
+    succeeded(run(job(nodes, devices, *workloads), local_cluster(nodes=nodes, devices=devices), **modules))
+
+
+@pytest.mark.parametrize("run", ["compat"], indirect=True)
+def test_command_line_of_another_launcher_on_a_cluster_of_its_own(run: Run, tmp_path: Path) -> None:
+    """The worker is a script, and has all aliases; without a master the job brings its own cluster."""
+    script = tmp_path / "root/dlrover/python/unified/tests/integration_test/dummy_run.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(SCRIPT_OF_A_WORKER)
+    done = run(f"Your_dlrover_root_dir = {str(tmp_path / 'root')!r}\n" + textwrap.dedent(blocks.COMMAND))
+    said = "worker of test_cmd_api with ['--test', '0'] unified.job.config unified.compat.dtruntime"
+    assert said in succeeded(done, "test_cmd_api")
 
 
 def test_command_line_of_another_launcher(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
@@ -301,3 +442,22 @@ def test_command_line_of_another_launcher(local_cluster: Cluster, project: Proje
     cmd = f"dlrover-run --nnodes=1 --nproc_per_node=1 {tmp_path}/project/dummy_run.py --test 0"
     job = DLJobBuilder().by_dlrover_run_cmd(cmd).device_type("CPU").build()
     assert job.submit("test_cmd_api", master_cpu=1, master_memory=128, master=cluster.address) == 0
+
+
+def test_a_job_as_json(local_cluster: Cluster, tmp_path: Path) -> None:
+    """As ``python -m dlrover.python.unified.driver.main`` takes it, on a cluster that knows nothing of upstream."""
+    cluster = local_cluster(nodes=1, devices=1)
+    (tmp_path / "module.py").write_text(SAYS_ITS_ROLE + "    print(worker.actor_info.spec.config)\n")
+    job = (
+        DLJobBuilder().device_type("CPU").config({"lr": 0.5}).workload("a", ("module", "run")).config({"k": 1}).build()
+    )
+    config = JobConfig(job_name="from-json", dl_config=job)
+    done = subprocess.run(
+        [sys.executable, "-m", "unified.compat", "-m", "dlrover.python.unified.driver.main", config.model_dump_json()],
+        cwd=tmp_path,
+        env={**os.environ, "UNIFIED_PROGRESS": "plain", "UNIFIED_MASTER": cluster.address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[a-0] a 0 {'lr': 0.5} -\n[a-0] {'k': 1}\n"), done.stderr

@@ -1,15 +1,13 @@
 """Ranks of an elastic role fail before and after their checkpoint: the model learns from every sample exactly once."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Project
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
-from unified.testing import LocalCluster
 
 pytestmark = pytest.mark.cluster
 
@@ -62,7 +60,7 @@ def train():
 
 @pytest.mark.parametrize(("killed_at", "lives"), [(0, 2), pytest.param(65, 3, marks=pytest.mark.slow)])
 def test_two_epochs_sum_up_whenever_the_ranks_fail(
-    local_cluster: Callable[..., LocalCluster], project: Project, tmp_path: Path, killed_at: int, lives: int
+    local_cluster: Cluster, project: Project, tmp_path: Path, killed_at: int, lives: int
 ) -> None:
     """Before there is a checkpoint; and once more, in the epoch after that of the checkpoint."""
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(100)))

@@ -1,13 +1,10 @@
 """Calls that fail without anybody reading the error are told by the job's last words."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
 from unified.client.report import end_lines
-from unified.testing import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
@@ -25,11 +22,8 @@ def train():
 """
 
 
-def test_misspelt_calls_that_nobody_waits_for_are_logged_and_counted(
-    local_cluster: Callable[..., LocalCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "misspelt.py").write_text(PROGRAM)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_misspelt_calls_that_nobody_waits_for_are_logged_and_counted(local_cluster: Cluster, project: Project) -> None:
+    project(misspelt=PROGRAM)
     builder = DLJobBuilder().node_num(1).device_per_node(2).device_type("CPU")
     builder.workload("trainer", "misspelt.train").resource(cpu=0.1)
     builder.workload("rollout", "misspelt.Rollout").resource(cpu=0.1).not_driver()

@@ -2,13 +2,11 @@
 
 import os
 import signal
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
 from unified.api.builder.dljob import DLJob
 from unified.client.handle import JobHandle
@@ -139,29 +137,23 @@ def sync_on():
         assert seen and not torn, (seen, torn)
 """
 
-Cluster = Callable[..., LocalCluster]
+
+@pytest.fixture(autouse=True)
+def module(project: Project) -> None:
+    project(weights_job=MODULE)
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "weights_job.py").write_text(textwrap.dedent(MODULE))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield "weights_job"
-    sys.modules.pop("weights_job", None)
-
-
-def job(module: str, entry: str, folder: Path) -> DLJob:
+def job(entry: str, folder: Path) -> DLJob:
     builder = DLJobBuilder().node_num(2).device_per_node(2).device_type("CPU").config({"folder": str(folder)})
-    builder.role("actor").train(f"{module}.{entry}").nnodes(1).nproc_per_node(2)
-    builder.workload("rollout", f"{module}.Rollout").total(2).per_group(2).resource(
-        accelerator=1
-    ).not_driver().restart_alone()
+    builder.role("actor").train(f"weights_job.{entry}").nnodes(1).nproc_per_node(2)
+    rollout = builder.workload("rollout", "weights_job.Rollout").total(2).per_group(2)
+    rollout.resource(accelerator=1).not_driver().restart_alone()
     return builder.skip_node_check().build()
 
 
-def test_ddp_and_fsdp2(local_cluster: Cluster, module: str, tmp_path: Path) -> None:
+def test_ddp_and_fsdp2(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=2)
-    handle = cluster.submit(job(module, "sync_everything", tmp_path), "sync")
+    handle = cluster.submit(job("sync_everything", tmp_path), "sync")
     assert handle.wait(timeout=50) == 0, handle.status().end
     nodes = {worker.node for worker in handle.status().workers if worker.role == "rollout"}
     assert len(nodes) == 1  # so that one passes the buckets on to the other
@@ -175,9 +167,9 @@ def kill_one(cluster: LocalCluster, handle: JobHandle, role: str) -> None:
     eventually(lambda: cluster.workers(handle).get(name, pid) != pid, timeout=20, message=f"{name} did not come back")
 
 
-def test_killed_receivers_and_senders(local_cluster: Cluster, module: str, tmp_path: Path) -> None:
+def test_killed_receivers_and_senders(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=2)
-    handle = cluster.submit(job(module, "sync_on", tmp_path), "kill", failover_exec_strategy=2)
+    handle = cluster.submit(job("sync_on", tmp_path), "kill", failover_exec_strategy=2)
     begun = tmp_path / "begun"
 
     def version() -> int:

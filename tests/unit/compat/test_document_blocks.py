@@ -180,7 +180,7 @@ Submitted = list[tuple[DLJob, JobConfig]]
 
 @pytest.fixture(autouse=True)
 def submitted(monkeypatch: pytest.MonkeyPatch) -> Submitted:
-    """Jobs that came to the cluster's door, with their options. Past it: tests/cluster/test_compat_jobs.py."""
+    """Jobs that came to the cluster's door, with their options. Past it: tests/cluster/test_spec_documents.py."""
     jobs: Submitted = []
 
     def submit(job: DLJob, job_name: str | None = None, /, **options: Any) -> int:
