@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,20 @@ class World:
         a.update_directory([entry("b", inbox)])
         return a, b
 
+    def cast(self, methods: Mapping[str, dict[str, Callable[..., Any]]]) -> dict[str, BusEndpoint]:
+        """Workers that all know one another, with these methods."""
+        made = {name: self.endpoint(name, each) for name, each in methods.items()}
+        for endpoint, _ in made.values():
+            endpoint.update_directory([entry(name, inbox) for name, (_, inbox) in made.items()])
+        return {name: endpoint for name, (endpoint, _) in made.items()}
+
+    def pair_with_process(self) -> tuple[BusEndpoint, Process]:
+        """`a`, which knows `b`, and `b`, a process of its own."""
+        a, _ = self.endpoint("a")
+        b = self.process("b")
+        a.update_directory([entry("b", b.inbox)])
+        return a, b
+
     def process(self, worker: str, incarnation: int = 0) -> Process:
         process = Process(worker, str(incarnation), str(self.run_dir), self.route, self.relay, HOST_ID)
         self.processes.append(process)
@@ -119,6 +133,9 @@ class World:
     def close(self) -> None:
         for process in self.processes:
             process.close()
+            if process.popen.returncode == -signal.SIGKILL:  # it removes no socket itself; its agent sweeps
+                for path in self.run_dir.glob(f"*{process.inbox.inbox_id}*"):
+                    path.unlink()
         for endpoint in self.endpoints:
             endpoint.close()
 

@@ -94,6 +94,16 @@ def peers(directory: str, *inbox_ids: str) -> Iterator[list[ShmPeer]]:
             peer.close()
 
 
+def names(directory: str) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def run_code(code: str, directory: str) -> None:
+    """Run this in a process of its own, which has to end well and quietly."""
+    done = subprocess.run([sys.executable, "-c", code, directory], capture_output=True, text=True, cwd=os.getcwd())
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def main(directory: str, inbox_id: str) -> None:
     side = Side(directory, inbox_id)
     for line in sys.stdin:

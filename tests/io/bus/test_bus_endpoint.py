@@ -152,14 +152,11 @@ def test_call_before_the_exports_are_open_waits(world: World) -> None:
 
 
 def test_death_fails_pending_calls_at_once(world: World) -> None:
-    a, _ = world.endpoint("a")
-    process = world.process("b")
-    a.update_directory([entry("b", process.inbox)])
+    a, process = world.pair_with_process()
     assert call(a, "pid") == process.popen.pid
     pending = [a.call("b", "forever", (), {}) for _ in range(3)]
     process.kill()
-    dead = entry("b", None, 0, Reachability.DEAD, "killed by SIGKILL")
-    a.update_directory([dead])
+    a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed by SIGKILL")])
     for each in pending:
         with pytest.raises(WorkerDiedError, match=r"worker b \(life 0 on node n1\) died before it .* by SIGKILL"):
             each.result(0)
@@ -167,9 +164,6 @@ def test_death_fails_pending_calls_at_once(world: World) -> None:
     second = world.process("b", 1)
     a.update_directory([entry("b", second.inbox, 1)])
     assert next_life.result(PATIENCE_S) == second.popen.pid
-    for path in world.run_dir.iterdir():
-        if path.name == process.inbox.inbox_id:  # a killed process cannot; its agent sweeps
-            path.unlink()
 
 
 def test_calls_for_one_life_end_before_its_death_is_told(world: World) -> None:
@@ -221,8 +215,7 @@ def test_arrays_and_tensors(world: World) -> None:
 
 
 def test_64_mib_to_another_process_and_back(world: World) -> None:
-    a, _ = world.endpoint("a")
-    a.update_directory([entry("b", world.process("b").inbox)])
+    a, _ = world.pair_with_process()
     array = np.full(64 << 20, 3, np.uint8)
     assert call(a, "total", array) == 3 * array.nbytes
     assert (call(a, "echo", array) == array).all()

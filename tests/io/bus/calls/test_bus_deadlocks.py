@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import PATIENCE_S, World
 from unified.bus.calls.deadlock import monitor
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import rpc
-from unified.bus.endpoint import BusEndpoint
 from unified.errors import RpcError
 from unified.testing import eventually
 
@@ -24,12 +23,7 @@ class Cast:
     """Workers that know one another; the methods of each are made for it."""
 
     def __init__(self, world: World, **methods: Callable[[Cast], dict[str, Callable[..., Any]]]) -> None:
-        self.ends: dict[str, BusEndpoint] = {}
-        inboxes = {}
-        for name, make in methods.items():
-            self.ends[name], inboxes[name] = world.endpoint(name, make(self))
-        for end in self.ends.values():
-            end.update_directory([entry(name, inbox) for name, inbox in inboxes.items()])
+        self.ends = world.cast({name: make(self) for name, make in methods.items()})
 
     def call(self, caller: str, target: str, method: str, *args: Any) -> RpcFuture[Any]:
         return self.ends[caller].call(target, method, args, {})
@@ -64,26 +58,32 @@ def counting(cast: Cast) -> dict[str, Callable[..., Any]]:
     return {"count": count, "double": double}
 
 
+def meeting(
+    me: str, all_in: threading.Barrier, then: Callable[[Cast], Any], concurrency: int = 1
+) -> Callable[[Cast], dict[str, Callable[..., Any]]]:
+    """A method `m` that says who it is of; called as a root, it does something once all roots are in."""
+
+    def make(cast: Cast) -> dict[str, Callable[..., Any]]:
+        @rpc(concurrency=concurrency)
+        def m(is_root: bool) -> str:
+            if not is_root:
+                return me
+            all_in.wait(PATIENCE_S)
+            return str(then(cast))
+
+        return {"m": m}
+
+    return make
+
+
 @pytest.mark.parametrize("wait", [ask, look_on])
 def test_two_serialised_methods_that_call_one_another_from_two_roots(
     world: World, wait: Callable[[concurrent.futures.Future[Any]], Any]
 ) -> None:
     both = threading.Barrier(2)
-
-    def methods(me: str, other: str) -> Callable[[Cast], dict[str, Callable[..., Any]]]:
-        def make(cast: Cast) -> dict[str, Callable[..., Any]]:
-            @rpc(concurrency=1)
-            def m(is_root: bool) -> str:
-                if not is_root:
-                    return me
-                both.wait(PATIENCE_S)
-                return str(wait(cast.call(me, other, "m", False)))
-
-            return {"m": m}
-
-        return make
-
-    cast = Cast(world, a=methods("a", "b"), b=methods("b", "a"), x=lambda cast: {}, y=lambda cast: {})
+    a = meeting("a", both, lambda cast: wait(cast.call("a", "b", "m", False)))
+    b = meeting("b", both, lambda cast: wait(cast.call("b", "a", "m", False)))
+    cast = Cast(world, a=a, b=b, x=lambda cast: {}, y=lambda cast: {})
     errors = ends_of([cast.call("x", "a", "m", True), cast.call("y", "b", "m", True)])
     refused = [error for error in errors if error is not None]
     assert len(refused) == 1, errors
@@ -96,24 +96,9 @@ def test_two_serialised_methods_that_call_one_another_from_two_roots(
 
 def test_circle_through_a_worker_without_gates_and_gates_for_two(world: World) -> None:
     all_in = threading.Barrier(4)
-
-    def methods(me: str, other: str) -> Callable[[Cast], dict[str, Callable[..., Any]]]:
-        def make(cast: Cast) -> dict[str, Callable[..., Any]]:
-            @rpc(concurrency=2)
-            def m(is_root: bool) -> str:
-                if not is_root:
-                    return me
-                all_in.wait(PATIENCE_S)
-                return str(ask(cast.call(me, "c", "hand_on", other)))
-
-            return {"m": m}
-
-        return make
-
-    def middle(cast: Cast) -> dict[str, Callable[..., Any]]:
-        return {"hand_on": lambda other: ask(cast.call("c", other, "m", False))}
-
-    cast = Cast(world, a=methods("a", "b"), b=methods("b", "a"), c=middle)
+    a = meeting("a", all_in, lambda cast: ask(cast.call("a", "c", "hand_on", "b")), concurrency=2)
+    b = meeting("b", all_in, lambda cast: ask(cast.call("b", "c", "hand_on", "a")), concurrency=2)
+    cast = Cast(world, a=a, b=b, c=lambda cast: {"hand_on": lambda other: ask(cast.call("c", other, "m", False))})
     errors = ends_of([cast.call("c", target, "m", True) for target in ("a", "a", "b", "b")])
     assert 1 <= sum(error is not None for error in errors) < 4, errors
     assert all(error is None or "wait for one another there" in str(error) for error in errors)
@@ -160,19 +145,11 @@ def test_log_says_who_is_in_line_behind_a_stream_that_its_caller_does_not_read(
 def test_stream_that_waits_for_whoever_is_in_line_behind_it(world: World, is_async: bool) -> None:
     def serving(cast: Cast) -> dict[str, Callable[..., Any]]:
         @rpc(group="g")
-        def count() -> Iterator[int]:
-            yield from range(1000)
-
-        @rpc(group="g")
         async def count_async() -> AsyncIterator[int]:
             for i in range(1000):
                 yield i
 
-        @rpc(group="g")
-        def double(i: int) -> int:
-            return 2 * i
-
-        return {"count": count_async if is_async else count, "double": double}
+        return {**counting(cast), **({"count": count_async} if is_async else {})}
 
     def asking(cast: Cast) -> dict[str, Callable[..., Any]]:
         def ask_for_each() -> list[int]:

@@ -241,11 +241,7 @@ def ring(world: World) -> tuple[BusEndpoint, BusEndpoint]:
         return lambda n: 0 if n == 0 else 1 + ends[me].call(other, "down", (n - 1,), {}, timeout=PATIENCE_S).result()
 
     ends: dict[str, BusEndpoint] = {}
-    inboxes = {}
-    for me, other in (("a", "b"), ("b", "a")):
-        ends[me], inboxes[me] = world.endpoint(me, {"down": down(me, other)})
-    for endpoint in ends.values():
-        endpoint.update_directory([entry(name, inbox) for name, inbox in inboxes.items()])
+    ends |= world.cast({me: {"down": down(me, other)} for me, other in (("a", "b"), ("b", "a"))})
     return ends["a"], ends["b"]
 
 
@@ -288,13 +284,9 @@ def test_calls_that_no_thread_is_left_for_are_refused(world: World) -> None:
 
     are_all_waiting = threading.Event()
     ends: dict[str, BusEndpoint] = {}
-    inboxes = {}
-    methods = {"a": {"f": ask("a", "b", "g"), "h": lambda: 1}, "b": {"g": ask("b", "a", "h")}}
-    for me in methods:
-        ends[me], inboxes[me] = world.endpoint(me, methods[me])
-        ends[me]._pool.most_threads = 40
+    ends |= world.cast({"a": {"f": ask("a", "b", "g"), "h": lambda: 1}, "b": {"g": ask("b", "a", "h")}})
     for endpoint in ends.values():
-        endpoint.update_directory([entry(name, inbox) for name, inbox in inboxes.items()])
+        endpoint._pool.most_threads = 40
     calls = [ends["b"].call("a", "f", (), {}) for _ in range(60)]
     assert eventually(lambda: ends["a"]._pool._num_waiting == 40)
     are_all_waiting.set()
@@ -315,12 +307,7 @@ def test_threads_that_wait_as_for_any_future_keep_no_others_from_theirs(world: W
         return int(future.result(0))
 
     ends: dict[str, BusEndpoint] = {}
-    inboxes = {}
-    methods = {"a": {"f": f, "h": lambda: 1}, "b": {"g": lambda: call(ends["b"], "h", target="a")}}
-    for me, named in methods.items():
-        ends[me], inboxes[me] = world.endpoint(me, named)
-    for endpoint in ends.values():
-        endpoint.update_directory([entry(name, inbox) for name, inbox in inboxes.items()])
+    ends |= world.cast({"a": {"f": f, "h": lambda: 1}, "b": {"g": lambda: call(ends["b"], "h", target="a")}})
     calls = [ends["b"].call("a", "f", (), {}) for _ in range(MAX_HANDLER_THREADS)]
     assert [each.result(PATIENCE_S / 2) for each in calls] == [1] * MAX_HANDLER_THREADS
     assert eventually(lambda: ends["a"]._pool._num_presumed == 0)

@@ -24,9 +24,7 @@ def retried(
 
 
 def test_next_life_answers_when_the_first_died_with_the_call(world: World) -> None:
-    a, _ = world.endpoint("a")
-    first = world.process("b")
-    a.update_directory([entry("b", first.inbox)])
+    a, first = world.pair_with_process()
     assert retried(a, "pid").result(PATIENCE_S) == first.popen.pid
     first.kill(signal.SIGSTOP)
     future = retried(a, "pid")
@@ -35,15 +33,10 @@ def test_next_life_answers_when_the_first_died_with_the_call(world: World) -> No
     second = world.process("b", 1)
     a.update_directory([entry("b", second.inbox, 1)])
     assert future.result(PATIENCE_S) == second.popen.pid
-    for path in world.run_dir.iterdir():
-        if first.inbox.inbox_id in path.name:  # a killed process cannot; its agent sweeps
-            path.unlink()
 
 
 def test_worker_that_ended_for_good_is_not_called_again(world: World) -> None:
-    a, _ = world.endpoint("a")
-    _, inbox = world.endpoint("b", {})
-    a.update_directory([entry("b", inbox)])
+    a, _ = world.pair({})
     a.update_directory([entry("b", None, 0, Reachability.ENDED, "finished")])
     with pytest.raises(WorkerDiedError, match="has ended for good") as caught:
         retried(a, "ping").result(PATIENCE_S)
@@ -52,10 +45,8 @@ def test_worker_that_ended_for_good_is_not_called_again(world: World) -> None:
 
 
 def test_deadline_ends_the_wait_for_a_next_life_that_does_not_come(world: World) -> None:
-    a, _ = world.endpoint("a")
     release = threading.Event()
-    _, inbox = world.endpoint("b", {"hold": lambda: release.wait(PATIENCE_S)})
-    a.update_directory([entry("b", inbox)])
+    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
     future = retried(a, "hold", timeout=0.3)
     a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed")])
     with pytest.raises(RpcTimeoutError, match="worker b did not answer 'hold'") as caught:

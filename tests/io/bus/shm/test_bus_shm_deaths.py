@@ -1,15 +1,13 @@
 """Shared memory and the dead: no slot is lost to a killed reader, no file to a killed owner, and no reader its data."""
 
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.shared_memory import Side, names, peers
+from tests.support.shared_memory import Side, names, peers, run_code
 from unified import process
 from unified.bus.shm import reader as reader_module
 from unified.bus.shm.files import GRACE_S, YOUNG_S, Sweeper, first_words, is_alive, own_mark, segment_name
@@ -273,8 +271,7 @@ assert not os.listdir(directory)
 
 
 def test_a_fork_takes_nothing_from_its_parent(directory: str) -> None:
-    done = subprocess.run([sys.executable, "-c", FORK, directory], capture_output=True, text=True, cwd=os.getcwd())
-    assert (done.returncode, done.stderr) == (0, "")
+    run_code(FORK, directory)
 
 
 KEEP = """
@@ -291,8 +288,5 @@ sys.held = held  # nothing collects it
 
 @pytest.mark.parametrize("end", ["", "side.pool.close()"])
 def test_a_process_that_ends_while_it_reads_leaves_nothing(directory: str, end: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KEEP + end, directory], capture_output=True, text=True, cwd=os.getcwd()
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run_code(KEEP + end, directory)
     assert names(directory) == []

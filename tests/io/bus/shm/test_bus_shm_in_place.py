@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.bus import PATIENCE_S, World, entry
-from tests.support.shared_memory import Side, names, peers
+from tests.support.shared_memory import Side, names, peers, run_code
 from unified.bus.codec.codec import decode, deserialize, encode
 from unified.bus.shm.allocation import allocation_at
 from unified.bus.shm.files import Sweeper, segment_name
@@ -251,8 +251,7 @@ assert not os.listdir(directory)
 
 
 def test_a_fork_takes_nothing_from_its_parent(directory: str) -> None:
-    done = subprocess.run([sys.executable, "-c", FORK, directory], capture_output=True, text=True, cwd=os.getcwd())
-    assert (done.returncode, done.stderr) == (0, "")
+    run_code(FORK, directory)
 
 
 def test_calls_streams_and_groups_on_every_route(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

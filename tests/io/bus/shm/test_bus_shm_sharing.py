@@ -2,9 +2,9 @@
 
 import gc
 import os
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -222,26 +222,18 @@ def test_idle_slots_and_mappings_are_given_back(directory: str, owner: Side) -> 
     assert not owner.reader.trim(time.monotonic() + READER_IDLE_S)
 
 
-def test_threads_that_send_and_receive_at_once(directory: str, owner: Side) -> None:
-    wrong: list[object] = []
-
-    def work(seed: int) -> None:
+def test_threads_that_send_and_receive_at_once(owner: Side) -> None:
+    def work(seed: int) -> list[int]:
+        wrong = []
         for item in range(60):
-            try:
-                size = 70_000 + (seed * 7919 + item * 104_729) % 2_000_000
-                value = np.full(size, (seed + item) % 251, "u1")
-                back = owner.receive("owner", *owner.send(value, "owner")[:2])
-                if not np.array_equal(back, value):
-                    wrong.append((seed, item))
-            except Exception as error:
-                wrong.append(error)
+            size = 70_000 + (seed * 7919 + item * 104_729) % 2_000_000
+            value = np.full(size, (seed + item) % 251, "u1")
+            if not np.array_equal(owner.receive("owner", *owner.send(value, "owner")[:2]), value):
+                wrong.append(item)
+        return wrong
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == [[]] * 4
 
 
 def test_no_descriptor_stays_open(directory: str, owner: Side) -> None:

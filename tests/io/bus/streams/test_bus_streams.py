@@ -1,6 +1,7 @@
 """Streams between two workers on real sockets, on every route."""
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -35,39 +36,33 @@ class Counter:
         self.ends: list[str] = []
         self.ended = threading.Event()
 
-    def count(self, number: int) -> Iterator[int]:
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
         try:
-            for i in range(number):
-                self.made = i + 1
-                yield i
+            yield
             self.ends.append("end")
         except BaseException as error:
             self.ends.append(type(error).__name__)
             raise
         finally:
             self.ended.set()
+
+    def count(self, number: int) -> Iterator[int]:
+        with self.noting():
+            for i in range(number):
+                self.made = i + 1
+                yield i
 
     async def count_async(self, number: int) -> AsyncIterator[int]:
-        try:
+        with self.noting():
             for i in range(number):
                 self.made = i + 1
                 yield i
-            self.ends.append("end")
-        except BaseException as error:
-            self.ends.append(type(error).__name__)
-            raise
-        finally:
-            self.ended.set()
 
     async def never(self) -> AsyncIterator[int]:
-        try:
+        with self.noting():
             yield 0
             await asyncio.Event().wait()
-        except BaseException as error:
-            self.ends.append(type(error).__name__)
-            raise
-        finally:
-            self.ended.set()
 
     def methods(self) -> dict[str, Any]:
         return {"count": self.count, "count_async": self.count_async, "never": self.never, "ping": lambda: "pong"}
@@ -286,18 +281,13 @@ def test_thread_local_state_stays_with_its_generator(world: World) -> None:
 
 
 def test_death_of_the_callee_comes_after_what_had_come(world: World) -> None:
-    a, _ = world.endpoint("a")
-    process = world.process("b")
-    a.update_directory([entry("b", process.inbox)])
+    a, process = world.pair_with_process()
     items = stream(a, "count_for_ever", 5)
     assert [next(items) for _ in range(5)] == list(range(5))
     process.kill()
     a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed by SIGKILL")])
     with pytest.raises(WorkerDiedError, match=r"worker b \(life 0 on node n1\) died"):
         next(items)
-    for path in world.run_dir.iterdir():
-        if process.inbox.inbox_id in path.name:  # a killed process cannot; its agent sweeps
-            path.unlink()
 
 
 def test_death_of_the_caller_closes_the_generator(world: World, method: str, counter: Counter) -> None:
@@ -338,8 +328,7 @@ def test_relay_that_is_lost_ends_the_streams_that_went_through_it(
 ) -> None:
     relay = BusRelay("tcp://127.0.0.1:0")
     address = relay.start()
-    world = World(tmp_path, "relay", address)
-    try:
+    with contextlib.closing(World(tmp_path, "relay", address)) as world:
         a, b = world.pair(counter.methods())
         items = stream(a, method, 1000)
         assert next(items) == 0
@@ -349,19 +338,15 @@ def test_relay_that_is_lost_ends_the_streams_that_went_through_it(
         assert counter.ended.wait(PATIENCE_S)
         assert counter.ends == ["GeneratorExit"]
         eventually(lambda: not b._server._known)
-        relay = BusRelay(address)
-        relay.start()
-        assert list(a.call("b", method, (20,), {}, timeout=PATIENCE_S).result()) == list(range(20))
-    finally:
-        world.close()
-        relay.close()
+        with contextlib.closing(BusRelay(address)) as again:
+            again.start()
+            assert list(a.call("b", method, (20,), {}, timeout=PATIENCE_S).result()) == list(range(20))
 
 
 def test_callee_that_loses_its_relay_says_so_to_who_might_wait_for_what_was_lost(
     tmp_path: Path, relay: str, counter: Counter
 ) -> None:
-    world = World(tmp_path, "relay", relay)
-    try:
+    with contextlib.closing(World(tmp_path, "relay", relay)) as world:
         a, b = world.pair(counter.methods())
         items = stream(a, "never")
         assert next(items) == 0
@@ -369,8 +354,6 @@ def test_callee_that_loses_its_relay_says_so_to_who_might_wait_for_what_was_lost
         with pytest.raises(RouteLostError, match="the connection of worker b to the bus relay broke"):
             next(items)
         assert counter.ended.wait(PATIENCE_S)
-    finally:
-        world.close()
 
 
 def test_cancelling_before_the_first_item(world: World, counter: Counter) -> None:

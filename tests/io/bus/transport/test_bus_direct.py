@@ -1,5 +1,6 @@
 """Connections between hosts that do not come about, or break: calls take the relay, or end, and none hangs."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -47,6 +48,10 @@ class Hosts:
         for number in range(3):
             yield number
             assert self.release.wait(PATIENCE_S)
+
+    def open(self) -> None:
+        self.to_a.open()
+        self.to_b.open()
 
     def ping(self) -> object:
         return self.a.call("b", "ping", (), {}).result(PATIENCE_S)
@@ -125,8 +130,7 @@ def test_both_go_back_to_the_direct_way_when_there_is_one(hosts: Hosts, hub: Bus
     _later(hosts.a, CONNECT_WITHIN_S)
     assert future.result(PATIENCE_S) == "pong"
     assert hosts.way(hosts.b, hosts.a).state == "relayed", "who comes through the relay is answered there at once"
-    hosts.to_a.open()
-    hosts.to_b.open()
+    hosts.open()
     for one, other in ((hosts.a, hosts.b), (hosts.b, hosts.a)):
         way = hosts.way(one, other)
         eventually(lambda one=one, way=way: _later(one) or way.state == "up")  # type: ignore[misc,func-returns-value]
@@ -136,8 +140,7 @@ def test_both_go_back_to_the_direct_way_when_there_is_one(hosts: Hosts, hub: Bus
 
 
 def test_without_a_relay_a_call_to_a_closed_port_ends(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "")
-    try:
+    with contextlib.closing(Hosts(tmp_path, "")) as hosts:
         future = hosts.a.call("b", "ping", (), {})
         _later(hosts.a, CONNECT_WITHIN_S)
         assert hosts.way(hosts.a, hosts.b).state == "connecting"
@@ -146,16 +149,12 @@ def test_without_a_relay_a_call_to_a_closed_port_ends(tmp_path: Path) -> None:
             RouteLostError, match=r"no connection to tcp://.* came about in 15 s, and there is no relay"
         ):
             future.result(PATIENCE_S)
-        hosts.to_a.open()
-        hosts.to_b.open()
+        hosts.open()
         assert hosts.ping() == "pong"
-    finally:
-        hosts.close()
 
 
 def test_without_a_relay_a_caller_is_told_of_its_lost_answer_once_it_can_be_reached(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "")
-    try:
+    with contextlib.closing(Hosts(tmp_path, "")) as hosts:
         hosts.to_b.open()
         future = hosts.a.call("b", "ping", (), {})
         eventually(lambda: hosts.a.inbox_id in hosts.b._connections._connections)
@@ -165,13 +164,10 @@ def test_without_a_relay_a_caller_is_told_of_its_lost_answer_once_it_can_be_reac
         _later(hosts.b)
         with pytest.raises(RouteLostError, match="the answer to 'ping' may have been lost"):
             future.result(PATIENCE_S)
-    finally:
-        hosts.close()
 
 
 def test_a_connection_that_breaks_ends_the_calls_that_were_sent_on_it(hosts: Hosts) -> None:
-    hosts.to_a.open()
-    hosts.to_b.open()
+    hosts.open()
     future = hosts.a.call("b", "wait", (), {})
     eventually(lambda: any(call.method == "wait" for call in hosts.b._server._known.values()))
     hosts.to_b.reset()
@@ -181,8 +177,7 @@ def test_a_connection_that_breaks_ends_the_calls_that_were_sent_on_it(hosts: Hos
 
 
 def test_a_call_that_was_lost_on_its_way_ends(hosts: Hosts) -> None:
-    hosts.to_a.open()
-    hosts.to_b.open()
+    hosts.open()
     assert hosts.ping() == "pong"
     hosts.to_b.swallows = True
     future = hosts.a.call("b", "note", (1,), {})
@@ -196,8 +191,7 @@ def test_a_call_that_was_lost_on_its_way_ends(hosts: Hosts) -> None:
 
 @pytest.mark.parametrize("method", ["ping", "count"])
 def test_an_answer_that_was_lost_on_its_way_ends_its_call(hosts: Hosts, method: str) -> None:
-    hosts.to_a.open()
-    hosts.to_b.open()
+    hosts.open()
     assert hosts.ping() == "pong"
     hosts.to_a.swallows = True
     future = hosts.a.call("b", method, (), {})

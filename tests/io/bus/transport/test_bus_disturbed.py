@@ -1,6 +1,7 @@
 """What happens to a bus whose threads are interrupted, held up, or ended by its users' code."""
 
 import concurrent.futures
+import contextlib
 import errno
 import os
 import signal
@@ -157,9 +158,7 @@ def test_broken_link_that_nobody_can_read_costs_no_time(world: World) -> None:
     if world.route != "auto":
         pytest.skip("links are for one host")
     entered, release = threading.Event(), threading.Event()
-    a, _ = world.endpoint("a")
-    process = world.process("b")
-    a.update_directory([entry("b", process.inbox)])
+    a, process = world.pair_with_process()
     assert call(a, "echo", 1) == 1
     future = a.call("b", "echo", (1,), {})
 
@@ -175,9 +174,6 @@ def test_broken_link_that_nobody_can_read_costs_no_time(world: World) -> None:
     release.wait(0.3)
     share = (time.process_time() - used) / (time.perf_counter() - began)
     release.set()
-    for path in world.run_dir.iterdir():
-        if path.name == process.inbox.inbox_id:
-            path.unlink()
     assert share < 0.5
 
 
@@ -219,20 +215,16 @@ def test_closing_while_others_call(world: World) -> None:
 
 
 def test_what_a_worker_forked_does_not_keep_its_connections(tmp_path: Path) -> None:
-    world = World(tmp_path, "auto", "")
-    a, _ = world.endpoint("a")
-    process = world.process("b")
-    a.update_directory([entry("b", process.inbox)])
-    child = call(a, "fork")
-    assert process.inbox.inbox_id in a._connections._connections
-    process.kill()
-    try:
-        assert eventually(lambda: process.inbox.inbox_id not in a._connections._connections)
-        os.kill(child, 0)  # it lives
-    finally:
-        os.kill(child, signal.SIGKILL)
-    (tmp_path / process.inbox.inbox_id).unlink()
-    world.close()
+    with contextlib.closing(World(tmp_path, "auto", "")) as world:
+        a, process = world.pair_with_process()
+        child = call(a, "fork")
+        assert process.inbox.inbox_id in a._connections._connections
+        process.kill()
+        try:
+            assert eventually(lambda: process.inbox.inbox_id not in a._connections._connections)
+            os.kill(child, 0)  # it lives
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_future_of_the_parent_is_refused_in_a_child(world: World) -> None:

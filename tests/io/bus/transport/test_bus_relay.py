@@ -1,5 +1,6 @@
 """The relay forwards, says what it cannot forward, and waits for nobody."""
 
+import contextlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -117,8 +118,7 @@ def test_bad_frames_are_counted_and_dropped(hub: Hub) -> None:
 
 
 def test_slow_receiver_holds_up_nobody_and_fills_no_memory() -> None:
-    hub = Hub(limit_bytes=1 << 20)
-    try:
+    with contextlib.closing(Hub(limit_bytes=1 << 20)) as hub:
         a, slow, b = hub.socket("a"), hub.socket("slow", RCVHWM=1, RCVBUF=4096), hub.socket("b")
         for name, socket in (("a", a), ("b", b), ("slow", slow)):
             known(hub, socket, name)
@@ -129,8 +129,6 @@ def test_slow_receiver_holds_up_nobody_and_fills_no_memory() -> None:
         head, body = a.recv_multipart()
         assert decode_envelope(head).kind is Kind.UNDELIVERABLE
         assert decode_undelivered(body).code == "overloaded"
-    finally:
-        hub.close()
 
 
 def test_port_that_is_taken_is_an_error_with_the_address(hub: Hub) -> None:
@@ -146,8 +144,7 @@ def test_host_replaces_a_wildcard() -> None:
 
 
 def test_call_waits_for_a_callee_that_has_not_reached_the_relay_yet(tmp_path: Path, hub: Hub) -> None:
-    world = World(tmp_path, "relay", hub.address)
-    try:
+    with contextlib.closing(World(tmp_path, "relay", hub.address)) as world:
         a, _ = world.endpoint("a")
         a.update_directory([entry("b", Inbox(inbox_id="late-inbox"))])
         pending = a.call("b", "ping", (), {}, timeout=PATIENCE_S)
@@ -155,8 +152,6 @@ def test_call_waits_for_a_callee_that_has_not_reached_the_relay_yet(tmp_path: Pa
         head = hub.socket("late-inbox").recv_multipart()[0]
         assert decode_envelope(head).method == "ping"
         assert not pending.done()
-    finally:
-        world.close()
 
 
 def test_calls_that_the_relay_gave_back_keep_their_order(
@@ -165,8 +160,7 @@ def test_calls_that_the_relay_gave_back_keep_their_order(
     monkeypatch.setattr(
         "unified.bus.calls.pending.GIVEN_BACK", Backoff(first_s=0.5, num_free=0)
     )  # until when the inbox is there
-    world = World(tmp_path, "relay", hub.address)
-    try:
+    with contextlib.closing(World(tmp_path, "relay", hub.address)) as world:
         a, _ = world.endpoint("a")
         a.update_directory([entry("b", Inbox(inbox_id="late-inbox"))])
         futures = [a.call("b", "ping", (), {}) for _ in range(20)]
@@ -176,17 +170,12 @@ def test_calls_that_the_relay_gave_back_keep_their_order(
         futures.append(a.call("b", "ping", (), {}))
         came = [decode_envelope(late.recv_multipart()[0]).call_id for _ in futures]
         assert came == sorted(came)
-    finally:
-        world.close()
 
 
 def test_lost_relay_ends_the_calls_that_were_with_it(tmp_path: Path) -> None:
     hub = Hub()
-    world = World(tmp_path, "relay", hub.address)
-    try:
-        a, _ = world.endpoint("a")
-        process = world.process("b")
-        a.update_directory([entry("b", process.inbox)])
+    with contextlib.closing(World(tmp_path, "relay", hub.address)) as world:
+        a, _ = world.pair_with_process()
         assert a.call("b", "echo", (1,), {}).result(PATIENCE_S) == 1
         pending = a.call("b", "forever", (), {})
         hub.close()
@@ -198,13 +187,10 @@ def test_lost_relay_ends_the_calls_that_were_with_it(tmp_path: Path) -> None:
         assert again.start() == hub.address
         assert a.call("b", "echo", (2,), {}, timeout=PATIENCE_S).result(PATIENCE_S) == 2
         again.close()
-    finally:
-        world.close()
 
 
 def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path, relay: str) -> None:
-    world = World(tmp_path, "relay", relay)
-    try:
+    with contextlib.closing(World(tmp_path, "relay", relay)) as world:
         a, b = world.pair({"ping": lambda: "pong", "swallow": lambda: "lost"})
         assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
         reply, answered = b._server._reply, threading.Event()
@@ -222,17 +208,14 @@ def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path
         with pytest.raises(RouteLostError, match="the answer to 'swallow' may have been lost"):
             pending.result(PATIENCE_S)
         assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
-    finally:
-        world.close()
 
 
 def test_overloaded_relay_is_an_error_of_the_call(tmp_path: Path) -> None:
-    hub = Hub(limit_bytes=1 << 20)
-    world = World(tmp_path, "relay", hub.address)
-    try:
-        a, _ = world.endpoint("a")
-        process = world.process("b")
-        a.update_directory([entry("b", process.inbox)])
+    with (
+        contextlib.closing(Hub(limit_bytes=1 << 20)) as hub,
+        contextlib.closing(World(tmp_path, "relay", hub.address)) as world,
+    ):
+        a, process = world.pair_with_process()
         assert a.call("b", "echo", (1,), {}).result(PATIENCE_S) == 1
         process.kill(signal.SIGSTOP)
         futures = [a.call("b", "echo", (b"x" * (8 << 20),), {}, timeout=PATIENCE_S) for _ in range(8)]
@@ -243,6 +226,3 @@ def test_overloaded_relay_is_an_error_of_the_call(tmp_path: Path) -> None:
         assert len(first) == 8 << 20
         for future in futures[1:-1]:
             assert isinstance(future.exception(PATIENCE_S), BusOverloadedError | RpcTimeoutError | None)
-    finally:
-        world.close()
-        hub.close()
