@@ -1,5 +1,6 @@
 """A master that the test plays, and real agents that talk to it."""
 
+import functools
 import itertools
 import os
 import resource
@@ -13,7 +14,7 @@ from typing import Literal, TypeVar
 import msgspec
 import zmq
 
-from unified import process
+from unified import process, testing
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
     AgentHeartbeat,
@@ -31,12 +32,13 @@ from unified.protocol.agent_master import (
     agent_to_master,
     master_to_agent,
 )
-from unified.protocol.records import WorkerState
+from unified.protocol.records import Failure, WorkerState
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
 
 PATIENCE_S = 15.0
 ROOT = Path(__file__).parents[2]
+eventually = functools.partial(testing.eventually, timeout=PATIENCE_S)
 M = TypeVar("M", bound=msgspec.Struct)
 
 
@@ -119,8 +121,11 @@ class PlayedMaster:
 
         return (self.seen if is_there(self.seen) else self.observe(is_there))[life]
 
-    def close(self) -> None:
-        self.hang_up()
+    def failure(self, life: str = "w-0#0") -> Failure:
+        """How a worker ended that did not end well."""
+        failure = self.reaches(life, WorkerState.EXITED).failure
+        assert failure is not None
+        return failure
 
 
 def by_life(message: ObservedWorkers) -> dict[str, ObservedWorker]:
@@ -167,15 +172,6 @@ class AgentProcess:
             and process.has_environment(found.pid, marker)
             and process.has_environment(found.pid, f"UNIFIED_RUN_DIR={self.run_root}")
         ]
-
-
-def eventually(is_so: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def a_job(

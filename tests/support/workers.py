@@ -257,6 +257,11 @@ class ForkedChild(Talk):
         order = encode_stream(Fork(child=control.fileno()))
         socket.send_fds(self._zygote, [order], [control.fileno(), out.fileno(), err.fileno()])
 
+    def ends(self) -> None:
+        """Stop it, until it is gone."""
+        self.say(Stop(grace_s=20, reason="the test is over"))
+        self.until_gone()
+
 
 def attribute(name: str) -> EntryPoint:
     return EntryPoint(kind="attribute", target="wp_code", attribute=name)

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,8 +21,11 @@ from unified.protocol.agent_master import (
     AgentRefused,
     AgentRegistered,
     AgentToMaster,
+    DesiredJob,
+    DesiredWorker,
     DirectoryChanged,
     HeartbeatSeen,
+    ObservedWorker,
     ObservedWorkers,
     RegisterAgain,
     RegisterAgent,
@@ -35,28 +38,37 @@ from unified.protocol.records import DirectoryEntry, Reachability, WorkerState
 def master() -> Iterator[PlayedMaster]:
     one = PlayedMaster()
     yield one
-    one.close()
+    one.hang_up()
 
 
 Start = Callable[..., AgentProcess]
+Begin = Callable[..., AgentProcess]
 
 
 @pytest.fixture
-def start(tmp_path: Path, master: PlayedMaster) -> Iterator[Start]:
-    agents: list[AgentProcess] = []
-
+def start(tmp_path: Path, master: PlayedMaster, agents: list[AgentProcess]) -> Start:
     def run(*flags: str, **options: str) -> AgentProcess:
         agents.append(AgentProcess(tmp_path, options.pop("master", master.address), *flags, **options))
         return agents[-1]
 
-    yield run
-    for agent in agents:
-        if agent.process.poll() is None:
-            agent.process.terminate()
-            agent.wait()
-    assert not agents or eventually(lambda: not agents[0].descendants()), "an agent left processes behind"
-    left = [path for path in (tmp_path / "run").rglob("*") if path.is_file()] if (tmp_path / "run").exists() else []
-    assert not left or any(agent.process.returncode == -signal.SIGKILL for agent in agents)
+    return run
+
+
+@pytest.fixture
+def begin(start: Start, master: PlayedMaster) -> Begin:
+    """Starts an agent which is to have a worker, or these, of a job."""
+
+    def run(job: DesiredJob, *workers: DesiredWorker, flags: Sequence[str] = ()) -> AgentProcess:
+        agent = start(*flags)
+        master.welcome()
+        master.desire(*(workers or [a_worker()]), jobs=[job])
+        return agent
+
+    return run
+
+
+def both_are(state: WorkerState) -> Callable[[dict[str, ObservedWorker]], bool]:
+    return lambda lives: [life.state for life in lives.values()] == [state] * 2
 
 
 def test_it_registers_with_what_the_node_has(start: Start, master: PlayedMaster) -> None:
@@ -71,12 +83,10 @@ def test_it_registers_with_what_the_node_has(start: Start, master: PlayedMaster)
     master.hear(AgentHeartbeat)
 
 
-def test_a_worker_lives_from_start_to_stop(start: Start, master: PlayedMaster) -> None:
-    agent = start()
-    master.welcome()
+def test_a_worker_lives_from_start_to_stop(begin: Begin, master: PlayedMaster) -> None:
     job = a_job("finish")
-    master.desire(a_worker(is_told_to_run=False), STORE, jobs=[job])
-    both = master.observe(lambda lives: [life.state for life in lives.values()] == [WorkerState.READY] * 2)
+    agent = begin(job, a_worker(is_told_to_run=False), STORE)
+    both = master.observe(both_are(WorkerState.READY))
     ready = both["w-0#0"]
     assert ready.inbox is not None
     assert ready.inbox.inbox_id == f"inbox-{ready.pid}"
@@ -90,9 +100,9 @@ def test_a_worker_lives_from_start_to_stop(start: Start, master: PlayedMaster) -
     assert read_log(master, "out").data == b"hello from the worker\n"
     entry = DirectoryEntry(worker="w-1", incarnation=0, state=Reachability.DEAD)
     master.say(DirectoryChanged(job_id="job-1", entries=[entry]))
-    assert eventually(lambda: b"news w-1=dead" in read_log(master, "out").data)
+    eventually(lambda: b"news w-1=dead" in read_log(master, "out").data)
     master.desire(jobs=[])
-    ended = master.observe(lambda lives: [life.state for life in lives.values()] == [WorkerState.EXITED] * 2)
+    ended = master.observe(both_are(WorkerState.EXITED))
     assert ended["w-0#0"].failure is None
     assert not process.is_alive(ready.pid)
     master.desire(jobs=[])
@@ -109,28 +119,21 @@ def test_a_worker_lives_from_start_to_stop(start: Start, master: PlayedMaster) -
     ],
 )
 def test_how_a_life_ended_is_told(
-    start: Start, master: PlayedMaster, mode: str, summary: str, category: str, traceback: str
+    begin: Begin, master: PlayedMaster, mode: str, summary: str, category: str, traceback: str
 ) -> None:
-    start()
-    master.welcome()
-    master.desire(a_worker(), jobs=[a_job(mode)])
-    failure = master.reaches("w-0#0", WorkerState.EXITED).failure
-    assert failure is not None
+    begin(a_job(mode))
+    failure = master.failure()
     assert (failure.summary, failure.category, failure.traceback) == (summary, category, traceback)
 
 
-def test_a_worker_that_ends_itself_with_code_0_ended_well(start: Start, master: PlayedMaster) -> None:
-    start()
-    master.welcome()
-    master.desire(a_worker(), jobs=[a_job("exit:0")])
+def test_a_worker_that_ends_itself_with_code_0_ended_well(begin: Begin, master: PlayedMaster) -> None:
+    begin(a_job("exit:0"))
     assert master.reaches("w-0#0", WorkerState.EXITED).failure is None
 
 
-def test_the_next_life_starts_when_the_last_is_gone(start: Start, master: PlayedMaster) -> None:
-    start()
-    master.welcome()
+def test_the_next_life_starts_when_the_last_is_gone(begin: Begin, master: PlayedMaster) -> None:
     job = a_job("stubborn", grace_s=0.3)
-    master.desire(a_worker(), jobs=[job])
+    begin(job)
     old = master.reaches("w-0#0", WorkerState.RUNNING)
     master.desire(a_worker(incarnation=1), jobs=[job])
     workers = master.observe(lambda workers: "w-0#1" in workers)
@@ -139,11 +142,9 @@ def test_the_next_life_starts_when_the_last_is_gone(start: Start, master: Played
     master.reaches("w-0#1", WorkerState.RUNNING)
 
 
-def test_force_shortens_a_stop_that_has_begun(start: Start, master: PlayedMaster) -> None:
-    start()
-    master.welcome()
+def test_force_shortens_a_stop_that_has_begun(begin: Begin, master: PlayedMaster) -> None:
     job = a_job("stubborn", grace_s=60.0)
-    master.desire(a_worker(), jobs=[job])
+    begin(job)
     master.reaches("w-0#0", WorkerState.RUNNING)
     master.desire(jobs=[job])
     master.reaches("w-0#0", WorkerState.STOPPING)
@@ -151,49 +152,46 @@ def test_force_shortens_a_stop_that_has_begun(start: Start, master: PlayedMaster
     assert master.reaches("w-0#0", WorkerState.EXITED).failure is None
 
 
-def test_spawned_workers_and_their_children_are_ended_too(start: Start, master: PlayedMaster) -> None:
-    agent = start()
-    master.welcome()
-    master.desire(a_worker(), jobs=[a_job("children", start_method="spawn")])
+def test_spawned_workers_and_their_children_are_ended_too(begin: Begin, master: PlayedMaster) -> None:
+    agent = begin(a_job("children", start_method="spawn"))
     worker = master.reaches("w-0#0", WorkerState.FINISHED)
     command = Path(f"/proc/{worker.pid}/cmdline").read_bytes().split(b"\0")
     assert command[1:3] == [b"-m", b"agent_entry"]
     assert len(agent.descendants()) == 4
     master.desire(jobs=[])
     master.reaches("w-0#0", WorkerState.EXITED)
-    assert eventually(lambda: len(agent.descendants()) == 1)
+    eventually(lambda: len(agent.descendants()) == 1)
+
+
+def an_interpreter(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return str(folder / name)
 
 
 def test_another_interpreter_has_a_zygote_while_its_job_lives(
-    start: Start, master: PlayedMaster, tmp_path: Path
+    begin: Begin, master: PlayedMaster, tmp_path: Path
 ) -> None:
-    python = tmp_path / "python-other"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    agent = start()
-    master.welcome()
-    master.desire(a_worker(), jobs=[a_job("finish", python=str(python))])
+    python = an_interpreter(tmp_path, "python-other", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    agent = begin(a_job("finish", python=python))
     master.reaches("w-0#0", WorkerState.FINISHED)
     assert len(agent.descendants()) == 3
     master.desire(jobs=[])
-    assert eventually(lambda: len(agent.descendants()) == 1)
+    eventually(lambda: len(agent.descendants()) == 1)
 
 
 def test_an_interpreter_with_another_protocol_is_a_failure_of_setup_each_time(
     start: Start, master: PlayedMaster, tmp_path: Path
 ) -> None:
-    python = tmp_path / "python-old"
-    python.write_text(OLD_PYTHON)
-    python.chmod(0o755)
+    python = an_interpreter(tmp_path, "python-old", OLD_PYTHON)
     agent = start()
     master.welcome()
     for incarnation in range(2):
-        master.desire(a_worker(incarnation=incarnation), jobs=[a_job("finish", python=str(python))])
-        failure = master.reaches(f"w-0#{incarnation}", WorkerState.EXITED).failure
-        assert failure is not None
+        master.desire(a_worker(incarnation=incarnation), jobs=[a_job("finish", python=python)])
+        failure = master.failure(f"w-0#{incarnation}")
         assert failure.category == "setup"
         assert "its unified speaks protocol version 99, the agent 1; install the same release." in failure.summary
-    assert eventually(lambda: len(agent.descendants()) == 1), "its zygote is sent away"
+    eventually(lambda: len(agent.descendants()) == 1, message="its zygote is not sent away")
 
 
 OLD_PYTHON = f"""#!{sys.executable}
@@ -217,41 +215,32 @@ BROKEN_PYTHON = "#!/bin/sh\necho \"$0: No module named 'unified'\" >&2; exit 1\n
     ],
 )
 def test_an_interpreter_without_unified_is_a_failure_of_setup(
-    start: Start, master: PlayedMaster, tmp_path: Path, script: str | None, summary: str
+    begin: Begin, master: PlayedMaster, tmp_path: Path, script: str | None, summary: str
 ) -> None:
     python = str(tmp_path / "python-bad")
     if script == "\0":
         python += script
     elif script is not None:
-        Path(python).write_text(script)
-        Path(python).chmod(0o755)
-    start()
-    master.welcome()
-    master.desire(a_worker(), jobs=[a_job("finish", python=python)])
-    failure = master.reaches("w-0#0", WorkerState.EXITED).failure
-    assert failure is not None
+        an_interpreter(tmp_path, "python-bad", script)
+    begin(a_job("finish", python=python))
+    failure = master.failure()
     assert failure.category == "setup"
     assert re.search(summary, failure.summary)
 
 
 def test_a_worker_that_says_nothing_is_killed(
-    start: Start, master: PlayedMaster, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, master: PlayedMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNIFIED_START_S", "0.5")
-    start()
-    master.welcome()
-    master.desire(a_worker(), jobs=[a_job("silent")])
-    failure = master.reaches("w-0#0", WorkerState.EXITED).failure
-    assert failure is not None
-    assert failure.summary == "did not answer within 0.5 s of its start"
+    begin(a_job("silent"))
+    assert master.failure().summary == "did not answer within 0.5 s of its start"
 
 
-def test_much_output_is_rotated_and_read_by_absolute_offset(start: Start, master: PlayedMaster, tmp_path: Path) -> None:
-    start("--log-max-mb", "0.25", "--log-files", "3")
-    master.welcome()
-    master.desire(a_worker(), jobs=[a_job("print:2048")])
+def test_much_output_is_rotated_and_read_by_absolute_offset(begin: Begin, master: PlayedMaster, tmp_path: Path) -> None:
+    begin(a_job("print:2048"), flags=["--log-max-mb", "0.25", "--log-files", "3"])
     master.reaches("w-0#0", WorkerState.FINISHED)
-    assert eventually(lambda: read_log(master, "out", -1).size == 2048 * 1024)
+    eventually(lambda: read_log(master, "out", -1).size == 2048 * 1024)
+
     first = read_log(master, "out", 0)
     assert first.offset == 2048 * 1024 - 3 * 262144
     assert first.next_offset == first.offset + len(first.data) == first.offset + 65536
@@ -260,15 +249,12 @@ def test_much_output_is_rotated_and_read_by_absolute_offset(start: Start, master
     assert "is no worker" in read_log(master, "out", worker="../w-0").error
 
 
-def test_a_killed_agent_leaves_nothing(start: Start, master: PlayedMaster) -> None:
-    agent = start()
-    master.welcome()
-    job = a_job("children")
-    master.desire(a_worker(0), a_worker(1), jobs=[job])
-    master.observe(lambda workers: [w.state for w in workers.values()] == [WorkerState.FINISHED] * 2)
+def test_a_killed_agent_leaves_nothing(begin: Begin, start: Start, master: PlayedMaster) -> None:
+    agent = begin(a_job("children"), a_worker(0), a_worker(1))
+    master.observe(both_are(WorkerState.FINISHED))
     assert len(agent.descendants()) == 7
     agent.process.kill()
-    assert eventually(lambda: not agent.descendants(), within_s=2.0)
+    eventually(lambda: not agent.descendants(), timeout=2.0)
     agent.wait()
     again = start()
     master.welcome()
@@ -276,49 +262,42 @@ def test_a_killed_agent_leaves_nothing(start: Start, master: PlayedMaster) -> No
     assert len(list(again.run_root.glob("a-*"))) == 1
 
 
-def test_a_killed_zygote_takes_its_workers_and_is_replaced(start: Start, master: PlayedMaster) -> None:
-    agent = start()
-    master.welcome()
+def test_a_killed_zygote_takes_its_workers_and_is_replaced(begin: Begin, master: PlayedMaster) -> None:
     job = a_job("stubborn", grace_s=0.2)
-    master.desire(a_worker(0), a_worker(1), jobs=[job])
-    workers = master.observe(lambda workers: [w.state for w in workers.values()] == [WorkerState.RUNNING] * 2)
+    agent = begin(job, a_worker(0), a_worker(1))
+    workers = master.observe(both_are(WorkerState.RUNNING))
     (zygote,) = {found.parent for pid in workers.values() if (found := process.facts(pid.pid)) is not None}
     assert zygote in agent.descendants()
     os.kill(zygote, signal.SIGKILL)
-    workers = master.observe(lambda workers: [w.state for w in workers.values()] == [WorkerState.EXITED] * 2)
+    workers = master.observe(both_are(WorkerState.EXITED))
     assert {worker.failure.summary for worker in workers.values() if worker.failure} == {"killed by SIGKILL"}
     master.desire(a_worker(0, incarnation=1), jobs=[job])
     master.reaches("w-0#1", WorkerState.RUNNING)
 
 
-def test_what_workers_of_a_killed_zygote_left_is_ended(start: Start, master: PlayedMaster) -> None:
-    agent = start()
-    master.welcome()
+def test_what_workers_of_a_killed_zygote_left_is_ended(begin: Begin, master: PlayedMaster) -> None:
     job = a_job("children")
-    master.desire(a_worker(0), a_worker(1), jobs=[job])
-    workers = master.observe(lambda workers: [w.state for w in workers.values()] == [WorkerState.FINISHED] * 2)
+    agent = begin(job, a_worker(0), a_worker(1))
+    workers = master.observe(both_are(WorkerState.FINISHED))
     inboxes = [agent.inbox_file(worker) for worker in workers.values()]
     assert all(inbox.exists() for inbox in inboxes)
     found = process.facts(workers["w-0#0"].pid)
     assert found is not None
     os.kill(found.parent, signal.SIGKILL)
-    master.observe(lambda workers: [w.state for w in workers.values()] == [WorkerState.EXITED] * 2)
-    assert eventually(lambda: not agent.descendants()), "children in sessions of their own outlived it"
+    master.observe(both_are(WorkerState.EXITED))
+    eventually(lambda: not agent.descendants(), message="children in sessions of their own outlived it")
     assert not any(inbox.exists() for inbox in inboxes)
     master.desire(a_worker(0, incarnation=1), jobs=[job])
     master.reaches("w-0#1", WorkerState.FINISHED)
 
 
-def test_an_agent_without_descriptors_fails_a_worker_and_lives(start: Start, master: PlayedMaster) -> None:
-    agent = start()
-    master.welcome()
+def test_an_agent_without_descriptors_fails_a_worker_and_lives(begin: Begin, master: PlayedMaster) -> None:
     job = a_job("finish")
-    master.desire(a_worker(), jobs=[job])
+    agent = begin(job)
     master.reaches("w-0#0", WorkerState.FINISHED)
     before = agent.allow_no_more_descriptors()
     master.desire(a_worker(), a_worker(1), jobs=[job])
-    failure = master.reaches("w-1#0", WorkerState.EXITED).failure
-    assert failure is not None
+    failure = master.failure("w-1#0")
     assert (failure.summary, failure.category) == ("could not be started: Too many open files", "crash")
     resource.prlimit(agent.process.pid, resource.RLIMIT_NOFILE, before)
     master.desire(a_worker(), a_worker(1, incarnation=1), jobs=[job])
@@ -333,10 +312,8 @@ def test_a_second_agent_of_one_node_is_refused(start: Start, master: PlayedMaste
     assert f"already runs on this host as pid {first.process.pid}" in second.stderr
 
 
-def test_sigterm_stops_workers_and_says_goodbye(start: Start, master: PlayedMaster, tmp_path: Path) -> None:
-    agent = start()
-    master.welcome()
-    master.desire(a_worker(), jobs=[a_job("finish")])
+def test_sigterm_stops_workers_and_says_goodbye(begin: Begin, master: PlayedMaster, tmp_path: Path) -> None:
+    agent = begin(a_job("finish"))
     worker = master.reaches("w-0#0", WorkerState.FINISHED)
     agent.process.terminate()
     leaving = master.hear(AgentLeaving)
@@ -346,10 +323,8 @@ def test_sigterm_stops_workers_and_says_goodbye(start: Start, master: PlayedMast
     assert not list((tmp_path / "run").rglob("*.lock"))
 
 
-def test_a_second_sigterm_waits_for_nobody(start: Start, master: PlayedMaster) -> None:
-    agent = start()
-    master.welcome()
-    master.desire(a_worker(), jobs=[a_job("stubborn", grace_s=60.0)])
+def test_a_second_sigterm_waits_for_nobody(begin: Begin, master: PlayedMaster) -> None:
+    agent = begin(a_job("stubborn", grace_s=60.0))
     master.reaches("w-0#0", WorkerState.RUNNING)
     agent.process.terminate()
     master.reaches("w-0#0", WorkerState.STOPPING)
@@ -372,15 +347,12 @@ def test_it_ends_with_its_parent_if_asked_to(master: PlayedMaster, tmp_path: Pat
         worker = master.reaches("w-0#0", WorkerState.RUNNING)
         parent.kill()
         assert master.hear(AgentLeaving).reason == "the process that started it is gone"
-        assert eventually(lambda: not process.is_alive(agent) and not process.is_alive(worker.pid))
+        eventually(lambda: not process.is_alive(agent) and not process.is_alive(worker.pid))
     assert not list((tmp_path / "run").rglob("*.lock"))
 
 
-def test_workers_outlive_a_master_and_are_told_to_the_next(start: Start, master: PlayedMaster) -> None:
-    start()
-    master.welcome()
-    job = a_job("finish")
-    master.desire(a_worker(), jobs=[job])
+def test_workers_outlive_a_master_and_are_told_to_the_next(begin: Begin, master: PlayedMaster) -> None:
+    begin(a_job("finish"))
     pid = master.reaches("w-0#0", WorkerState.FINISHED).pid
     master.hang_up()
     master.listen()

@@ -29,13 +29,11 @@ def play() -> Iterator[Play]:
 
     yield run
     for master in masters:
-        master.close()
+        master.hang_up()
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    agents: list[AgentProcess] = []
-
+def start(tmp_path: Path, agents: list[AgentProcess], monkeypatch: pytest.MonkeyPatch) -> Start:
     def run(master: PlayedMaster, key: ClusterKey | None, *flags: str) -> AgentProcess:
         if key is not None:
             path = tmp_path / f"key-{len(agents)}"
@@ -44,12 +42,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         agents.append(AgentProcess(tmp_path, master.address, *flags))
         return agents[-1]
 
-    yield run
-    for agent in agents:
-        if agent.process.poll() is None:
-            agent.process.terminate()
-            agent.wait()
-    assert not agents or eventually(lambda: not agents[0].descendants()), "an agent left processes behind"
+    return run
 
 
 def test_a_worker_gets_the_key_in_its_first_message_and_nowhere_else(start: Start, play: Play, tmp_path: Path) -> None:

@@ -164,12 +164,12 @@ def test_what_the_last_worker_sent_to_the_dead_goes_though_no_other_ends(tmp_pat
         with open(f"/dev/shm/{name}", "rb"):  # so that a test beside this one can tell that it is not its own
             master.desire(jobs=[])
             master.reaches("w-0#0", WorkerState.EXITED)
-            assert eventually(lambda: not segments(inbox_id), GRACE_S + 5), "the agent did not look again"
+            assert eventually(lambda: not segments(inbox_id), timeout=GRACE_S + 5), "the agent did not look again"
             assert agent.process.poll() is None
     finally:
         agent.process.terminate()
         agent.wait()
-        master.close()
+        master.hang_up()
 
 
 def test_the_inventory_of_this_host(tmp_path: Path) -> None:

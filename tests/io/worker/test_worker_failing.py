@@ -6,11 +6,7 @@ import pytest
 
 from tests.support.workers import Agent
 from unified.job.spec import EntryPoint
-from unified.protocol.worker_agent import (
-    Finished,
-    Hello,
-    Reported,
-)
+from unified.protocol.worker_agent import Finished, Hello, Reported
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,7 @@ from unified.job.payload import encode
 from unified.job.spec import EntryPoint
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, Progress, Reachability
-from unified.protocol.worker_agent import (
-    DirectoryNews,
-    Finished,
-    Hello,
-    Reported,
-    Run,
-    Running,
-    Stop,
-)
+from unified.protocol.worker_agent import DirectoryNews, Finished, Hello, Reported, Run, Running
 
 
 def test_function_lives_from_hello_to_exit(agent: Agent) -> None:
@@ -249,8 +241,7 @@ def test_forked_workers_are_independent(agent: Agent, forker: Forker) -> None:
         cores = len(os.sched_getaffinity(0))
         assert first.startswith(f"{cores} {cores} True ")
         lines.append(second)
-        child.say(Stop(grace_s=20, reason="the test is over"))
-        child.until_gone()
+        child.ends()
         assert not Path(first.split()[-1]).exists(), "its exit functions ran"
         assert child.errors.read_text() == ""
     assert lines[0] != lines[1]
@@ -299,8 +290,7 @@ def test_every_fork_draws_random_numbers_of_its_own(agent: Agent, forker: Forker
         folder, draws = json.loads(child.output.read_text())
         assert folder == str(agent.folder), "temporary files lie where the job says, not where the zygote's do"
         drawn.append(draws)
-        child.say(Stop(grace_s=20, reason="the test is over"))
-        child.until_gone()
+        child.ends()
     same = [name for name in drawn[0] if len({str(draws[name]) for draws in drawn}) < len(drawn)]
     assert same == []
 
@@ -319,9 +309,5 @@ def test_last_progress_comes_before_finished(agent: Agent) -> None:
     while isinstance(word := child.next_word(), Reported):
         reports.append(word.progress)
     assert isinstance(word, Finished)
-    assert reports[-1] == Progress(
-        step=4999,
-        total=5000,
-        metrics={"loss": 1},
-    )
+    assert reports[-1] == Progress(step=4999, total=5000, metrics={"loss": 1})
     assert len(reports) < 100

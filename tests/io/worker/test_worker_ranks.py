@@ -10,11 +10,7 @@ import pytest
 from tests.support.workers import Agent, ForkedChild, Forker, attribute
 from unified.job.spec import Communication, EntryPoint
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.worker_agent import (
-    Finished,
-    Hello,
-    Stop,
-)
+from unified.protocol.worker_agent import Finished, Hello
 
 ELASTIC = """
     import os, sys
@@ -84,11 +80,9 @@ def test_rank_that_dies_is_replaced_in_a_new_round(
     for child in begin(2):
         child.expect(Finished)
         assert child.output.read_text() == "sum 3.0 round 2\n"
-        child.say(Stop(grace_s=20, reason="the test is over"))
-        child.until_gone()
+        child.ends()
         assert "Warning" not in child.errors.read_text()
-    store.say(Stop(grace_s=20, reason="the test is over"))
-    store.until_gone()
+    store.ends()
 
 
 def test_round_without_a_store_says_whom_it_awaited(agent: Agent) -> None:

@@ -7,11 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.workers import Agent, Child
-from unified.protocol.worker_agent import (
-    Finished,
-    Hello,
-    Stop,
-)
+from unified.protocol.worker_agent import Finished, Hello, Stop
 
 SLEEPER = """
     import signal, sys, time

@@ -1,6 +1,5 @@
 """A real zygote: it forks, reports, cleans up, and leaves nobody behind."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ import pytest
 from unified import process
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ZygoteToAgent, ZygoteUp, zygote_to_agent
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
+from unified.testing import eventually
 from unified.worker.zygote import QUIET_S
 
 PATIENCE_S = 10.0
@@ -63,6 +63,8 @@ if __name__ == "__main__":
 
 class Child:
     """The test's ends of a child's control socket and output."""
+
+    pid = 0
 
     def __init__(self, number: int, control: socket.socket, out: int, err: int) -> None:
         self.number = number
@@ -126,13 +128,11 @@ class ZygoteProcess:
         os.close(err_write)
         if order:
             ours.sendall(order.encode())
-        return child
-
-    def forked(self, child: Child) -> int:
         word = self.next()
         assert isinstance(word, Forked)
         assert word.child == child.number
-        return word.pid
+        child.pid = word.pid
+        return child
 
     def exited(self, child: Child) -> int:
         word = self.next()
@@ -149,33 +149,37 @@ class ZygoteProcess:
 
 def gone(pid: int) -> bool:
     """Wait until a process is gone, or nothing but a zombie."""
-    return eventually(lambda: not process.is_alive(pid))
+    return eventually(lambda: not process.is_alive(pid), PATIENCE_S)
 
 
-def eventually(is_so: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
+Start = Callable[..., ZygoteProcess]
 
 
 @pytest.fixture
-def zygote(tmp_path: Path) -> Iterator[ZygoteProcess]:
-    one = ZygoteProcess(tmp_path)
-    up = one.next()
-    assert isinstance(up, ZygoteUp)
-    assert (up.pid, up.protocol_version) == (one.process.pid, PROTOCOL_VERSION)
-    yield one
-    one.close()
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a zygote, and waits until it is up."""
+    started: list[ZygoteProcess] = []
+
+    def run(**imported: str) -> ZygoteProcess:
+        started.append(ZygoteProcess(tmp_path, **imported))
+        up = started[0].next()
+        assert isinstance(up, ZygoteUp)
+        assert (up.pid, up.protocol_version) == (started[0].process.pid, PROTOCOL_VERSION)
+        return started[0]
+
+    yield run
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def zygote(start: Start) -> ZygoteProcess:
+    return start()
 
 
 def test_a_child_has_its_own_session_streams_and_nothing_else_open(zygote: ZygoteProcess) -> None:
-    other = zygote.fork("wait")
-    zygote.forked(other)
+    zygote.fork("wait")
     child = zygote.fork("report")
-    zygote.forked(child)
     assert child.read(child.out).split() == ["True", "True", "True", "/dev/null"]
     assert child.read(child.err) == "on stderr\n"
     assert zygote.exited(child) == 0
@@ -184,21 +188,19 @@ def test_a_child_has_its_own_session_streams_and_nothing_else_open(zygote: Zygot
 @pytest.mark.parametrize(("order", "code"), [("exit 0", 0), ("exit 7", 7), ("raise", 1)])
 def test_an_exit_code_is_reported(zygote: ZygoteProcess, order: str, code: int) -> None:
     child = zygote.fork(order)
-    zygote.forked(child)
     assert zygote.exited(child) == code
     assert ("ValueError: no such thing" in child.read(child.err)) == (order == "raise")
 
 
 def test_a_signal_is_reported_as_its_negative(zygote: ZygoteProcess) -> None:
     child = zygote.fork("wait")
-    os.kill(zygote.forked(child), signal.SIGTERM)
+    os.kill(child.pid, signal.SIGTERM)
     assert zygote.exited(child) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_what_a_worker_leaves_behind_is_killed(zygote: ZygoteProcess, fresh: bool) -> None:
     child = zygote.fork("leave children", fresh=fresh, marker="UNIFIED_WORKER=j/w/0")
-    zygote.forked(child)
     assert zygote.exited(child) == 0
     printed = child.read(child.out).split()
     assert printed[:-3] == (["fresh"] if fresh else [])
@@ -206,40 +208,31 @@ def test_what_a_worker_leaves_behind_is_killed(zygote: ZygoteProcess, fresh: boo
 
 
 def test_a_worker_that_may_start_no_thread_ends_alone(zygote: ZygoteProcess) -> None:
-    other = zygote.fork("wait")
-    sibling = zygote.forked(other)
+    sibling = zygote.fork("wait").pid
     child = zygote.fork("no threads")
-    zygote.forked(child)
     assert zygote.exited(child) == 6
     assert process.is_alive(sibling)
     assert child.read(child.err) == ""
 
 
-def test_a_zygote_whose_imports_started_threads_starts_new_interpreters(tmp_path: Path) -> None:
-    zygote = ZygoteProcess(
-        tmp_path, early="import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    assert isinstance(zygote.next(), ZygoteUp)
+def test_a_zygote_whose_imports_started_threads_starts_new_interpreters(start: Start) -> None:
+    zygote = start(early="import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
     child = zygote.fork("exit 5")
-    zygote.forked(child)
     assert child.read(child.out) == "fresh\n"
     assert zygote.exited(child) == 5
-    zygote.close()
 
 
 def test_a_fresh_child_is_a_new_interpreter(zygote: ZygoteProcess) -> None:
     child = zygote.fork("exit 5", fresh=True)
-    pid = zygote.forked(child)
     assert child.read(child.out) == "fresh\n"
     assert zygote.exited(child) == 5
-    assert pid != zygote.process.pid
+    assert child.pid != zygote.process.pid
 
 
 @pytest.mark.parametrize("how", ["end of file", "SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_no_worker_outlives_its_zygote(zygote: ZygoteProcess, how: str, fresh: bool) -> None:
     children = [zygote.fork("wait", fresh=fresh) for _ in range(3)]
-    pids = [zygote.forked(child) for child in children]
     for child in children:
         os.read(child.out, 64)
     if how == "end of file":
@@ -247,7 +240,7 @@ def test_no_worker_outlives_its_zygote(zygote: ZygoteProcess, how: str, fresh: b
     else:
         zygote.process.send_signal(getattr(signal, how))
     zygote.process.wait(PATIENCE_S)
-    assert all(gone(pid) for pid in pids)
+    assert all(gone(child.pid) for child in children)
 
 
 def test_no_worker_outlives_a_killed_agent(tmp_path: Path) -> None:
@@ -257,8 +250,7 @@ def test_no_worker_outlives_a_killed_agent(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import test_zygote as t, pathlib, signal\n"
         f"z = t.ZygoteProcess(pathlib.Path({str(tmp_path)!r})); z.next()\n"
-        "children = [z.fork('wait') for _ in range(3)]\n"
-        "print(z.process.pid, *[z.forked(child) for child in children], flush=True)\n"
+        "print(z.process.pid, *[z.fork('wait').pid for _ in range(3)], flush=True)\n"
         "signal.pause()\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as agent:
@@ -277,78 +269,61 @@ def test_what_nobody_waits_for_is_imported_after_the_first_fork_when_it_is_quiet
     time.sleep(QUIET_S + 0.3)
     assert not (tmp_path / "late").exists(), "nobody has asked for anything yet"
     first = zygote.fork("modules")
-    zygote.forked(first)
     assert zygote.exited(first) == 0
     assert first.read(first.out).split() == ["True", "False"]
     assert eventually(lambda: (tmp_path / "late").exists())
     second = zygote.fork("modules")
-    zygote.forked(second)
     assert second.read(second.out).split() == ["True", "True"]
     assert zygote.exited(second) == 0
 
 
-def test_an_import_that_nobody_waits_for_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_an_import_that_nobody_waits_for_does_not_hold_up_the_end(start: Start, tmp_path: Path) -> None:
     """A killed agent is a SIGTERM to its zygote, whatever that is busy with."""
     begun = tmp_path / "late"
-    zygote = ZygoteProcess(tmp_path, late=f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(600)\n")
-    try:
-        assert isinstance(zygote.next(), ZygoteUp)
-        child = zygote.fork("wait")
-        pid = zygote.forked(child)
-        assert eventually(begun.exists)
-        zygote.process.terminate()
-        zygote.process.wait(PATIENCE_S)
-        assert gone(pid)
-    finally:
-        zygote.close()
+    zygote = start(late=f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(600)\n")
+    child = zygote.fork("wait")
+    assert eventually(begun.exists)
+    zygote.process.terminate()
+    zygote.process.wait(PATIENCE_S)
+    assert gone(child.pid)
 
 
-def test_an_import_that_nobody_waits_for_does_not_hold_up_the_news_of_a_death(tmp_path: Path) -> None:
+def test_an_import_that_nobody_waits_for_does_not_hold_up_the_news_of_a_death(start: Start, tmp_path: Path) -> None:
     """Where many processes share a core an import took five seconds, and callers of the dead knew of nothing."""
     begun, may_end = tmp_path / "late", tmp_path / "may end"
     late = (
         f"import os, time\nopen({str(begun)!r}, 'w').close()\n"
         f"while not os.path.exists({str(may_end)!r}): time.sleep(0.01)\n"
     )
-    zygote = ZygoteProcess(tmp_path, late=late)
+    zygote = start(late=late)
     try:
-        assert isinstance(zygote.next(), ZygoteUp)
         children = [zygote.fork("wait") for _ in range(5)]
-        pids = [zygote.forked(child) for child in children]
         assert eventually(begun.exists)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
         ended = [zygote.next() for _ in children]
         assert {word.child: word.code for word in ended if isinstance(word, ChildExited)} == {
             child.number: -signal.SIGKILL for child in children
         }
-        may_end.touch()
-        after = zygote.fork("modules")
-        zygote.forked(after)
-        assert after.read(after.out).split() == ["True", "True"], "the import went on, and ended"
-        assert zygote.exited(after) == 0
     finally:
         may_end.touch()
-        zygote.close()
+    after = zygote.fork("modules")
+    assert after.read(after.out).split() == ["True", "True"], "the import went on, and ended"
+    assert zygote.exited(after) == 0
 
 
-def test_an_import_hears_how_the_programs_ended_that_it_started(tmp_path: Path) -> None:
+def test_an_import_hears_how_the_programs_ended_that_it_started(start: Start, tmp_path: Path) -> None:
     said = tmp_path / "said"
     late = (
         "import subprocess\n"
         "codes = [subprocess.run(['sh', '-c', f'sleep 0.05; exit {n}']).returncode for n in (3, 0, 7)]\n"
         f"open({str(said)!r}, 'w').write(str(codes))\n"
     )
-    zygote = ZygoteProcess(tmp_path, late=late)
-    try:
-        assert isinstance(zygote.next(), ZygoteUp)
-        child = zygote.fork("exit 0")
-        zygote.forked(child)
-        assert zygote.exited(child) == 0
-        assert eventually(lambda: said.exists() and said.read_text() != "")
-        assert said.read_text() == "[3, 0, 7]"
-    finally:
-        zygote.close()
+    zygote = start(late=late)
+    child = zygote.fork("exit 0")
+    assert zygote.exited(child) == 0
+    assert eventually(lambda: said.exists() and said.read_text() != "")
+    assert said.read_text() == "[3, 0, 7]"
 
 
 SCAN = """
@@ -398,7 +373,6 @@ def test_many_forks_leave_neither_children_nor_descriptors(zygote: ZygoteProcess
     before = os.listdir(f"/proc/{zygote.process.pid}/fd")
     for fresh in [False] * 30 + [True]:
         child = zygote.fork("exit 0", fresh=fresh)
-        zygote.forked(child)
         assert zygote.exited(child) == 0
     assert not process_children(zygote.process.pid)
     # It says that a child has ended before it looks for what that one left, for which it opens files.
@@ -409,19 +383,19 @@ def process_children(pid: int) -> list[int]:
     return [found.pid for found in process.every_process() if found.parent == pid]
 
 
-def test_a_zygote_without_its_agent_does_not_start(tmp_path: Path) -> None:
+def run_alone(*flags: str) -> subprocess.CompletedProcess[str]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno()), *flags]
+        return subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False)
+
+
+def test_a_zygote_without_its_agent_does_not_start() -> None:
     """An agent that died while its zygote's interpreter was still starting."""
-    ours, theirs = socket.socketpair()
-    with contextlib.closing(ours), contextlib.closing(theirs):
-        command = [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno())]
-        done = subprocess.run([*command, "--parent", "1"], pass_fds=[theirs.fileno()], cwd=tmp_path, check=False)
-    assert done.returncode == -signal.SIGTERM
+    assert run_alone("--parent", "1").returncode == -signal.SIGTERM
 
 
-def test_an_entry_that_cannot_be_imported_is_said_on_stderr(tmp_path: Path) -> None:
-    ours, theirs = socket.socketpair()
-    with contextlib.closing(ours), contextlib.closing(theirs):
-        command = [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno()), "--entry", "no_such:main"]
-        done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False)
+def test_an_entry_that_cannot_be_imported_is_said_on_stderr() -> None:
+    done = run_alone("--entry", "no_such:main")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such'"
