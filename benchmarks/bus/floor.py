@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -41,17 +40,14 @@ def zmq_floor() -> dict[str, float]:
             outgoing.send(MESSAGE)
             incoming.recv()
 
-        def pipelined() -> float:
-            began = time.perf_counter()
-            for _ in range(work.PIPELINED_CALLS // work.BURST):
-                for _ in range(work.BURST):
-                    outgoing.send(MESSAGE)
-                for _ in range(work.BURST):
-                    incoming.recv()
-            return work.PIPELINED_CALLS / (time.perf_counter() - began)
+        def burst() -> None:
+            for _ in range(work.BURST):
+                outgoing.send(MESSAGE)
+            for _ in range(work.BURST):
+                incoming.recv()
 
         values |= _latency(call)
-        values["async_1_1"] = work.read(pipelined)
+        values["async_1_1"] = work.pipelined(burst)
     with _zmq_pair(copies=False) as (outgoing, incoming):
         for each in work.array_passes(ALL):
             array = np.ones(each.mib * work.MIB, np.uint8)
@@ -60,7 +56,7 @@ def zmq_floor() -> dict[str, float]:
                 outgoing.send(array, copy=False)
                 incoming.recv()
 
-            values |= _array(each, "arg", send)
+            values |= [each.read("arg", send)]
     return values
 
 
@@ -98,35 +94,15 @@ def memory_floor() -> dict[str, float]:
         def make_and_copy(target: Array = target, copy: Callable[[Array, Array], None] = copy) -> None:
             copy(np.ones(len(target), np.uint8), target)
 
-        values |= _array(each, "arg", copy)
-        values |= _array(each, "ret", make_and_copy)
+        values |= [each.read("arg", copy), each.read("ret", make_and_copy)]
         if each.is_again and each.mib == work.FANOUT_MIB:
             values["fanout"] = work.WORKERS * values[f"arg_{each.mib}MiB_warm"]
     return values
 
 
 def _latency(call: Callable[[], None]) -> dict[str, float]:
-    for _ in range(work.WARM_UP_CALLS):
-        call()
-    taken = []
-    for _ in range(work.SYNC_CALLS):
-        began = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - began)
-    p50, p99 = work.percentiles_us(taken)
+    p50, p99 = work.latency_us(call)
     return {"sync_p50": p50, "sync_p99": p99}
-
-
-def _array(each: work.ArrayPass, way: str, act: Callable[[], None]) -> dict[str, float]:
-    def take() -> float:
-        began = time.perf_counter()
-        for _ in range(each.times):
-            act()
-        return work.gib_per_s(each.mib, each.times, time.perf_counter() - began)
-
-    if not each.is_again:
-        act()
-    return dict([each.read(way, take)])
 
 
 Sockets = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]

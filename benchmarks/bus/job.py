@@ -122,26 +122,21 @@ class Bench:
     def calls(self) -> None:
         for prefix, method in (("", "nop"), ("inline_", "nop_inline")):
             if wanted("sync_p50", "sync_p99"):
-                p50, p99 = work.percentiles_us(sync(self.echo[0], method))
+                p50, p99 = work.latency_us(partial(call, self.echo[0], method))
                 self.say(f"{prefix}sync_p50", p50)
                 self.say(f"{prefix}sync_p99", p99)
             if wanted("async_1_1"):
                 pipeline(self.echo[0], work.BURST, method)
-                self.say(f"{prefix}async_1_1", work.read(partial(self.one_to_one, method)))
+                self.say(f"{prefix}async_1_1", work.pipelined(partial(pipeline, self.echo[0], work.BURST, method)))
             if wanted("async_2_2"):
                 RoleGroup("caller").call("burst", 0, work.BURST, method).result(WAIT_S)
                 self.say(f"{prefix}async_2_2", work.read(partial(self.two_to_two, method)))
 
-    def one_to_one(self, method: str) -> float:
-        began = time.perf_counter()
-        pipeline(self.echo[0], work.PIPELINED_CALLS, method)
-        return work.PIPELINED_CALLS / (time.perf_counter() - began)
-
     def two_to_two(self, method: str) -> float:
-        began = time.perf_counter()
         each = work.PIPELINED_CALLS // 2
-        RoleGroup("caller").call("burst", [0, 1], [each, each], [method, method], _scatter=True).result(WAIT_S)
-        return work.PIPELINED_CALLS / (time.perf_counter() - began)
+        callers = RoleGroup("caller")
+        call = partial(callers.call, "burst", [0, 1], [each, each], [method, method], _scatter=True)
+        return work.PIPELINED_CALLS / work.seconds(lambda: call().result(WAIT_S))
 
     def arrays(self) -> None:
         echo = self.echo[0]
@@ -151,9 +146,7 @@ class Bench:
                 ("arg", partial(ask, echo, "nbytes_of", array)),
                 ("ret", partial(ask, echo, "make", each.mib * work.MIB)),
             ):
-                if not each.is_again:
-                    act()
-                self.say(*each.read(way, partial(rate_of, act, each.mib, each.times)))
+                self.say(*each.read(way, act))
 
     def shared_arrays(self) -> None:
         echo = self.echo[0]
@@ -171,12 +164,11 @@ class Bench:
     def fan_out(self) -> None:
         if wanted("fanout"):
             array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
-            mib = work.FANOUT_MIB * len(self.echo)
-            self.rate("fanout", mib, work.FANOUT_TIMES, partial(ask, self.echo, "nbytes_of", array))
+            self.say("fanout", work.fan_out(partial(ask, self.echo, "nbytes_of", array)))
 
     def rate(self, name: str, mib: int, times: int, call: Callable[[], Any]) -> None:
         call()
-        self.say(name, work.read(partial(rate_of, call, mib, times)))
+        self.say(name, work.read(lambda: work.gib_per_s(mib, times, work.seconds(call, times))))
 
     def queue(self) -> None:
         if not wanted("queue_single", "queue_batch100"):
@@ -187,26 +179,16 @@ class Bench:
         queue.put(work.QUEUE_ITEM)
         queue.get(1)
 
-        def single() -> float:
-            began = time.perf_counter()
-            for _ in range(work.QUEUE_SINGLE):
-                queue.put(work.QUEUE_ITEM)
-            for _ in range(work.QUEUE_SINGLE):
-                queue.get(1)
-            return work.QUEUE_SINGLE / (time.perf_counter() - began)
-
-        def batches() -> float:
-            began = time.perf_counter()
+        def batches() -> None:
             items = [work.QUEUE_ITEM] * work.QUEUE_BATCH
             for _ in range(work.QUEUE_BATCHES):
                 queue.put(*items)
             got = sum(len(queue.get(work.QUEUE_BATCH)) for _ in range(work.QUEUE_BATCHES))
             if got != work.QUEUE_BATCHES * work.QUEUE_BATCH:
                 raise AssertionError(f"{got} items came out")
-            return got / (time.perf_counter() - began)
 
-        self.say("queue_single", work.read(single))
-        self.say("queue_batch100", work.read(batches))
+        self.say("queue_single", work.queue_single(lambda: queue.put(work.QUEUE_ITEM), lambda: queue.get(1)))
+        self.say("queue_batch100", work.queue_batches(batches))
 
     def busy(self) -> None:
         """Calls to a worker whose main thread computes."""
@@ -215,7 +197,7 @@ class Bench:
         worker = RoleGroup("caller")[0]
         for name, switch_s in (("busy", None), ("busy_5ms", work.PYTHONS_SWITCH_S)):
             worker.call("compute", switch_s).result(WAIT_S)
-            p50, p99 = work.percentiles_us(sync(worker, "nop"))
+            p50, p99 = work.latency_us(partial(call, worker, "nop"))
             self.say(f"{name}_p50", p50)
             self.say(f"{name}_p99", p99)
         worker.call("rest").result(WAIT_S)
@@ -228,24 +210,8 @@ class Bench:
         self.say("rss_children", rss)
 
 
-def sync(actor: RoleActor, method: str) -> list[float]:
-    """Seconds of each of many calls, one after the other."""
-    for _ in range(work.WARM_UP_CALLS):
-        actor.call(method).result(WAIT_S)
-    taken = []
-    for _ in range(work.SYNC_CALLS):
-        began = time.perf_counter()
-        actor.call(method).result()
-        taken.append(time.perf_counter() - began)
-    return taken
-
-
-def rate_of(call: Callable[[], Any], mib: int, times: int) -> float:
-    """GiB/s of so many calls, one after the other."""
-    began = time.perf_counter()
-    for _ in range(times):
-        call()
-    return work.gib_per_s(mib, times, time.perf_counter() - began)
+def call(actor: RoleActor, method: str) -> Any:
+    return actor.call(method).result()
 
 
 def ask(whom: RoleActor | RoleGroup, method: str, argument: Any) -> Any:

@@ -42,9 +42,4 @@ class Caller:
 
 
 def reading(callee: RoleActor) -> tuple[float, float]:
-    taken = []
-    for _ in range(CALLS):
-        at = time.perf_counter()
-        callee.call("nop").result(WAIT_S)
-        taken.append(time.perf_counter() - at)
-    return work.percentiles_us(taken)
+    return work.percentiles_us(work.seconds(lambda: callee.call("nop").result(WAIT_S)) for _ in range(CALLS))

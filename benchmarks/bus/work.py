@@ -115,6 +115,42 @@ def read(take: Callable[[], float]) -> float:
     return readings.median
 
 
+def seconds(act: Callable[[], object], times: int = 1) -> float:
+    """What so many calls take, one after the other."""
+    began = time.perf_counter()
+    for _ in range(times):
+        act()
+    return time.perf_counter() - began
+
+
+def latency_us(call: Callable[[], object]) -> tuple[float, float]:
+    """The median and the 99th percentile of many calls, after others that warm up."""
+    seconds(call, WARM_UP_CALLS)
+    return percentiles_us(seconds(call) for _ in range(SYNC_CALLS))
+
+
+def pipelined(burst: Callable[[], object]) -> float:
+    """Calls a second of `burst`, which makes `BURST` of them."""
+    return read(lambda: PIPELINED_CALLS / seconds(burst, PIPELINED_CALLS // BURST))
+
+
+def fan_out(send: Callable[[], object]) -> float:
+    """GiB/s of one array to all workers."""
+    send()
+    mib = FANOUT_MIB * WORKERS
+    return read(lambda: gib_per_s(mib, FANOUT_TIMES, seconds(send, FANOUT_TIMES)))
+
+
+def queue_single(put: Callable[[], object], get: Callable[[], object]) -> float:
+    """Items a second, one a call."""
+    return read(lambda: QUEUE_SINGLE / (seconds(put, QUEUE_SINGLE) + seconds(get, QUEUE_SINGLE)))
+
+
+def queue_batches(act: Callable[[], object]) -> float:
+    """Items a second of `act`, which puts and gets `QUEUE_BATCHES` batches."""
+    return read(lambda: QUEUE_BATCHES * QUEUE_BATCH / seconds(act))
+
+
 def array_rows(mib: int) -> list[str]:
     """What arrays of that size give."""
     plain = [f"arg_{mib}MiB", f"ret_{mib}MiB"]
@@ -129,9 +165,15 @@ class ArrayPass(NamedTuple):
     is_again: bool
     """All have been sent before, so no call is needed to warm up, and the readings are those "after many"."""
 
-    def read(self, way: str, take: Callable[[], float]) -> tuple[str, float]:
+    def read(self, way: str, call: Callable[[], object]) -> tuple[str, float]:
         """The row that `way` ("arg" or "ret") gives, and its figure."""
+
+        def take() -> float:
+            return gib_per_s(self.mib, self.times, seconds(call, self.times))
+
         name = f"{way}_{self.mib}MiB"
+        if not self.is_again:
+            call()
         if self.is_again:
             return f"{name}_warm", read(take)
         return name, take() if self.mib in LARGE else read(take)

@@ -67,74 +67,34 @@ def start() -> tuple[Any, Any]:
 
 def calls(processes: Any, workers: list[Any]) -> None:
     echo = workers[0]
-    for _ in range(work.WARM_UP_CALLS):
-        echo.nop.call_one().get()
-    taken = []
-    for _ in range(work.SYNC_CALLS):
-        began = time.perf_counter()
-        echo.nop.call_one().get()
-        taken.append(time.perf_counter() - began)
-    p50, p99 = work.percentiles_us(taken)
+    p50, p99 = work.latency_us(lambda: echo.nop.call_one().get())
     work.say("sync_p50", p50)
     work.say("sync_p99", p99)
 
-    def pipelined() -> float:
-        began = time.perf_counter()
-        for _ in range(work.PIPELINED_CALLS // work.BURST):
-            for future in [echo.nop.call_one() for _ in range(work.BURST)]:
-                future.get()
-        return work.PIPELINED_CALLS / (time.perf_counter() - began)
+    def burst() -> None:
+        for future in [echo.nop.call_one() for _ in range(work.BURST)]:
+            future.get()
 
-    work.say("async_1_1", work.read(pipelined))
+    work.say("async_1_1", work.pipelined(burst))
     mesh = processes.spawn("caller", Caller)
     pairs = [(mesh.slice(gpus=index + 2), workers[index]) for index in range(2)]
-    for future in [caller.burst.call_one(target, work.BURST) for caller, target in pairs]:
-        future.get()
 
-    def two_to_two() -> float:
-        began = time.perf_counter()
-        for future in [caller.burst.call_one(target, work.PIPELINED_CALLS // 2) for caller, target in pairs]:
+    def two_to_two(calls: int = work.PIPELINED_CALLS // 2) -> None:
+        for future in [caller.burst.call_one(target, calls) for caller, target in pairs]:
             future.get()
-        return work.PIPELINED_CALLS / (time.perf_counter() - began)
 
-    work.say("async_2_2", work.read(two_to_two))
+    two_to_two(work.BURST)
+    work.say("async_2_2", work.read(lambda: work.PIPELINED_CALLS / work.seconds(two_to_two)))
 
 
 def arrays(mesh: Any, echo: Any) -> None:
     for each in work.array_passes():
-        mib, times, is_again = each
-        array = np.ones(mib * work.MIB, np.uint8)
-
-        def argument(array: Any = array, mib: int = mib, times: int = times) -> float:
-            began = time.perf_counter()
-            for _ in range(times):
-                echo.nbytes_of.call_one(array).get()
-            return work.gib_per_s(mib, times, time.perf_counter() - began)
-
-        def result(mib: int = mib, times: int = times) -> float:
-            began = time.perf_counter()
-            for _ in range(times):
-                echo.make.call_one(mib * work.MIB).get()
-            return work.gib_per_s(mib, times, time.perf_counter() - began)
-
-        if not is_again:
-            echo.nbytes_of.call_one(array).get()
-        work.say(*each.read("arg", argument))
-        if not is_again:
-            echo.make.call_one(mib * work.MIB).get()
-        work.say(*each.read("ret", result))
+        array = np.ones(each.mib * work.MIB, np.uint8)
+        work.say(*each.read("arg", lambda array=array: echo.nbytes_of.call_one(array).get()))  # type: ignore[misc]
+        work.say(*each.read("ret", lambda mib=each.mib: echo.make.call_one(mib * work.MIB).get()))  # type: ignore[misc]
     array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
-
-    def fan_out() -> float:
-        began = time.perf_counter()
-        for _ in range(work.FANOUT_TIMES):
-            mesh.nbytes_of.call(array).get()
-        times = work.FANOUT_TIMES * work.WORKERS
-        return work.gib_per_s(work.FANOUT_MIB, times, time.perf_counter() - began)
-
     if work.wanted("fanout"):
-        fan_out()
-        work.say("fanout", work.read(fan_out))
+        work.say("fanout", work.fan_out(lambda: mesh.nbytes_of.call(array).get()))
 
 
 if __name__ == "__main__":

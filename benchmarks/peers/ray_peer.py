@@ -78,72 +78,33 @@ def start() -> list[Any]:
 
 def calls(workers: list[Any]) -> None:
     echo = workers[0]
-    for _ in range(work.WARM_UP_CALLS):
-        ray.get(echo.nop.remote())
-    taken = []
-    for _ in range(work.SYNC_CALLS):
-        began = time.perf_counter()
-        ray.get(echo.nop.remote())
-        taken.append(time.perf_counter() - began)
-    p50, p99 = work.percentiles_us(taken)
+    p50, p99 = work.latency_us(lambda: ray.get(echo.nop.remote()))
     work.say("sync_p50", p50)
     work.say("sync_p99", p99)
-
-    def pipelined() -> float:
-        began = time.perf_counter()
-        for _ in range(work.PIPELINED_CALLS // work.BURST):
-            ray.get([echo.nop.remote() for _ in range(work.BURST)])
-        return work.PIPELINED_CALLS / (time.perf_counter() - began)
-
-    work.say("async_1_1", work.read(pipelined))
+    work.say("async_1_1", work.pipelined(lambda: ray.get([echo.nop.remote() for _ in range(work.BURST)])))
     callers = [Caller.remote(worker) for worker in workers[:2]]  # type: ignore[attr-defined]
-    ray.get([caller.burst.remote(work.BURST) for caller in callers])
 
-    def two_to_two() -> float:
-        began = time.perf_counter()
-        ray.get([caller.burst.remote(work.PIPELINED_CALLS // 2) for caller in callers])
-        return work.PIPELINED_CALLS / (time.perf_counter() - began)
+    def two_to_two(calls: int = work.PIPELINED_CALLS // 2) -> None:
+        ray.get([caller.burst.remote(calls) for caller in callers])
 
-    work.say("async_2_2", work.read(two_to_two))
+    two_to_two(work.BURST)
+    work.say("async_2_2", work.read(lambda: work.PIPELINED_CALLS / work.seconds(two_to_two)))
 
 
 def arrays(workers: list[Any]) -> None:
     echo = workers[0]
     for each in work.array_passes():
-        mib, times, is_again = each
-        array = np.ones(mib * work.MIB, np.uint8)
-
-        def argument(array: Any = array, mib: int = mib, times: int = times) -> float:
-            began = time.perf_counter()
-            for _ in range(times):
-                ray.get(echo.nbytes_of.remote(array))
-            return work.gib_per_s(mib, times, time.perf_counter() - began)
-
-        def result(mib: int = mib, times: int = times) -> float:
-            began = time.perf_counter()
-            for _ in range(times):
-                ray.get(echo.make.remote(mib * work.MIB))
-            return work.gib_per_s(mib, times, time.perf_counter() - began)
-
-        if not is_again:
-            ray.get(echo.nbytes_of.remote(array))
-        work.say(*each.read("arg", argument))
-        if not is_again:
-            ray.get(echo.make.remote(mib * work.MIB))
-        work.say(*each.read("ret", result))
+        array = np.ones(each.mib * work.MIB, np.uint8)
+        work.say(*each.read("arg", lambda array=array: ray.get(echo.nbytes_of.remote(array))))  # type: ignore[misc]
+        work.say(*each.read("ret", lambda mib=each.mib: ray.get(echo.make.remote(mib * work.MIB))))  # type: ignore[misc]
     array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
 
-    def fan_out() -> float:
-        began = time.perf_counter()
-        for _ in range(work.FANOUT_TIMES):
-            shared = ray.put(array)  # once for all, which is Ray's own advice
-            ray.get([worker.nbytes_of.remote(shared) for worker in workers])
-        times = work.FANOUT_TIMES * len(workers)
-        return work.gib_per_s(work.FANOUT_MIB, times, time.perf_counter() - began)
+    def fan_out() -> None:
+        shared = ray.put(array)  # once for all, which is Ray's own advice
+        ray.get([worker.nbytes_of.remote(shared) for worker in workers])
 
     if work.wanted("fanout"):
-        fan_out()
-        work.say("fanout", work.read(fan_out))
+        work.say("fanout", work.fan_out(fan_out))
 
 
 def queue() -> None:
@@ -151,24 +112,14 @@ def queue() -> None:
     channel.put(work.QUEUE_ITEM)
     channel.get()
 
-    def single() -> float:
-        began = time.perf_counter()
-        for _ in range(work.QUEUE_SINGLE):
-            channel.put(work.QUEUE_ITEM)
-        for _ in range(work.QUEUE_SINGLE):
-            channel.get()
-        return work.QUEUE_SINGLE / (time.perf_counter() - began)
-
-    def batches() -> float:
-        began = time.perf_counter()
+    def batches() -> None:
         for _ in range(work.QUEUE_BATCHES):
             channel.put_nowait_batch([work.QUEUE_ITEM] * work.QUEUE_BATCH)
         for _ in range(work.QUEUE_BATCHES):
             channel.get_nowait_batch(work.QUEUE_BATCH)
-        return work.QUEUE_BATCHES * work.QUEUE_BATCH / (time.perf_counter() - began)
 
-    work.say("queue_single", work.read(single))
-    work.say("queue_batch100", work.read(batches))
+    work.say("queue_single", work.queue_single(lambda: channel.put(work.QUEUE_ITEM), channel.get))
+    work.say("queue_batch100", work.queue_batches(batches))
 
 
 if __name__ == "__main__":
