@@ -51,31 +51,27 @@ def write_jsonl(folder: Path, count: int) -> Path:
     return folder
 
 
-def test_a_killed_master_knows_all_of_it_again(start: Start, tmp_path: Path) -> None:
+async def test_a_killed_master_knows_all_of_it_again(start: Start, tmp_path: Path) -> None:
     master = start()
     address = master.address
     data = write_jsonl(tmp_path / "data", 40)
     with RemoteCoordinator(address) as remote, DatasetRegistry(remote, rank=0, world_size=2) as registry:
         workers = [TrainingOrchestrator(f"worker-{rank}", remote, 2, rank) for rank in range(2)]
-
-        async def across_a_restart() -> list[BarrierResponse]:
-            await asyncio.gather(*[each.wait_barrier("b") for each in workers])
-            registry.register("d", data, "jsonl", shard_size=4, shuffle=True, seed=3)
-            registry.advance_epoch("d", 2)
-            mine = registry.get_assignment("d")
-            registry.mark_done("d", mine[0].shard_id, 2)
-            told = remote.ask(NotifyCheckpoint(worker_id="worker-0", step=7, path="s3://b/step"), CheckpointResponse)
-            assert told.is_latest
-            waiting = asyncio.create_task(workers[0].wait_barrier("b"))
-            await workers[1].heartbeat()
-            master.kill()
-            start(bind=address)
-            shards = await asyncio.to_thread(registry.get_assignment, "d")
-            assert shards == mine[1:]
-            assert not waiting.done()
-            return list(await asyncio.gather(waiting, workers[1].wait_barrier("b")))
-
-        answers = asyncio.run(asyncio.wait_for(across_a_restart(), 30))
+        await asyncio.gather(*[each.wait_barrier("b") for each in workers])
+        registry.register("d", data, "jsonl", shard_size=4, shuffle=True, seed=3)
+        registry.advance_epoch("d", 2)
+        mine = registry.get_assignment("d")
+        registry.mark_done("d", mine[0].shard_id, 2)
+        told = remote.ask(NotifyCheckpoint(worker_id="worker-0", step=7, path="s3://b/step"), CheckpointResponse)
+        assert told.is_latest
+        waiting = asyncio.create_task(workers[0].wait_barrier("b"))
+        await workers[1].heartbeat()
+        master.kill()
+        start(bind=address)
+        shards = await asyncio.to_thread(registry.get_assignment, "d")
+        assert shards == mine[1:]
+        assert not waiting.done()
+        answers = await asyncio.gather(waiting, workers[1].wait_barrier("b"))
         assert [answer.generation for answer in answers] == [1, 1]
         (status,) = registry.datasets()
         assert (status.epoch, status.num_done, status.seed, status.path) == (2, 1, 3, str(data))
@@ -87,68 +83,62 @@ def test_a_killed_master_knows_all_of_it_again(start: Start, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_barriers_time_goes_on_while_the_master_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_barriers_time_goes_on_while_the_master_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is over when it would have been, and tells who is missing."""
     monkeypatch.setattr("unified.data.coordinator_client.BARRIER_GRACE_S", 1.0)
     master = start()
     address = master.address
     with RemoteCoordinator(address) as remote:
         workers = [TrainingOrchestrator(f"worker-{rank}", remote, 2, rank) for rank in range(2)]
-
-        async def across_a_restart() -> None:
-            for each in workers:
-                await each.register_worker()
-            begun_at = time.monotonic()
-            waiting = asyncio.create_task(workers[0].wait_barrier("b", timeout=8))
-            await workers[1].heartbeat()
-            master.kill()
-            await asyncio.to_thread(eventually, lambda: time.monotonic() - begun_at > 1.5)
-            start(bind=address)
-            with pytest.raises(BarrierTimeoutError, match=r"missing worker-1; worker-0 came") as caught:
-                await waiting
-            assert (caught.value.missing, caught.value.arrived) == (["worker-1"], ["worker-0"])
-
-        asyncio.run(asyncio.wait_for(across_a_restart(), 30))
+        for each in workers:
+            await each.register_worker()
+        begun_at = time.monotonic()
+        waiting = asyncio.create_task(workers[0].wait_barrier("b", timeout=8))
+        await workers[1].heartbeat()
+        master.kill()
+        await asyncio.to_thread(eventually, lambda: time.monotonic() - begun_at > 1.5)
+        start(bind=address)
+        with pytest.raises(BarrierTimeoutError, match=r"missing worker-1; worker-0 came") as caught:
+            await waiting
+        assert (caught.value.missing, caught.value.arrived) == (["worker-1"], ["worker-0"])
         for each in workers:
             each.close()
 
 
-def test_heartbeats_write_nothing(start: Start, tmp_path: Path) -> None:
+async def test_heartbeats_write_nothing(start: Start, tmp_path: Path) -> None:
     master = start()
-    with RemoteCoordinator(master.address) as remote:
+    with (
+        RemoteCoordinator(master.address) as remote,
+        contextlib.closing(sqlite3.connect(tmp_path / "state" / "master.sqlite")) as database,
+    ):
 
-        async def work() -> list[int]:
-            async with TrainingOrchestrator("w", remote, 1, 0) as worker:
-                await worker.register_worker()
-                with contextlib.closing(sqlite3.connect(tmp_path / "state" / "master.sqlite")) as database:
-                    versions = [database.execute("pragma data_version").fetchone()[0]]
-                    for _ in range(50):
-                        await worker.heartbeat()
-                    versions.append(database.execute("pragma data_version").fetchone()[0])
-                    await worker.register_worker(port=1)
-                    return [*versions, database.execute("pragma data_version").fetchone()[0]]
+        def version() -> int:
+            found: int = database.execute("pragma data_version").fetchone()[0]
+            return found
 
-        before, after, corrected = asyncio.run(work())
-        assert before == after < corrected
+        async with TrainingOrchestrator("w", remote, 1, 0) as worker:
+            await worker.register_worker()
+            before = version()
+            for _ in range(50):
+                await worker.heartbeat()
+            assert version() == before
+            await worker.register_worker(port=1)
+            assert version() > before
 
 
-def test_one_arrival_asked_for_on_two_connections_is_one(start: Start) -> None:
+async def test_one_arrival_asked_for_on_two_connections_is_one(start: Start) -> None:
     """As when a connection breaks and the question is put again on another."""
     master = start()
     with RemoteCoordinator(master.address) as first, RemoteCoordinator(master.address) as second:
         workers = [TrainingOrchestrator(f"worker-{rank}", first, 2, rank) for rank in range(2)]
-
-        async def work() -> None:
-            for each in workers:
-                await each.register_worker()
-
-        asyncio.run(work())
+        for each in workers:
+            await each.register_worker()
         session = workers[0]._session
         arrival = WaitBarrier(barrier_id="b", worker_id="worker-0", session=session, arrival=9, world_size=2)
         lost = first.submit(arrival, BarrierResponse)
         again = second.submit(arrival, BarrierResponse)
         assert not again.done()
-        asyncio.run(workers[1].wait_barrier("b"))
+        await workers[1].wait_barrier("b")
         assert again.result(10).arrived == ["worker-0", "worker-1"]
         assert second.ask(arrival, BarrierResponse).generation == 0
         lost.cancel()
@@ -156,35 +146,31 @@ def test_one_arrival_asked_for_on_two_connections_is_one(start: Start) -> None:
             each.close()
 
 
-def test_without_a_master_it_says_where_it_looked() -> None:
+async def test_without_a_master_it_says_where_it_looked() -> None:
     worker = TrainingOrchestrator("w", RemoteCoordinator("127.0.0.1:9", timeout_s=0.2), 1, 0)
     with pytest.raises(MasterUnreachableError, match=r"127\.0\.0\.1:9"):
-        asyncio.run(worker.register_worker())
+        await worker.register_worker()
     worker.close()
 
 
-def test_who_waits_is_told_when_the_master_stays_away(start: Start) -> None:
+async def test_who_waits_is_told_when_the_master_stays_away(start: Start) -> None:
     master = start()
     with RemoteCoordinator(master.address, timeout_s=0.2) as remote:
         worker = TrainingOrchestrator("w", remote, 2, 0, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.5)
-
-        async def work() -> None:
-            await worker.register_worker()
-            waiting = asyncio.create_task(worker.wait_barrier("b"))
-            await worker.heartbeat()
-            master.kill()
-            with pytest.raises(MasterUnreachableError, match="worker w has heard nothing"):
-                await waiting
-
-        asyncio.run(asyncio.wait_for(work(), 20))
+        await worker.register_worker()
+        waiting = asyncio.create_task(worker.wait_barrier("b"))
+        await worker.heartbeat()
+        master.kill()
+        with pytest.raises(MasterUnreachableError, match="worker w has heard nothing"):
+            await waiting
         worker.close()
 
 
-def test_the_event_log_tells_of_losses(start: Start) -> None:
+async def test_the_event_log_tells_of_losses(start: Start) -> None:
     master = start()
     with RemoteCoordinator(master.address) as remote:
         worker = TrainingOrchestrator("silent", remote, 1, 0, heartbeat_timeout_s=0.2)
-        asyncio.run(worker.register_worker())
+        await worker.register_worker()
         worker.close()
         eventually(lambda: "event=worker-lost" in master.log.read_text())
     assert "worker=silent" in master.log.read_text()

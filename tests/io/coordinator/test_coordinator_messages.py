@@ -4,7 +4,7 @@ What is enumerated here is enumerated by the protocol, so that a message without
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -104,60 +104,48 @@ def shards_of(registry: DatasetRegistry, name: str, epoch: int = 0) -> list[int]
     return [shard.shard_id for shard in registry.get_assignment(name, epoch=epoch)]
 
 
-def register_worker(coordinator: Listener, folder: Path) -> None:
+async def register_worker(coordinator: Listener, folder: Path) -> None:
     """Makes it known to all, with what it says of itself; and nobody else may have its rank."""
-
-    async def work() -> None:
-        worker = TrainingOrchestrator("reg", coordinator, 7, 3)
-        assert await worker.register_worker("10.0.0.1", 8080, gpu_count=8, memory_bytes=1, zone="a") == "reg"
-        assert "reg" in DatasetRegistry(coordinator).active_workers()
-        other = TrainingOrchestrator("reg-2", coordinator, 7, 3)
-        with pytest.raises(CoordinatorError, match=r"rank 3 .*reg"):
-            await other.register_worker()
-        worker.close()
-
-    asyncio.run(work())
+    worker = TrainingOrchestrator("reg", coordinator, 7, 3)
+    assert await worker.register_worker("10.0.0.1", 8080, gpu_count=8, memory_bytes=1, zone="a") == "reg"
+    assert "reg" in DatasetRegistry(coordinator).active_workers()
+    other = TrainingOrchestrator("reg-2", coordinator, 7, 3)
+    with pytest.raises(CoordinatorError, match=r"rank 3 .*reg"):
+        await other.register_worker()
+    worker.close()
 
 
-def heartbeat(coordinator: Listener, folder: Path) -> None:
+async def heartbeat(coordinator: Listener, folder: Path) -> None:
     """Keeps a worker alive past its time-out; without them it is lost."""
-
-    async def work() -> None:
-        quiet = TrainingOrchestrator("quiet", coordinator, 2, 0, heartbeat_timeout_s=0.3)
-        lively = TrainingOrchestrator("lively", coordinator, 2, 1, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
-        await quiet.register_worker()
-        assert quiet._heartbeats is not None
-        quiet._heartbeats.stop()
-        await lively.register_worker()
-        registry = DatasetRegistry(coordinator)
-        await asyncio.to_thread(eventually, lambda: "quiet" not in registry.active_workers())
-        with pytest.raises(WorkerUnknownError, match="quiet"):
-            await quiet.heartbeat()
-        await lively.heartbeat()
-        assert "lively" in registry.active_workers()
-        await lively.deregister()
-        for each in (quiet, lively):
-            each.close()
-
-    asyncio.run(work())
+    quiet = TrainingOrchestrator("quiet", coordinator, 2, 0, heartbeat_timeout_s=0.3)
+    lively = TrainingOrchestrator("lively", coordinator, 2, 1, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
+    await quiet.register_worker()
+    assert quiet._heartbeats is not None
+    quiet._heartbeats.stop()
+    await lively.register_worker()
+    registry = DatasetRegistry(coordinator)
+    await asyncio.to_thread(eventually, lambda: "quiet" not in registry.active_workers())
+    with pytest.raises(WorkerUnknownError, match="quiet"):
+        await quiet.heartbeat()
+    await lively.heartbeat()
+    assert "lively" in registry.active_workers()
+    await lively.deregister()
+    for each in (quiet, lively):
+        each.close()
 
 
-def deregister_worker(coordinator: Listener, folder: Path) -> None:
+async def deregister_worker(coordinator: Listener, folder: Path) -> None:
     """Takes it away at once, and gives its shards to others."""
     registry, other = a_dataset(coordinator, folder, "left")
     assert len(shards_of(other, "left")) == 3
-
-    async def work() -> None:
-        async with TrainingOrchestrator("worker-0", coordinator, 2, 0) as worker:
-            await worker.register_worker()
-            assert "worker-0" in registry.active_workers()
-        assert "worker-0" not in registry.active_workers()
-
-    asyncio.run(work())
+    async with TrainingOrchestrator("worker-0", coordinator, 2, 0) as worker:
+        await worker.register_worker()
+        assert "worker-0" in registry.active_workers()
+    assert "worker-0" not in registry.active_workers()
     assert sorted(shards_of(other, "left")) == [0, 1, 2, 3, 4, 5]
 
 
-def register_dataset(coordinator: Listener, folder: Path) -> None:
+async def register_dataset(coordinator: Listener, folder: Path) -> None:
     """Is the same for all who say the same, and refused to who says something else."""
     registry, _ = a_dataset(coordinator, folder, "made")
     (made,) = [each for each in registry.datasets() if each.dataset_id == "made"]
@@ -166,7 +154,7 @@ def register_dataset(coordinator: Listener, folder: Path) -> None:
         registry.register("made", folder / "data.jsonl", "jsonl", shard_size=3)
 
 
-def get_data_shard(coordinator: Listener, folder: Path) -> None:
+async def get_data_shard(coordinator: Listener, folder: Path) -> None:
     """Tells each worker its shards, with files and rows; together they are all."""
     registries = a_dataset(coordinator, folder, "shards")
     shards = [shard for registry in registries for shard in registry.get_assignment("shards")]
@@ -175,13 +163,13 @@ def get_data_shard(coordinator: Listener, folder: Path) -> None:
     assert registries[0].get_assignment("shards", limit=1) == shards[:1]
 
 
-def get_rank_files(coordinator: Listener, folder: Path) -> None:
+async def get_rank_files(coordinator: Listener, folder: Path) -> None:
     """Gives each rank files of its own; the last has none, as there is one file alone."""
     registries = a_dataset(coordinator, folder, "files")
     assert [registry.get_shard("files") for registry in registries] == [[str(folder / "data.jsonl")], []]
 
 
-def mark_done(coordinator: Listener, folder: Path) -> None:
+async def mark_done(coordinator: Listener, folder: Path) -> None:
     """Has a shard served to nobody again; of two reports of one shard only the first counts."""
     registry, _ = a_dataset(coordinator, folder, "done")
     first, *rest = shards_of(registry, "done")
@@ -191,7 +179,7 @@ def mark_done(coordinator: Listener, folder: Path) -> None:
     assert [each.num_done for each in registry.datasets() if each.dataset_id == "done"] == [1]
 
 
-def restore_position(coordinator: Listener, folder: Path) -> None:
+async def restore_position(coordinator: Listener, folder: Path) -> None:
     """Brings back what was read after the position; for those who join later it undoes nothing."""
     registry, other = a_dataset(coordinator, folder, "restored")
     mine, others = shards_of(registry, "restored"), shards_of(other, "restored")
@@ -206,7 +194,7 @@ def restore_position(coordinator: Listener, folder: Path) -> None:
         other.restore_position("restored", {"epoch": 0, "done": [6], "begun": []})
 
 
-def set_data_worker(coordinator: Listener, folder: Path) -> None:
+async def set_data_worker(coordinator: Listener, folder: Path) -> None:
     """Spreads the shards over one more, and over one less."""
     registry, _ = a_dataset(coordinator, folder, "spread")
     registry.register_worker("spread", "third")
@@ -216,7 +204,7 @@ def set_data_worker(coordinator: Listener, folder: Path) -> None:
     assert registry.active_workers("spread") == ["worker-0", "worker-1"]
 
 
-def advance_epoch(coordinator: Listener, folder: Path) -> None:
+async def advance_epoch(coordinator: Listener, folder: Path) -> None:
     """Begins another epoch with all shards; the one before is past."""
     registry, _ = a_dataset(coordinator, folder, "epochs")
     mine = shards_of(registry, "epochs")
@@ -227,7 +215,7 @@ def advance_epoch(coordinator: Listener, folder: Path) -> None:
         registry.get_shard("epochs", epoch=0)
 
 
-def get_datasets(coordinator: Listener, folder: Path) -> None:
+async def get_datasets(coordinator: Listener, folder: Path) -> None:
     """Tells what is there, in the order of its names."""
     a_dataset(coordinator, folder, "list-b")
     registry, _ = a_dataset(coordinator, folder, "list-a")
@@ -236,62 +224,54 @@ def get_datasets(coordinator: Listener, folder: Path) -> None:
     assert {"list-a", "list-b"} <= {*names}
 
 
-def wait_barrier(coordinator: Listener, folder: Path) -> None:
+async def wait_barrier(coordinator: Listener, folder: Path) -> None:
     """Lets nobody pass before all are there, and says who is missing when the time is over."""
-
-    async def work() -> None:
-        workers = [TrainingOrchestrator(f"met-{rank}", coordinator, 2, rank) for rank in range(2)]
-        first = asyncio.create_task(workers[0].wait_barrier("meet"))
-        await workers[1].register_worker()
-        assert not first.done()
-        met = [await workers[1].wait_barrier("meet"), await first]
-        assert [answer.arrived for answer in met] == [["met-0", "met-1"]] * 2
-        with pytest.raises(BarrierError, match="met-1"):
-            await workers[0].wait_barrier("meet", timeout=0.05)
-        for each in workers:  # the cases have one master in common
-            await each.deregister()
-            each.close()
-
-    asyncio.run(work())
+    workers = [TrainingOrchestrator(f"met-{rank}", coordinator, 2, rank) for rank in range(2)]
+    first = asyncio.create_task(workers[0].wait_barrier("meet"))
+    await workers[1].register_worker()
+    assert not first.done()
+    met = [await workers[1].wait_barrier("meet"), await first]
+    assert [answer.arrived for answer in met] == [["met-0", "met-1"]] * 2
+    with pytest.raises(BarrierError, match="met-1"):
+        await workers[0].wait_barrier("meet", timeout=0.05)
+    for each in workers:  # the cases have one master in common
+        await each.deregister()
+        each.close()
 
 
-def leave_barrier(coordinator: Listener, folder: Path) -> None:
+async def leave_barrier(coordinator: Listener, folder: Path) -> None:
     """Who gave up waiting counts as arrived no more."""
-
-    async def work() -> None:
-        workers = [TrainingOrchestrator(f"left-{rank}", coordinator, 2, rank) for rank in range(2)]
-        await workers[0].register_worker()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(workers[0].wait_barrier("leave"), 0.05)
-        with pytest.raises(BarrierError, match="left-0") as caught:
-            await workers[1].wait_barrier("leave", timeout=0.05)
-        assert caught.value.arrived == ["left-1"]
-        for each in workers:
-            await each.deregister()
-            each.close()
-
-    asyncio.run(work())
+    workers = [TrainingOrchestrator(f"left-{rank}", coordinator, 2, rank) for rank in range(2)]
+    await workers[0].register_worker()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(workers[0].wait_barrier("leave"), 0.05)
+    with pytest.raises(BarrierError, match="left-0") as caught:
+        await workers[1].wait_barrier("leave", timeout=0.05)
+    assert caught.value.arrived == ["left-1"]
+    for each in workers:
+        await each.deregister()
+        each.close()
 
 
-def notify_checkpoint(coordinator: Listener, folder: Path) -> None:
+async def notify_checkpoint(coordinator: Listener, folder: Path) -> None:
     """Is said by each save, and known to all; an older one does not take the place of the latest."""
     worker = TrainingOrchestrator("saver", coordinator, 1, 0)
     with CheckpointManager(folder / "run", coordinator_url=coordinator, series="told") as manager:
         manager.save_bytes(b"state", 8)
-    assert asyncio.run(worker.checkpoints.notify(7, "elsewhere", name="told")) is False
-    latest = asyncio.run(worker.checkpoints.latest("told"))
+    assert await worker.checkpoints.notify(7, "elsewhere", name="told") is False
+    latest = await worker.checkpoints.latest("told")
     assert latest is not None
     assert (latest.step, latest.path) == (8, f"{folder}/run/step-000008.json")
     worker.close()
 
 
-def get_latest_checkpoint(coordinator: Listener, folder: Path) -> None:
+async def get_latest_checkpoint(coordinator: Listener, folder: Path) -> None:
     """Finds what was told of its series, with all that was told; and nothing in another."""
     worker = TrainingOrchestrator("finder", coordinator, 1, 0)
     told = worker.checkpoints.notify(3, "s3://b/3", name="found", size_bytes=9, checksum="crc32:0", loss=0.5)
-    assert asyncio.run(told)
-    assert asyncio.run(worker.checkpoints.latest("nothing")) is None
-    latest = asyncio.run(worker.checkpoints.latest("found"))
+    assert await told
+    assert await worker.checkpoints.latest("nothing") is None
+    latest = await worker.checkpoints.latest("found")
     assert latest is not None
     assert (latest.path, latest.size_bytes, latest.checksum, latest.worker_id, latest.metadata) == (
         ("s3://b/3", 9, "crc32:0", "finder", {"loss": "0.5"})
@@ -299,7 +279,7 @@ def get_latest_checkpoint(coordinator: Listener, folder: Path) -> None:
     worker.close()
 
 
-def tell_event(coordinator: Listener, folder: Path) -> None:
+async def tell_event(coordinator: Listener, folder: Path) -> None:
     """Brings a save that failed into the master's event log."""
     manager = CheckpointManager(
         folder / "file/below", coordinator_url=coordinator, max_tries=1, backoff=Backoff(first_s=0.0)
@@ -312,7 +292,7 @@ def tell_event(coordinator: Listener, folder: Path) -> None:
     assert "step 41" in coordinator.master.log.read_text()
 
 
-CASES: dict[type, tuple[Callable[[Listener, Path], None], type]] = {
+CASES: dict[type, tuple[Callable[[Listener, Path], Awaitable[None]], type]] = {
     RegisterWorker: (register_worker, WorkerRegistration),
     Heartbeat: (heartbeat, HeartbeatResponse),
     DeregisterWorker: (deregister_worker, Done),
@@ -334,10 +314,12 @@ CASES: dict[type, tuple[Callable[[Listener, Path], None], type]] = {
 
 
 @pytest.mark.parametrize("message", get_args(WorkerToCoordinator), ids=lambda message: message.__name__)
-def test_each_message_has_its_effect(message: type[msgspec.Struct], coordinator: Listener, tmp_path: Path) -> None:
+async def test_each_message_has_its_effect(
+    message: type[msgspec.Struct], coordinator: Listener, tmp_path: Path
+) -> None:
     assert message in CASES, f"write a case for {message.__name__} here"
     case, answer = CASES[message]
-    case(coordinator, tmp_path)
+    await case(coordinator, tmp_path)
     assert {message, answer} <= coordinator.seen
     assert Refused in coordinator.seen or message is not RegisterDataset
 

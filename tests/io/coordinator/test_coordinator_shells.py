@@ -4,9 +4,9 @@ import asyncio
 import json
 import pickle
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -26,7 +26,6 @@ from unified.errors import (
 from unified.protocol.coordinator import Heartbeat, HeartbeatResponse, MarkDone, ShardAssignment, ShardsDone
 from unified.testing import eventually
 
-R = TypeVar("R")
 Join = Callable[..., TrainingOrchestrator]
 
 
@@ -60,14 +59,6 @@ def join(coordinator: Coordinator) -> Iterator[Join]:
         each.close()
 
 
-def run(work: Coroutine[Any, Any, R]) -> R:
-    async def within() -> R:
-        async with asyncio.timeout(20):
-            return await work
-
-    return asyncio.run(within())
-
-
 def write_jsonl(folder: Path, *counts: int) -> None:
     number = 0
     folder.mkdir()
@@ -81,171 +72,124 @@ def samples(shards: list[ShardAssignment]) -> list[int]:
     return [number for shard in shards for number in range(shard.start_sample, shard.end_sample)]
 
 
-def test_all_go_on_together_and_can_meet_again(join: Join) -> None:
+async def test_all_go_on_together_and_can_meet_again(join: Join) -> None:
     workers = [join(rank, 3) for rank in range(3)]
-
-    async def work() -> list[int]:
-        assert (
-            await workers[0].register_worker("10.0.0.1", 8080, gpu_count=8, memory_bytes=1 << 39, zone=3) == "worker-0"
-        )
-        generations = []
-        for _ in range(3):
-            answers = await asyncio.gather(*[each.wait_barrier("epoch") for each in workers])
-            assert [answer.arrived for answer in answers] == [["worker-0", "worker-1", "worker-2"]] * 3
-            generations.append(answers[0].generation)
-        await asyncio.gather(*[each.deregister() for each in workers])
-        return generations
-
-    assert run(work()) == [0, 1, 2]
+    name = await workers[0].register_worker("10.0.0.1", 8080, gpu_count=8, memory_bytes=1 << 39, zone=3)
+    assert name == "worker-0"
+    for generation in range(3):
+        answers = await asyncio.gather(*[each.wait_barrier("epoch") for each in workers])
+        assert [answer.arrived for answer in answers] == [["worker-0", "worker-1", "worker-2"]] * 3
+        assert answers[0].generation == generation
+    await asyncio.gather(*[each.deregister() for each in workers])
     assert not any(each.is_registered for each in workers)
 
 
-def test_nobody_passes_before_the_last(join: Join) -> None:
+async def test_nobody_passes_before_the_last(join: Join) -> None:
     first, last = join(0, 2), join(1, 2)
-
-    async def work() -> None:
-        waiting = asyncio.create_task(first.wait_barrier("b"))
-        await last.register_worker()
-        await last.heartbeat()
-        assert not waiting.done()
-        await last.wait_barrier("b")
-        await waiting
-
-    run(work())
+    waiting = asyncio.create_task(first.wait_barrier("b"))
+    await last.register_worker()
+    await last.heartbeat()
+    assert not waiting.done()
+    await last.wait_barrier("b")
+    await waiting
 
 
-def test_a_timeout_names_who_is_missing(join: Join) -> None:
+async def test_a_timeout_names_who_is_missing(join: Join) -> None:
     first, second = join(0, 3), join(1, 3)
-
-    async def work() -> None:
-        await second.register_worker()
-        await first.wait_barrier("b", timeout=0.05)
-
+    await second.register_worker()
     with pytest.raises(BarrierTimeoutError, match=r"worker-1.*rank 2") as caught:
-        run(work())
+        await first.wait_barrier("b", timeout=0.05)
     assert (caught.value.missing, caught.value.arrived) == (["worker-1"], ["worker-0"])
 
 
 @pytest.mark.parametrize("on_loss", ["fail", "shrink"])
-def test_a_silent_worker_does_not_hold_the_others(join: Join, on_loss: Any) -> None:
+async def test_a_silent_worker_does_not_hold_the_others(join: Join, on_loss: Any) -> None:
     here, silent = join(0, 2), join(1, 2, heartbeat_timeout_s=0.3)
-
-    async def work() -> list[str]:
-        await silent.register_worker()
-        waiting = asyncio.create_task(here.wait_barrier("b", on_loss=on_loss))
-        await here.heartbeat()
-        silent.close()
-        return (await waiting).lost
-
-    # The coordinator fixture stays open, so closing an orchestrator is as good as its process being killed.
+    await silent.register_worker()
+    waiting = asyncio.create_task(here.wait_barrier("b", on_loss=on_loss))
+    await here.heartbeat()
+    silent.close()  # The coordinator fixture stays open, so this is as good as its process being killed.
     if on_loss == "shrink":
-        assert run(work()) == ["worker-1"]
+        assert (await waiting).lost == ["worker-1"]
     else:
         with pytest.raises(BarrierError, match="worker-1") as caught:
-            run(work())
+            await waiting
         assert caught.value.lost == ["worker-1"]
 
 
-def test_heartbeats_go_on_while_the_loop_is_busy(join: Join, coordinator: Coordinator) -> None:
+async def test_heartbeats_go_on_while_the_loop_is_busy(join: Join, coordinator: Coordinator) -> None:
     busy, watcher = join(0, 2, heartbeat_timeout_s=0.4), join(1, 2)
-
-    async def work() -> None:
-        await busy.register_worker()
-        await watcher.register_worker()
-        threading.Event().wait(1.0)  # a training step that does not let the event loop go on
-        releases = await asyncio.gather(busy.wait_barrier("b"), watcher.wait_barrier("b"))
-        assert busy.is_registered
-        assert [release.released_by for release in releases] == ["arrived"] * 2
-
-    run(work())
+    await busy.register_worker()
+    await watcher.register_worker()
+    threading.Event().wait(1.0)  # a training step that does not let the event loop go on
+    releases = await asyncio.gather(busy.wait_barrier("b"), watcher.wait_barrier("b"))
+    assert busy.is_registered
+    assert [release.released_by for release in releases] == ["arrived"] * 2
 
 
-def test_a_worker_that_was_replaced_is_told(join: Join) -> None:
+async def test_a_worker_that_was_replaced_is_told(join: Join) -> None:
     old, new = join(0, 1), join(0, 1)
-
-    async def work() -> None:
-        await old.register_worker()
-        await new.register_worker()
-        with pytest.raises(WorkerUnknownError, match="worker-0"):
-            await old.heartbeat()
-        assert not old.is_registered
-        with pytest.raises(WorkerUnknownError, match="worker-0"):
-            await old.wait_barrier("b")
-        await new.wait_barrier("b")
-
-    run(work())
+    await old.register_worker()
+    await new.register_worker()
+    with pytest.raises(WorkerUnknownError, match="worker-0"):
+        await old.heartbeat()
+    assert not old.is_registered
+    with pytest.raises(WorkerUnknownError, match="worker-0"):
+        await old.wait_barrier("b")
+    await new.wait_barrier("b")
 
 
-def test_who_waits_is_told_when_it_is_replaced(join: Join) -> None:
+async def test_who_waits_is_told_when_it_is_replaced(join: Join) -> None:
     old, other, new = join(0, 2, heartbeat_interval_s=0.05), join(1, 2), join(0, 2)
-
-    async def work() -> None:
-        await other.register_worker()
-        waiting = asyncio.create_task(old.wait_barrier("b"))
-        await other.heartbeat()
-        await new.register_worker()
-        with pytest.raises((WorkerUnknownError, BarrierError), match="worker-0"):
-            await waiting
-        await asyncio.gather(new.wait_barrier("b"), other.wait_barrier("b"))
-
-    run(work())
+    await other.register_worker()
+    waiting = asyncio.create_task(old.wait_barrier("b"))
+    await other.heartbeat()
+    await new.register_worker()
+    with pytest.raises((WorkerUnknownError, BarrierError), match="worker-0"):
+        await waiting
+    await asyncio.gather(new.wait_barrier("b"), other.wait_barrier("b"))
 
 
-def test_waiting_can_be_given_up(join: Join) -> None:
+async def test_waiting_can_be_given_up(join: Join) -> None:
     first, second = join(0, 2), join(1, 2)
-
-    async def work() -> None:
-        await first.register_worker()
-        await second.register_worker()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(first.wait_barrier("b"), 0.05)
-        waiting = asyncio.create_task(second.wait_barrier("b"))
-        for _ in range(2):  # by the second answer the coordinator has heard of that arrival, too
-            await second.heartbeat()
-        assert not waiting.done(), "released by an arrival behind which nobody waits"
-        release = await first.wait_barrier("b")
-        assert (await waiting).generation == release.generation == 0
-
-    run(work())
+    await first.register_worker()
+    await second.register_worker()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(first.wait_barrier("b"), 0.05)
+    waiting = asyncio.create_task(second.wait_barrier("b"))
+    for _ in range(2):  # by the second answer the coordinator has heard of that arrival, too
+        await second.heartbeat()
+    assert not waiting.done(), "released by an arrival behind which nobody waits"
+    release = await first.wait_barrier("b")
+    assert (await waiting).generation == release.generation == 0
 
 
-def test_async_with_deregisters(join: Join, coordinator: Coordinator) -> None:
-    async def work() -> None:
-        async with join(0, 1) as worker:
-            await worker.wait_barrier("b")
-            assert DatasetRegistry(coordinator).active_workers() == ["worker-0"]
-
-    run(work())
+async def test_async_with_deregisters(join: Join, coordinator: Coordinator) -> None:
+    async with join(0, 1) as worker:
+        await worker.wait_barrier("b")
+        assert DatasetRegistry(coordinator).active_workers() == ["worker-0"]
     assert DatasetRegistry(coordinator).active_workers() == []
 
 
-def test_the_latest_checkpoint_is_known_to_all(join: Join) -> None:
+async def test_the_latest_checkpoint_is_known_to_all(join: Join) -> None:
     first, second = join(0, 2), join(1, 2)
-
-    async def work() -> None:
-        assert await second.checkpoints.latest() is None
-        assert await first.checkpoints.notify(20, "s3://b/step-000020.json", size_bytes=5, checksum="ab", loss=0.5)
-        assert not await second.checkpoints.notify(10, "s3://b/step-000010.json")
-        found = await second.checkpoints.latest()
-        assert found is not None
-        assert (found.step, found.path, found.size_bytes, found.checksum) == (20, "s3://b/step-000020.json", 5, "ab")
-        assert (found.world_size, found.worker_id, found.metadata) == (2, "worker-0", {"loss": "0.5"})
-        assert found.saved_at > 1e9
-        assert await second.checkpoints.latest("other") is None
-
-    run(work())
+    assert await second.checkpoints.latest() is None
+    assert await first.checkpoints.notify(20, "s3://b/step-000020.json", size_bytes=5, checksum="ab", loss=0.5)
+    assert not await second.checkpoints.notify(10, "s3://b/step-000010.json")
+    found = await second.checkpoints.latest()
+    assert found is not None
+    assert (found.step, found.path, found.size_bytes, found.checksum) == (20, "s3://b/step-000020.json", 5, "ab")
+    assert (found.world_size, found.worker_id, found.metadata) == (2, "worker-0", {"loss": "0.5"})
+    assert found.saved_at > 1e9
+    assert await second.checkpoints.latest("other") is None
 
 
-def test_two_of_one_rank_are_refused(join: Join, coordinator: Coordinator) -> None:
+async def test_two_of_one_rank_are_refused(join: Join, coordinator: Coordinator) -> None:
     join(0, 2)
     other = TrainingOrchestrator("somebody", coordinator, 2, 0)
-
-    async def work() -> None:
-        await join(0, 2).register_worker()
-        await other.register_worker()
-
+    await join(0, 2).register_worker()
     with pytest.raises(CoordinatorError, match="rank 0 of 2 is held by worker worker-0") as caught:
-        run(work())
+        await other.register_worker()
     assert caught.value.code == "name-taken"
 
 
@@ -285,30 +229,26 @@ def test_what_was_read_is_served_no_more_and_the_rest_goes_to_others(coordinator
         assert len(registry.get_assignment("d", 1, 0)) in (3, 4, 5)
 
 
-def test_a_lost_workers_shards_go_to_others(join: Join, coordinator: Coordinator, tmp_path: Path) -> None:
+async def test_a_lost_workers_shards_go_to_others(join: Join, coordinator: Coordinator, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data", 40)
     registry = DatasetRegistry(coordinator, rank=0, world_size=2)
     stays, goes = join(0, 2), join(1, 2, heartbeat_timeout_s=0.3)
-
-    async def work() -> None:
-        await stays.register_worker()
-        await goes.register_worker()
-
-    run(work())
+    await stays.register_worker()
+    await goes.register_worker()
     registry.register("d", tmp_path / "data", "jsonl", shard_size=4)
     assert len(registry.get_assignment("d", 0, 0)) == 5
     goes.close()
     eventually(lambda: len(registry.get_assignment("d", 0, 0)) == 10)
 
 
-def test_a_life_that_was_replaced_marks_nothing(join: Join, coordinator: Coordinator, tmp_path: Path) -> None:
+async def test_a_life_that_was_replaced_marks_nothing(join: Join, coordinator: Coordinator, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data", 12)
     registry = DatasetRegistry(coordinator, rank=0, world_size=1)
-    run(_registered(join(0, 1)))
+    await join(0, 1).register_worker()
     registry.register("d", tmp_path / "data", "jsonl", shard_size=4)
     mine = [shard.shard_id for shard in registry.get_assignment("d", epoch=0)]
     old = session_of("", "worker-0")
-    run(_registered(join(0, 1)))
+    await join(0, 1).register_worker()
     late = MarkDone(dataset_id="d", worker_id="worker-0", session=old, epoch=0, shard_ids=mine)
     with pytest.raises(WorkerUnknownError, match="worker worker-0 has a newer life") as caught:
         coordinator.ask(late, ShardsDone)
@@ -318,44 +258,32 @@ def test_a_life_that_was_replaced_marks_nothing(join: Join, coordinator: Coordin
     assert registry.mark_done("d", mine, 0) == mine
 
 
-async def _registered(worker: TrainingOrchestrator) -> None:
-    await worker.register_worker()
-
-
-def test_a_rank_is_the_worker_that_registered_for_it(coordinator: Coordinator, tmp_path: Path) -> None:
+async def test_a_rank_is_the_worker_that_registered_for_it(coordinator: Coordinator, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data", 12)
     worker = TrainingOrchestrator("somebody", coordinator, 2, 1)
     registry = DatasetRegistry(coordinator, rank=1, world_size=2)
-
-    async def work() -> None:
-        await worker.register_worker()
-        registry.register("d", tmp_path / "data", "jsonl", shard_size=4)
-        assert registry.active_workers("d") == ["somebody", "worker-0"]
-        await worker.deregister()
-
-    run(work())
+    await worker.register_worker()
+    registry.register("d", tmp_path / "data", "jsonl", shard_size=4)
+    assert registry.active_workers("d") == ["somebody", "worker-0"]
+    await worker.deregister()
     assert registry.active_workers("d") == ["worker-0"]
     worker.close()
 
 
 @pytest.mark.parametrize("names", [("alpha", "beta"), ("worker-1", "worker-2")], ids=["own", "from-1"])
 @pytest.mark.parametrize("comes_first", ["registry", "orchestrator"])
-def test_workers_with_names_of_their_own_read_all_of_it(
+async def test_workers_with_names_of_their_own_read_all_of_it(
     coordinator: Coordinator, tmp_path: Path, names: tuple[str, str], comes_first: str
 ) -> None:
     """One member a rank, whatever it is called, and whenever it registers."""
     write_jsonl(tmp_path / "data", 12, 12)
     registries = [DatasetRegistry(coordinator, rank=rank, world_size=2) for rank in range(2)]
     workers = [TrainingOrchestrator(name, coordinator, 2, rank) for rank, name in enumerate(names)]
-
-    async def begin(rank: int) -> None:
+    for worker, registry in zip(workers, registries, strict=True):
         if comes_first == "orchestrator":
-            await workers[rank].register_worker()
-        registries[rank].register("d", tmp_path / "data", "jsonl", shard_size=4)
-        await workers[rank].register_worker()
-
-    for rank in range(2):
-        run(begin(rank))
+            await worker.register_worker()
+        registry.register("d", tmp_path / "data", "jsonl", shard_size=4)
+        await worker.register_worker()
     assert registries[0].active_workers("d") == list(names)
     shares = [registry.get_assignment("d", epoch=0) for registry in registries]
     assert sorted(samples(shares[0] + shares[1])) == list(range(24))
@@ -365,7 +293,9 @@ def test_workers_with_names_of_their_own_read_all_of_it(
         each.close()
 
 
-def test_a_registry_is_told_its_rank_and_world_by_the_orchestrator(coordinator: Coordinator, tmp_path: Path) -> None:
+async def test_a_registry_is_told_its_rank_and_world_by_the_orchestrator(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
     write_jsonl(tmp_path / "data", 4, 4, 4)
     registry = DatasetRegistry(coordinator)
     registry.register("d", tmp_path / "data", "jsonl", shard_size=4)
@@ -373,7 +303,7 @@ def test_a_registry_is_told_its_rank_and_world_by_the_orchestrator(coordinator: 
         registry.get_shard("d", worker_rank=1, epoch=0)
     assert caught.value.code == "world-unknown"
     worker = TrainingOrchestrator("alpha", coordinator, 2, 1)
-    run(_registered(worker))
+    await worker.register_worker()
     assert registry.get_shard("d") == registry.get_shard("d", "alpha") == [str(tmp_path / "data" / "part-1.jsonl")]
     registry.register("e", tmp_path / "data", "jsonl", shard_size=4)
     assert registry.active_workers("e") == ["alpha", "worker-0"]
@@ -445,33 +375,25 @@ def test_values_of_the_wrong_kind_are_refused(coordinator: Coordinator) -> None:
         coordinator.ask(wrong, HeartbeatResponse)
 
 
-def test_a_closed_coordinator_says_so() -> None:
+async def test_a_closed_coordinator_says_so() -> None:
     coordinator = EmbeddedCoordinator()
     worker = TrainingOrchestrator("w", coordinator, 2, 0)
-
-    async def work() -> None:
-        waiting = asyncio.create_task(worker.wait_barrier("b"))
-        await worker.heartbeat()
-        coordinator.close()
-        await waiting
-
+    waiting = asyncio.create_task(worker.wait_barrier("b"))
+    await worker.heartbeat()
+    coordinator.close()
     with pytest.raises(CoordinatorError, match="closed"):
-        run(work())
+        await waiting
     worker.close()
     with pytest.raises(CoordinatorError, match="closed"):
         DatasetRegistry(coordinator).datasets()
 
 
-def test_the_embedded_timekeeper_ends_when_nobody_is_there() -> None:
+async def test_the_embedded_timekeeper_ends_when_nobody_is_there() -> None:
     before = set(threading.enumerate())
     coordinator = EmbeddedCoordinator()
-
-    async def work() -> None:
-        async with TrainingOrchestrator("w", coordinator, 1, 0) as worker:
-            await worker.wait_barrier("b")
-            assert any(thread.name == "unified-coordinator" for thread in threading.enumerate())
-
-    run(work())
+    async with TrainingOrchestrator("w", coordinator, 1, 0) as worker:
+        await worker.wait_barrier("b")
+        assert any(thread.name == "unified-coordinator" for thread in threading.enumerate())
     eventually(lambda: set(threading.enumerate()) <= before, message="a thread is left")
 
 

@@ -1,6 +1,5 @@
 """Whose heartbeat times hold: a worker's own, those of its settings, or those of its coordinator."""
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteCo
     master.kill()
 
 
-def test_the_documents_file_holds_though_it_says_the_defaults(
+async def test_the_documents_file_holds_though_it_says_the_defaults(
     remote: RemoteCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_the_master_says = TrainingOrchestrator("hasty", remote, 2, 0)
@@ -36,25 +35,23 @@ def test_the_documents_file_holds_though_it_says_the_defaults(
     monkeypatch.setenv("UNIFIED_CONFIG", str(file))
     as_the_file_says = TrainingOrchestrator("patient", remote, 2, 1)
     for each in (as_the_file_says, as_the_master_says):
-        asyncio.run(each.register_worker())
+        await each.register_worker()
         each.close()
     registry = DatasetRegistry(remote)
     eventually(lambda: "hasty" not in registry.active_workers())
     assert registry.active_workers() == ["patient"]
 
 
-def test_a_worker_of_long_intervals_is_not_lost_between_two_heartbeats(
+async def test_a_worker_of_long_intervals_is_not_lost_between_two_heartbeats(
     remote: RemoteCoordinator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quiet, gone = (
-        TrainingOrchestrator("quiet", remote, 2, 0, heartbeat_interval_s=60),
-        TrainingOrchestrator("gone", remote, 2, 1),
-    )
+    quiet = TrainingOrchestrator("quiet", remote, 2, 0, heartbeat_interval_s=60)
+    gone = TrainingOrchestrator("gone", remote, 2, 1)
     with caplog.at_level(logging.WARNING, "unified.data"):
-        asyncio.run(quiet.register_worker())
+        await quiet.register_worker()
     assert "event=heartbeats-closer worker=quiet" in caplog.text
     assert "a heartbeat every 0.2 s" in caplog.text
-    asyncio.run(gone.register_worker())
+    await gone.register_worker()
     gone.close()
     registry = DatasetRegistry(remote)
     eventually(lambda: "gone" not in registry.active_workers())

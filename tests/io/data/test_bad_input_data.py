@@ -1,6 +1,5 @@
 """Bad data, given to the classes that users meet: the error says what, where and what to do, and nothing is lost."""
 
-import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -238,17 +237,13 @@ def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(OptionError, lambda: TrainingOrchestrator("w", "local"), "rank 4 is not in a world of 4")
 
 
-def test_two_workers_of_one_rank() -> None:
+async def test_two_workers_of_one_rank() -> None:
     """The second is refused, and the first goes on."""
-
-    async def both() -> None:
-        with EmbeddedCoordinator() as coordinator:
-            async with TrainingOrchestrator("first", coordinator, 1, 0) as first:
-                await first.register_worker()
-                second = TrainingOrchestrator("second", coordinator, 1, 0)
-                with pytest.raises(CoordinatorError, match=r"rank 0.*first"):
-                    await second.register_worker()
-                second.close()
-                assert (await first.wait_barrier("b")).arrived == ["first"]
-
-    asyncio.run(both())
+    with EmbeddedCoordinator() as coordinator:
+        async with TrainingOrchestrator("first", coordinator, 1, 0) as first:
+            await first.register_worker()
+            second = TrainingOrchestrator("second", coordinator, 1, 0)
+            with pytest.raises(CoordinatorError, match=r"rank 0.*first"):
+                await second.register_worker()
+            second.close()
+            assert (await first.wait_barrier("b")).arrived == ["first"]

@@ -1,6 +1,5 @@
 """Queues between workers on real sockets: what is put is taken, in order, once, on every route."""
 
-import asyncio
 import gc
 import os
 import threading
@@ -81,7 +80,7 @@ def test_a_put_whose_time_is_over_says_how_much_went_in(trio: tuple[Member, Memb
     assert mine.get(5) == [1, 2]
 
 
-def test_futures_of_puts_end_when_they_are_in(trio: tuple[Member, Member, Member]) -> None:
+async def test_futures_of_puts_end_when_they_are_in(trio: tuple[Member, Member, Member]) -> None:
     owner, producer, _ = trio
     mine = owner.queue(is_master=True, size=2)
     theirs = producer.queue()
@@ -91,11 +90,7 @@ def test_futures_of_puts_end_when_they_are_in(trio: tuple[Member, Member, Member
     assert [mine.get(1) for _ in range(4)] == [[0], [1], [2], [3]]
     assert [each.result(PATIENCE_S) for each in futures[2:]] == [None, None]
     assert theirs.put_async().done()
-
-    async def put() -> None:
-        await theirs.put_async(4)
-
-    asyncio.run(put())
+    await theirs.put_async(4)
     assert mine.get(1) == [4]
 
 
