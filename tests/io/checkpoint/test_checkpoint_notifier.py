@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.io.checkpoint.test_checkpoint_manager import AT_ONCE, Gated, checksum_of, flip, payload_of
-from tests.io.master.test_master_daemon import MasterProcess
+from tests.support.master_process import StartMaster
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
 from unified.data import EmbeddedCoordinator
 from unified.data.coordinator_client import Coordinator, RemoteCoordinator
@@ -163,19 +163,16 @@ def test_without_a_coordinator_nobody_is_told_and_a_wrong_one_is_refused(
 
 
 def test_a_master_that_was_started_again_knows_it_and_keeps_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_master: StartMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    master = MasterProcess(tmp_path)
+    master = start_master()
     address = master.address
-    try:
-        monkeypatch.setenv("COORDINATOR_URL", address.replace("tcp", "http"))
-        with CheckpointManager(tmp_path / "saved") as manager:
-            manager.save_bytes(b"x", 6)
-            manager._notifier.event("checkpoint-failed", "one that failed")
-        master.kill()
-        master = MasterProcess(tmp_path, bind=address)
-        with RemoteCoordinator(address) as remote:
-            assert latest(remote).path == str(tmp_path / "saved" / "step-000006.json")
-        assert "event=checkpoint-failed worker=worker-0 reason='one that failed'" in master.log.read_text()
-    finally:
-        master.kill()
+    monkeypatch.setenv("COORDINATOR_URL", address.replace("tcp", "http"))
+    with CheckpointManager(tmp_path / "saved") as manager:
+        manager.save_bytes(b"x", 6)
+        manager._notifier.event("checkpoint-failed", "one that failed")
+    master.kill()
+    again = start_master(bind=address)
+    with RemoteCoordinator(address) as remote:
+        assert latest(remote).path == str(tmp_path / "saved" / "step-000006.json")
+    assert "event=checkpoint-failed worker=worker-0 reason='one that failed'" in again.log.read_text()

@@ -1,17 +1,17 @@
 """A driver and the command line in front of a fake master: progress, output, Ctrl-C, last words, exit codes."""
 
+import contextlib
 import io
 import json
 import signal
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 import pytest
 
-from tests.support.fake_master import WORKER, Job
+from tests.support.fake_master import WORKER, FakeMaster, Job
 from unified import process
 from unified.cli.main import main
 from unified.client.connection import MasterConnection
@@ -31,16 +31,8 @@ from unified.protocol.client_master import (
     StopJob,
     SubmitJob,
 )
-from unified.protocol.records import (
-    Failure,
-    Stage,
-)
+from unified.protocol.records import Failure, Stage
 from unified.testing import eventually
-
-if TYPE_CHECKING:
-    from tests.support.fake_master import FakeMaster
-else:
-    FakeMaster = Any
 
 SPEC = JobSpec(
     name="gpt",
@@ -118,15 +110,12 @@ def test_a_wait_survives_a_master_that_comes_back(job: Job, fake_master: FakeMas
         fake_master.close()
         waiting.join(0.5)
         assert waiting.is_alive()
-        again = type(fake_master)(fake_master.address)
-        job.finish(0)
-        again.respond = job.respond
-        again.start()
-        try:
+        with contextlib.closing(FakeMaster(fake_master.address)) as again:
+            job.finish(0)
+            again.respond = job.respond
+            again.start()
             waiting.join(10)
             assert codes == [0]
-        finally:
-            again.close()
 
 
 def test_a_master_that_is_away_is_told_once_and_its_return_too(

@@ -3,23 +3,15 @@
 import io
 import os
 import threading
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.fake_master import Job
+from tests.support.fake_master import FakeMaster, Job
 from unified.client.connection import MasterConnection
 from unified.client.display import PlainDisplay, QuietDisplay
 from unified.client.foreground import Watch
-from unified.protocol.client_master import (
-    ReadLog,
-)
+from unified.protocol.client_master import ReadLog
 from unified.testing import eventually
-
-if TYPE_CHECKING:
-    from tests.support.fake_master import FakeMaster
-else:
-    FakeMaster = Any
 
 
 class Terminal(io.StringIO):

@@ -1,11 +1,13 @@
 """A connection against a fake master: answers, refusals, silence, rubbish."""
 
+import contextlib
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.fake_master import FakeMaster
 from unified import process
 from unified.client import connection as connection_module
 from unified.client.connection import MasterConnection
@@ -30,11 +32,6 @@ from unified.protocol.framing import MAX_MESSAGE
 from unified.protocol.records import Stage
 from unified.testing import eventually
 
-if TYPE_CHECKING:
-    from tests.support.fake_master import FakeMaster
-else:
-    FakeMaster = Any
-
 
 def test_a_request_gets_its_answer(fake_master: FakeMaster) -> None:
     fake_master.respond = lambda message: JobList(jobs=[])
@@ -45,18 +42,13 @@ def test_a_request_gets_its_answer(fake_master: FakeMaster) -> None:
 
 def test_many_threads_share_one_connection_and_each_gets_its_own_answer(fake_master: FakeMaster) -> None:
     fake_master.respond = lambda message: Done(note=message.job) if isinstance(message, StopJob) else None
-    answers: dict[int, list[MasterAnswer]] = {}
-    with MasterConnection(fake_master.address) as connection:
+    with MasterConnection(fake_master.address) as connection, ThreadPoolExecutor(8) as threads:
 
-        def ask(number: int) -> None:
-            answers[number] = [connection.request(StopJob(job=f"{number}-{turn}")) for turn in range(20)]
+        def ask(number: int) -> list[MasterAnswer]:
+            return [connection.request(StopJob(job=f"{number}-{turn}")) for turn in range(20)]
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert answers == {number: [Done(note=f"{number}-{turn}") for turn in range(20)] for number in range(8)}
+        answers = list(threads.map(ask, range(8)))
+    assert answers == [[Done(note=f"{number}-{turn}") for turn in range(20)] for number in range(8)]
 
 
 def test_answers_may_come_out_of_order(fake_master: FakeMaster) -> None:
@@ -100,13 +92,10 @@ def test_a_submission_that_timed_out_never_arrives_late(fake_master: FakeMaster)
     with MasterConnection(fake_master.address) as connection:
         with pytest.raises(MasterUnreachableError, match="no master answers"):
             connection.request(SubmitJob(spec=JobSpec(name="late", roles=[])), timeout_s=0.1)
-        late = type(fake_master)(fake_master.address).start()
-        late.respond = lambda message: JobList(jobs=[])
-        try:
+        with contextlib.closing(FakeMaster(fake_master.address).start()) as late:
+            late.respond = lambda message: JobList(jobs=[])
             assert connection.request(ListJobs()) == JobList(jobs=[])
             assert late.requests == [ListJobs()]
-        finally:
-            late.close()
 
 
 def test_a_silent_master_and_a_submission_say_that_it_may_have_been_taken(fake_master: FakeMaster) -> None:
@@ -131,13 +120,10 @@ def test_a_master_that_comes_late_is_reached(fake_master: FakeMaster) -> None:
     fake_master.close()
     with MasterConnection(fake_master.address) as connection:
         reply = connection.send(ListJobs())
-        late = type(fake_master)(fake_master.address)
-        late.respond = lambda message: JobList(jobs=[])
-        late.start()
-        try:
+        with contextlib.closing(FakeMaster(fake_master.address)) as late:
+            late.respond = lambda message: JobList(jobs=[])
+            late.start()
             assert reply.result() == JobList(jobs=[])
-        finally:
-            late.close()
 
 
 def test_a_long_poll_may_take_longer_than_the_timeout(fake_master: FakeMaster) -> None:

@@ -5,7 +5,7 @@ The settings that are tried are all there are, so that one without an effect is 
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 import pytest
 
 from tests.io.config.test_runtime_settings_master import Start, start  # noqa: F401 - a fixture
-from tests.io.master.test_master_daemon import MasterProcess
 from tests.support.data_files import samples, write_jsonl
+from tests.support.master_process import StartMaster
 from tests.support.s3 import Asked, S3Server, faulty
 from unified.checkpoint import CheckpointManager
 from unified.config.runtime import FILE_VARIABLE, SECTIONS, VARIABLES, variable_of
@@ -228,18 +228,12 @@ def test_each_key_has_its_effect(key: tuple[str, str], place: Place) -> None:
 # Variables of a worker
 
 
-@pytest.fixture
-def master(tmp_path: Path) -> Iterator[MasterProcess]:
-    started = MasterProcess(tmp_path)
-    yield started
-    started.kill()
-
-
 def test_each_variable_of_a_worker_has_its_effect(
-    master: MasterProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_master: StartMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is registered at that address under that name with that rank, which no other can have; its shards are its. In
     other spaces nobody knows of it."""
+    master = start_master()
     values = {"COORDINATOR_URL": master.address.replace("tcp", "http"), "WORKER_ID": "me", "RANK": "1"}
     values |= {"WORLD_SIZE": "3", "UNIFIED_SPACE": "mine"}
     elsewhere = DatasetRegistry(master.address)
@@ -260,14 +254,16 @@ def test_each_variable_of_a_worker_has_its_effect(
         elsewhere.close()
 
 
-def test_what_the_log_level_of_the_environment_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_log_level_of_the_environment_hides(
+    start_master: StartMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RUST_LOG", "error")
-    quiet = MasterProcess(tmp_path)
+    quiet = start_master()
     assert quiet.address
     quiet.kill()
     assert quiet.log.read_text() == ""
     monkeypatch.setenv("UNIFIED_LOG_LEVEL", "info")
-    loud = MasterProcess(tmp_path)
+    loud = start_master()
     assert loud.address
     loud.kill()
     assert " INFO " in loud.log.read_text()

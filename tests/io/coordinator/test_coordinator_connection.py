@@ -1,10 +1,10 @@
 """What coordinators need of a connection: to be told of an answer, and to give one up."""
 
 import threading
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.fake_master import FakeMaster
 from unified.client import connection as connection_module
 from unified.client.connection import MasterConnection, PendingReply
 from unified.data import coordinator_client
@@ -13,11 +13,6 @@ from unified.errors import MasterUnreachableError
 from unified.protocol.client_master import JobList, ListJobs, ListNodes
 from unified.protocol.coordinator import BarrierResponse, WaitBarrier, worker_to_coordinator
 from unified.testing import eventually
-
-if TYPE_CHECKING:
-    from tests.support.fake_master import FakeMaster
-else:
-    FakeMaster = Any
 
 
 def test_an_answer_is_told_and_so_is_an_error(fake_master: FakeMaster) -> None:

@@ -5,13 +5,12 @@ import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
-from tests.io.master.test_master_daemon import MasterProcess
+from tests.support.master_process import StartMaster
 from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.data import DatasetRegistry, TrainingOrchestrator
 from unified.data.coordinator_client import RemoteCoordinator
@@ -29,21 +28,6 @@ from unified_master.core.master import MasterCore
 from unified_master.daemon import MasterDaemon, MasterOptions
 from unified_master.store import Store
 
-Start = Callable[..., MasterProcess]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[MasterProcess] = []
-
-    def _start(bind: str = "tcp://127.0.0.1:0") -> MasterProcess:
-        started.append(MasterProcess(tmp_path, bind=bind))
-        return started[-1]
-
-    yield _start
-    for master in started:
-        master.kill()
-
 
 def write_jsonl(folder: Path, count: int) -> Path:
     folder.mkdir()
@@ -51,8 +35,8 @@ def write_jsonl(folder: Path, count: int) -> Path:
     return folder
 
 
-async def test_a_killed_master_knows_all_of_it_again(start: Start, tmp_path: Path) -> None:
-    master = start()
+async def test_a_killed_master_knows_all_of_it_again(start_master: StartMaster, tmp_path: Path) -> None:
+    master = start_master()
     address = master.address
     data = write_jsonl(tmp_path / "data", 40)
     with RemoteCoordinator(address) as remote, DatasetRegistry(remote, rank=0, world_size=2) as registry:
@@ -67,7 +51,7 @@ async def test_a_killed_master_knows_all_of_it_again(start: Start, tmp_path: Pat
         waiting = asyncio.create_task(workers[0].wait_barrier("b"))
         await workers[1].heartbeat()
         master.kill()
-        start(bind=address)
+        start_master(bind=address)
         shards = await asyncio.to_thread(registry.get_assignment, "d")
         assert shards == mine[1:]
         assert not waiting.done()
@@ -83,10 +67,12 @@ async def test_a_killed_master_knows_all_of_it_again(start: Start, tmp_path: Pat
 
 
 @pytest.mark.slow
-async def test_a_barriers_time_goes_on_while_the_master_is_away(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_barriers_time_goes_on_while_the_master_is_away(
+    start_master: StartMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is over when it would have been, and tells who is missing."""
     monkeypatch.setattr("unified.data.coordinator_client.BARRIER_GRACE_S", 1.0)
-    master = start()
+    master = start_master()
     address = master.address
     with RemoteCoordinator(address) as remote:
         workers = [TrainingOrchestrator(f"worker-{rank}", remote, 2, rank) for rank in range(2)]
@@ -97,7 +83,7 @@ async def test_a_barriers_time_goes_on_while_the_master_is_away(start: Start, mo
         await workers[1].heartbeat()
         master.kill()
         await asyncio.to_thread(eventually, lambda: time.monotonic() - begun_at > 1.5)
-        start(bind=address)
+        start_master(bind=address)
         with pytest.raises(BarrierTimeoutError, match=r"missing worker-1; worker-0 came") as caught:
             await waiting
         assert (caught.value.missing, caught.value.arrived) == (["worker-1"], ["worker-0"])
@@ -105,8 +91,8 @@ async def test_a_barriers_time_goes_on_while_the_master_is_away(start: Start, mo
             each.close()
 
 
-async def test_heartbeats_write_nothing(start: Start, tmp_path: Path) -> None:
-    master = start()
+async def test_heartbeats_write_nothing(start_master: StartMaster, tmp_path: Path) -> None:
+    master = start_master()
     with (
         RemoteCoordinator(master.address) as remote,
         contextlib.closing(sqlite3.connect(tmp_path / "state" / "master.sqlite")) as database,
@@ -126,9 +112,9 @@ async def test_heartbeats_write_nothing(start: Start, tmp_path: Path) -> None:
             assert version() > before
 
 
-async def test_one_arrival_asked_for_on_two_connections_is_one(start: Start) -> None:
+async def test_one_arrival_asked_for_on_two_connections_is_one(start_master: StartMaster) -> None:
     """As when a connection breaks and the question is put again on another."""
-    master = start()
+    master = start_master()
     with RemoteCoordinator(master.address) as first, RemoteCoordinator(master.address) as second:
         workers = [TrainingOrchestrator(f"worker-{rank}", first, 2, rank) for rank in range(2)]
         for each in workers:
@@ -153,8 +139,8 @@ async def test_without_a_master_it_says_where_it_looked() -> None:
     worker.close()
 
 
-async def test_who_waits_is_told_when_the_master_stays_away(start: Start) -> None:
-    master = start()
+async def test_who_waits_is_told_when_the_master_stays_away(start_master: StartMaster) -> None:
+    master = start_master()
     with RemoteCoordinator(master.address, timeout_s=0.2) as remote:
         worker = TrainingOrchestrator("w", remote, 2, 0, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.5)
         await worker.register_worker()
@@ -166,8 +152,8 @@ async def test_who_waits_is_told_when_the_master_stays_away(start: Start) -> Non
         worker.close()
 
 
-async def test_the_event_log_tells_of_losses(start: Start) -> None:
-    master = start()
+async def test_the_event_log_tells_of_losses(start_master: StartMaster) -> None:
+    master = start_master()
     with RemoteCoordinator(master.address) as remote:
         worker = TrainingOrchestrator("silent", remote, 1, 0, heartbeat_timeout_s=0.2)
         await worker.register_worker()

@@ -12,8 +12,8 @@ from typing import TypeVar, get_args
 import msgspec
 import pytest
 
-from tests.io.master.test_master_daemon import MasterProcess
 from tests.support.data_files import samples, write_jsonl
+from tests.support.master_process import MasterProcess
 from unified.checkpoint import CheckpointManager
 from unified.core.backoff import Backoff
 from unified.data import DatasetRegistry, TrainingOrchestrator

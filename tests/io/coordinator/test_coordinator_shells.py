@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.io.master.test_master_daemon import MasterProcess
+from tests.support.master_process import StartMaster
 from unified.data import DatasetRegistry, EmbeddedCoordinator, TrainingOrchestrator
 from unified.data.coordinator_client import Coordinator, RemoteCoordinator
 from unified.data.worker_identity import session_of
@@ -30,18 +30,14 @@ Join = Callable[..., TrainingOrchestrator]
 
 
 @pytest.fixture(params=["embedded", "master"])
-def coordinator(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Coordinator]:
+def coordinator(request: pytest.FixtureRequest, start_master: StartMaster) -> Iterator[Coordinator]:
     before = set(threading.enumerate())
     if request.param == "embedded":
         with EmbeddedCoordinator() as found:
             yield found
     else:
-        master = MasterProcess(tmp_path)
-        try:
-            with RemoteCoordinator(master.address.replace("tcp", "http")) as remote:
-                yield remote
-        finally:
-            master.kill()
+        with RemoteCoordinator(start_master().address.replace("tcp", "http")) as remote:
+            yield remote
     eventually(lambda: set(threading.enumerate()) <= before, message="a thread is left")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.master.test_master_daemon import MasterProcess
 from tests.support.data_files import samples, write_jsonl
+from tests.support.master_process import StartMaster
 from tests.unit.config.test_runtime import DOCUMENT
 from unified.data import DatasetRegistry, ShardedDataset, TrainingOrchestrator
 from unified.data.coordinator_client import RemoteCoordinator
@@ -15,15 +15,14 @@ from unified.testing import eventually
 
 
 @pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteCoordinator]:
+def remote(start_master: StartMaster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteCoordinator]:
     """A master that takes workers for lost soon, if they say nothing else."""
     with monkeypatch.context() as patch:
         patch.setenv("UNIFIED_COORDINATOR_HEARTBEAT_INTERVAL_MS", "100")
         patch.setenv("UNIFIED_COORDINATOR_HEARTBEAT_TIMEOUT_MS", "600")
-        master = MasterProcess(tmp_path)
+        master = start_master()
     with RemoteCoordinator(master.address) as found:
         yield found
-    master.kill()
 
 
 async def test_the_documents_file_holds_though_it_says_the_defaults(

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.support.master_process import PATIENCE_MS, StartMaster
 from tests.support.sim.sim_agent import Said, SimAgent, resources
 from unified.errors import InvariantError, UnifiedError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
@@ -43,35 +44,7 @@ from unified_master.core.master import MasterCore
 from unified_master.daemon import MAX_DEFECTS, MasterDaemon, MasterOptions
 from unified_master.store import Store
 
-PATIENCE_MS = 15_000
 A = TypeVar("A")
-
-
-class MasterProcess:
-    """``python -m unified_master`` on a free port."""
-
-    def __init__(self, directory: Path, *flags: str, bind: str = "tcp://127.0.0.1:0") -> None:
-        self.address_file = directory / "address"
-        self.address_file.unlink(missing_ok=True)
-        self.log = directory / "master.log"
-        command = [sys.executable, "-m", "unified_master", "--bind", bind, "--state-dir", str(directory / "state")]
-        command += ["--address-file", str(self.address_file), *flags]
-        env = {**os.environ, "UNIFIED_HEARTBEAT_S": "0.1", "UNIFIED_LEASE_S": "1.0"}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=env)
-
-    @property
-    def address(self) -> str:
-        deadline = time.monotonic() + PATIENCE_MS / 1000
-        while not self.address_file.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"the master is not ready: {self.log.read_text()}")
-            time.sleep(0.005)  # a file that another process writes: there is nothing to wait on
-        return self.address_file.read_text().strip()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
 
 
 class Peer:
@@ -155,19 +128,6 @@ def connect() -> Iterator[Connect]:
     context.term()
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., MasterProcess]]:
-    started: list[MasterProcess] = []
-
-    def _start(*flags: str, bind: str = "tcp://127.0.0.1:0") -> MasterProcess:
-        started.append(MasterProcess(tmp_path, *flags, bind=bind))
-        return started[-1]
-
-    yield _start
-    for master in started:
-        master.kill()
-
-
 def spec(name: str = "train") -> JobSpec:
     entry = EntryPoint(kind="attribute", target="m", attribute="f")
     return JobSpec(name=name, roles=[RoleSpec(name="trainer", kind="elastic", entry_point=entry, total=2)])
@@ -178,11 +138,8 @@ def expect(answer: MasterToClient, kind: type[A]) -> A:
     return answer
 
 
-Start = Callable[..., MasterProcess]
-
-
-def test_a_job_runs_and_survives_a_killed_master(start: Start, connect: Connect) -> None:
-    master = start()
+def test_a_job_runs_and_survives_a_killed_master(start_master: StartMaster, connect: Connect) -> None:
+    master = start_master()
     agent = FakeAgent(connect(master.address))
     agent.until(lambda: any(isinstance(message, DesiredWorkers) for message in agent.heard))
     client = connect(master.address)
@@ -198,7 +155,7 @@ def test_a_job_runs_and_survives_a_killed_master(start: Start, connect: Connect)
     address = master.address
     master.kill()
     generation = agent.agent.generation
-    again = start(bind=address)
+    again = start_master(bind=address)
     assert again.address == address
     agent.heard.clear()
     agent.until(lambda: any(isinstance(message, DesiredWorkers) for message in agent.heard))
@@ -217,8 +174,8 @@ def test_a_job_runs_and_survives_a_killed_master(start: Start, connect: Connect)
     assert expect(client.ask(StopJob(job="train")), Done).note
 
 
-def test_a_lost_agent_is_seen(start: Start, connect: Connect) -> None:
-    master = start()
+def test_a_lost_agent_is_seen(start_master: StartMaster, connect: Connect) -> None:
+    master = start_master()
     agent = FakeAgent(connect(master.address))
     agent.until(lambda: any(isinstance(message, DesiredWorkers) for message in agent.heard))
     client = connect(master.address)
@@ -229,8 +186,8 @@ def test_a_lost_agent_is_seen(start: Start, connect: Connect) -> None:
         time.sleep(0.05)  # asks again: there is no long poll for nodes
 
 
-def test_another_protocol_version_is_answered_in_that_version(start: Start, connect: Connect) -> None:
-    master = start()
+def test_another_protocol_version_is_answered_in_that_version(start_master: StartMaster, connect: Connect) -> None:
+    master = start_master()
     client = connect(master.address)
     client.socket.send_multipart(master_to_client.encode(ListNodes(), 5, version=PROTOCOL_VERSION + 1))
     header, body = client.frames()
@@ -241,8 +198,8 @@ def test_another_protocol_version_is_answered_in_that_version(start: Start, conn
     assert f"version {PROTOCOL_VERSION + 1}" in refused.reason
 
 
-def test_rubbish_is_refused_and_survived(start: Start, connect: Connect) -> None:
-    master = start()
+def test_rubbish_is_refused_and_survived(start_master: StartMaster, connect: Connect) -> None:
+    master = start_master()
     address = master.address
     client = connect(address)
     header = master_to_client.encode(ListNodes(), 3)[0]
@@ -258,28 +215,28 @@ def test_rubbish_is_refused_and_survived(start: Start, connect: Connect) -> None
     assert "event=message-refused" in master.log.read_text()
 
 
-def test_a_taken_port_is_named(start: Start, tmp_path: Path) -> None:
+def test_a_taken_port_is_named(start_master: StartMaster, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        master = start(bind=f"tcp://127.0.0.1:{port}")
+        master = start_master(bind=f"tcp://127.0.0.1:{port}")
         assert master.process.wait(20) == 1
     said = master.log.read_text().splitlines()
     assert len(said) == 1
     assert said[0].startswith(f"unified-master: port {port} is taken")
 
 
-def test_a_state_directory_in_use_is_named(start: Start) -> None:
-    first = start()
+def test_a_state_directory_in_use_is_named(start_master: StartMaster) -> None:
+    first = start_master()
     assert first.address
-    second = start()
+    second = start_master()
     assert second.process.wait(20) == 1
     assert f"in use by another master (pid {first.process.pid})" in second.log.read_text()
 
 
-def test_sigterm_ends_it_cleanly(start: Start, connect: Connect) -> None:
-    master = start()
+def test_sigterm_ends_it_cleanly(start_master: StartMaster, connect: Connect) -> None:
+    master = start_master()
     client = connect(master.address)
     assert expect(client.ask(ListNodes()), NodeList).nodes == []
     master.process.send_signal(signal.SIGTERM)
@@ -287,14 +244,16 @@ def test_sigterm_ends_it_cleanly(start: Start, connect: Connect) -> None:
     log = master.log.read_text()
     assert "event=master-stopped" in log
     (relay,) = re.findall(r"relay=(tcp://\S+)", log)
-    again = start()
+    again = start_master()
     assert again.address
     both = re.findall(r"relay=(tcp://\S+)", again.log.read_text())
     assert both == [relay, relay], "workers that lived on know no other relay"
 
 
-def test_a_wildcard_address_is_advertised_as_one_that_can_be_reached(start: Start, connect: Connect) -> None:
-    master = start("--insecure", bind="tcp://0.0.0.0:0")
+def test_a_wildcard_address_is_advertised_as_one_that_can_be_reached(
+    start_master: StartMaster, connect: Connect
+) -> None:
+    master = start_master("--insecure", bind="tcp://0.0.0.0:0")
     assert "0.0.0.0" not in master.address
     assert expect(connect(master.address).ask(ListNodes()), NodeList).nodes == []
     assert master.log.read_text().count("event=insecure") == 1

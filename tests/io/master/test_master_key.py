@@ -1,5 +1,6 @@
 """A real master with a cluster key, and clients that have it, another, none, or half of it."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.io.master.test_master_daemon import MasterProcess
 from tests.support.fake_master import FakeMaster
+from tests.support.master_process import MasterProcess, StartMaster
 from unified.cli.main import main
 from unified.client.connection import MasterConnection
 from unified.errors import KeyRefusedError
@@ -47,10 +48,18 @@ def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def master(tmp_path: Path, key_file: Path) -> Iterator[MasterProcess]:
-    one = MasterProcess(tmp_path)
-    yield one
-    one.kill()
+def master(start_master: StartMaster, key_file: Path) -> MasterProcess:
+    return start_master()
+
+
+@contextlib.contextmanager
+def dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
+    """A bare socket of a member."""
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        secure_client(socket, KEY)
+        socket.connect(address)
+        yield socket
 
 
 @pytest.mark.parametrize(
@@ -117,13 +126,10 @@ def test_a_connection_that_was_refused_works_once_the_master_lets_it_in(master: 
         with pytest.raises(KeyRefusedError):
             connection.request(ListJobs())
         master.kill()
-        open_master = FakeMaster(address)
-        open_master.respond = lambda message: JobList(jobs=[])
-        open_master.start()
-        try:
+        with contextlib.closing(FakeMaster(address)) as open_master:
+            open_master.respond = lambda message: JobList(jobs=[])
+            open_master.start()
             assert connection.request(ListJobs()) == JobList(jobs=[])
-        finally:
-            open_master.close()
 
 
 def test_a_client_with_a_key_is_told_that_the_master_has_none(fake_master: FakeMaster) -> None:
@@ -136,30 +142,25 @@ def test_a_client_with_a_key_is_told_that_the_master_has_none(fake_master: FakeM
 
 @pytest.mark.parametrize("flags", [["--bind", "tcp://0.0.0.0:0"], ["--relay-bind", "tcp://0.0.0.0:0"]])
 def test_it_does_not_listen_beyond_loopback_without_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+    start_master: StartMaster, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     monkeypatch.setenv("UNIFIED_KEY_FILE", "")
-    master = MasterProcess(tmp_path, *flags)
+    master = start_master(*flags)
     assert master.process.wait(10) == 1
     (line,) = master.log.read_text().splitlines()
     assert "unified-master would listen on tcp://0.0.0.0:0, which other hosts reach, without a cluster key" in line
     assert not master.address_file.exists()
 
 
-def test_a_key_that_others_can_read_stops_it(tmp_path: Path, key_file: Path) -> None:
+def test_a_key_that_others_can_read_stops_it(start_master: StartMaster, key_file: Path) -> None:
     key_file.chmod(0o640)
-    master = MasterProcess(tmp_path)
+    master = start_master()
     assert master.process.wait(10) == 1
     assert f"`chmod 600 {key_file}`" in master.log.read_text()
 
 
 def test_frames_of_a_newer_version_are_logged_once_and_disturb_nobody(master: MasterProcess) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    newer = context.socket(zmq.DEALER)
-    newer.linger = 0
-    secure_client(newer, KEY)
-    newer.connect(master.address)
-    with MasterConnection(master.address, key=KEY) as member:
+    with dealer(master.address) as newer, MasterConnection(master.address, key=KEY) as member:
         for request_id in range(1, 21):
             newer.send_multipart(master_to_client.encode(ListNodes(), request_id, version=PROTOCOL_VERSION + 1))
             assert newer.poll(PATIENCE_MS)
@@ -168,27 +169,19 @@ def test_frames_of_a_newer_version_are_logged_once_and_disturb_nobody(master: Ma
             assert isinstance(refused, Refused)
             assert refused.code == "version"
         assert member.ask(ListJobs(), JobList).jobs == []
-    newer.close()
-    context.term()
     assert header
     assert master.log.read_text().count("event=message-refused") == 1
 
 
 def test_a_replayed_request_is_answered_again_and_done_once(master: MasterProcess) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    client = context.socket(zmq.DEALER)
-    client.linger = 0
-    secure_client(client, KEY)
-    client.connect(master.address)
     codes: list[str] = []
-    for _ in range(3):
-        client.send_multipart(master_to_client.encode(SubmitJob(spec=SPEC), 7))
-        assert client.poll(PATIENCE_MS)
-        request_id, answer = master_to_client.decode(client.recv_multipart())
-        assert request_id == 7
-        codes.append(answer.code if isinstance(answer, Refused) else type(answer).__name__)
-    client.close()
-    context.term()
+    with dealer(master.address) as client:
+        for _ in range(3):
+            client.send_multipart(master_to_client.encode(SubmitJob(spec=SPEC), 7))
+            assert client.poll(PATIENCE_MS)
+            request_id, answer = master_to_client.decode(client.recv_multipart())
+            assert request_id == 7
+            codes.append(answer.code if isinstance(answer, Refused) else type(answer).__name__)
     assert codes == ["Accepted", "name-taken", "name-taken"]
     with MasterConnection(master.address, key=KEY) as member:
         assert [job.job_id for job in member.ask(ListJobs(), JobList).jobs] == ["train-1"]

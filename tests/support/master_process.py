@@ -1,0 +1,56 @@
+"""Real master processes of a test, which it ends."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PATIENCE_MS = 15_000
+
+
+class MasterProcess:
+    """``python -m unified_master`` on a free port."""
+
+    def __init__(self, directory: Path, *flags: str, bind: str = "tcp://127.0.0.1:0") -> None:
+        self.address_file = directory / "address"
+        self.address_file.unlink(missing_ok=True)
+        self.log = directory / "master.log"
+        command = [sys.executable, "-m", "unified_master", "--bind", bind, "--state-dir", str(directory / "state")]
+        command += ["--address-file", str(self.address_file), *flags]
+        env = {**os.environ, "UNIFIED_HEARTBEAT_S": "0.1", "UNIFIED_LEASE_S": "1.0"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log, env=env)
+
+    @property
+    def address(self) -> str:
+        deadline = time.monotonic() + PATIENCE_MS / 1000
+        while not self.address_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the master is not ready: {self.log.read_text()}")
+            time.sleep(0.005)  # a file that another process writes: there is nothing to wait on
+        return self.address_file.read_text().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+StartMaster = Callable[..., MasterProcess]
+
+
+@pytest.fixture
+def start_master(tmp_path: Path) -> Iterator[StartMaster]:
+    """Starts masters that have one state; those that are left at the end of the test are killed."""
+    started: list[MasterProcess] = []
+
+    def start(*flags: str, bind: str = "tcp://127.0.0.1:0") -> MasterProcess:
+        started.append(MasterProcess(tmp_path, *flags, bind=bind))
+        return started[-1]
+
+    yield start
+    for master in started:
+        master.kill()
