@@ -27,6 +27,7 @@ from unified.testing import eventually
 
 PATIENCE_S = 20.0
 HOST_ID = "host"
+PEER = str(Path(__file__).parent / "programs/bus_peer.py")
 
 
 def entry(
@@ -41,12 +42,12 @@ def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs:
 
 
 class Process:
-    """A worker in a process of its own, running `programs/bus_peer.py`; `prefix` is a command that runs others."""
+    """A worker in a process of its own; `prefix` is a command that runs others."""
 
-    def __init__(self, *arguments: str, prefix: Sequence[str] = ()) -> None:
-        script = str(Path(__file__).parent / "programs/bus_peer.py")
+    def __init__(self, *arguments: str, prefix: Sequence[str] = (), program: Sequence[str] = (PEER,)) -> None:
+        command = [*prefix, sys.executable, *program, *arguments]
         self.popen = subprocess.Popen(
-            [*prefix, sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
         )
         assert self.popen.stdout is not None
         self.inbox = msgspec.json.decode(self.popen.stdout.readline(), type=Inbox)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +21,16 @@ from unified.queue.client import DataQueue
 from unified.queue.server import host_of
 from unified.worker.context import Worker, set_current_worker
 from unified.worker.names import Names
+
+PATIENCE_S = 20.0
+
+
+def begun(work: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
+    """What it returns, on a thread that nobody waits for at the end."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work, *arguments, **options)
+    pool.shutdown(wait=False)
+    return future
 
 
 class Member:

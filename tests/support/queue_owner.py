@@ -2,8 +2,8 @@
 
 import os
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,6 @@ from tests.support.bus import HOST_ID, Process
 from unified.bus.calls.registry import MethodRegistry, rpc
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.identity import BusIdentity, BusNetwork
-from unified.protocol.records import Inbox
 from unified.queue.server import METHODS, QueueService, method
 
 
@@ -20,24 +19,17 @@ class OwnerProcess(Process):
     """Worker `worker`, which owns queue `q` of so many items."""
 
     def __init__(self, worker: str, run_dir: Path, route: str, relay: str, size: int) -> None:
-        arguments = [worker, str(run_dir), route, relay, str(size)]
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", __name__, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        assert self.popen.stdout is not None
-        self.inbox = msgspec.json.decode(self.popen.stdout.readline(), type=Inbox)
+        super().__init__(worker, str(run_dir), route, relay, str(size), program=("-m", __name__))
 
     def stop(self) -> None:
-        """Returns when it has stopped."""
         self.kill(signal.SIGSTOP)
         os.waitid(os.P_PID, self.popen.pid, os.WSTOPPED)
 
     def go_on(self) -> None:
         self.kill(signal.SIGCONT)
+
+
+Own = Callable[..., OwnerProcess]
 
 
 @rpc(inline=True)

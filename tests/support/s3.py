@@ -91,6 +91,12 @@ def s3_environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_pat
     return s3_server
 
 
+@pytest.fixture
+def bucket(s3_environment: S3Server) -> str:
+    """A new, empty one."""
+    return s3_environment.make_bucket()
+
+
 class Asked(NamedTuple):
     """A request that came to the relay."""
 

@@ -24,8 +24,7 @@ def keys(bucket: str) -> list[str]:
         return [stat.key for stat in backend.list("")]
 
 
-async def test_the_documents_calls(s3_environment: S3Server) -> None:
-    bucket = s3_environment.make_bucket()
+async def test_the_documents_calls(bucket: str) -> None:
     async with CheckpointManager("/checkpoints", backend="s3", bucket=bucket) as manager:
         with pytest.raises(FileNotFoundError):
             await manager.load(step=0)
@@ -39,8 +38,7 @@ async def test_the_documents_calls(s3_environment: S3Server) -> None:
     ]
 
 
-def test_the_bucket_of_the_settings(s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = s3_environment.make_bucket()
+def test_the_bucket_of_the_settings(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNIFIED_STORAGE_BUCKET", bucket)
     with CheckpointManager("/runs", backend="s3", run_id="r1", framework="hf") as manager:
         manager.persist_config({"lr": 1})
@@ -52,8 +50,7 @@ def test_the_bucket_of_the_settings(s3_environment: S3Server, monkeypatch: pytes
     ]
 
 
-def test_old_ones_are_swept_and_damage_is_noticed(s3_environment: S3Server) -> None:
-    bucket = s3_environment.make_bucket()
+def test_old_ones_are_swept_and_damage_is_noticed(bucket: str) -> None:
     with CheckpointManager(f"s3://{bucket}/run", keep_last_n=2, compression="gzip") as manager:
         for step in (1, 2, 3):
             manager.save_bytes(b"state %d" % step, step)
@@ -65,10 +62,9 @@ def test_old_ones_are_swept_and_damage_is_noticed(s3_environment: S3Server) -> N
             assert manager.load_bytes() == b"state 2"
 
 
-def test_a_state_of_several_parts_comes_back(s3_environment: S3Server, tmp_path: Path) -> None:
+def test_a_state_of_several_parts_comes_back(bucket: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     weight = torch.rand(5_000_000)
-    bucket = s3_environment.make_bucket()
     with CheckpointManager(f"s3://{bucket}") as manager:
         manager.save({"w": weight}, 1)
         assert torch.equal(manager.load_state()["w"], weight)
@@ -76,8 +72,7 @@ def test_a_state_of_several_parts_comes_back(s3_environment: S3Server, tmp_path:
         assert torch.equal(torch.load(found / "state.pt")["w"], weight)
 
 
-def test_writers_of_one_step_leave_one_checkpoint(s3_environment: S3Server) -> None:
-    bucket = s3_environment.make_bucket()
+def test_writers_of_one_step_leave_one_checkpoint(bucket: str) -> None:
     ranks = [CheckpointManager(f"s3://{bucket}", rank=rank, world_size=3) for rank in range(3)]
     for manager in ranks:
         manager.save_bytes(b"same", 1)
@@ -90,10 +85,9 @@ def test_writers_of_one_step_leave_one_checkpoint(s3_environment: S3Server) -> N
 
 
 def test_a_store_that_says_no_is_reported_and_the_secret_is_in_no_log(
-    s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    s3_environment: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    bucket = s3_environment.make_bucket()
 
     def deny_writes(asked: Asked) -> str | None:
         return "deny" if asked.method in ("PUT", "POST") else None
@@ -124,9 +118,8 @@ def crash_after(num_writes: int) -> Callable[[Asked], str | None]:
 
 @pytest.mark.parametrize("num_writes", [0, 1, 2, 3])
 def test_whatever_request_is_the_last_the_latest_loads(
-    s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch, num_writes: int
+    s3_environment: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, num_writes: int
 ) -> None:
-    bucket = s3_environment.make_bucket()
     with CheckpointManager(f"s3://{bucket}", keep_last_n=1) as before:
         before.save_bytes(b"before", 1)
     with faulty(s3_environment, crash_after(num_writes)) as url, monkeypatch.context() as patch:

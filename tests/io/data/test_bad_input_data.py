@@ -143,9 +143,8 @@ def test_file_that_went_away_or_was_changed_since(registry: DatasetRegistry, tmp
 
 
 def test_bucket_that_is_missing_or_denies(
-    registry: DatasetRegistry, s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch
+    registry: DatasetRegistry, s3_environment: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = s3_environment.make_bucket()
     for path, words in (("s3://no-such-bucket/x", "make it, or check"), (f"s3://{bucket}/no", "Check the bucket")):
         with pytest.raises(FileNotFoundError, match=words) as caught:
             registry.register("bad", path, "csv")

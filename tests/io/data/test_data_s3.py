@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.data_files import WRITERS, assign_files, plain, samples
-from tests.support.s3 import S3Server
 from unified.data import ShardReader, find_runs
 from unified.data.files import DataFiles
 from unified.errors import DataFileNotFoundError, DatasetError, StorageError, UsageError
@@ -23,9 +22,8 @@ def upload(bucket: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_shards_of_a_prefix_are_all_of_its_samples_once(kind: str, s3_environment: S3Server, tmp_path: Path) -> None:
+def test_shards_of_a_prefix_are_all_of_its_samples_once(kind: str, bucket: str, tmp_path: Path) -> None:
     format_, suffix, write = WRITERS[kind]
-    bucket = s3_environment.make_bucket()
     (tmp_path / "train" / "sub").mkdir(parents=True)
     names = [f"part-9{suffix}", f"part-10{suffix}", f"sub/part-1{suffix}"]
     for name, size, start in zip(names, SIZES, [0, 30, 31], strict=True):
@@ -46,8 +44,7 @@ def test_shards_of_a_prefix_are_all_of_its_samples_once(kind: str, s3_environmen
     assert read == [list(range(25)), list(range(25, 40))]
 
 
-def test_a_whole_bucket_and_a_single_object(s3_environment: S3Server, tmp_path: Path) -> None:
-    bucket = s3_environment.make_bucket()
+def test_a_whole_bucket_and_a_single_object(bucket: str, tmp_path: Path) -> None:
     WRITERS["jsonl"][2](tmp_path / "odd name", samples(0, 3))
     WRITERS["jsonl"][2](tmp_path / "b.jsonl", samples(3, 5))
     upload(bucket, tmp_path)
@@ -58,8 +55,7 @@ def test_a_whole_bucket_and_a_single_object(s3_environment: S3Server, tmp_path: 
         assert files.find(f"s3://{bucket}/*", "jsonl") == [f"s3://{bucket}/b.jsonl", f"s3://{bucket}/odd name"]
 
 
-def test_what_is_not_there_is_named(s3_environment: S3Server, tmp_path: Path) -> None:
-    bucket = s3_environment.make_bucket()
+def test_what_is_not_there_is_named(bucket: str, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "a.csv").write_text("")
     upload(bucket, tmp_path)
@@ -77,8 +73,7 @@ def test_what_is_not_there_is_named(s3_environment: S3Server, tmp_path: Path) ->
         find_runs("s3:///d", "csv")
 
 
-def test_an_object_that_went_away_is_named(s3_environment: S3Server, tmp_path: Path) -> None:
-    bucket = s3_environment.make_bucket()
+def test_an_object_that_went_away_is_named(bucket: str, tmp_path: Path) -> None:
     WRITERS["jsonl"][2](tmp_path / "b.jsonl", samples(0, 5))
     upload(bucket, tmp_path)
     shard = assign_files(find_runs(f"s3://{bucket}", "jsonl"), 0, 0, 5)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.support.data_files import WRITERS, assign_files, plain, samples, write_jsonl, write_parquet
-from tests.support.s3 import S3Server
 from unified.data import ShardReader, find_runs
 from unified.data.files import DataFiles
 from unified.errors import DataFileNotFoundError, DatasetError, UsageError
@@ -73,9 +72,8 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         Dataset.from_files("gs://bucket/x")
 
 
-def test_files_of_a_bucket(s3_environment: S3Server, tmp_path: Path) -> None:
+def test_files_of_a_bucket(bucket: str, tmp_path: Path) -> None:
     write(tmp_path / "data", "jsonl.gz")
-    bucket = s3_environment.make_bucket()
     with open_storage(f"s3://{bucket}")[0] as backend:
         for file in (tmp_path / "data").iterdir():
             backend.write(f"train/{file.name}", file.read_bytes())

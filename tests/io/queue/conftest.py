@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.queue_members import Member, QueueWorld
+from tests.support.queue_owner import Own, OwnerProcess
 from unified.testing import eventually
 
 
@@ -22,10 +23,42 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     assert eventually(lambda: not _new_since(before), message=f"left: {_new_since(before)}")
 
 
+# Workers of that world; the names say what a test has them do.
+
+
 @pytest.fixture
-def trio(world: QueueWorld) -> tuple[Member, Member, Member]:
-    a, b, c = (world.worker(name) for name in "abc")
-    return a, b, c
+def owner(world: QueueWorld) -> Member:
+    return world.worker("a")
+
+
+@pytest.fixture
+def producer(world: QueueWorld) -> Member:
+    return world.worker("b")
+
+
+@pytest.fixture
+def consumer(world: QueueWorld) -> Member:
+    return world.worker("c")
+
+
+first = other = producer
+second = consumer
+
+
+@pytest.fixture
+def own(world: QueueWorld) -> Iterator[Own]:
+    """Makes a process that owns queue ``q``, of so many items."""
+    processes: list[OwnerProcess] = []
+
+    def start(size: int) -> OwnerProcess:
+        process = OwnerProcess("owner", world.run_dir, world.route, world.relay, size=size)
+        world.add("owner", process.inbox, {"queue/q": 1})
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.close()
 
 
 def _new_since(before: set[threading.Thread]) -> list[threading.Thread]:

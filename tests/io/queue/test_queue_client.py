@@ -3,14 +3,13 @@
 import gc
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.queue_members import Member
+from tests.support.queue_members import PATIENCE_S, Member, begun
 from unified.errors import (
     ProtocolError,
     QueueClosedError,
@@ -23,19 +22,8 @@ from unified.queue import consumer as consumer_module
 from unified.queue.client import DataQueue
 from unified.testing import eventually
 
-PATIENCE_S = 20.0
 
-
-def in_thread(work: Any, *arguments: Any) -> Any:
-    """Begin it, and give back a function that waits for what it returns."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(work, *arguments)
-    pool.shutdown(wait=False)
-    return lambda: future.result(PATIENCE_S)
-
-
-def test_items_go_from_producers_to_a_consumer(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, consumer = trio
+def test_items_go_from_producers_to_a_consumer(owner: Member, producer: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True, size=10)
     theirs, ours = producer.queue(), consumer.queue()
     theirs.put("a", {"b": (1, 2)})
@@ -46,23 +34,21 @@ def test_items_go_from_producers_to_a_consumer(trio: tuple[Member, Member, Membe
     assert mine.qsize() == 0
 
 
-def test_a_get_waits_for_an_item_and_a_put_for_room(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, consumer = trio
+def test_a_get_waits_for_an_item_and_a_put_for_room(owner: Member, producer: Member, consumer: Member) -> None:
     owner.queue(is_master=True, size=2)
     theirs, ours = producer.queue(), consumer.queue()
-    got = in_thread(ours.get, 5)
+    got = begun(ours.get, 5)
     eventually(lambda: theirs.stats().waiting_consumers == 1)
     theirs.put(1)
-    assert got() == [1]
-    put = in_thread(theirs.put, 2, 3, 4, 5, 6)
+    assert got.result(PATIENCE_S) == [1]
+    put = begun(theirs.put, 2, 3, 4, 5, 6)
     eventually(lambda: ours.stats().waiting_producers == 1)
     assert ours.qsize() == 2
     assert [ours.get(5) for _ in range(3)] == [[2, 3], [4, 5], [6]]
-    put()
+    put.result(PATIENCE_S)
 
 
-def test_a_get_whose_time_is_over_returns_nothing(trio: tuple[Member, Member, Member]) -> None:
-    owner, _, consumer = trio
+def test_a_get_whose_time_is_over_returns_nothing(owner: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True)
     ours = consumer.queue()
     assert ours.get(1, timeout=0.05) == []
@@ -71,8 +57,7 @@ def test_a_get_whose_time_is_over_returns_nothing(trio: tuple[Member, Member, Me
     assert ours.get(1, timeout=0.05) == [1]
 
 
-def test_a_put_whose_time_is_over_says_how_much_went_in(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, _ = trio
+def test_a_put_whose_time_is_over_says_how_much_went_in(owner: Member, producer: Member) -> None:
     mine = owner.queue(is_master=True, size=2)
     with pytest.raises(QueueFullError, match="2 of 3 items went in") as caught:
         producer.queue().put(1, 2, 3, timeout=0.05)
@@ -80,8 +65,7 @@ def test_a_put_whose_time_is_over_says_how_much_went_in(trio: tuple[Member, Memb
     assert mine.get(5) == [1, 2]
 
 
-async def test_futures_of_puts_end_when_they_are_in(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, _ = trio
+async def test_futures_of_puts_end_when_they_are_in(owner: Member, producer: Member) -> None:
     mine = owner.queue(is_master=True, size=2)
     theirs = producer.queue()
     futures = [theirs.put_async(number) for number in range(4)]
@@ -94,8 +78,7 @@ async def test_futures_of_puts_end_when_they_are_in(trio: tuple[Member, Member, 
     assert mine.get(1) == [4]
 
 
-def test_the_owner_puts_and_takes_as_everybody_does(trio: tuple[Member, Member, Member]) -> None:
-    owner, _, _ = trio
+def test_the_owner_puts_and_takes_as_everybody_does(owner: Member) -> None:
     mine, also_mine = owner.queue(is_master=True, size=1), owner.queue()
     array = np.zeros(100_000)
     mine.put(array)
@@ -108,8 +91,7 @@ def test_the_owner_puts_and_takes_as_everybody_does(trio: tuple[Member, Member, 
 
 
 @pytest.mark.parametrize("kilobytes", [1, 40, 2000])
-def test_arrays_and_tensors_arrive_whole(trio: tuple[Member, Member, Member], kilobytes: int) -> None:
-    owner, producer, consumer = trio
+def test_arrays_and_tensors_arrive_whole(owner: Member, producer: Member, consumer: Member, kilobytes: int) -> None:
     owner.queue(is_master=True)
     array = np.arange(kilobytes * 128, dtype=np.int64)
     item = {"array": array, "tensor": torch.from_numpy(array.copy()), "bytes": array.tobytes()}
@@ -123,8 +105,7 @@ def test_arrays_and_tensors_arrive_whole(trio: tuple[Member, Member, Member], ki
     assert first["bytes"] == (array - 1).tobytes()
 
 
-def test_large_items_outlive_their_producer(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, consumer = trio
+def test_large_items_outlive_their_producer(owner: Member, producer: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True)
     producer.queue().put(*[np.full(500_000, number, dtype=np.uint8) for number in range(4)])
     ours = consumer.queue()
@@ -135,16 +116,15 @@ def test_large_items_outlive_their_producer(trio: tuple[Member, Member, Member])
     assert last.min() == last.max() == 3
 
 
-def test_a_closed_queue_is_drained_and_ends_iteration(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, consumer = trio
+def test_a_closed_queue_is_drained_and_ends_iteration(owner: Member, producer: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True, size=3)
     theirs, ours = producer.queue(), consumer.queue()
     theirs.put(1, 2)
-    late = in_thread(theirs.put, 3, 4, 5)
+    late = begun(theirs.put, 3, 4, 5)
     eventually(lambda: mine.stats().waiting_producers == 1)
     ours.close()
     with pytest.raises(QueueClosedError, match="1 of 3 items went in") as caught:
-        late()
+        late.result(PATIENCE_S)
     assert caught.value.num_put == 1
     with pytest.raises(QueueClosedError):
         theirs.put_async(9).result(PATIENCE_S)
@@ -155,21 +135,19 @@ def test_a_closed_queue_is_drained_and_ends_iteration(trio: tuple[Member, Member
     assert mine.stats().is_closed
 
 
-def test_iteration_waits_for_what_another_consumer_has(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, consumer = trio
+def test_iteration_waits_for_what_another_consumer_has(owner: Member, producer: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True)
     mine.put(1, 2)
     theirs = producer.queue()
     assert theirs.get(1) == [1]
     mine.close()
-    items = in_thread(list, consumer.queue())
+    items = begun(list, consumer.queue())
     eventually(lambda: mine.stats().waiting_consumers == 1)
     producer.die()
-    assert items() == [2, 1]
+    assert items.result(PATIENCE_S) == [2, 1]
 
 
-def test_what_a_dead_consumer_had_goes_to_the_others(trio: tuple[Member, Member, Member]) -> None:
-    owner, first, second = trio
+def test_what_a_dead_consumer_had_goes_to_the_others(owner: Member, first: Member, second: Member) -> None:
     mine = owner.queue(is_master=True)
     mine.put(*range(6))
     theirs, ours = first.queue(), second.queue()
@@ -182,8 +160,7 @@ def test_what_a_dead_consumer_had_goes_to_the_others(trio: tuple[Member, Member,
     assert mine.stats().leased == 2
 
 
-def test_task_done_and_give_back(trio: tuple[Member, Member, Member]) -> None:
-    owner, consumer, _ = trio
+def test_task_done_and_give_back(owner: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True)
     mine.put(*range(5))
     ours = consumer.queue()
@@ -201,8 +178,7 @@ def test_task_done_and_give_back(trio: tuple[Member, Member, Member]) -> None:
     assert mine.stats().leased == 0
 
 
-def test_threads_are_consumers_of_their_own_and_end_as_such(trio: tuple[Member, Member, Member]) -> None:
-    owner, consumer, _ = trio
+def test_threads_are_consumers_of_their_own_and_end_as_such(owner: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True)
     mine.put(*range(4))
     ours = consumer.queue()
@@ -226,8 +202,7 @@ def test_threads_are_consumers_of_their_own_and_end_as_such(trio: tuple[Member, 
     assert mine.qsize() == 0
 
 
-def test_an_object_that_is_dropped_leaves_nothing_but_what_it_took(trio: tuple[Member, Member, Member]) -> None:
-    owner, consumer, _ = trio
+def test_an_object_that_is_dropped_leaves_nothing_but_what_it_took(owner: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True)
     mine.put(1, 2)
     assert mine.stats().handles == 1
@@ -247,11 +222,10 @@ def test_an_object_that_is_dropped_leaves_nothing_but_what_it_took(trio: tuple[M
 
 
 def test_the_end_of_the_entry_point_is_the_end_of_its_takes(
-    trio: tuple[Member, Member, Member], monkeypatch: pytest.MonkeyPatch
+    owner: Member, consumer: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This one has consumers of tests before, whose owners ended.
     monkeypatch.setattr(consumer_module, "_thread", consumer_module._ThreadState())
-    owner, consumer, _ = trio
     mine = owner.queue(is_master=True)
     mine.put(1)
     consumer.queue().get(1)
@@ -259,8 +233,7 @@ def test_the_end_of_the_entry_point_is_the_end_of_its_takes(
     assert (mine.stats().leased, mine.qsize()) == (0, 0)
 
 
-def test_with_statement_says_what_is_done(trio: tuple[Member, Member, Member]) -> None:
-    owner, consumer, _ = trio
+def test_with_statement_says_what_is_done(owner: Member, consumer: Member) -> None:
     with owner.queue(is_master=True) as mine:
         mine.put(1, 2)
         with consumer.queue() as ours:
@@ -272,9 +245,9 @@ def test_with_statement_says_what_is_done(trio: tuple[Member, Member, Member]) -
     assert consumer.queue().stats().is_closed
 
 
-def test_producers_and_consumers_in_many_threads(trio: tuple[Member, Member, Member]) -> None:
-    mine = trio[0].queue(is_master=True, size=7)
-    queues = [mine, trio[1].queue(), trio[2].queue()]
+def test_producers_and_consumers_in_many_threads(owner: Member, producer: Member, consumer: Member) -> None:
+    mine = owner.queue(is_master=True, size=7)
+    queues = [mine, producer.queue(), consumer.queue()]
     taken: list[tuple[int, int]] = []
 
     def produce(which: int) -> None:
@@ -297,8 +270,7 @@ def test_producers_and_consumers_in_many_threads(trio: tuple[Member, Member, Mem
     assert sorted(taken) == [(which, number) for which in range(6) for number in range(120)]
 
 
-def test_one_queue_has_one_owner(trio: tuple[Member, Member, Member]) -> None:
-    owner, other, _ = trio
+def test_one_queue_has_one_owner(owner: Member, other: Member) -> None:
     mine = owner.queue(is_master=True)
     with pytest.raises(QueueTakenError, match="held by worker a"):
         other.queue(is_master=True)
@@ -308,8 +280,7 @@ def test_one_queue_has_one_owner(trio: tuple[Member, Member, Member]) -> None:
     assert mine.qsize() == 0
 
 
-def test_a_finished_queue_makes_way_for_a_new_one(trio: tuple[Member, Member, Member]) -> None:
-    owner, other, _ = trio
+def test_a_finished_queue_makes_way_for_a_new_one(owner: Member, other: Member) -> None:
     mine = owner.queue(is_master=True)
     theirs = other.queue()
     theirs.put(1)
@@ -322,22 +293,21 @@ def test_a_finished_queue_makes_way_for_a_new_one(trio: tuple[Member, Member, Me
     assert other.queue().get(1) == [2]
 
 
-def test_a_client_waits_for_its_owner(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, consumer = trio
+def test_a_client_waits_for_its_owner(owner: Member, producer: Member, consumer: Member) -> None:
     theirs, ours = producer.queue(), consumer.queue()
     futures = [theirs.put_async(number) for number in range(3)]
-    got = in_thread(ours.get, 3)
+    got = begun(ours.get, 3)
     assert ours.get_nowait() == []
     assert ours.get(1, timeout=0.02) == []
     owner.queue(is_master=True)
     for future in futures:
         future.result(PATIENCE_S)
-    assert len(got()) >= 1
+    assert len(got.result(PATIENCE_S)) >= 1
     assert theirs.stats().num_put == 3
 
 
-def test_a_queue_that_nobody_makes_is_missed(trio: tuple[Member, Member, Member]) -> None:
-    queue = trio[0].queue("absent", owner_timeout=0.1)
+def test_a_queue_that_nobody_makes_is_missed(owner: Member) -> None:
+    queue = owner.queue("absent", owner_timeout=0.1)
     with pytest.raises(QueueNotFoundError, match="no worker of the job has made it"):
         queue.put(1)
     for timeout in (None, PATIENCE_S):
@@ -350,8 +320,9 @@ def test_a_queue_that_nobody_makes_is_missed(trio: tuple[Member, Member, Member]
     assert queue._producer._open == {}
 
 
-def test_an_item_that_cannot_be_sent_and_one_that_cannot_be_read(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, consumer = trio
+def test_an_item_that_cannot_be_sent_and_one_that_cannot_be_read(
+    owner: Member, producer: Member, consumer: Member
+) -> None:
     mine = owner.queue(is_master=True)
     theirs, ours = producer.queue(), consumer.queue()
     with pytest.raises(UsageError):
@@ -375,8 +346,7 @@ def _raise() -> None:
     raise AttributeError("no such class")
 
 
-def test_statistics_over_the_bus(trio: tuple[Member, Member, Member]) -> None:
-    owner, consumer, _ = trio
+def test_statistics_over_the_bus(owner: Member, consumer: Member) -> None:
     owner.queue(is_master=True, size=5, max_bytes=10_000).put("abc", "def")
     ours = consumer.queue()
     ours.get(1)
@@ -400,25 +370,25 @@ def test_statistics_over_the_bus(trio: tuple[Member, Member, Member]) -> None:
         ({"durable": True}, "its owner"),
     ],
 )
-def test_options_that_cannot_be(trio: tuple[Member, Member, Member], options: dict[str, Any], what: str) -> None:
+def test_options_that_cannot_be(owner: Member, options: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError, match=what):
-        trio[0].queue(**options)
+        owner.queue(**options)
 
 
-def test_a_get_of_no_items(trio: tuple[Member, Member, Member]) -> None:
+def test_a_get_of_no_items(owner: Member) -> None:
     with pytest.raises(UsageError, match="from 1 up"):
-        trio[0].queue().get(0)
+        owner.queue().get(0)
 
 
-def test_the_object_stays_in_its_process(trio: tuple[Member, Member, Member]) -> None:
-    queue: DataQueue[int] = trio[0].queue(is_master=True)
+def test_the_object_stays_in_its_process(owner: Member) -> None:
+    queue: DataQueue[int] = owner.queue(is_master=True)
     with pytest.raises(UsageError, match="make a DataQueue"):
         queue.put(queue)  # type: ignore[arg-type]
     assert repr(queue) == "DataQueue('q', is_master=True)"
 
 
-def test_a_forked_process_is_told_that_it_cannot(trio: tuple[Member, Member, Member]) -> None:
-    mine = trio[0].queue(is_master=True)
+def test_a_forked_process_is_told_that_it_cannot(owner: Member) -> None:
+    mine = owner.queue(is_master=True)
     mine.put(1)
     reading, writing = os.pipe()
     pid = os.fork()

@@ -1,8 +1,6 @@
 """What becomes of a queue when those who use it, or its owner, die."""
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from tests.support.queue_members import Member, QueueWorld
+from tests.support.queue_members import PATIENCE_S, Member, QueueWorld, begun
 from unified.core.directory import IncarnationDied
 from unified.errors import (
     QueueClosedError,
@@ -25,18 +23,17 @@ from unified.queue import owner_lookup
 from unified.queue.server import host_of
 from unified.testing import eventually
 
-PATIENCE_S = 20.0
+
+def journal_file(owner: Member) -> Any:
+    service = host_of(owner.bus).find("q")
+    assert service is not None
+    assert service._journal is not None
+    return service._journal._file
 
 
-def begun(work: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(work, *arguments, **options)
-    pool.shutdown(wait=False)
-    return future
-
-
-def test_owner_that_dies_takes_the_queue_with_it(world: QueueWorld, trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, consumer = trio
+def test_owner_that_dies_takes_the_queue_with_it(
+    world: QueueWorld, owner: Member, producer: Member, consumer: Member
+) -> None:
     mine = owner.queue(is_master=True)
     theirs, theirs_too, ours = producer.queue(), producer.queue(), consumer.queue()
     theirs.put(1)
@@ -57,8 +54,7 @@ def test_owner_that_dies_takes_the_queue_with_it(world: QueueWorld, trio: tuple[
     assert consumer.queue().get(1) == [6]
 
 
-def test_blocked_puts_end_with_the_owner(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, _ = trio
+def test_blocked_puts_end_with_the_owner(owner: Member, producer: Member) -> None:
     mine = owner.queue(is_master=True, size=1)
     theirs = producer.queue()
     theirs.put(1)
@@ -71,8 +67,7 @@ def test_blocked_puts_end_with_the_owner(trio: tuple[Member, Member, Member]) ->
             future.result(PATIENCE_S)
 
 
-def test_a_put_that_waits_dies_with_its_producer(trio: tuple[Member, Member, Member]) -> None:
-    owner, producer, other = trio
+def test_a_put_that_waits_dies_with_its_producer(owner: Member, producer: Member, other: Member) -> None:
     mine = owner.queue(is_master=True, size=1)
     theirs, ours = producer.queue(), other.queue()
     theirs.put(1)
@@ -85,8 +80,7 @@ def test_a_put_that_waits_dies_with_its_producer(trio: tuple[Member, Member, Mem
     behind.result(PATIENCE_S)
 
 
-def test_a_life_that_was_declared_dead_is_told(trio: tuple[Member, Member, Member]) -> None:
-    owner, consumer, _ = trio
+def test_a_life_that_was_declared_dead_is_told(owner: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True)
     ours = consumer.queue()
     mine.put(1)
@@ -100,14 +94,13 @@ def test_a_life_that_was_declared_dead_is_told(trio: tuple[Member, Member, Membe
 
 
 @pytest.fixture
-def durable(trio: tuple[Member, Member, Member], tmp_path: Path) -> dict[str, Any]:
+def durable(tmp_path: Path) -> dict[str, Any]:
     return {"is_master": True, "durable": True, "path": tmp_path / "q.sqlite"}
 
 
 def test_durable_queue_goes_on_in_the_owners_next_life(
-    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    world: QueueWorld, owner: Member, producer: Member, consumer: Member, durable: dict[str, Any]
 ) -> None:
-    owner, producer, consumer = trio
     owner.queue(size=4, **durable).put("mine", np.arange(50_000))
     theirs, ours = producer.queue(), consumer.queue()
     theirs.put("a", {"b": 1})
@@ -134,9 +127,8 @@ def test_durable_queue_goes_on_in_the_owners_next_life(
 
 
 def test_leases_outlive_the_owner_of_a_durable_queue(
-    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    world: QueueWorld, owner: Member, first: Member, second: Member, durable: dict[str, Any]
 ) -> None:
-    owner, first, second = trio
     mine = owner.queue(**durable)
     mine.put(*range(6))
     theirs, ours = first.queue(), second.queue()
@@ -154,9 +146,8 @@ def test_leases_outlive_the_owner_of_a_durable_queue(
 
 
 def test_deaths_while_there_was_no_owner_are_heard_of(
-    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    world: QueueWorld, owner: Member, first: Member, second: Member, durable: dict[str, Any]
 ) -> None:
-    owner, first, second = trio
     owner.queue(**durable).put(1, 2)
     assert (first.queue().get(1), second.queue().get(1)) == ([1], [2])
     owner.die()
@@ -168,9 +159,8 @@ def test_deaths_while_there_was_no_owner_are_heard_of(
 
 
 def test_durable_queue_that_was_closed_stays_closed(
-    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    world: QueueWorld, owner: Member, consumer: Member, durable: dict[str, Any]
 ) -> None:
-    owner, consumer, _ = trio
     owner.queue(**durable).put(1, 2)
     ours = consumer.queue()
     assert ours.get(1) == [1]
@@ -183,9 +173,8 @@ def test_durable_queue_that_was_closed_stays_closed(
 
 
 def test_a_journal_that_did_not_come_along_is_missed(
-    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any], tmp_path: Path
+    world: QueueWorld, owner: Member, producer: Member, durable: dict[str, Any], tmp_path: Path
 ) -> None:
-    owner, producer, _ = trio
     owner.queue(**durable).put(1)
     theirs = producer.queue()
     theirs.put(2)
@@ -197,9 +186,8 @@ def test_a_journal_that_did_not_come_along_is_missed(
 
 
 def test_an_owner_that_ended_for_good_is_not_waited_for(
-    trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    owner: Member, producer: Member, consumer: Member, durable: dict[str, Any]
 ) -> None:
-    owner, producer, consumer = trio
     owner.queue(**durable).put(1)
     theirs, ours = producer.queue(owner_timeout=0.2), consumer.queue(owner_timeout=0.2)
     theirs.put(2)
@@ -211,8 +199,7 @@ def test_an_owner_that_ended_for_good_is_not_waited_for(
         ours.get(1)
 
 
-def test_default_place_of_a_journal_is_beside_the_logs(trio: tuple[Member, Member, Member]) -> None:
-    owner, _, _ = trio
+def test_default_place_of_a_journal_is_beside_the_logs(owner: Member) -> None:
     owner.queue("a/b c", is_master=True, durable=True).put(1)
     assert [file.name for file in Path(owner.log_file).parent.parent.glob("queues/*.sqlite")] == ["a%2Fb%20c.sqlite"]
     owner.log_file = ""
@@ -221,9 +208,8 @@ def test_default_place_of_a_journal_is_beside_the_logs(trio: tuple[Member, Membe
 
 
 def test_a_queue_that_could_not_be_made_is_free_for_others(
-    trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    first: Member, second: Member, durable: dict[str, Any]
 ) -> None:
-    first, second, _ = trio
     durable["path"].mkdir()
     with pytest.raises(QueueJournalError, match="cannot be opened"):
         first.queue(**durable)
@@ -233,19 +219,15 @@ def test_a_queue_that_could_not_be_made_is_free_for_others(
 
 
 def test_a_disk_that_fails_ends_the_queue_with_an_error(
-    trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    owner: Member, producer: Member, consumer: Member, durable: dict[str, Any]
 ) -> None:
-    owner, producer, consumer = trio
     mine = owner.queue(**durable)
     theirs, ours = producer.queue(), consumer.queue()
     theirs.put(1)
     waiting = [begun(ours.get, 1), begun(consumer.queue().get, 1)]
     eventually(lambda: mine.stats().waiting_consumers == 1)
     eventually(lambda: any(each.done() for each in waiting))  # what is committed by then is answered
-    service = host_of(owner.bus).find("q")
-    assert service is not None
-    assert service._journal is not None
-    service._journal._file._database.execute("drop table items")
+    journal_file(owner)._database.execute("drop table items")
     with pytest.raises(QueueJournalError, match="cannot be written: no such table"):
         theirs.put(2)
     ended = [each.exception(PATIENCE_S) or each.result() for each in waiting]
@@ -256,14 +238,10 @@ def test_a_disk_that_fails_ends_the_queue_with_an_error(
 
 
 def test_an_item_that_is_too_large_for_a_journal_is_refused_and_the_queue_goes_on(
-    trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    owner: Member, producer: Member, durable: dict[str, Any]
 ) -> None:
-    owner, producer, _ = trio
     mine, theirs = owner.queue(**durable), producer.queue()
-    service = host_of(owner.bus).find("q")
-    assert service is not None
-    assert service._journal is not None
-    service._journal._file.most_bytes = 1000
+    journal_file(owner).most_bytes = 1000
     for queue in (mine, theirs):
         for put in (queue.put, lambda item, queue=queue: queue.put_async(item).result(PATIENCE_S)):
             with pytest.raises(UsageError, match="bytes in one piece cannot be put into queue 'q'"):
@@ -273,18 +251,14 @@ def test_an_item_that_is_too_large_for_a_journal_is_refused_and_the_queue_goes_o
 
 
 def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
-    trio: tuple[Member, Member, Member], durable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    owner: Member, producer: Member, durable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner_lookup, "GRACE_S", 0.2)
-    owner, producer, _ = trio
     mine, also_mine = owner.queue(owner_timeout=0.1, **durable), owner.queue()
     theirs = producer.queue()
     theirs.put("a")
     assert also_mine.qsize() == 1
-    service = host_of(owner.bus).find("q")
-    assert service is not None
-    assert service._journal is not None
-    file, hangs, goes_on = service._journal._file, threading.Event(), threading.Event()
+    file, hangs, goes_on = journal_file(owner), threading.Event(), threading.Event()
     commit = file.commit
 
     def hang(records: Any) -> None:
@@ -292,7 +266,7 @@ def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
         goes_on.wait(PATIENCE_S)
         commit(records)
 
-    file.commit = hang  # type: ignore[method-assign]
+    file.commit = hang
     for queue in (also_mine, mine, theirs):
         with pytest.raises(QueueNotFoundError, match=r"worker a, .* its journal's disk hangs"):
             begun(queue.put, "b", timeout=0.1).result(PATIENCE_S / 2)
@@ -306,10 +280,9 @@ def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
 
 
 def test_what_is_put_while_the_death_gets_about_stays_behind_what_was_on_its_way(
-    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    world: QueueWorld, owner: Member, producer: Member, durable: dict[str, Any]
 ) -> None:
     """The bus, which hears of it first, keeps what it is given from there on for the next life."""
-    owner, producer, _ = trio
     is_about = threading.Event()
     owner.bus.registry["wait"] = lambda: is_about.wait(PATIENCE_S)
     first = producer.bus.call("a", "wait", (), {})
@@ -331,9 +304,8 @@ def test_what_is_put_while_the_death_gets_about_stays_behind_what_was_on_its_way
 
 
 def test_many_deaths_of_a_durable_owner_lose_and_double_nothing(
-    world: QueueWorld, trio: tuple[Member, Member, Member], durable: dict[str, Any]
+    world: QueueWorld, owner: Member, producer: Member, consumer: Member, durable: dict[str, Any]
 ) -> None:
-    owner, producer, consumer = trio
     owner.queue(size=5, **durable)
     theirs, ours = producer.queue(), consumer.queue()
     taken: list[int] = []

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.queue_members import QueueWorld
+from tests.support.queue_members import PATIENCE_S, QueueWorld
 from unified.queue import producer
 
-PATIENCE_S = 20.0
 NUM_ASKED = 10
 
 

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.queue_members import QueueWorld
+from tests.support.queue_members import PATIENCE_S, QueueWorld
 from unified.bus.calls.server import MAX_HANDLER_THREADS
 from unified.testing import eventually
 
-PATIENCE_S = 20.0
 on_one_route = pytest.mark.parametrize("world", ["auto"], indirect=True)
 
 

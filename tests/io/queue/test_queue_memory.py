@@ -1,28 +1,23 @@
 """What a queue takes of its owner's memory: what lies in shared memory stays there, and the owner only knows where."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.queue_members import QueueWorld
-from tests.support.queue_owner import OwnerProcess
+from tests.support.queue_members import PATIENCE_S, QueueWorld
+from tests.support.queue_owner import Own, OwnerProcess
 from unified.bus.shm.pool import default_limit
 
 MIB = 1024 * 1024
 NUM_ITEMS = 16
 ITEM_BYTES = 4 * MIB
-PATIENCE_S = 20.0
 on_one_host = pytest.mark.parametrize("world", ["auto"], indirect=True)
 
 
 @pytest.fixture
-def owner(world: QueueWorld) -> Iterator[OwnerProcess]:
-    process = OwnerProcess("owner", world.run_dir, world.route, world.relay, size=NUM_ITEMS)
-    world.add("owner", process.inbox, {"queue/q": 1})
-    yield process
-    process.close()
+def owner(own: Own) -> OwnerProcess:
+    return own(size=NUM_ITEMS)
 
 
 def own_bytes(process: OwnerProcess) -> int:

@@ -1,36 +1,22 @@
 """An owner that lives and does not answer: what is asked of it ends in time, and nothing is lost or doubled by that."""
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.support.queue_members import QueueWorld
-from tests.support.queue_owner import OwnerProcess
+from tests.support.queue_members import PATIENCE_S, QueueWorld, begun
+from tests.support.queue_owner import Own, OwnerProcess
 from unified.errors import QueueNotFoundError
 from unified.queue import owner_lookup
 
-PATIENCE_S = 20.0
 SHORT_S = 0.1
 
 
-def in_time(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What it returns, long before a call of which nobody knows how long its user waits would be given up."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        return pool.submit(work, *arguments, **options).result(PATIENCE_S)
-    finally:
-        pool.shutdown(wait=False)
-
-
 @pytest.fixture
-def owner(world: QueueWorld, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnerProcess]:
+def owner(own: Own, monkeypatch: pytest.MonkeyPatch) -> OwnerProcess:
     monkeypatch.setattr(owner_lookup, "GRACE_S", 5 * SHORT_S)
-    process = OwnerProcess("owner", world.run_dir, world.route, world.relay, size=4)
-    world.add("owner", process.inbox, {"queue/q": 1})
-    yield process
-    process.close()
+    return own(size=4)
 
 
 def test_waits_for_an_owner_that_is_stopped_end(world: QueueWorld, owner: OwnerProcess) -> None:
@@ -47,10 +33,10 @@ def test_waits_for_an_owner_that_is_stopped_end(world: QueueWorld, owner: OwnerP
         assert take(1, SHORT_S) == []
         assert take(1, 0.0) == []
         with pytest.raises(QueueNotFoundError, match=r"worker owner, which owns queue 'q', lives and does not answer"):
-            in_time(theirs.put, "c", timeout=SHORT_S)
+            begun(theirs.put, "c", timeout=SHORT_S).result(PATIENCE_S)
         for ask in (theirs.qsize, theirs.close):
             with pytest.raises(QueueNotFoundError, match="may have heard"):
-                in_time(ask)
+                begun(ask).result(PATIENCE_S)
         waiting = theirs.put_async("d")
         owner.go_on()
         assert take(1, PATIENCE_S) == ["b"]
@@ -63,6 +49,6 @@ def test_a_client_that_was_not_known_to_it_before_says_who_is_silent(world: Queu
     ours = world.worker("consumer").queue(owner_timeout=SHORT_S)
     owner.stop()
     with pytest.raises(QueueNotFoundError, match="worker owner, which owns queue 'q', lives and does not answer"):
-        in_time(ours.get)
+        begun(ours.get).result(PATIENCE_S)
     owner.go_on()
-    assert in_time(ours.qsize) == 0
+    assert begun(ours.qsize).result(PATIENCE_S) == 0

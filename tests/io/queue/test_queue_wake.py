@@ -3,12 +3,11 @@
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.support.queue_members import Member, QueueWorld
-from tests.support.queue_owner import OwnerProcess
+from tests.support.queue_owner import Own, OwnerProcess
 from unified.testing import eventually
 
 NUM_PUTS = 100
@@ -17,11 +16,8 @@ MANY_CALLS = 10
 
 
 @pytest.fixture
-def owner(world: QueueWorld) -> Iterator[OwnerProcess]:
-    process = OwnerProcess("owner", world.run_dir, world.route, world.relay, size=1)
-    world.add("owner", process.inbox, {"queue/q": 1})
-    yield process
-    process.close()
+def owner(own: Own) -> OwnerProcess:
+    return own(size=1)
 
 
 def test_a_blocked_put_wakes_at_once(world: QueueWorld, owner: OwnerProcess) -> None:

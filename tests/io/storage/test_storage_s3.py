@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,19 @@ from unified.storage import S3Backend, open_storage, s3
 MIB = 1 << 20
 PARTS = 5 * MIB
 """Of one part in these tests: the least there is."""
+
+
+@contextmanager
+def behind(
+    server: S3Server, decide: Callable[[Asked], Fault] = lambda asked: None, **options: Any
+) -> Iterator[S3Backend]:
+    """A store behind a relay that does to each request what `decide` says; at the end no upload is left in it."""
+    with (
+        faulty(server, decide) as url,
+        S3Backend(server.make_bucket(), endpoint_url=url, part_nbytes=PARTS, **options) as store,
+    ):
+        yield store
+    assert uploads(server, store.bucket) == []
 
 
 def nth(number: int, fault: str, matches: Callable[[Asked], bool]) -> Callable[[Asked], Fault]:
@@ -60,13 +75,8 @@ def uploads(server: S3Server, bucket: str) -> list[str]:
 
 @pytest.mark.parametrize("nbytes", [10, 6 * MIB])
 def test_of_writers_that_meet_one_makes_it(s3_environment: S3Server, nbytes: int) -> None:
-    bucket = s3_environment.make_bucket()
-    with (
-        faulty(s3_environment, lambda asked: None) as url,
-        S3Backend(bucket, endpoint_url=url, part_nbytes=PARTS) as store,
-    ):
+    with behind(s3_environment) as store:
         race(store, nbytes)
-    assert uploads(s3_environment, bucket) == []
 
 
 @pytest.mark.parametrize(
@@ -86,22 +96,16 @@ def test_a_write_gets_over_faults(
 ) -> None:
     """Also where the store has done it, and refuses what was done when it is asked again."""
     data = os.urandom(nbytes)
-    bucket = s3_environment.make_bucket()
-    with (
-        faulty(s3_environment, nth(number, fault, matches)) as url,
-        S3Backend(bucket, endpoint_url=url, part_nbytes=PARTS) as store,
-    ):
+    with behind(s3_environment, nth(number, fault, matches)) as store:
         written = store.write("a", data, if_absent=if_absent)
         assert store.read("a") == data
         assert store.stat("a").etag == written.etag
-    assert uploads(s3_environment, bucket) == []
 
 
 @pytest.mark.parametrize("fault", ["busy", "cut"])
 @pytest.mark.parametrize("nbytes", [100, 11 * MIB])
 def test_a_read_goes_on_where_it_broke_off(s3_environment: S3Server, fault: str, nbytes: int) -> None:
     data = os.urandom(nbytes)
-    bucket = s3_environment.make_bucket()
     asked: list[str] = []
     decide = nth(2, fault, is_get)
 
@@ -110,7 +114,7 @@ def test_a_read_goes_on_where_it_broke_off(s3_environment: S3Server, fault: str,
             asked.append(request.headers["range"])
         return decide(request)
 
-    with faulty(s3_environment, note) as url, S3Backend(bucket, endpoint_url=url, part_nbytes=PARTS) as store:
+    with behind(s3_environment, note) as store:
         store.write("a", data)
         assert store.read("a") == data
         assert store.read_range("a", 1, 50) == data[1:51]
@@ -147,16 +151,11 @@ def test_a_read_is_of_one_write_whatever_is_written_meanwhile(s3_environment: S3
 def test_what_does_not_pass_is_said_and_nothing_is_left(
     s3_environment: S3Server, fault: str, error: type[Exception], builtin: type[Exception], nbytes: int
 ) -> None:
-    bucket = s3_environment.make_bucket()
-    with (
-        faulty(s3_environment, nth(1000, fault, is_put)) as url,
-        S3Backend(bucket, endpoint_url=url, part_nbytes=PARTS, max_attempts=2) as store,
-    ):
-        with pytest.raises(error, match=f"cannot write s3://{bucket}/a") as caught:
+    with behind(s3_environment, nth(1000, fault, is_put), max_attempts=2) as store:
+        with pytest.raises(error, match=f"cannot write s3://{store.bucket}/a") as caught:
             store.write("a", bytes(nbytes))
         assert isinstance(caught.value, builtin)
         assert store.list() == []
-    assert uploads(s3_environment, bucket) == []
 
 
 @pytest.mark.parametrize("is_done", [False, True])
@@ -208,12 +207,9 @@ def test_a_writer_killed_at_any_request_leaves_the_old_or_the_new(s3_environment
 
 def test_a_bucket_that_is_not_there_is_named(s3_environment: S3Server) -> None:
     with S3Backend("no-such-bucket") as store:
-        with pytest.raises(NotFoundError, match="no bucket 'no-such-bucket'"):
-            store.write("a", b"x")
-        with pytest.raises(NotFoundError, match="no bucket 'no-such-bucket'"):
-            store.write("a", b"x", if_absent=True)
-        with pytest.raises(NotFoundError, match="no bucket 'no-such-bucket'"):
-            store.list()
+        for ask in (store.list, lambda: store.write("a", b"x"), lambda: store.write("a", b"x", if_absent=True)):
+            with pytest.raises(NotFoundError, match="no bucket 'no-such-bucket'"):
+                ask()
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
@@ -265,7 +261,7 @@ def test_credentials_of_a_file_are_those_of_its_profile(
         signed.add((found, asked.headers.get("x-amz-security-token")))
         return None
 
-    with faulty(s3_environment, note) as url, S3Backend(s3_environment.make_bucket(), endpoint_url=url) as store:
+    with behind(s3_environment, note) as store:
         store.write("a", b"x")
         assert store.read("a") == b"x"
         assert [each.key for each in store.list()] == ["a"]
@@ -320,10 +316,7 @@ def test_parts_go_side_by_side_and_not_too_many(s3_environment: S3Server) -> Non
         return None
 
     data = os.urandom(27 * MIB)
-    with (
-        faulty(s3_environment, decide) as url,
-        S3Backend(s3_environment.make_bucket(), endpoint_url=url, part_nbytes=PARTS, num_parallel=2) as store,
-    ):
+    with behind(s3_environment, decide, num_parallel=2) as store:
         store.write("a", data)
         assert store.read("a") == data
     assert most == 2
@@ -338,18 +331,14 @@ def test_the_rest_of_a_file_is_read_in_one_request(s3_environment: S3Server) -> 
         return None
 
     data = os.urandom(3 * MIB)
-    with (
-        faulty(s3_environment, note) as url,
-        S3Backend(s3_environment.make_bucket(), endpoint_url=url) as store,
-    ):
+    with behind(s3_environment, note) as store:
         store.write("a", data)
         with store.open_read("a") as file:
             assert file.read(10) + file.read() == data
     assert asked == [f"bytes=0-{MIB - 1}", f"bytes={MIB}-{3 * MIB - 1}"]
 
 
-def test_a_prefix_is_of_every_key(s3_environment: S3Server) -> None:
-    bucket = s3_environment.make_bucket()
+def test_a_prefix_is_of_every_key(bucket: str) -> None:
     with S3Backend(bucket) as whole, S3Backend(bucket, prefix="/runs/1/") as part:
         part.write("a", b"x")
         whole.write("runs/10", b"y")
@@ -359,8 +348,7 @@ def test_a_prefix_is_of_every_key(s3_environment: S3Server) -> None:
         assert [each.key for each in whole.list()] == ["runs/10"]
 
 
-def test_an_address_is_a_store_and_where_in_it(s3_environment: S3Server) -> None:
-    bucket = s3_environment.make_bucket()
+def test_an_address_is_a_store_and_where_in_it(bucket: str) -> None:
     store, prefix = open_storage(f"s3://{bucket}/a/b/")
     with store:
         assert isinstance(store, S3Backend)

@@ -9,11 +9,7 @@ import torch
 
 from tests.support.bus import PATIENCE_S
 from tests.support.weights import SMALL, Cast, fill, model_of, one_route, values_of
-from unified.errors import (
-    WeightsError,
-    WeightsTimeoutError,
-    WeightsVersionError,
-)
+from unified.errors import WeightsError, WeightsTimeoutError, WeightsVersionError
 from unified.protocol.records import Reachability, WorkerIncarnation
 from unified.testing import eventually
 from unified.weights.handshake import method
@@ -139,6 +135,13 @@ class Holdup:
         registry[method("default", verb)] = held
 
 
+def mates(cast: Cast) -> None:
+    """Three receivers on another node, of which the first passes buckets on."""
+    for name in ("r0", "r1", "r2"):
+        cast.receiver(name)
+        cast.nodes[name] = "there"
+
+
 def begin_and_hold(cast: Cast, pool: ThreadPoolExecutor, worker: str, verb: str, at: int) -> tuple[Future[int], Holdup]:
     """Version 2 is on its way, and stands still at `worker`."""
     sender = cast.sender()
@@ -177,27 +180,13 @@ def test_a_receiver_that_ends_for_good_is_named_and_the_others_have_it(cast: Cas
 
 
 @one_route
-def test_who_passes_buckets_on_may_die_too(cast: Cast, pool: ThreadPoolExecutor) -> None:
-    for name in ("r0", "r1", "r2"):
-        cast.receiver(name)
-        cast.nodes[name] = "there"
-    sent, holdup = begin_and_hold(cast, pool, "r0", "bucket", 3)
-    cast.die("r0")
+@pytest.mark.parametrize(("worker", "at"), [("r0", 3), ("r2", 2)], ids=["who passes buckets on", "a mate"])
+def test_one_of_those_that_share_a_node_may_die_too(cast: Cast, pool: ThreadPoolExecutor, worker: str, at: int) -> None:
+    mates(cast)
+    sent, holdup = begin_and_hold(cast, pool, worker, "bucket", at)
+    cast.die(worker)
     holdup.release.set()
-    cast.receiver("r0", 1)
-    assert sent.result(PATIENCE_S) == 2
-    assert [values_of(receiver.state_dict()) for receiver in cast.receivers.values()] == [{2}] * 3
-
-
-@one_route
-def test_a_mate_that_dies_is_no_harm_to_the_others(cast: Cast, pool: ThreadPoolExecutor) -> None:
-    for name in ("r0", "r1", "r2"):
-        cast.receiver(name)
-        cast.nodes[name] = "there"
-    sent, holdup = begin_and_hold(cast, pool, "r2", "bucket", 2)
-    cast.die("r2")
-    holdup.release.set()
-    cast.receiver("r2", 1)
+    cast.receiver(worker, 1)
     assert sent.result(PATIENCE_S) == 2
     assert [values_of(receiver.state_dict()) for receiver in cast.receivers.values()] == [{2}] * 3
 
@@ -277,9 +266,7 @@ def test_two_senders(cast: Cast) -> None:
 
 @one_route
 def test_who_passes_buckets_on_is_overtaken(cast: Cast, pool: ThreadPoolExecutor) -> None:
-    for name in ("r0", "r1", "r2"):
-        cast.receiver(name)
-        cast.nodes[name] = "there"
+    mates(cast)
     sent, holdup = begin_and_hold(cast, pool, "r0", "bucket", 2)
     assert cast.send(cast.sender("other"), model_of(7), "r0", version=7) == 7
     holdup.release.set()
