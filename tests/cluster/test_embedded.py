@@ -68,12 +68,14 @@ def run_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def driver_env(tmp_path: Path, run_dir: Path) -> dict[str, str]:
+def driver_env(tmp_path: Path, run_dir: Path) -> Iterator[dict[str, str]]:
+    """For a driver whose cluster is gone at the end of the test."""
     (tmp_path / "jobs_of_test.py").write_text(JOB)
     own = {"UNIFIED_HOME": str(tmp_path / "home"), "UNIFIED_RUN_DIR": str(run_dir)}
     env = {**os.environ, **own, "UNIFIED_FAILOVER_EXEC_STRATEGY": "0"}
     env.pop("UNIFIED_MASTER", None)
-    return env
+    yield env
+    assert cluster_processes(tmp_path) == []
 
 
 def submit(tmp_path: Path, env: dict[str, str], what: str) -> subprocess.Popen[str]:
@@ -87,6 +89,13 @@ def submit(tmp_path: Path, env: dict[str, str], what: str) -> subprocess.Popen[s
     )
 
 
+def finished(tmp_path: Path, env: dict[str, str], what: str) -> tuple[int, str, str]:
+    """Exit code and output of a driver that comes to its end by itself."""
+    with submit(tmp_path, env, what) as driver:
+        out, err = driver.communicate(timeout=50)
+    return driver.returncode, out, err
+
+
 def cluster_processes(tmp_path: Path) -> list[str]:
     homes = (tmp_path / "home" / "embedded").iterdir()
     return [str(process) for home in homes for process in marked_processes(f"{CLUSTER_VARIABLE}={home.name}")]
@@ -97,12 +106,10 @@ def test_a_job_file_runs_to_its_end_and_nothing_is_left(
     tmp_path: Path, run_dir: Path, driver_env: dict[str, str], what: str
 ) -> None:
     before = Belongings()
-    with submit(tmp_path, driver_env, what) as driver:
-        out, err = driver.communicate(timeout=50)
-    assert driver.returncode == 0, err
+    code, out, err = finished(tmp_path, driver_env, what)
+    assert code == 0, err
     assert sorted(out.splitlines()) == ["[worker-0] hello", "[worker-1] hello"]
     assert " finished after " in err.splitlines()[-1]
-    assert cluster_processes(tmp_path) == []
     assert list(run_dir.iterdir()) == []
     assert left_behind(before) == []
 
@@ -111,9 +118,8 @@ def test_workers_share_the_cpus_of_the_host_however_many_they_ask_for(
     tmp_path: Path, driver_env: dict[str, str]
 ) -> None:
     driver_env.pop("OMP_NUM_THREADS", None)
-    with submit(tmp_path, driver_env, "busy") as driver:
-        out, err = driver.communicate(timeout=50)
-    assert driver.returncode == 0, err
+    code, out, err = finished(tmp_path, driver_env, "busy")
+    assert code == 0, err
     share = max(1, len(os.sched_getaffinity(0)) // 2)  # a container may allow less still
     assert {line.split()[0] for line in out.splitlines()} == {"[worker-0]", "[worker-1]"}
     assert all(1 <= int(line.split()[1]) <= share for line in out.splitlines())
@@ -121,24 +127,20 @@ def test_workers_share_the_cpus_of_the_host_however_many_they_ask_for(
 
 def test_a_job_that_can_never_fit_is_refused_at_once(tmp_path: Path, driver_env: dict[str, str]) -> None:
     """Nobody will bring more memory into a cluster that is there for this job alone."""
-    with submit(tmp_path, driver_env, "huge") as driver:
-        _, err = driver.communicate(timeout=50)
-    assert driver.returncode not in (0, None)
+    code, _, err = finished(tmp_path, driver_env, "huge")
+    assert code != 0
     assert "no node of this cluster has 1e+09 MB of memory" in err, err
-    assert cluster_processes(tmp_path) == []
 
 
 def test_a_failed_job_says_why_on_one_screen_and_keeps_its_story(tmp_path: Path, driver_env: dict[str, str]) -> None:
-    with submit(tmp_path, driver_env, "bad") as driver:
-        _, err = driver.communicate(timeout=50)
-    assert driver.returncode == 1
+    code, _, err = finished(tmp_path, driver_env, "bad")
+    assert code == 1
     lines = err.splitlines()
     report = lines[next(index for index, line in enumerate(lines) if "failed with exit code 1" in line) :]
     assert len(report) <= 30
     assert "  failure  ValueError: bad luck" in report
     story = Path(report[-1].split()[-1])
     assert "bad luck" in story.read_text()
-    assert cluster_processes(tmp_path) == []
 
 
 def test_a_killed_driver_takes_its_cluster_with_it(tmp_path: Path, driver_env: dict[str, str]) -> None:
@@ -177,7 +179,6 @@ def test_a_master_that_dies_comes_back_with_its_state_and_the_job_goes_on(
     else:
         assert driver.returncode == 1
         assert "the embedded master was killed by SIGKILL" in said
-    assert cluster_processes(tmp_path) == []
     assert list(run_dir.iterdir()) == []
 
 
@@ -194,5 +195,4 @@ def test_ctrl_c_and_sigterm_end_an_embedded_cluster_and_all_in_it(
     assert out.count("interrupted\n") == (2 if number == signal.SIGINT else 0)
     assert "was stopped" in said.splitlines()[-1]
     assert "Traceback" not in said
-    assert cluster_processes(tmp_path) == []
     assert list(run_dir.iterdir()) == []

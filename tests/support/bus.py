@@ -18,12 +18,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.identity import BusIdentity, BusNetwork
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+from unified.security.curve import secure_client
+from unified.security.keys import ClusterKey
 from unified.testing import eventually
+from unified_master.relay import BusRelay
 
 PATIENCE_S = 20.0
 HOST_ID = "host"
@@ -235,3 +239,29 @@ class Proxy:
                 self.num_swallowed += len(data)
             else:
                 sink.sendall(data)
+
+
+class Hub:
+    """A relay and raw sockets at it."""
+
+    def __init__(self, limit_bytes: int = 256 << 20, key: ClusterKey | None = None) -> None:
+        self.relay = BusRelay("tcp://127.0.0.1:0", limit_bytes=limit_bytes, key=key)
+        self.address = self.relay.start()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.sockets: list[zmq.Socket[bytes]] = []
+
+    def socket(self, identity: str, key: ClusterKey | None = None, **options: int) -> zmq.Socket[bytes]:
+        socket = self.context.socket(zmq.DEALER)
+        self.sockets.append(socket)
+        for option, value in options.items():
+            socket.set(getattr(zmq, option), value)
+        socket.set(zmq.IDENTITY, identity.encode())
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        secure_client(socket, key)
+        socket.connect(self.address)
+        return socket
+
+    def close(self) -> None:
+        self.context.destroy(0)
+        self.relay.close()

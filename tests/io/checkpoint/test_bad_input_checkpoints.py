@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.io.checkpoint.test_checkpoint_manager import save_now
 from tests.support.s3 import S3Server
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
 from unified.core.backoff import Backoff
@@ -210,8 +211,7 @@ def test_s3_that_does_not_answer(bucket: str) -> None:
 @pytest.mark.parametrize("what", ["step-000002.*.bin", "step-000002.json"])
 def test_checkpoint_that_is_truncated(good: Path, what: str, nbytes: int) -> None:
     with CheckpointManager(good) as manager:
-        manager.save_bytes(b"x" * 5000, 2)
-        manager.wait()
+        save_now(manager, b"x" * 5000, 2)
         (file,) = good.glob(what)
         os.truncate(file, nbytes)
         with pytest.warns(CheckpointFallbackWarning, match=f"step 2 is damaged: {file.name} .*step 1 instead"):
@@ -224,8 +224,7 @@ def test_checkpoint_that_is_truncated(good: Path, what: str, nbytes: int) -> Non
 
 def test_two_writers_of_one_step(good: Path) -> None:
     with CheckpointManager(good) as ours, CheckpointManager(good) as theirs:
-        ours.save_bytes(b"ours", 2)
-        ours.wait()
+        save_now(ours, b"ours", 2)
         cause = save_error(theirs).__cause__
         assert type(cause) is CheckpointExistsError
         assert "saved meanwhile by another writer" in str(cause)

@@ -78,6 +78,11 @@ def checksum_of(data: bytes) -> str:
     return checksum.text
 
 
+def save_now(manager: CheckpointManager, data: bytes, step: int) -> None:
+    manager.save_bytes(data, step)
+    manager.wait()
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -112,11 +117,9 @@ def test_a_checkpoint_is_read_with_and_without_the_package_of_its_checksum(
 ) -> None:
     pytest.importorskip("xxhash")
     with CheckpointManager(tmp_path) as manager:
-        manager.save_bytes(b"of xxh3", 1)
-        manager.wait()
+        save_now(manager, b"of xxh3", 1)
         monkeypatch.setattr(manifest, "_xxhash", lambda: None)
-        manager.save_bytes(b"of crc32", 2)
-        manager.wait()
+        save_now(manager, b"of crc32", 2)
         assert [manager.checkpoint(step).checksum.partition(":")[0] for step in (1, 2)] == ["xxh3_64", "crc32"]
         assert manager.load_bytes(2) == b"of crc32"
         with pytest.warns(CheckpointUnverifiedWarning, match=r"pip install 'unified-runtime\[xxhash\]'"):
@@ -148,8 +151,7 @@ def test_compressed_data_come_back_whatever_the_reader_was_set_to(tmp_path: Path
 def test_only_the_last_n_stay(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep_last_n=2) as manager:
         for step in range(5):
-            manager.save_bytes(b"x", step)
-            manager.wait()
+            save_now(manager, b"x", step)
         assert manager.steps() == [3, 4]
     assert len(names(tmp_path)) == 4
 
@@ -201,10 +203,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
 
 def test_damaged_ones_never_push_out_the_last_good_one(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep_last_n=1) as manager:
-        manager.save_bytes(b"good", 1)
-        manager.wait()
-        manager.save_bytes(b"soon bad", 2)
-        manager.wait()
+        save_now(manager, b"good", 1)
+        save_now(manager, b"soon bad", 2)
         assert manager.steps() == [2]
         flip(payload_of(tmp_path, 2))
         with pytest.raises(CheckpointCorruptError, match="No checkpoint can be loaded"):
@@ -283,8 +283,7 @@ def test_with_wait_every_save_is_written(gated: Gated) -> None:
 def test_a_failed_save_is_tried_again(gated: Gated) -> None:
     with CheckpointManager("", gated, backoff=AT_ONCE) as manager:
         gated.errors = [OSError("the disk hiccups"), OSError("again")]
-        manager.save_bytes(b"x", 1)
-        manager.wait()
+        save_now(manager, b"x", 1)
         assert manager.load_bytes(1) == b"x"
 
 
@@ -292,8 +291,7 @@ def test_a_save_that_fails_for_good_is_reported_once_by_the_next_call(
     gated: Gated, caplog: pytest.LogCaptureFixture
 ) -> None:
     with CheckpointManager("", gated, backoff=AT_ONCE, max_tries=2) as manager:
-        manager.save_bytes(b"before", 1)
-        manager.wait()
+        save_now(manager, b"before", 1)
         gated.errors = [OSError("full"), OSError("full")]
         manager.save_bytes(b"x", 2)
         assert manager.load_bytes() == b"before"  # which waits for the save to fail
@@ -344,8 +342,7 @@ def test_a_run_that_went_back_saves_its_steps_again(tmp_path: Path) -> None:
         first.save_bytes(b"first life", 10)
         first.save_bytes(b"first life", 20)
     with CheckpointManager(tmp_path) as second:
-        second.save_bytes(b"second life", 10)
-        second.wait()
+        save_now(second, b"second life", 10)
         assert second.load_bytes(10) == b"second life"
         assert second.load_bytes() == b"first life"
     assert len(names(tmp_path)) == 4
@@ -353,8 +350,7 @@ def test_a_run_that_went_back_saves_its_steps_again(tmp_path: Path) -> None:
 
 def test_another_run_in_the_same_place_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as ours, CheckpointManager(tmp_path) as theirs:
-        ours.save_bytes(b"ours", 1)
-        ours.wait()
+        save_now(ours, b"ours", 1)
         theirs.save_bytes(b"theirs", 1)
         with pytest.raises(CheckpointSaveError, match="saved meanwhile by another writer") as caught:
             theirs.wait()
@@ -381,8 +377,7 @@ def test_leftovers_of_a_crashed_save_are_removed_when_they_are_old(tmp_path: Pat
         os.utime(path, (path.stat().st_mtime - age_s,) * 2)
     (tmp_path / "notes.txt").write_text("mine")
     with CheckpointManager(tmp_path) as manager:
-        manager.save_bytes(b"x", 3)
-        manager.wait()
+        save_now(manager, b"x", 3)
     left = names(tmp_path)
     assert "step-000001.dead.bin" not in left
     assert {"step-000002.live.bin", "notes.txt"} <= {*left}

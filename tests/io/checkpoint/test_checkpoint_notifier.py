@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.io.checkpoint.test_checkpoint_manager import AT_ONCE, Gated, checksum_of, flip, payload_of
+from tests.io.checkpoint.test_checkpoint_manager import AT_ONCE, Gated, checksum_of, flip, payload_of, save_now
 from tests.support.master_process import StartMaster
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
 from unified.data import EmbeddedCoordinator
@@ -93,8 +93,7 @@ def test_no_save_waits_for_the_coordinator_or_fails_with_it(
         heard.is_away = True
         heard.may_answer.set()
         for step in (4, 5):
-            manager.save_bytes(b"x", step)
-            manager.wait()
+            save_now(manager, b"x", step)
             manager._notifier.close(10)
         assert caplog.text.count("event=checkpoint-not-told") == 1
         heard.is_away = False
@@ -104,12 +103,10 @@ def test_no_save_waits_for_the_coordinator_or_fails_with_it(
 def test_a_lost_notice_is_repeated_with_the_next(heard: Heard, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, coordinator_url=heard) as manager:
         heard.is_away = True
-        manager.save_bytes(b"x", 9)
-        manager.wait()
+        save_now(manager, b"x", 9)
         manager._notifier.close(10)
         heard.is_away = False
-        manager.save_bytes(b"x", 2)
-        manager.wait()
+        save_now(manager, b"x", 2)
         manager._notifier.close(10)
         assert latest(heard).step == 9
 
@@ -154,8 +151,7 @@ def test_without_a_coordinator_nobody_is_told_and_a_wrong_one_is_refused(
 ) -> None:
     monkeypatch.delenv("COORDINATOR_URL", raising=False)
     with CheckpointManager(tmp_path) as manager:
-        manager.save_bytes(b"x", 1)
-        manager.wait()
+        save_now(manager, b"x", 1)
         assert manager._notifier._thread is None
     monkeypatch.setenv("COORDINATOR_URL", "ftp://there")
     with pytest.raises(UsageError, match="ftp://there"):

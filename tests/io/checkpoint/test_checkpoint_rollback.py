@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.checkpoint.test_checkpoint_manager import names, payload_of
+from tests.io.checkpoint.test_checkpoint_manager import names, payload_of, save_now
 from tests.io.checkpoint.test_checkpoint_notifier import Heard, latest
 from tests.support.s3 import S3Server, faulty
 from unified.checkpoint import CheckpointManager
@@ -55,12 +55,10 @@ def test_without_it_what_this_run_saves_stays(tmp_path: Path) -> None:
     first_life(tmp_path)
     with CheckpointManager(tmp_path, keep_last_n=2) as second:
         for step in (310, 320, 330):
-            second.save_bytes(b"second", step)
-            second.wait()
+            save_now(second, b"second", step)
         assert second.steps() == [320, 330, 500, 600]
         for step in (700, 800):
-            second.save_bytes(b"second", step)
-            second.wait()
+            save_now(second, b"second", step)
         assert second.steps() == [700, 800]
 
 
@@ -68,8 +66,7 @@ def test_nobody_is_warned_of_peers_or_of_ones_own(tmp_path: Path, caplog: pytest
     ranks = [CheckpointManager(tmp_path, rank=rank, world_size=2) for rank in range(2)]
     for manager, steps in zip(ranks, ((2, 3), (1, 3)), strict=True):
         for step in steps:
-            manager.save_bytes(b"same", step)
-            manager.wait()
+            save_now(manager, b"same", step)
     ranks[0].save_bytes(b"same", 1)
     for manager in ranks:
         manager.close()
@@ -91,20 +88,16 @@ def test_an_earlier_life_whose_clock_was_ahead_is_replaced_all_the_same(tmp_path
     path = tmp_path / "step-000400.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "saved_at": 9e9}))
     with CheckpointManager(tmp_path) as second:
-        second.save_bytes(b"second 400", 400)
-        second.wait()
+        save_now(second, b"second 400", 400)
         assert second.load_bytes(400) == b"second 400"
 
 
 def test_a_run_that_was_started_twice_is_noticed(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as first:
-        first.save_bytes(b"first 10", 10)
-        first.wait()
+        save_now(first, b"first 10", 10)
         with CheckpointManager(tmp_path) as second:
-            first.save_bytes(b"first 20", 20)
-            first.wait()
-            second.save_bytes(b"second 10", 10)  # not to be told from a run that starts again
-            second.wait()
+            save_now(first, b"first 20", 20)
+            save_now(second, b"second 10", 10)  # not to be told from a run that starts again
             second.save_bytes(b"second 20", 20)
             with pytest.raises(CheckpointSaveError, match="step 20") as caught:
                 second.wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
+from tests.io.checkpoint.test_checkpoint_manager import save_now
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
 from unified.errors import CheckpointCorruptError, CheckpointNotFoundError, UsageError
 
@@ -135,8 +136,7 @@ def test_directories_are_synced_where_they_changed(tmp_path: Path, manager: Chec
 
 
 def test_bytes_and_states_are_not_mixed_up_with_files(manager: CheckpointManager, output: Path) -> None:
-    manager.save_bytes(b"data", 1)
-    manager.wait()
+    save_now(manager, b"data", 1)
     manager.save_checkpoint(2, directory=output)
     assert manager.load_bytes() == b"data"
     with pytest.raises(Exception, match="materialize_checkpoint"):

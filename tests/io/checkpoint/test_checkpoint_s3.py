@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.io.checkpoint.test_checkpoint_crash import kill_at_random
+from tests.io.checkpoint.test_checkpoint_manager import save_now
 from tests.support.programs.checkpoint_killer import STAGES
 from tests.support.s3 import SECRET_KEY, Asked, S3Server, faulty
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
@@ -53,8 +54,7 @@ def test_the_bucket_of_the_settings(bucket: str, monkeypatch: pytest.MonkeyPatch
 def test_old_ones_are_swept_and_damage_is_noticed(bucket: str) -> None:
     with CheckpointManager(f"s3://{bucket}/run", keep_last_n=2, compression="gzip") as manager:
         for step in (1, 2, 3):
-            manager.save_bytes(b"state %d" % step, step)
-            manager.wait()
+            save_now(manager, b"state %d" % step, step)
         assert len(keys(bucket)) == 4
         (part,) = manager.store.manifest(3).parts
         manager.store.backend.write(manager.store.key(part.key), b"x" * part.size_bytes)

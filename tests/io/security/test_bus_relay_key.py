@@ -7,34 +7,19 @@ import msgspec
 import pytest
 import zmq
 
+from tests.support.bus import Hub
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
-from unified.security.curve import new_key, secure_client
+from unified.security.curve import new_key
 from unified.security.keys import ClusterKey
 from unified.testing import eventually
-from unified_master.relay import BusRelay
 
 Socket = zmq.Socket[bytes]
 KEY, OTHER = new_key(), new_key()
 PATIENCE_MS = 10_000
 
 
-class KeyedHub:
+class KeyedHub(Hub):
     """A relay with a key, and sockets at it."""
-
-    def __init__(self) -> None:
-        self.relay = BusRelay("tcp://127.0.0.1:0", key=KEY)
-        self.address = self.relay.start()
-        self.context: zmq.Context[Socket] = zmq.Context()
-        self.sockets: list[Socket] = []
-
-    def socket(self, identity: str, key: ClusterKey | None) -> Socket:
-        socket = self.context.socket(zmq.DEALER)
-        self.sockets.append(socket)
-        socket.set(zmq.IDENTITY, identity.encode())
-        socket.set(zmq.LINGER, 0)
-        secure_client(socket, key)
-        socket.connect(self.address)
-        return socket
 
     def member(self, identity: str) -> Socket:
         """One that the relay knows already: what it sends to itself comes back."""
@@ -49,14 +34,10 @@ class KeyedHub:
             socket.recv_multipart()
         return socket
 
-    def close(self) -> None:
-        self.context.destroy(0)
-        self.relay.close()
-
 
 @pytest.fixture
 def hub() -> Iterator[KeyedHub]:
-    hub = KeyedHub()
+    hub = KeyedHub(key=KEY)
     yield hub
     hub.close()
 

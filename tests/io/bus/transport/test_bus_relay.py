@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import PATIENCE_S, Hub, World, entry
 from unified.core.backoff import Backoff
 from unified.errors import BusOverloadedError, RouteLostError, RpcError, RpcTimeoutError, UnifiedError
 from unified.protocol.envelope import (
@@ -27,31 +27,6 @@ from unified.testing import eventually
 from unified_master.relay import BusRelay
 
 Socket = zmq.Socket[bytes]
-
-
-class Hub:
-    """A relay and raw sockets at it."""
-
-    def __init__(self, limit_bytes: int = 256 << 20) -> None:
-        self.relay = BusRelay("tcp://127.0.0.1:0", limit_bytes=limit_bytes)
-        self.address = self.relay.start()
-        self.context: zmq.Context[Socket] = zmq.Context()
-        self.sockets: list[Socket] = []
-
-    def socket(self, identity: str, **options: int) -> Socket:
-        socket = self.context.socket(zmq.DEALER)
-        self.sockets.append(socket)
-        for option, value in options.items():
-            socket.set(getattr(zmq, option), value)
-        socket.set(zmq.IDENTITY, identity.encode())
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
-        socket.connect(self.address)
-        return socket
-
-    def close(self) -> None:
-        self.context.destroy(0)
-        self.relay.close()
 
 
 @pytest.fixture
