@@ -70,7 +70,7 @@ def content(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("masters", "agents", "reason"),
+    ("masters", "own", "reason"),
     [
         (KEY, OTHER, "refused this side's cluster key SHA256:"),
         (KEY, None, "wants a cluster key: set UNIFIED_KEY_FILE to a copy of its key file"),
@@ -79,9 +79,9 @@ def content(path: Path) -> bytes:
     ids=["another key", "no key", "a master without one"],
 )
 def test_an_agent_whose_key_is_not_its_masters_ends_with_one_line(
-    start: Start, play: Play, masters: ClusterKey | None, agents: ClusterKey | None, reason: str
+    start: Start, play: Play, masters: ClusterKey | None, own: ClusterKey | None, reason: str
 ) -> None:
-    agent = start(play(masters), agents)
+    agent = start(play(masters), own)
     assert agent.wait() == 1
     last = agent.stderr.splitlines()[-1]
     assert last.startswith("unified-agent: the master at tcp://127.0.0.1:")
