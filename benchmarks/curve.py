@@ -32,8 +32,6 @@ CONTENDERS = ("without", "with")
 
 
 class Row(NamedTuple):
-    """One line of the table."""
-
     title: str
     unit: str
     measure: Callable[[Client], float]

@@ -34,6 +34,5 @@ def show(
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]], note: str) -> str:
-    """For a README."""
     rows = [headings, ["---", *["---:"] * (len(headings) - 1)], *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{note}"

@@ -28,8 +28,6 @@ def wanted(*names: str) -> bool:
 
 
 class Echo:
-    """What is called."""
-
     def __init__(self) -> None:
         if current_worker().actor_info.rank == 0 and wanted("queue_single", "queue_batch100"):
             from unified.api.runtime import DataQueue
@@ -78,7 +76,6 @@ class Caller:
 
     @rpc
     def compute(self, switch_s: float | None) -> None:
-        """From now on, with this switch interval in place of the one that workers have."""
         if switch_s is not None:
             sys.setswitchinterval(switch_s)
         self.is_told.set()

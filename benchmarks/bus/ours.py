@@ -55,7 +55,6 @@ def measure(route: str, rows: list[str]) -> Figures:
 
 
 def run_job(master: str, route: str, folder: Path, rows: list[str]) -> Figures:
-    """The job whose driver role measures."""
     out = folder / "figures"
     out.touch()
     handle = bench_job(out, route, rows).submit("bench", blocking=False, master=master)

@@ -26,8 +26,6 @@ PEERS = ["ray", "monarch", "xoscar"]
 
 
 class Line(NamedTuple):
-    """One row of the table, as words: the title, a figure each contender, a ratio each peer."""
-
     title: str
     figures: list[str]
     ratios: list[str]

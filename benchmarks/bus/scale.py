@@ -86,7 +86,6 @@ def headings(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def lines(runs: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """Of each measure, the cells."""
     for name, title in MEASURES.items():
         yield [title, *(_cell(run.get(name)) for run in runs)]
 
@@ -236,7 +235,6 @@ def is_running(handle: JobHandle) -> bool:
 
 
 def cpu_percent(process: psutil.Process) -> float:
-    """Of one core, over a while."""
     before, began = process.cpu_times(), time.monotonic()
     time.sleep(WINDOW_S)
     after, ended = process.cpu_times(), time.monotonic()

@@ -75,8 +75,6 @@ orders: Codec[Registered | Refused | Seen | Again | News | Desired] = Codec(
 
 
 class Node:
-    """One simulated agent."""
-
     def __init__(self, index: int, capacity: int, context: zmq.Context[zmq.Socket[bytes]], master: str) -> None:
         self.name = f"sim-{index}"
         self.address = f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
@@ -99,7 +97,6 @@ class Node:
         self.say(AgentHeartbeat(node=self.name, incarnation="a", generation=self.generation))
 
     def hear(self) -> None:
-        """Everything that has come."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)

@@ -38,8 +38,6 @@ MOST_READINGS = 9
 
 
 class Row(NamedTuple):
-    """One line of the table."""
-
     name: str
     title: str
     unit: str
@@ -152,7 +150,6 @@ def queue_batches(act: Callable[[], object]) -> float:
 
 
 def array_rows(mib: int) -> list[str]:
-    """What arrays of that size give."""
     plain = [f"arg_{mib}MiB", f"ret_{mib}MiB"]
     return [*plain, *(f"{name}_warm" for name in plain if mib in LARGE)]
 
@@ -188,7 +185,6 @@ def array_passes(rows: Sequence[str] | None = None) -> list[ArrayPass]:
 
 
 def percentiles_us(seconds: Iterable[float]) -> tuple[float, float]:
-    """The median and the 99th percentile, in microseconds."""
     ordered = sorted(seconds)
     return ordered[len(ordered) // 2] * 1e6, ordered[len(ordered) * 99 // 100] * 1e6
 

@@ -49,7 +49,6 @@ class Contender:
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Remove what was saved, outside all times."""
         for each in self.place.iterdir():
             shutil.rmtree(each) if each.is_dir() else each.unlink()
         os.sync()

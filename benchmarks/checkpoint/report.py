@@ -15,7 +15,6 @@ HEADINGS = ["", *work.TITLES.values(), "reference, 64 cores", *(f"× {work.TITLE
 
 
 def lines(found: Medians) -> Iterator[list[str]]:
-    """Of each row that was measured, the cells."""
     for row in work.ROWS:
         figures = {name: found.get(name, {}).get(row.name) for name in work.TITLES}
         if any(value is not None for value in figures.values()):
@@ -29,7 +28,6 @@ def lines(found: Medians) -> Iterator[list[str]]:
 
 
 def judged(found: Medians) -> list[Verdict]:
-    """Each floor, and whether it is held."""
     return list(verdicts({**found, **work.SIZES}, work.FLOORS, work.ROWS))
 
 

@@ -59,7 +59,6 @@ HEADINGS = ["", "unified", "reference, 64 cores", "× reference", "our floor", "
 
 
 def lines(found: Medians) -> Iterator[list[str]]:
-    """Of each row that was measured, the cells."""
     for target in TARGETS:
         ours, bare = (found.get(contender, {}).get(target.row.name) for contender in ("unified", "zmq"))
         if ours is not None:

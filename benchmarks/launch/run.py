@@ -41,8 +41,6 @@ class MissedDeadlineError(Exception):
 
 
 class Contender(NamedTuple):
-    """One way of starting two ranks."""
-
     key: str
     title: str
     command: list[str]
@@ -252,8 +250,6 @@ def machine() -> dict[str, Any]:
 
 
 class Line(NamedTuple):
-    """One row of the table, as words."""
-
     what: str
     how: str
     median: str

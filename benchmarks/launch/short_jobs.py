@@ -20,8 +20,6 @@ BUSY = "while True: pass"
 
 
 class Counts(NamedTuple):
-    """Counts over the jobs of one kind."""
-
     jobs: int
     restarted: int
     failed: int

@@ -14,8 +14,6 @@ from benchmarks.bus import work
 
 
 class Echo(Actor):
-    """What is called; also calls another of its kind."""
-
     @endpoint
     def nop(self) -> None:
         return None
@@ -30,8 +28,6 @@ class Echo(Actor):
 
 
 class Caller(Actor):
-    """A second and a third process that call."""
-
     @endpoint
     async def burst(self, target: Any, calls: int) -> int:
         for _ in range(calls // work.BURST):

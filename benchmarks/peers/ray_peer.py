@@ -15,8 +15,6 @@ from benchmarks.bus import work
 
 @ray.remote(num_cpus=0)
 class Echo:
-    """What is called."""
-
     def nop(self) -> None:
         return None
 
@@ -29,8 +27,6 @@ class Echo:
 
 @ray.remote(num_cpus=0)
 class Caller:
-    """A second and a third process that call."""
-
     def __init__(self, target: Any) -> None:
         self.target = target
 

@@ -16,8 +16,6 @@ from benchmarks.bus import work
 
 
 class Echo(xoscar.Actor):
-    """What is called."""
-
     def nop(self) -> None:
         return None
 
@@ -29,8 +27,6 @@ class Echo(xoscar.Actor):
 
 
 class Caller(xoscar.Actor):
-    """A second and a third process that call."""
-
     async def burst(self, target: Any, calls: int) -> int:
         for _ in range(calls // work.BURST):
             await asyncio.gather(*[target.nop() for _ in range(work.BURST)])

@@ -18,8 +18,6 @@ PROGRAMS = Path(__file__).parents[1] / "support/programs"
 
 
 class Project(Protocol):
-    """Writes modules that workers can import."""
-
     def __call__(self, **modules: str) -> None: ...
 
 

@@ -87,8 +87,6 @@ def handle(
 
 
 class Ran(NamedTuple):
-    """What a command did."""
-
     code: int
     out: str
     err: str
@@ -96,8 +94,6 @@ class Ran(NamedTuple):
 
 @pytest.fixture
 def unified(handle: JobHandle, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """``unified call outside …``"""
-
     def run(*words: str) -> Ran:
         capsys.readouterr()
         code = main(["call", "outside", *words, "--master", handle.connection.address])

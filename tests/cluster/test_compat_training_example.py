@@ -172,7 +172,6 @@ def start(script: Path, rank: int, launcher: tuple[str, ...]) -> subprocess.Pope
 
 @pytest.fixture
 def bucket(s3_environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where checkpoints go."""
     name = s3_environment.make_bucket()
     monkeypatch.setenv("UNIFIED_STORAGE_BUCKET", name)
     return name

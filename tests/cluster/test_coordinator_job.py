@@ -98,7 +98,6 @@ def reader():
 
 @pytest.fixture(autouse=True)
 def data(tmp_path: Path) -> None:
-    """Sixty samples."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "part.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(60)))
 

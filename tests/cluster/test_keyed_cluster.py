@@ -116,7 +116,6 @@ class Namespace:
         return subprocess.run(command, env=self.env | env, capture_output=True, text=True, timeout=50)
 
     def start(self, module: str, *flags: str, **env: str) -> Path:
-        """Start a daemon; its log."""
         log = self.folder / f"{module}-{len(self.daemons)}.log"
         with log.open("wb") as stderr:
             command = self.command("-m", module, *flags)

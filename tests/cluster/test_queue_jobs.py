@@ -53,7 +53,6 @@ def pause():
 
 @pytest.fixture
 def write(project: Project, tmp_path: Path) -> Callable[[str], None]:
-    """Writes the module `queue_job`, which workers can import."""
     return lambda code: project(queue_job=COMMON.format(folder=str(tmp_path)) + textwrap.dedent(code))
 
 

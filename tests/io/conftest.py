@@ -13,7 +13,6 @@ from unified_master.relay import BusRelay
 
 @pytest.fixture
 def relay() -> Iterator[str]:
-    """Address of a bus relay."""
     relay = BusRelay("tcp://127.0.0.1:0")
     yield relay.start()
     relay.close()

@@ -28,7 +28,6 @@ def listed(heading: str) -> list[str]:
 
 
 def module(file: str) -> str:
-    """The dotted name of a file."""
     return file.removeprefix("agent/").removeprefix("master/").removesuffix(".py").replace("/", ".")
 
 

@@ -73,7 +73,6 @@ class Driver:
         self.step(MasterSaid(message=message))
 
     def pass_time(self, seconds: float, *, answered: bool = False) -> None:
-        """Let time pass, from one deadline to the next."""
         end = self.now + seconds
         while (deadline := self.core.next_deadline) is not None and deadline <= end:
             self.now = max(self.now, deadline)
@@ -100,7 +99,6 @@ class Driver:
         return taken
 
     def notable(self) -> list[AgentAction]:
-        """What was asked for since the last look, but for talk to the master and the log."""
         return [action for action in self.take() if not isinstance(action, SendMaster | WriteLog | KeepInterpreters)]
 
     def observed(self) -> dict[str, ObservedWorker]:

@@ -37,7 +37,6 @@ PEER = str(Path(__file__).parent / "programs/bus_peer.py")
 def entry(
     worker: str, inbox: Inbox | None, incarnation: int = 0, state: Reachability = Reachability.ALIVE, reason: str = ""
 ) -> DirectoryEntry:
-    """News of one life."""
     return DirectoryEntry(worker=worker, incarnation=incarnation, state=state, inbox=inbox, node="n1", reason=reason)
 
 
@@ -73,7 +72,6 @@ class Process:
 
 
 def states(pid: int) -> set[str]:
-    """Of the threads of a process, as `ps` names them."""
     found = Path(f"/proc/{pid}/task").glob("*/stat")
     return {file.read_text().rpartition(")")[2].split()[0] for file in found}
 
@@ -96,7 +94,6 @@ class World:
         address: str = "127.0.0.1",
         **options: Any,
     ) -> tuple[BusEndpoint, Inbox]:
-        """Started, and open if it was given methods."""
         endpoint = BusEndpoint(
             BusIdentity(job="job-1", worker=worker, incarnation=incarnation, node="n1", host=HOST_ID),
             BusNetwork(run_dir=str(self.run_dir), address=address, relay=self.relay, route=self.route),
@@ -194,7 +191,6 @@ class Proxy:
         return self
 
     def reset(self) -> None:
-        """Tear all connections apart."""
         with self._lock:
             pairs, self._pairs = self._pairs, {}
             for each in pairs:
@@ -242,8 +238,6 @@ class Proxy:
 
 
 class Hub:
-    """A relay and raw sockets at it."""
-
     def __init__(self, limit_bytes: int = 256 << 20, key: ClusterKey | None = None) -> None:
         self.relay = BusRelay("tcp://127.0.0.1:0", limit_bytes=limit_bytes, key=key)
         self.address = self.relay.start()

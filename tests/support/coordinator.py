@@ -95,7 +95,6 @@ class Story:
             assert each in refusal.reason
 
     def after(self, seconds: float) -> list[AnswerRequest]:
-        """Time passes, with a look at each deadline on the way."""
         until = self.now + seconds
         given = []
         while (due := self.core.next_deadline) is not None and due <= until:
@@ -105,7 +104,6 @@ class Story:
         return given
 
     def restart(self, after_s: float = 0.0) -> None:
-        """The coordinator dies and comes back with what it had persisted."""
         self.now += after_s
         self.core = CoordinatorCore()
         self.core.restore(self.now, [("node", "n1", b"not ours"), *((*key, data) for key, data in self.store.items())])
@@ -167,13 +165,11 @@ def wait(
 
 
 def dataset(dataset_id: str = "d", files: list[FileRun] | None = None, **fields: Any) -> RegisterDataset:
-    """Ten shards of ten samples, in one file."""
     values = {"path": "/data/d", "format": "parquet", "total_samples": 100, "shard_size": 10, **fields}
     return RegisterDataset(dataset_id=dataset_id, files=files or [], **values)
 
 
 def four(**fields: Any) -> Story:
-    """Workers w0 to w3 are registered."""
     story = Story()
     for name in ("w0", "w1", "w2", "w3"):
         story.send(worker(name, **fields))

@@ -32,7 +32,6 @@ class FileTrace:
 
     @property
     def files(self) -> list[str]:
-        """Paths from the root of the repository, in the order of their first call."""
         return [name.removeprefix(f"{ROOT}/") for name in list(self._entered)]
 
     @contextmanager

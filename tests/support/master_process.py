@@ -13,8 +13,6 @@ PATIENCE_MS = 15_000
 
 
 class MasterProcess:
-    """``python -m unified_master`` on a free port."""
-
     def __init__(self, directory: Path, *flags: str, bind: str = "tcp://127.0.0.1:0") -> None:
         self.address_file = directory / "address"
         self.address_file.unlink(missing_ok=True)

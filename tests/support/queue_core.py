@@ -161,7 +161,6 @@ class Story:
 
     @property
     def waiting(self) -> list[str]:
-        """What is in the queue, next first."""
         buffer = self.core.buffer
         by_id = {item.item_id: item for item in [*buffer._fresh, *(item for _, item in buffer._returned)]}
         return [by_id[item_id].payload for item_id in ids(buffer)]

@@ -65,7 +65,6 @@ class Member:
             self.finishers.append(callback)
 
     def queue(self, name: str = "q", is_master: bool = False, size: int = 1000, **options: Any) -> DataQueue[Any]:
-        """A `DataQueue` of this worker."""
         set_current_worker(cast(Worker, self))
         try:
             return DataQueue(name, is_master, size, **options)

@@ -25,8 +25,6 @@ ENTRY = EntryPoint(kind="attribute", target="train", attribute="run")
 
 
 class Called(NamedTuple):
-    """One call, as the bus got it."""
-
     target: str
     method: str
     args: tuple[Any, ...]

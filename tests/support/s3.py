@@ -33,12 +33,9 @@ _CONDITIONS = {"if-none-match", "if-match"}
 
 
 class S3Server(NamedTuple):
-    """A store that answers."""
-
     url: str
 
     def make_bucket(self) -> str:
-        """A new, empty bucket."""
         name = f"bucket-{os.getpid()}-{next(_NUMBERS)}"
         with urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT"), timeout=30) as answer:
             assert answer.status == 200
@@ -93,13 +90,10 @@ def s3_environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.fixture
 def bucket(s3_environment: S3Server) -> str:
-    """A new, empty one."""
     return s3_environment.make_bucket()
 
 
 class Asked(NamedTuple):
-    """A request that came to the relay."""
-
     method: str
     path: str
     """With the query."""
@@ -200,7 +194,6 @@ _REFUSALS = {"busy": (503, "SlowDown"), "deny": (403, "AccessDenied"), "full": (
 
 
 def _address(process: subprocess.Popen[bytes]) -> str:
-    """Where moto says that it listens."""
     assert process.stdout is not None
     said = b""
     while select.select([process.stdout], [], [], START_S)[0]:

@@ -85,7 +85,6 @@ class ShmPeer:
 
 @contextmanager
 def peers(directory: str, *inbox_ids: str) -> Iterator[list[ShmPeer]]:
-    """Several, until the end of a test."""
     started = [ShmPeer(directory, inbox_id) for inbox_id in inbox_ids]
     try:
         yield started

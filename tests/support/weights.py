@@ -43,12 +43,10 @@ class Cast:
         return bus
 
     def receiver(self, name: str, incarnation: int = 0, *, copy: bool | None = None) -> WeightsReceiver:
-        """A new life of a worker, with a receiver."""
         self.receivers[name] = WeightsReceiver(bus=self.worker(name, incarnation), copy=copy)
         return self.receivers[name]
 
     def sender(self, name: str = "trainer", incarnation: int = 0) -> WeightsSender:
-        """A new life of a worker, to send from."""
         return WeightsSender(self.worker(name, incarnation), "here", "rollout", "default")
 
     def die(self, name: str, state: Reachability = Reachability.DEAD) -> None:
@@ -65,7 +63,6 @@ class Cast:
             bus.update_directory([self.entries[name]])
 
     def send(self, sender: WeightsSender, weights: Any, *targets: str, **order: Any) -> int:
-        """To these, or to all receivers."""
         nodes = {name: self.nodes.get(name, "here") for name in targets or self.receivers}
         return sender.send(weights, nodes, ORDER._replace(**order))
 

@@ -56,7 +56,6 @@ class Talk:
         self.say(launch)
 
     def begin(self, control: socket.socket, out: IO[bytes], err: IO[bytes]) -> None:
-        """Make the process."""
         raise NotImplementedError
 
     def say(self, order: AgentOrder) -> None:
@@ -113,8 +112,6 @@ class Talk:
 
 
 class Child(Talk):
-    """A worker that was spawned."""
-
     def begin(self, control: socket.socket, out: IO[bytes], err: IO[bytes]) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "unified.worker.main"],
@@ -127,7 +124,6 @@ class Child(Talk):
         )
 
     def stop(self, grace_s: float = 20.0) -> None:
-        """Both ways, as an agent does it."""
         self.say(Stop(grace_s=grace_s, reason="the test is over"))
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
@@ -247,8 +243,6 @@ class Forker:
 
 
 class ForkedChild(Talk):
-    """A worker that a zygote forked."""
-
     def __init__(self, launch: Launch, folder: Path, zygote: socket.socket) -> None:
         self._zygote = zygote
         super().__init__(launch, folder)

@@ -18,8 +18,6 @@ from unified_agent.orphans import AgentRecord, AgentTakenError, NodeLock, claim,
 
 
 class Sleepers:
-    """Child processes with marks."""
-
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
 

@@ -59,7 +59,6 @@ class Desk:
         return answer.slice
 
     def everything(self) -> bytes:
-        """What can be read, in pieces as large as a file."""
         seen = b""
         while found := self.read(len(seen)).data:
             seen += found

@@ -23,7 +23,6 @@ def directory() -> Iterator[str]:
 
 @pytest.fixture
 def owner(directory: str) -> Iterator[Side]:
-    """A process with a pool: this one."""
     side = Side(directory, "owner")
     yield side
     side.pool.close()

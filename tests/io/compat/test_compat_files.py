@@ -41,7 +41,6 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def real(tmp_path: Path) -> Path:
-    """A folder with a `dlrover` and a `dtruntime` as pip would put them there."""
     folder = tmp_path / "site"
     for package in ("dlrover", "dlrover/python", "dlrover/python/unified", "dlrover/python/unified/api"):
         (folder / package).mkdir(parents=True)

@@ -22,7 +22,6 @@ REGISTERED = "event=worker-registered worker=w"
 
 
 def said(before: str = "", after: str = "", **env: str) -> str:
-    """What the script writes to stderr."""
     environ = {name: text for name, text in os.environ.items() if name not in VARIABLES}
     script = TRAIN.format(before=before, after=after)
     done = subprocess.run(

@@ -17,7 +17,6 @@ Start = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a master, and returns its address and what it wrote to stderr by then."""
     started: list[subprocess.Popen[bytes]] = []
 
     def begin(*flags: str, **env: str) -> tuple[str, str]:

@@ -29,8 +29,6 @@ Set = Callable[..., None]
 
 
 class Place(NamedTuple):
-    """Where a setting is tried."""
-
     folder: Path
     set: Set
     """Give settings these values: ``set(checkpoint_keep_last_n=2)``."""
@@ -75,7 +73,6 @@ class Counting(EmbeddedCoordinator):
 
 
 def address(place: Place) -> None:
-    """The master listens there."""
     begin: Start = place.request.getfixturevalue("start")
     place.set(coordinator_address="127.0.0.2:0")
     assert begin()[0].startswith("tcp://127.0.0.2:")

@@ -43,7 +43,6 @@ def coordinator(request: pytest.FixtureRequest, start_master: StartMaster) -> It
 
 @pytest.fixture
 def join(coordinator: Coordinator) -> Iterator[Join]:
-    """Makes orchestrators of a world, and closes them."""
     made: list[TrainingOrchestrator] = []
 
     def _join(rank: int, world_size: int, **options: Any) -> TrainingOrchestrator:

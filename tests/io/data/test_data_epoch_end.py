@@ -32,8 +32,6 @@ def registries(tmp_path: Path) -> Iterator[list[DatasetRegistry]]:
 
 
 class Reader:
-    """Reads an epoch, or some, on a thread."""
-
     def __init__(self, dataset: ShardedDataset, registry: DatasetRegistry | None = None, epochs: int = 1) -> None:
         self.seen: list[int] = []
         self.error: BaseException | None = None

@@ -27,8 +27,6 @@ SHARD = 8
 
 
 class Shards:
-    """The shards of one worker, which is the only one; as a coordinator keeps them."""
-
     def __init__(self, path: Path, format_: str, shard_size: int = SHARD) -> None:
         runs = find_runs(str(path), format_)
         total = sum(run.num_samples for run in runs)

@@ -54,8 +54,6 @@ class Draws(Dataset[dict[str, Any]]):
 
 
 class Pids(Dataset[tuple[int, int]]):
-    """Samples that say who made them."""
-
     def __init__(self, size: int = 24, pause_s: float = 0.005) -> None:
         self.size = size
         self.pause_s = pause_s

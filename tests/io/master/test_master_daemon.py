@@ -48,8 +48,6 @@ A = TypeVar("A")
 
 
 class Peer:
-    """A DEALER."""
-
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
@@ -68,8 +66,6 @@ class Peer:
 
 
 class FakeAgent:
-    """A simulated agent behind a real socket."""
-
     def __init__(self, peer: Peer, node: str = "n1") -> None:
         self.agent = SimAgent(node, resources(devices=2))
         self.peer = peer
@@ -77,7 +73,6 @@ class FakeAgent:
         self._say(self.agent.begin(time.monotonic()))
 
     def until(self, is_true: Callable[[], bool]) -> None:
-        """Live until something is true."""
         deadline = time.monotonic() + PATIENCE_MS / 1000
         while not is_true():
             assert time.monotonic() < deadline, f"still not; heard {self.heard[-3:]}"
@@ -90,7 +85,6 @@ class FakeAgent:
             self._say(self.agent.tick(time.monotonic()))
 
     def status_after(self, client: Peer, request: ClientToMaster) -> MasterToClient:
-        """Ask as a client while the agent goes on living."""
         client.socket.send_multipart(master_to_client.encode(request, 9))
         self.until(lambda: bool(client.socket.poll(0)))
         return master_to_client.decode(client.socket.recv_multipart()).message
@@ -114,7 +108,6 @@ Connect = Callable[[str], Peer]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Makes peers of an address, and closes them."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers: list[Peer] = []
 

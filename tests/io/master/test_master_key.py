@@ -54,7 +54,6 @@ def master(start_master: StartMaster, key_file: Path) -> MasterProcess:
 
 @contextlib.contextmanager
 def dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
-    """A bare socket of a member."""
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         secure_client(socket, KEY)

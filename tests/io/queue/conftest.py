@@ -13,7 +13,6 @@ from unified.testing import eventually
 
 @pytest.fixture(params=["auto", "tcp", "relay"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, relay: str) -> Iterator[QueueWorld]:
-    """Queues work the same on every route."""
     run_dir: Path = tmp_path_factory.mktemp("q") / "run"
     run_dir.mkdir()
     before = set(threading.enumerate())
@@ -47,7 +46,6 @@ second = consumer
 
 @pytest.fixture
 def own(world: QueueWorld) -> Iterator[Own]:
-    """Makes a process that owns queue ``q``, of so many items."""
     processes: list[OwnerProcess] = []
 
     def start(size: int) -> OwnerProcess:

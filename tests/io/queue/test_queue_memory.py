@@ -21,7 +21,6 @@ def owner(own: Own) -> OwnerProcess:
 
 
 def own_bytes(process: OwnerProcess) -> int:
-    """Of its memory, what is neither shared nor of a file."""
     lines = Path(f"/proc/{process.popen.pid}/status").read_text().splitlines()
     [kilobytes] = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
     return int(kilobytes) * 1024

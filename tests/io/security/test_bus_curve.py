@@ -44,8 +44,6 @@ class Server:
 
 
 class Client:
-    """A PUSH that watches its handshakes."""
-
     def __init__(self, address: str, key: ClusterKey | None, *, claims: ClusterKey | None = None) -> None:
         self.context: Context = zmq.Context()
         self.socket = self.context.socket(zmq.PUSH)
@@ -60,7 +58,6 @@ class Client:
         self.socket.send(b"hello")
 
     def told(self) -> str:
-        """Why it is refused."""
         deadline = time.monotonic() + PATIENCE_MS / 1000
         while self.handshakes.refusal is None:
             assert time.monotonic() < deadline, "it is told nothing"

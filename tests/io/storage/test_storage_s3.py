@@ -63,7 +63,6 @@ def is_complete(asked: Asked) -> bool:
 
 
 def uploads(server: S3Server, bucket: str) -> list[str]:
-    """Uploads that were begun and not ended."""
     import boto3
 
     client = boto3.client("s3", endpoint_url=server.url)

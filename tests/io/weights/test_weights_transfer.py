@@ -118,8 +118,6 @@ def test_numbers_go_on_after_a_restart_of_either_side(cast: Cast) -> None:
 
 
 class Holdup:
-    """Holds a receiver's handler up at its n-th call."""
-
     def __init__(self, cast: Cast, worker: str, verb: str, at: int = 1) -> None:
         self.reached, self.release = threading.Event(), threading.Event()
         registry = cast.buses[worker].registry

@@ -17,8 +17,6 @@ pytest.importorskip("torch")
 
 
 class Host:
-    """A store host that answers so many requests."""
-
     def __init__(self, ports: Mapping[str, int] = MappingProxyType({})) -> None:
         self.stores = RoundStores("127.0.0.1", ports)
         self._threads: list[threading.Thread] = []

@@ -216,7 +216,6 @@ def test_ctrl_c_is_a_keyboard_interrupt(agent: Agent, name: str, said: str, code
 
 
 def interrupt(child: Child) -> None:
-    """As an agent does it."""
     child.say(Stop(grace_s=20, reason="Ctrl-C", interrupt=True))
     child.process.send_signal(signal.SIGINT)
 

@@ -201,7 +201,6 @@ def test_a_script_answers_calls_of_what_it_has_defined_while_it_runs(agent: Agen
 
 @contextmanager
 def calling(agent: Agent, hello: Hello) -> Iterator[Callable[..., RpcFuture[Any]]]:
-    """Calls of the only worker."""
     entry = DirectoryEntry(worker="role_1-0_1-0", incarnation=0, state=Reachability.ALIVE, inbox=hello.inbox)
     caller = BusEndpoint(
         BusIdentity(job="job-1", worker="caller_1-0_1-0", incarnation=0, node="n1", host=HOST_ID),

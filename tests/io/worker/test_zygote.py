@@ -62,8 +62,6 @@ if __name__ == "__main__":
 
 
 class Child:
-    """The test's ends of a child's control socket and output."""
-
     pid = 0
 
     def __init__(self, number: int, control: socket.socket, out: int, err: int) -> None:
@@ -73,7 +71,6 @@ class Child:
         self.err = err
 
     def read(self, descriptor: int) -> str:
-        """All that it prints until it ends."""
         parts = []
         while data := os.read(descriptor, 65536):
             parts.append(data)
@@ -86,8 +83,6 @@ class Child:
 
 
 class ZygoteProcess:
-    """A zygote with the test as its agent."""
-
     def __init__(self, folder: Path, *, early: str = "", late: str = "") -> None:
         (folder / "zygote_entry.py").write_text(ENTRY)
         for module in ("early", "late"):
@@ -148,7 +143,6 @@ class ZygoteProcess:
 
 
 def gone(pid: int) -> bool:
-    """Wait until a process is gone, or nothing but a zombie."""
     return eventually(lambda: not process.is_alive(pid), PATIENCE_S)
 
 
@@ -157,7 +151,6 @@ Start = Callable[..., ZygoteProcess]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a zygote, and waits until it is up."""
     started: list[ZygoteProcess] = []
 
     def run(**imported: str) -> ZygoteProcess:

@@ -8,7 +8,6 @@ from unified_agent.core.step import AgentTimer
 
 
 def check(core: AgentCore) -> list[str]:
-    """Return the broken invariants, each as a sentence."""
     broken: list[str] = []
     live = [worker for worker in core.workers.values() if not worker.is_ended]
     for (job_id, name), count in Counter((worker.job_id, worker.name) for worker in live).items():

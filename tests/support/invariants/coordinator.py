@@ -6,7 +6,6 @@ from unified.core.coordinator.state import Space
 
 
 def check(core: CoordinatorCore) -> list[str]:
-    """Return the broken invariants, each as a sentence."""
     return [broken for space in core.spaces.values() for broken in _space(space)]
 
 

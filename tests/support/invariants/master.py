@@ -8,7 +8,6 @@ from unified_master.core.state import Cluster, DeviceKey, JobRecord, NodeRecord
 
 
 def check(cluster: Cluster) -> list[str]:
-    """Return the broken invariants, each as a sentence."""
     broken: list[str] = []
     for node in cluster.nodes.values():
         broken += _node(cluster, node)

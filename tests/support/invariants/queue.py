@@ -10,7 +10,6 @@ def ids(buffer: ItemBuffer) -> list[int]:
 
 
 def check(core: QueueCore) -> list[str]:
-    """Return the broken invariants, each as a sentence."""
     broken: list[str] = []
     buffer, producers, consumers, handles = core.buffer, core.producers, core.consumers, core.state.handles
     waiting = ids(buffer)

@@ -29,8 +29,6 @@ from unified.protocol.worker_agent import (
 
 
 class Orders:
-    """Messages from the agent, one at a time."""
-
     def __init__(self, control: socket.socket) -> None:
         self.control = control
         self._buffer = StreamBuffer()

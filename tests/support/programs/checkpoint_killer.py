@@ -90,7 +90,6 @@ class Place:
             manager.save_bytes(self._payload(step), step)
 
     def is_right(self, manager: CheckpointManager, step: int) -> bool:
-        """Whether that step loads, as what was saved."""
         if not self._has_states:
             return manager.load_bytes(step, exact=True) == self._payload(step)
         import torch

@@ -55,8 +55,6 @@ SIGNAL_S = 0.001
 
 
 class SimProcess(msgspec.Struct):
-    """A worker's process, which does what it is told."""
-
     launch: Launch
     is_running: bool = False
     """In its entry point."""
@@ -141,14 +139,12 @@ class RealAgent:
         return said
 
     def finish(self, job_id: str, worker: str) -> list[Said]:
-        """The worker's entry point returns."""
         return self._say_if_running(job_id, worker, Finished())
 
     def report_progress(self, job_id: str, worker: str, step: int) -> list[Said]:
         return self._say_if_running(job_id, worker, Reported(progress=Progress(step=step)))
 
     def claim(self, job_id: str, worker: str, names: Iterable[str]) -> list[Said]:
-        """The worker claims these names and no others from now on."""
         said: list[Said] = []
         for life in self._of(job_id, worker):
             if self.lives[life].is_running:
@@ -157,7 +153,6 @@ class RealAgent:
         return said
 
     def directory(self, job_id: str) -> list[DirectoryEntry]:
-        """What it has heard of the job."""
         return self._core.directories[job_id].entries
 
     def leave(self) -> list[Said]:

@@ -28,8 +28,6 @@ Said = tuple[int, AgentToMaster]
 
 
 class SimLife(msgspec.Struct):
-    """One simulated process."""
-
     wanted: DesiredWorker
     state: WorkerState = WorkerState.STARTING
     failure: Failure | None = None
@@ -109,7 +107,6 @@ class SimAgent:
         return [*said, self._observed()] if has_news else said
 
     def end(self, job_id: str, worker: str, failure: Failure | None) -> list[Said]:
-        """The worker's process ends now."""
         for life, sim in self.lives.items():
             if life[:2] == (job_id, worker) and sim.state is not WorkerState.EXITED and sim.is_begun:
                 sim.state = WorkerState.EXITED
@@ -117,7 +114,6 @@ class SimAgent:
         return [self._observed()]
 
     def finish(self, job_id: str, worker: str) -> list[Said]:
-        """The worker's entry point returns."""
         for life, sim in self.lives.items():
             if life[:2] == (job_id, worker) and sim.state is WorkerState.RUNNING:
                 sim.state = WorkerState.FINISHED
@@ -130,7 +126,6 @@ class SimAgent:
         return [self._observed()]
 
     def claim(self, job_id: str, worker: str, names: Iterable[str]) -> list[Said]:
-        """The worker claims these names and no others from now on."""
         for life, sim in self.lives.items():
             if life[:2] == (job_id, worker) and sim.state is WorkerState.RUNNING:
                 sim.claims = next_claims(sim.claims, names)
@@ -179,7 +174,6 @@ class SimAgent:
         return [self._observed()]
 
     def _begin_free(self, now: float) -> None:
-        """Begin the lives whose predecessor is gone."""
         for life, sim in self.lives.items():
             rivals = [
                 other
@@ -247,7 +241,6 @@ def next_claims(claims: NameClaims, names: Iterable[str]) -> NameClaims:
 
 
 def resources(cpu: float = 8, devices: int = 0, kind: str = "virtual", **user: float) -> NodeResources:
-    """What a simulated node offers."""
     return NodeResources(
         cpu=cpu,
         memory_mb=16000,

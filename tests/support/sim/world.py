@@ -57,7 +57,6 @@ class World:
         del self.agents[node]
 
     def say(self, node: str, said: Iterable[Said]) -> None:
-        """An agent speaks."""
         peer = self._peer(node)
         for request_id, message in said:
             event = Received(peer=peer, request_id=request_id, message=message)

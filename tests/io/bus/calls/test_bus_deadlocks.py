@@ -20,8 +20,6 @@ from unified.testing import eventually
 
 
 class Cast:
-    """Workers that know one another; the methods of each are made for it."""
-
     def __init__(self, world: World, **methods: Callable[[Cast], dict[str, Callable[..., Any]]]) -> None:
         self.ends = world.cast({name: make(self) for name, make in methods.items()})
 

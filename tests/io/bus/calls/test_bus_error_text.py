@@ -91,7 +91,6 @@ def printed(ask: Callable[[], object]) -> tuple[RemoteError, list[str]]:
 
 
 def in_order(text: list[str], *wanted: str) -> None:
-    """Each of these is a line of the text (or how one ends), one after the other."""
     lines = iter(text)
     for each in wanted:
         assert any(line.endswith(each) for line in lines), f"{each!r} is missing, or out of order, in\n" + "\n".join(

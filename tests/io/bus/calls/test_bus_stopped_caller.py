@@ -156,8 +156,6 @@ def test_last_answers_leave_before_the_bus_is_closed(world_of_links: World) -> N
 
 
 def test_every_end_of_a_call_is_the_end_of_it(world: World) -> None:
-    """Nothing of a call is kept by the callee, whichever way it ended."""
-
     def fail() -> None:
         raise KeyError
 

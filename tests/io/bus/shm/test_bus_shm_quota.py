@@ -23,7 +23,6 @@ MIB = 1024 * 1024
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[str]:
-    """A mount of 6 MiB."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(tmp_path)], capture_output=True, text=True
     )
